@@ -1,0 +1,74 @@
+"""Every error this program raises on purpose.
+
+    HeteroPPError
+    ├── ConfigError            a YAML, a corpus or a tokenizer that cannot be used: the user can mend it
+    ├── LinkError
+    │   ├── LinkClosed         the other end is gone (a dead peer)
+    │   └── LinkTimeout        nothing came in time (a slow link, or a peer that hangs)
+    ├── MalformedMessage       bytes from the network that no honest peer sends
+    │   └── MalformedContribution
+    ├── Refused                the exchange refused a request: wrong run, wrong round, a stranger
+    ├── ReplicasDiffer         two holders of one parameter do not hold the same bits
+    └── RunFailed              some other member of the run failed; this one only stops
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HeteroPPError(Exception):
+    """Base of all errors below."""
+
+
+class ConfigError(HeteroPPError):
+    """Input that the user can mend.
+
+    `key` is the path of the offending setting, such as ("replicas", 1, "boundary", "rank"); the loader turns it
+    into a file and a line.
+    """
+
+    def __init__(self, key: Sequence[str | int], message: str) -> None:
+        self.key = tuple(key)
+        self.message = message
+        super().__init__(f"{dotted(key)}: {message}" if key else message)
+
+
+class LinkError(HeteroPPError):
+    """A link between two members cannot be used."""
+
+
+class LinkClosed(LinkError):
+    """The other end of a link is gone."""
+
+
+class LinkTimeout(LinkError):
+    """Nothing arrived on a link within its time limit."""
+
+
+class MalformedMessage(HeteroPPError):
+    """Bytes from the network that do not follow the wire format."""
+
+
+class MalformedContribution(MalformedMessage):
+    """A contribution that cannot be decoded to valid values."""
+
+
+class Refused(HeteroPPError):
+    """The exchange refused a request; the text says why."""
+
+
+class ReplicasDiffer(HeteroPPError):
+    """Two replicas hold different bits for one parameter after an outer round."""
+
+
+class RunFailed(HeteroPPError):
+    """Another member of the run failed, so this one stops."""
+
+
+def dotted(key: Sequence[str | int]) -> str:
+    """("replicas", 1, "kind") -> "replicas[1].kind"."""
+    text = ""
+    for part in key:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text

@@ -1,0 +1,207 @@
+"""The model: a LLaMA decoder in plain PyTorch, with torchtitan's module layout and parameter names.
+
+Shapes: B sequences, L positions, D width, N heads, E = D / N head width, F feed-forward width, V vocabulary.
+
+Attributes and names (`tok_embeddings`, `layers.3.attention.wq.weight`, `norm`, `lm_head`) are those that
+torchtitan's parallelisms look for, so the same class serves a whole replica and, with layers left out, one stage
+(what a stage does not own is None; the layers it owns keep their global index in their names).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.seeds import seed_of
+from hetero_pp.settings import Settings
+
+PRESETS: dict[str, dict[str, int]] = {
+    "micro": {"width": 64, "layers": 4, "heads": 2, "feed_forward": 192},
+    "178m": {"width": 1024, "layers": 9, "heads": 8, "feed_forward": 2688},
+    "512m": {"width": 1536, "layers": 12, "heads": 12, "feed_forward": 5440},
+    "1b": {"width": 2048, "layers": 16, "heads": 16, "feed_forward": 8192},
+}
+"""The paper's sizes (Het-PP Table 9, read so that the parameter counts come out as named) and a CPU-sized one."""
+
+
+class ModelSettings(Settings):
+    """The shape of the model: a preset, with single values overridden."""
+
+    preset: Literal["micro", "178m", "512m", "1b"] = "micro"
+    width: int | None = Field(None, ge=1, description="d_model; the preset's by default")
+    layers: int | None = Field(None, ge=1)
+    heads: int | None = Field(None, ge=1)
+    feed_forward: int | None = Field(None, ge=1)
+    vocabulary: int | None = Field(None, ge=2, description="by default the tokenizer's")
+    rope_theta: float = Field(10000.0, gt=0)
+    norm_epsilon: float = Field(1e-5, gt=0)
+
+    def resolve(self, vocabulary: int | None) -> ModelShape:
+        """The concrete shape; ConfigError if it cannot be built."""
+        values = PRESETS[self.preset] | {
+            name: value
+            for name in ("width", "layers", "heads", "feed_forward")
+            if (value := getattr(self, name)) is not None
+        }
+        if values["width"] % (2 * values["heads"]):
+            raise ConfigError(
+                ("model", "heads"),
+                f"found {values['heads']}, expected a divisor of half the width {values['width']}",
+            )
+        size = self.vocabulary or vocabulary
+        if size is None:
+            raise ConfigError(("model", "vocabulary"), "expected a number, as there is no tokenizer to take it from")
+        if vocabulary is not None and size < vocabulary:
+            raise ConfigError(
+                ("model", "vocabulary"), f"found {size}, expected at least the tokenizer's {vocabulary} tokens"
+            )
+        return ModelShape(
+            **values, vocabulary=size, rope_theta=self.rope_theta, norm_epsilon=self.norm_epsilon
+        )
+
+
+class ModelShape(Settings):
+    """The concrete shape of the model."""
+
+    width: int
+    layers: int
+    heads: int
+    feed_forward: int
+    vocabulary: int
+    rope_theta: float = 10000.0
+    norm_epsilon: float = 1e-5
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.n_heads = shape.heads
+        self.wq = nn.Linear(shape.width, shape.width, bias=False)
+        self.wk = nn.Linear(shape.width, shape.width, bias=False)
+        self.wv = nn.Linear(shape.width, shape.width, bias=False)
+        self.wo = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x_BLD: Tensor, rope_LE: Tensor) -> Tensor:
+        batch, length, _ = x_BLD.shape
+        q, k, v = (w(x_BLD).view(batch, length, self.n_heads, -1) for w in (self.wq, self.wk, self.wv))
+        q, k = rotate(q, rope_LE), rotate(k, rope_LE)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.width, shape.feed_forward, bias=False)
+        self.w2 = nn.Linear(shape.feed_forward, shape.width, bias=False)
+        self.w3 = nn.Linear(shape.width, shape.feed_forward, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention = Attention(shape)
+        self.feed_forward = FeedForward(shape)
+        self.attention_norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
+        self.ffn_norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon)
+
+    def forward(self, x_BLD: Tensor, rope_LE: Tensor) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope_LE)
+        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
+
+
+class Transformer(nn.Module):
+    """The whole decoder, or the part of it that a stage owns."""
+
+    def __init__(
+        self, shape: ModelShape, layers: Iterable[int] | None = None, embeds: bool = True, predicts: bool = True
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.enable_weight_tying = False
+        owned = range(shape.layers) if layers is None else layers
+        self.tok_embeddings = nn.Embedding(shape.vocabulary, shape.width) if embeds else None
+        self.layers = nn.ModuleDict({str(index): TransformerBlock(shape) for index in owned})
+        self.norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon) if predicts else None
+        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False) if predicts else None
+        self._rope_LE: Tensor | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Tokens [B, L], or hidden states [B, L, D] without an embedding, to logits [B, L, V], or hidden states."""
+        x_BLD = inputs if self.tok_embeddings is None else self.tok_embeddings(inputs)
+        rope_LE = self.rope(x_BLD.shape[1], x_BLD.device)
+        for block in self.layers.values():
+            x_BLD = block(x_BLD, rope_LE)
+        if self.norm is not None:
+            x_BLD = self.norm(x_BLD)
+        return x_BLD if self.lm_head is None else self.lm_head(x_BLD)
+
+    def rope(self, length: int, device: torch.device) -> Tensor:
+        """The rotations [L, E / 2] as complex numbers, kept between calls."""
+        if self._rope_LE is None or len(self._rope_LE) < length or self._rope_LE.device != device:
+            self._rope_LE = rope_table(length, self.shape.width // self.shape.heads, self.shape.rope_theta, device)
+        return self._rope_LE[:length]
+
+
+def rope_table(length: int, head_width: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """exp(i position theta^(-2 j / E)), [L, E / 2], complex64 (RoFormer, equation 15)."""
+    frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device=device) / head_width)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+
+def rotate(x_BLNE: Tensor, rope_LE: Tensor) -> Tensor:
+    """Rotate neighbouring pairs of a head's dimensions by the position's angles."""
+    pairs = torch.view_as_complex(x_BLNE.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rope_LE[:, None, :]).flatten(-2).type_as(x_BLNE)
+
+
+def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """Mean cross entropy in nats."""
+    return F.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
+
+
+def block_of(parameter: str) -> str:
+    """The layer block that a parameter belongs to, the unit in which contributions are grouped and fetched."""
+    parts = parameter.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def initialise(model: Transformer, seed: int) -> None:
+    """Draw every parameter from (seed, its name), so that a stage's weights equal the whole model's.
+
+    Embedding 0.05, matrices 0.8 / sqrt(d), output projections 0.04 / sqrt(2 layers) (found to train well at small
+    width; at the paper's widths they are close to the usual 0.02).
+    """
+    width, layers = model.shape.width, model.shape.layers
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            if name.startswith("tok_embeddings"):
+                deviation = 0.05
+            elif name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+                deviation = 0.04 / math.sqrt(2 * layers)
+            else:
+                deviation = 0.8 / math.sqrt(width)
+            generator = torch.Generator().manual_seed(seed_of(seed, name))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)

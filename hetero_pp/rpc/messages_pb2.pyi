@@ -1,0 +1,381 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PURPOSE_UNSPECIFIED: _ClassVar[Purpose]
+    ACTIVATION: _ClassVar[Purpose]
+    GRADIENT: _ClassVar[Purpose]
+    EVALUATION: _ClassVar[Purpose]
+    FLUSH: _ClassVar[Purpose]
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    FP32: _ClassVar[DType]
+    BF16: _ClassVar[DType]
+    UINT8: _ClassVar[DType]
+PURPOSE_UNSPECIFIED: Purpose
+ACTIVATION: Purpose
+GRADIENT: Purpose
+EVALUATION: Purpose
+FLUSH: Purpose
+DTYPE_UNSPECIFIED: DType
+FP32: DType
+BF16: DType
+UINT8: DType
+
+class LinkHello(_message.Message):
+    __slots__ = ("version", "run", "link", "sender")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    run: str
+    link: str
+    sender: str
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ...) -> None: ...
+
+class TensorHeader(_message.Message):
+    __slots__ = ("dtype", "shape")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    dtype: DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LinkHeader(_message.Message):
+    __slots__ = ("purpose", "round", "step", "micro_batch", "squared_norm", "gradient_norm", "tensors")
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCH_FIELD_NUMBER: _ClassVar[int]
+    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_NORM_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    purpose: Purpose
+    round: int
+    step: int
+    micro_batch: int
+    squared_norm: float
+    gradient_norm: float
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorHeader]
+    def __init__(self, purpose: _Optional[_Union[Purpose, str]] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., micro_batch: _Optional[int] = ..., squared_norm: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
+
+class TensorPayload(_message.Message):
+    __slots__ = ("name", "shape", "tile", "density", "positions", "code_bits", "codes", "levels")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    TILE_FIELD_NUMBER: _ClassVar[int]
+    DENSITY_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    CODE_BITS_FIELD_NUMBER: _ClassVar[int]
+    CODES_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    tile: _containers.RepeatedScalarFieldContainer[int]
+    density: float
+    positions: bytes
+    code_bits: int
+    codes: bytes
+    levels: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., tile: _Optional[_Iterable[int]] = ..., density: _Optional[float] = ..., positions: _Optional[bytes] = ..., code_bits: _Optional[int] = ..., codes: _Optional[bytes] = ..., levels: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class Blob(_message.Message):
+    __slots__ = ("version", "run", "round", "replica", "block", "tensors")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    run: str
+    round: int
+    replica: str
+    block: str
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorPayload]
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[str] = ..., round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorPayload, _Mapping]]] = ...) -> None: ...
+
+class BlobEntry(_message.Message):
+    __slots__ = ("block", "sha256", "size", "kept_values")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    KEPT_VALUES_FIELD_NUMBER: _ClassVar[int]
+    block: str
+    sha256: bytes
+    size: int
+    kept_values: int
+    def __init__(self, block: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., kept_values: _Optional[int] = ...) -> None: ...
+
+class ContributionEntry(_message.Message):
+    __slots__ = ("replica", "weight", "digest", "blobs")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    weight: float
+    digest: bytes
+    blobs: _containers.RepeatedCompositeFieldContainer[BlobEntry]
+    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ...) -> None: ...
+
+class RoundRecord(_message.Message):
+    __slots__ = ("round", "contributions")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    contributions: _containers.RepeatedCompositeFieldContainer[ContributionEntry]
+    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("version", "run", "member", "address")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    run: str
+    member: str
+    address: str
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[str] = ..., member: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("run", "member")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    member: str
+    def __init__(self, run: _Optional[str] = ..., member: _Optional[str] = ...) -> None: ...
+
+class LocateReply(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ("run", "names")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, run: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SnapshotHeader(_message.Message):
+    __slots__ = ("names", "tensors")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorHeader]
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
+
+class DepositHeader(_message.Message):
+    __slots__ = ("run", "member", "round", "replica", "block", "size")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    member: str
+    round: int
+    replica: str
+    block: str
+    size: int
+    def __init__(self, run: _Optional[str] = ..., member: _Optional[str] = ..., round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+
+class DepositReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ("run", "round")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    round: int
+    def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("run", "member", "round", "replica", "block")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    member: str
+    round: int
+    replica: str
+    block: str
+    def __init__(self, run: _Optional[str] = ..., member: _Optional[str] = ..., round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ...) -> None: ...
+
+class HashReport(_message.Message):
+    __slots__ = ("run", "member", "round", "sha256")
+    class Sha256Entry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    member: str
+    round: int
+    sha256: _containers.ScalarMap[str, bytes]
+    def __init__(self, run: _Optional[str] = ..., member: _Optional[str] = ..., round: _Optional[int] = ..., sha256: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+
+class HashReply(_message.Message):
+    __slots__ = ("parameters_sha256",)
+    PARAMETERS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    parameters_sha256: bytes
+    def __init__(self, parameters_sha256: _Optional[bytes] = ...) -> None: ...
+
+class InnerStep(_message.Message):
+    __slots__ = ("replica", "round", "step", "loss", "gradient_norm", "learning_rate", "tokens")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENT_NORM_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    round: int
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    def __init__(self, replica: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Evaluation(_message.Message):
+    __slots__ = ("replica", "round", "loss", "tokens")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    round: int
+    loss: float
+    tokens: int
+    def __init__(self, replica: _Optional[str] = ..., round: _Optional[int] = ..., loss: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class LinkUse(_message.Message):
+    __slots__ = ("link", "direction", "round", "payload_bytes", "wire_bytes", "messages", "busy_seconds")
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    link: str
+    direction: str
+    round: int
+    payload_bytes: int
+    wire_bytes: int
+    messages: int
+    busy_seconds: float
+    def __init__(self, link: _Optional[str] = ..., direction: _Optional[str] = ..., round: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., messages: _Optional[int] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
+
+class MemberRound(_message.Message):
+    __slots__ = ("round", "compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OUTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    compute_seconds: float
+    wait_seconds: float
+    outer_seconds: float
+    evaluation_seconds: float
+    def __init__(self, round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., outer_seconds: _Optional[float] = ..., evaluation_seconds: _Optional[float] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("cause", "consequence")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    CONSEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    cause: str
+    consequence: bool
+    def __init__(self, cause: _Optional[str] = ..., consequence: _Optional[bool] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("sender", "reason")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    sender: str
+    reason: str
+    def __init__(self, sender: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RoundClosed(_message.Message):
+    __slots__ = ("record", "parameters_sha256")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    record: RoundRecord
+    parameters_sha256: bytes
+    def __init__(self, record: _Optional[_Union[RoundRecord, _Mapping]] = ..., parameters_sha256: _Optional[bytes] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "joined", "finished")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    INNER_STEP_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    LINK_USE_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    ROUND_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    member: str
+    inner_step: InnerStep
+    evaluation: Evaluation
+    link_use: LinkUse
+    member_round: MemberRound
+    failure: Failure
+    refusal: Refusal
+    round_closed: RoundClosed
+    joined: str
+    finished: str
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundClosed, _Mapping]] = ..., joined: _Optional[str] = ..., finished: _Optional[str] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("run", "reports")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    reports: _containers.RepeatedCompositeFieldContainer[Report]
+    def __init__(self, run: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
+
+class ReportReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...

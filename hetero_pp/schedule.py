@@ -1,0 +1,71 @@
+"""1F1B as a pure list of events: the stage workers run it, the simulator times it.
+
+A stage with r hops to the last one runs r + 1 micro-batches' forwards before its first backward in the textbook
+(Narayanan et al. 2021, figure 4), which cannot hide a link: a message to the last stage and back takes longer than
+the stages' compute. `extra_in_flight` micro-batches more per remaining hop fill that time, at the price of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Action(Enum):
+    """What a stage does with one micro-batch. Sends return at once and run beside the compute."""
+
+    RECEIVE_ACTIVATION = "receive activation"
+    FORWARD = "forward"
+    SEND_ACTIVATION = "send activation"
+    RECEIVE_GRADIENT = "receive gradient"
+    BACKWARD = "backward"
+    SEND_GRADIENT = "send gradient"
+
+
+@dataclass(frozen=True)
+class Event:
+    action: Action
+    micro_batch: int
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int, extra_in_flight: int = 1) -> list[Event]:
+    """The events of one inner step on one stage, in order.
+
+    Every stage ends its last backward before it sends that gradient, so what rides on the last message (the
+    squared gradient norm) is complete.
+    """
+    remaining = stages - 1 - stage
+    warm_up = min(micro_batches, remaining * (1 + extra_in_flight))
+    events: list[Event] = []
+    for index in range(warm_up):
+        events += forward_events(stage, stages, index)
+    for index in range(warm_up, micro_batches):
+        events += forward_events(stage, stages, index)
+        events += _backward_events(stage, stages, index - warm_up)
+    for index in range(micro_batches - warm_up, micro_batches):
+        events += _backward_events(stage, stages, index)
+    return events
+
+
+def forward_only(stage: int, stages: int, micro_batches: int) -> list[Event]:
+    """The events of an evaluation on one stage."""
+    return [event for index in range(micro_batches) for event in forward_events(stage, stages, index)]
+
+
+def forward_events(stage: int, stages: int, index: int) -> list[Event]:
+    """Receive, compute and send one micro-batch's activation; the ends of the pipeline leave out what they lack."""
+    events = [Event(Action.FORWARD, index)]
+    if stage > 0:
+        events.insert(0, Event(Action.RECEIVE_ACTIVATION, index))
+    if stage < stages - 1:
+        events.append(Event(Action.SEND_ACTIVATION, index))
+    return events
+
+
+def _backward_events(stage: int, stages: int, index: int) -> list[Event]:
+    events = [Event(Action.BACKWARD, index)]
+    if stage < stages - 1:
+        events.insert(0, Event(Action.RECEIVE_GRADIENT, index))
+    if stage > 0:
+        events.append(Event(Action.SEND_GRADIENT, index))
+    return events

@@ -1,0 +1,276 @@
+"""What a run is made of: replicas, their stages, and the links between them. Data only.
+
+A *member* is one process of the run: `exchange`, a datacenter replica (`dc`), or one stage of a participant
+group (`home.0`). A *link* joins two members: neighbouring stages (`home.0-1`), or a member and the exchange
+(`home.0-exchange`). Every link has two directions, `forward` (from the first named to the second) and `backward`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.settings import Bandwidth, Duration, Settings
+from hetero_pp.units import parse_fraction
+
+EXCHANGE = "exchange"
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class LinkShape:
+    """How one direction of a link behaves: bits per second (None: unlimited), seconds, seconds."""
+
+    bandwidth: float | None = None
+    latency: float = 0.0
+    jitter: float = 0.0
+
+    @property
+    def is_unlimited(self) -> bool:
+        return self.bandwidth is None and self.latency == 0 and self.jitter == 0
+
+
+class DirectionSettings(Settings):
+    """What differs in one direction of a link."""
+
+    bandwidth: Bandwidth | None = Field(None, gt=0)
+    latency: Duration | None = None
+    jitter: Duration | None = None
+
+
+class LinkSettings(DirectionSettings):
+    """A kind of link. `forward` and `backward` override single values in one direction."""
+
+    forward: DirectionSettings = DirectionSettings()
+    backward: DirectionSettings = DirectionSettings()
+
+    def shape(self, direction: Direction) -> LinkShape:
+        """The shape of one direction, after the overrides."""
+        own = self.forward if direction == "forward" else self.backward
+
+        def pick(name: str, otherwise: float | None) -> Any:
+            value = getattr(own, name)
+            value = getattr(self, name) if value is None else value
+            return otherwise if value is None else value
+
+        return LinkShape(pick("bandwidth", None), pick("latency", 0.0), pick("jitter", 0.0))
+
+
+def _parse_rank(value: Any) -> Any:
+    """`full`, a number of dimensions (8), or a ratio of the model's width (`1/8`)."""
+    if value == "full" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    ratio = parse_fraction(value)
+    if ratio >= 1 and ratio == int(ratio):
+        return int(ratio)
+    if not 0 < ratio < 1:
+        raise ValueError(f"found `{value}`, expected `full`, a whole number such as `8`, or a ratio such as `1/8`")
+    return ratio
+
+
+Rank = Annotated[
+    Literal["full"] | int | float,
+    BeforeValidator(_parse_rank),
+    WithJsonSchema({"type": ["integer", "number", "string"], "examples": ["full", 8, "1/8"]}),
+]
+
+
+class BoundarySettings(Settings):
+    """What crosses between neighbouring stages (k in the paper is `rank`)."""
+
+    rank: Rank = "full"
+    dtype: Literal["fp32", "bf16"] = "bf16"
+
+    def dimensions(self, width: int) -> int | None:
+        """k for a model of this width d; None if the boundary is not compressed."""
+        if self.rank == "full":
+            return None
+        if isinstance(self.rank, float):
+            return max(1, round(self.rank * width))
+        return self.rank
+
+
+class StageSettings(Settings):
+    """One stage of a participant group, on one machine."""
+
+    layers: int = Field(ge=1, description="how many consecutive layers this stage owns")
+    listen: str | None = Field(None, description="HOST:PORT to listen on; by default a free port on loopback")
+    uplink: str | None = Field(None, description="the kind of link to the exchange; by default that of the group")
+
+
+class _Replica(Settings):
+    name: str = Field(description="unique in the run; letters, digits, `-` and `_`")
+    batch_size: int = Field(8, ge=1, description="sequences per inner step")
+    micro_batches: int = Field(1, ge=1, description="equal parts that an inner step's batch is cut into")
+    uplink: str | None = Field(None, description="the kind of link to the exchange, from `links`")
+
+    @property
+    def members(self) -> list[str]:
+        raise NotImplementedError
+
+
+class DatacenterReplica(_Replica):
+    """A replica that holds the whole model at one well-connected site."""
+
+    kind: Literal["datacenter"]
+    engine: Literal["torch"] = "torch"
+
+    @property
+    def members(self) -> list[str]:
+        return [self.name]
+
+
+class ParticipantsReplica(_Replica):
+    """A replica held together by S low-bandwidth machines, one pipeline stage each."""
+
+    kind: Literal["participants"]
+    stages: int | list[StageSettings] = Field(description="a number of stages, or one entry per stage")
+    link: str | list[str] | None = Field(
+        None, description="the kind of link between neighbours: one for all, or one per hop"
+    )
+    boundary: BoundarySettings = BoundarySettings()
+    extra_in_flight: int = Field(1, ge=0, description="warm-up micro-batches per remaining hop beyond 1F1B's own")
+
+    @property
+    def stage_count(self) -> int:
+        return self.stages if isinstance(self.stages, int) else len(self.stages)
+
+    @property
+    def members(self) -> list[str]:
+        return [f"{self.name}.{stage}" for stage in range(self.stage_count)]
+
+    def stage_settings(self, stage: int) -> StageSettings | None:
+        return None if isinstance(self.stages, int) else self.stages[stage]
+
+    def layer_ranges(self, layers: int) -> list[range]:
+        """The layers of each stage: as the YAML says, or split evenly with earlier stages taking the remainder."""
+        if isinstance(self.stages, int):
+            share, more = divmod(layers, self.stages)
+            counts = [share + (stage < more) for stage in range(self.stages)]
+        else:
+            counts = [stage.layers for stage in self.stages]
+        starts = [sum(counts[:stage]) for stage in range(len(counts))]
+        return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+ReplicaSettings = Annotated[DatacenterReplica | ParticipantsReplica, Field(discriminator="kind")]
+
+
+class ExchangeSettings(Settings):
+    """Where contributions are exchanged."""
+
+    listen: str = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0 takes any free one")
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """One link of a run: its name, its ends and both its shapes."""
+
+    name: str
+    source: str
+    target: str
+    forward: LinkShape
+    backward: LinkShape
+
+    def shape(self, direction: Direction) -> LinkShape:
+        return self.forward if direction == "forward" else self.backward
+
+
+def stage_link_name(replica: str, hop: int) -> str:
+    """The link between stages `hop` and `hop + 1` of a group."""
+    return f"{replica}.{hop}-{hop + 1}"
+
+
+def exchange_link_name(member: str) -> str:
+    return f"{member}-{EXCHANGE}"
+
+
+def link_plans(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings]) -> Iterator[LinkPlan]:
+    """Every link of the run, stage links first within each replica."""
+
+    def plan(name: str, source: str, target: str, kind: str | None) -> LinkPlan:
+        settings = LinkSettings() if kind is None else kinds[kind]
+        return LinkPlan(name, source, target, settings.shape("forward"), settings.shape("backward"))
+
+    for replica in replicas:
+        if isinstance(replica, ParticipantsReplica):
+            for hop in range(replica.stage_count - 1):
+                kind = replica.link[hop] if isinstance(replica.link, list) else replica.link
+                yield plan(
+                    stage_link_name(replica.name, hop), replica.members[hop], replica.members[hop + 1], kind
+                )
+        for stage, member in enumerate(replica.members):
+            kind = replica.uplink
+            if isinstance(replica, ParticipantsReplica):
+                own = replica.stage_settings(stage)
+                kind = own.uplink if own is not None and own.uplink is not None else kind
+            yield plan(exchange_link_name(member), member, EXCHANGE, kind)
+
+
+def check_topology(
+    replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], width: int, layers: int
+) -> None:
+    """Raise ConfigError for what no single field can see: names, ranks, splits and kinds of links."""
+    seen: set[str] = set()
+    for index, replica in enumerate(replicas):
+        here = ("replicas", index)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", replica.name) or replica.name == EXCHANGE:
+            raise ConfigError(
+                (*here, "name"),
+                f"found `{replica.name}`, expected letters, digits, `-` and `_`, and not `{EXCHANGE}`",
+            )
+        if replica.name in seen:
+            raise ConfigError((*here, "name"), f"found a second replica named `{replica.name}`, expected unique names")
+        seen.add(replica.name)
+        if replica.batch_size % replica.micro_batches:
+            raise ConfigError(
+                (*here, "micro_batches"),
+                f"found {replica.micro_batches}, expected a divisor of batch_size {replica.batch_size}",
+            )
+        _check_kind(replica.uplink, kinds, (*here, "uplink"))
+        if isinstance(replica, ParticipantsReplica):
+            _check_group(replica, here, kinds, width, layers)
+
+
+def _check_kind(kind: str | None, kinds: Mapping[str, LinkSettings], key: tuple[str | int, ...]) -> None:
+    if kind is not None and kind not in kinds:
+        known = ", ".join(kinds) or "none are defined"
+        raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `links` ({known})")
+
+
+def _check_group(
+    replica: ParticipantsReplica,
+    here: tuple[str | int, ...],
+    kinds: Mapping[str, LinkSettings],
+    width: int,
+    layers: int,
+) -> None:
+    count = replica.stage_count
+    if not 1 <= count <= layers:
+        raise ConfigError(
+            (*here, "stages"), f"found {count} stages, expected from 1 to the model's {layers} layers"
+        )
+    total = sum(map(len, replica.layer_ranges(layers)))
+    if total != layers:
+        raise ConfigError(
+            (*here, "stages"), f"found {total} layers over all stages, expected the model's {layers} layers"
+        )
+    rank = replica.boundary.dimensions(width)
+    if rank is not None and rank > width:
+        raise ConfigError(
+            (*here, "boundary", "rank"), f"found {rank}, expected at most the model's width {width}, or `full`"
+        )
+    hops = replica.link if isinstance(replica.link, list) else [replica.link]
+    if isinstance(replica.link, list) and len(hops) != count - 1:
+        raise ConfigError((*here, "link"), f"found {len(hops)} entries, expected one per hop: {count - 1}")
+    for hop, kind in enumerate(hops):
+        _check_kind(kind, kinds, (*here, "link", hop) if isinstance(replica.link, list) else (*here, "link"))
+    for stage in range(count):
+        own = replica.stage_settings(stage)
+        if own is not None:
+            _check_kind(own.uplink, kinds, (*here, "stages", stage, "uplink"))

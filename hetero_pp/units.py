@@ -1,0 +1,78 @@
+"""Quantities as people write them: `100 Mbit/s`, `20 ms`, `512 MiB`, `1/8`.
+
+Everything inside the program is a plain number in base units: bits per second, seconds, bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+BITS_PER_SECOND = {
+    f"{prefix}{unit}": factor * bits
+    for prefix, factor in {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
+    for unit, bits in {"bit/s": 1, "bps": 1, "B/s": 8}.items()
+}
+SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
+    "KiB": 2.0**10,
+    "MiB": 2.0**20,
+    "GiB": 2.0**30,
+    "TiB": 2.0**40,
+}
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9].*?)?\s*")
+
+
+def parse_quantity(value: Any, units: dict[str, float], example: str) -> float:
+    """Parse `value` ("100 Mbit/s") to base units; ValueError names what was expected."""
+    expected = f"expected a number and a unit such as `{example}`"
+    match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or not match[2]:
+        raise ValueError(f"found `{value}`, {expected}")
+    number, unit = match[1], match[2]
+    if unit not in units:
+        raise ValueError(f"found `{value}` with the unknown unit `{unit}`, {expected} (units: {', '.join(units)})")
+    return float(number.replace("_", "")) * units[unit]
+
+
+def parse_fraction(value: Any) -> float:
+    """Parse `1/8`, `0.125` or `12.5 %` to a float."""
+    expected = "expected a number or a ratio such as `1/8`"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"found `{value}`, {expected}")
+    try:
+        if isinstance(value, str) and value.rstrip().endswith("%"):
+            return float(Fraction(value.rstrip()[:-1].strip()) / 100)
+        return float(Fraction(value))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        raise ValueError(f"found `{value}`, {expected}") from None
+
+
+def format_bits_per_second(value: float | None) -> str:
+    """1e8 -> "100 Mbit/s"; None -> "unlimited"."""
+    if value is None:
+        return "unlimited"
+    for factor, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+        if value >= factor:
+            return f"{value / factor:.4g} {unit}"
+    return f"{value:.4g} bit/s"
+
+
+def format_bytes(value: float) -> str:
+    """1536 -> "1.54 kB"."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def format_seconds(value: float) -> str:
+    """0.02 -> "20 ms"; 95 -> "1:35"."""
+    if value < 1:
+        return f"{value * 1e3:.4g} ms"
+    if value < 60:
+        return f"{value:.3g} s"
+    minutes, seconds = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
