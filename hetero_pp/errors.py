@@ -1,15 +1,15 @@
 """Every error this program raises on purpose.
 
-    HeteroPPError
-    ├── ConfigError            a YAML, a corpus or a tokenizer that cannot be used: the user can mend it
-    ├── LinkError
-    │   ├── LinkClosed         the other end is gone (a dead peer)
-    │   └── LinkTimeout        nothing came in time (a slow link, or a peer that hangs)
-    ├── MalformedMessage       bytes from the network that no honest peer sends
-    │   └── MalformedContribution
-    ├── Refused                the exchange refused a request: wrong run, wrong round, a stranger
-    ├── ReplicasDiffer         two holders of one parameter do not hold the same bits
-    └── RunFailed              some other member of the run failed; this one only stops
+HeteroPPError
+├── ConfigError            a YAML, a corpus or a tokenizer that cannot be used: the user can mend it
+├── LinkError
+│   ├── LinkClosed         the other end is gone (a dead peer)
+│   └── LinkTimeout        nothing came in time (a slow link, or a peer that hangs)
+├── MalformedMessage       bytes from the network that no honest peer sends
+│   └── MalformedContribution
+├── Refused                the exchange refused a request: wrong run, wrong round, a stranger
+├── ReplicasDiffer         two holders of one parameter do not hold the same bits
+└── RunFailed              some other member of the run failed; this one only stops
 """
 
 from __future__ import annotations

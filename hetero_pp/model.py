@@ -57,10 +57,13 @@ class ModelSettings(Settings):
             )
         size = self.vocabulary or vocabulary
         if size is None:
-            raise ConfigError(("model", "vocabulary"), "expected a number, as there is no tokenizer to take it from")
+            raise ConfigError(
+                ("model", "vocabulary"), "expected a number, as there is no tokenizer to take it from"
+            )
         if vocabulary is not None and size < vocabulary:
             raise ConfigError(
-                ("model", "vocabulary"), f"found {size}, expected at least the tokenizer's {vocabulary} tokens"
+                ("model", "vocabulary"),
+                f"found {size}, expected at least the tokenizer's {vocabulary} tokens",
             )
         return ModelShape(
             **values, vocabulary=size, rope_theta=self.rope_theta, norm_epsilon=self.norm_epsilon
@@ -132,7 +135,11 @@ class Transformer(nn.Module):
     """The whole decoder, or the part of it that a stage owns."""
 
     def __init__(
-        self, shape: ModelShape, layers: Iterable[int] | None = None, embeds: bool = True, predicts: bool = True
+        self,
+        shape: ModelShape,
+        layers: Iterable[int] | None = None,
+        embeds: bool = True,
+        predicts: bool = True,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -157,7 +164,9 @@ class Transformer(nn.Module):
     def rope(self, length: int, device: torch.device) -> Tensor:
         """The rotations [L, E / 2] as complex numbers, kept between calls."""
         if self._rope_LE is None or len(self._rope_LE) < length or self._rope_LE.device != device:
-            self._rope_LE = rope_table(length, self.shape.width // self.shape.heads, self.shape.rope_theta, device)
+            self._rope_LE = rope_table(
+                length, self.shape.width // self.shape.heads, self.shape.rope_theta, device
+            )
         return self._rope_LE[:length]
 
 

@@ -69,7 +69,9 @@ def _parse_rank(value: Any) -> Any:
     if ratio >= 1 and ratio == int(ratio):
         return int(ratio)
     if not 0 < ratio < 1:
-        raise ValueError(f"found `{value}`, expected `full`, a whole number such as `8`, or a ratio such as `1/8`")
+        raise ValueError(
+            f"found `{value}`, expected `full`, a whole number such as `8`, or a ratio such as `1/8`"
+        )
     return ratio
 
 
@@ -100,7 +102,9 @@ class StageSettings(Settings):
 
     layers: int = Field(ge=1, description="how many consecutive layers this stage owns")
     listen: str | None = Field(None, description="HOST:PORT to listen on; by default a free port on loopback")
-    uplink: str | None = Field(None, description="the kind of link to the exchange; by default that of the group")
+    uplink: str | None = Field(
+        None, description="the kind of link to the exchange; by default that of the group"
+    )
 
 
 class _Replica(Settings):
@@ -134,7 +138,9 @@ class ParticipantsReplica(_Replica):
         None, description="the kind of link between neighbours: one for all, or one per hop"
     )
     boundary: BoundarySettings = BoundarySettings()
-    extra_in_flight: int = Field(1, ge=0, description="warm-up micro-batches per remaining hop beyond 1F1B's own")
+    extra_in_flight: int = Field(
+        1, ge=0, description="warm-up micro-batches per remaining hop beyond 1F1B's own"
+    )
 
     @property
     def stage_count(self) -> int:
@@ -225,7 +231,9 @@ def check_topology(
                 f"found `{replica.name}`, expected letters, digits, `-` and `_`, and not `{EXCHANGE}`",
             )
         if replica.name in seen:
-            raise ConfigError((*here, "name"), f"found a second replica named `{replica.name}`, expected unique names")
+            raise ConfigError(
+                (*here, "name"), f"found a second replica named `{replica.name}`, expected unique names"
+            )
         seen.add(replica.name)
         if replica.batch_size % replica.micro_batches:
             raise ConfigError(
@@ -263,7 +271,8 @@ def _check_group(
     rank = replica.boundary.dimensions(width)
     if rank is not None and rank > width:
         raise ConfigError(
-            (*here, "boundary", "rank"), f"found {rank}, expected at most the model's width {width}, or `full`"
+            (*here, "boundary", "rank"),
+            f"found {rank}, expected at most the model's width {width}, or `full`",
         )
     hops = replica.link if isinstance(replica.link, list) else [replica.link]
     if isinstance(replica.link, list) and len(hops) != count - 1:

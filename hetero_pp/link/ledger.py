@@ -5,14 +5,23 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FRAME_BYTES = 1 << 20
-"""Tensors cross in raw frames of about this size: one large gRPC message is six times slower."""
+"""Tensors cross in raw frames of this size: one large gRPC message is six times slower."""
+
+PREFIX_BYTES = 4
+"""A message's first frame begins with the length of its header."""
 
 _GRPC_PREFIX = 5
 _HTTP2_FRAME_HEADER = 9
 _HTTP2_FRAME_BYTES = 16384
+
+
+def frame_sizes(header_bytes: int, payload_bytes: int) -> list[int]:
+    """The frames that a message becomes: all but the last are full, the first begins with the header."""
+    whole, last = divmod(PREFIX_BYTES + header_bytes + payload_bytes, FRAME_BYTES)
+    return [FRAME_BYTES] * whole + [last] * (last > 0)
 
 
 def wire_bytes(frames: Sequence[int]) -> int:
@@ -56,5 +65,4 @@ class Ledger:
     def of_round(self, round_: int) -> Count:
         """A copy of the counts of one round."""
         with self._lock:
-            count = self._rounds[round_]
-            return Count(count.messages, count.payload_bytes, count.wire_bytes, count.busy_seconds)
+            return replace(self._rounds.get(round_, Count()))

@@ -138,28 +138,22 @@ class RoundRecord(_message.Message):
     def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("version", "run", "member", "address")
+    __slots__ = ("version", "address")
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    MEMBER_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     version: int
-    run: str
-    member: str
     address: str
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[str] = ..., member: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class LocateRequest(_message.Message):
-    __slots__ = ("run", "member")
-    RUN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("member",)
     MEMBER_FIELD_NUMBER: _ClassVar[int]
-    run: str
     member: str
-    def __init__(self, run: _Optional[str] = ..., member: _Optional[str] = ...) -> None: ...
+    def __init__(self, member: _Optional[str] = ...) -> None: ...
 
 class LocateReply(_message.Message):
     __slots__ = ("address",)
@@ -168,12 +162,10 @@ class LocateReply(_message.Message):
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
-    __slots__ = ("run", "names")
-    RUN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("names",)
     NAMES_FIELD_NUMBER: _ClassVar[int]
-    run: str
     names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, run: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SnapshotHeader(_message.Message):
     __slots__ = ("names", "tensors")
@@ -183,50 +175,40 @@ class SnapshotHeader(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[TensorHeader]
     def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
 
-class DepositHeader(_message.Message):
-    __slots__ = ("run", "member", "round", "replica", "block", "size")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    MEMBER_FIELD_NUMBER: _ClassVar[int]
+class BlobHeader(_message.Message):
+    __slots__ = ("round", "replica", "block", "size")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    member: str
     round: int
     replica: str
     block: str
     size: int
-    def __init__(self, run: _Optional[str] = ..., member: _Optional[str] = ..., round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class DepositReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class RecordRequest(_message.Message):
-    __slots__ = ("run", "round")
-    RUN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("round",)
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    run: str
     round: int
-    def __init__(self, run: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("run", "member", "round", "replica", "block")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("round", "replica", "block")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    member: str
     round: int
     replica: str
     block: str
-    def __init__(self, run: _Optional[str] = ..., member: _Optional[str] = ..., round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ...) -> None: ...
 
 class HashReport(_message.Message):
-    __slots__ = ("run", "member", "round", "sha256")
+    __slots__ = ("round", "sha256")
     class Sha256Entry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -234,21 +216,15 @@ class HashReport(_message.Message):
         key: str
         value: bytes
         def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    MEMBER_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    member: str
     round: int
     sha256: _containers.ScalarMap[str, bytes]
-    def __init__(self, run: _Optional[str] = ..., member: _Optional[str] = ..., round: _Optional[int] = ..., sha256: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., sha256: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class HashReply(_message.Message):
-    __slots__ = ("parameters_sha256",)
-    PARAMETERS_SHA256_FIELD_NUMBER: _ClassVar[int]
-    parameters_sha256: bytes
-    def __init__(self, parameters_sha256: _Optional[bytes] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class InnerStep(_message.Message):
     __slots__ = ("replica", "round", "step", "loss", "gradient_norm", "learning_rate", "tokens")
@@ -328,16 +304,28 @@ class Refusal(_message.Message):
     reason: str
     def __init__(self, sender: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class RoundClosed(_message.Message):
-    __slots__ = ("record", "parameters_sha256")
-    RECORD_FIELD_NUMBER: _ClassVar[int]
+class RoundVerified(_message.Message):
+    __slots__ = ("round", "replica", "parameters_sha256")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_SHA256_FIELD_NUMBER: _ClassVar[int]
-    record: RoundRecord
+    round: int
+    replica: str
     parameters_sha256: bytes
-    def __init__(self, record: _Optional[_Union[RoundRecord, _Mapping]] = ..., parameters_sha256: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., parameters_sha256: _Optional[bytes] = ...) -> None: ...
+
+class Joined(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "joined", "finished")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +335,7 @@ class Report(_message.Message):
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     ROUND_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    ROUND_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     time: float
@@ -357,25 +346,22 @@ class Report(_message.Message):
     member_round: MemberRound
     failure: Failure
     refusal: Refusal
-    round_closed: RoundClosed
-    joined: str
-    finished: str
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundClosed, _Mapping]] = ..., joined: _Optional[str] = ..., finished: _Optional[str] = ...) -> None: ...
+    round_closed: RoundRecord
+    round_verified: RoundVerified
+    joined: Joined
+    finished: Finished
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("run", "reports")
-    RUN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("reports",)
     REPORTS_FIELD_NUMBER: _ClassVar[int]
-    run: str
     reports: _containers.RepeatedCompositeFieldContainer[Report]
-    def __init__(self, run: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
+    def __init__(self, reports: _Optional[_Iterable[_Union[Report, _Mapping]]] = ...) -> None: ...
 
 class ReportReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("run",)
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    def __init__(self, run: _Optional[str] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...

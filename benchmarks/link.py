@@ -1,0 +1,261 @@
+"""Measures a stage link on loopback: does it keep to its shape, and how fast is it without one?
+
+    python benchmarks/link.py --json benchmarks/results/link_<cpu>_<date>.json
+
+The two ends are separate processes. The unshaped link is compared with a raw TCP socket and with gRPC unary calls
+that carry a protobuf bytes field; the three take turns in every round, so that a busy machine slows all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import re
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import grpc
+import torch
+
+from hetero_pp.errors import LinkClosed
+from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.rpc.channels import make_server
+from hetero_pp.rpc.messages_pb2 import FLUSH, LinkHeader, TensorPayload
+from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
+from hetero_pp.topology import LinkPlan, LinkShape
+
+HOST = "127.0.0.1"
+RUN = "benchmark"
+SECONDS = 60.0
+SIZES = [64 << 10, 512 << 10, 4 << 20, 32 << 20]
+RATES = {"10 Mbit/s": 10e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9}
+UNARY_METHOD = "/hetero_pp.Benchmark/Send"
+UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+Transfer = Callable[[int, int], float]
+"""(message bytes, messages) -> seconds until the other end has them all."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of the unshaped comparison")
+    parser.add_argument("--megabytes", type=int, default=128, help="bytes per unshaped measurement, in MiB")
+    parser.add_argument("--seconds", type=float, default=5.0, help="length of a shaped transfer")
+    arguments = parser.parse_args()
+    result = {
+        "machine": machine(),
+        "shaped": [measure_rate(name, rate, arguments.seconds) for name, rate in RATES.items()],
+        "latency": measure_latency(0.020),
+        "unshaped": measure_unshaped(arguments.rounds, arguments.megabytes << 20),
+    }
+    print_tables(result)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def machine() -> dict[str, object]:
+    """What it ran on; names no host."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
+    return {
+        "cpu": fields.get("model name", platform.machine()),
+        "cpu_family_model": f"{fields.get('cpu family', '?')}/{fields.get('model', '?')}",
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "grpc": grpc.__version__,
+    }
+
+
+# ---- the shape ----------------------------------------------------------------------------------------------
+
+
+def measure_rate(name: str, rate: float, seconds: float) -> dict[str, object]:
+    """Bits on the wire per second of one long transfer, beside what was configured."""
+    size = min(4 << 20, int(rate * seconds / 8 / 10))
+    count = round(rate * seconds / 8 / size)
+    with peer(serve_link, shape := LinkShape(bandwidth=rate)) as port, open_link(port, shape) as end:
+        taken = send_all(end, size, count)
+        wire = end.ledger.of_round(0).wire_bytes
+    return {"rate": name, "seconds": taken, "wire_bytes": wire, "measured_over_configured": wire * 8 / taken / rate}
+
+
+def measure_latency(latency: float, repeats: int = 50) -> dict[str, float]:
+    """Median seconds from sending a small message to the answer, over an unlimited way back."""
+    result = {"configured": latency}
+    for name, shape in {"with": LinkShape(latency=latency), "without": LinkShape()}.items():
+        with peer(serve_link, shape) as port, open_link(port, shape) as end:
+            result[name] = statistics.median(send_all(end, 64, 1) for _ in range(repeats))
+    return result
+
+
+# ---- the speed ----------------------------------------------------------------------------------------------
+
+
+def measure_unshaped(rounds: int, total: int) -> list[dict[str, object]]:
+    """Median GB/s of each way at each size, and the ratio to the TCP socket."""
+    with ExitStack() as stack:
+        ways: dict[str, Transfer] = {
+            "tcp": stack.enter_context(tcp_transfer()),
+            "link": stack.enter_context(link_transfer()),
+            "unary": stack.enter_context(unary_transfer()),
+        }
+        seen: dict[tuple[str, int], list[float]] = {(way, size): [] for way in ways for size in SIZES}
+        for round_ in range(rounds + 1):
+            for size in SIZES:
+                count = max(2, total // size)
+                for way, transfer in ways.items():
+                    rate = size * count / transfer(size, count) / 1e9
+                    if round_ > 0:  # the first is for warming up
+                        seen[way, size].append(rate)
+    rows = []
+    for size in SIZES:
+        medians = {way: statistics.median(seen[way, size]) for way in ways}
+        ratios = {f"{way}_over_tcp": medians[way] / medians["tcp"] for way in ("link", "unary")}
+        rows.append({"message_bytes": size, **medians, **ratios, "all": {way: seen[way, size] for way in ways}})
+    return rows
+
+
+@contextmanager
+def tcp_transfer() -> Iterator[Transfer]:
+    """sendall and recv_into, and one byte back at the end."""
+    with peer(serve_tcp) as port, socket.create_connection((HOST, port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def transfer(size: int, count: int) -> float:
+            data = memoryview(bytearray(size))
+            connection.sendall(size.to_bytes(8, "little") + count.to_bytes(8, "little"))
+            start = time.perf_counter()
+            for _ in range(count):
+                connection.sendall(data)
+            connection.recv(1)
+            return time.perf_counter() - start
+
+        yield transfer
+
+
+@contextmanager
+def link_transfer() -> Iterator[Transfer]:
+    """This project's link, from tensors to tensors."""
+    with peer(serve_link, LinkShape()) as port, open_link(port, LinkShape()) as end:
+        yield lambda size, count: send_all(end, size, count)
+
+
+@contextmanager
+def unary_transfer() -> Iterator[Transfer]:
+    """One call per message, of a protobuf message with a bytes field."""
+    with peer(serve_unary) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
+        call = channel.unary_unary(UNARY_METHOD, TensorPayload.SerializeToString, TensorPayload.FromString)
+
+        def transfer(size: int, count: int) -> float:
+            data = torch.zeros(size, dtype=torch.uint8)
+            start = time.perf_counter()
+            for _ in range(count):
+                call(TensorPayload(name="tensor", shape=[size], codes=data.numpy().tobytes()))
+            return time.perf_counter() - start
+
+        yield transfer
+
+
+def send_all(end: LinkEnd, size: int, count: int) -> float:
+    """Send messages of one tensor and wait for the answer to the last."""
+    message = Message(LinkHeader(), (torch.zeros(size, dtype=torch.uint8),))
+    last = Message(LinkHeader(purpose=FLUSH), message.tensors)
+    start = time.perf_counter()
+    for _ in range(count - 1):
+        end.send(message)
+    end.send(last)
+    end.receive(SECONDS)
+    return time.perf_counter() - start
+
+
+# ---- the other process --------------------------------------------------------------------------------------
+
+
+def plan_of(shape: LinkShape) -> LinkPlan:
+    return LinkPlan("home.0-1", "home.0", "home.1", shape, LinkShape())
+
+
+@contextmanager
+def open_link(port: int, shape: LinkShape) -> Iterator[LinkEnd]:
+    end = open_stage_link(f"{HOST}:{port}", plan_of(shape), RUN, "home.0", seed=0, timeout=SECONDS)
+    yield end
+    end.close()
+
+
+@contextmanager
+def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
+    """A process that runs `serve` and tells its port."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there, *arguments), daemon=True)
+    process.start()
+    try:
+        yield here.recv()
+    finally:
+        here.close()
+        process.join(SECONDS)
+
+
+def serve_link(control: Connection, shape: LinkShape) -> None:
+    """Receive and recycle; answer what is marked as the last."""
+    links = StageLinkServer(plan_of(shape), RUN, "home.1", seed=0)
+    server, port = make_server(f"{HOST}:0", [links.handler()], max_workers=2)
+    control.send(port)
+    end = links.accept(SECONDS)
+    try:
+        while True:
+            message = end.receive(SECONDS)
+            if message.header.purpose == FLUSH:
+                end.send(Message(LinkHeader()))
+            end.recycle(message)
+    except LinkClosed:
+        end.close()
+    server.stop(grace=0).wait()
+
+
+def serve_tcp(control: Connection) -> None:
+    """Receive into one buffer; answer the last message."""
+    with socket.create_server((HOST, 0)) as listener:
+        control.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with connection:
+        while header := connection.recv(16, socket.MSG_WAITALL):
+            size, count = int.from_bytes(header[:8], "little"), int.from_bytes(header[8:], "little")
+            buffer = memoryview(bytearray(size))
+            for _ in range(count):
+                rest = buffer
+                while len(rest):
+                    rest = rest[connection.recv_into(rest) :]
+            connection.sendall(b"!")
+
+
+def serve_unary(control: Connection) -> None:
+    """Parse and forget, until the parent is done."""
+    closed = threading.Event()
+    method = grpc.unary_unary_rpc_method_handler(
+        lambda request, context: TensorPayload(), TensorPayload.FromString, TensorPayload.SerializeToString
+    )
+    service, name = UNARY_METHOD.strip("/").split("/")
+    with ExitStack() as stack:
+        pool = stack.enter_context(multiprocessing_free_pool())
+        server = grpc.server(pool, [grpc.method_handlers_generic_handler(service, {name: method})], options=UNLIMITED)
+        port = server.add_insecure_port(f"{HOST}:0")
+        server.start()
+        control.send(port)
+        closed.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Batches: pure functions of (seed, replica, step), so that every process can seek to any step at no cost.
+
+Shapes: B sequences, L positions; a row holds L + 1 tokens, the inputs and, shifted by one, the targets.
+
+The train part is cut into windows of L + 1 tokens. Window w belongs to replica w mod M for ever, so the
+replicas' shards are disjoint in every epoch. Within a shard, each epoch has an order of its own: a keyed
+permutation that is computed for the wanted positions only, without a table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetero_pp.data.tokens import TokenStore
+from hetero_pp.errors import ConfigError
+from hetero_pp.seeds import seed_of
+
+_ROUNDS = 4
+_KEY = ("data", "corpus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """What one replica (`replica` of `replicas`) trains on, `batch_size` sequences a step."""
+
+    store: TokenStore
+    sequence_length: int
+    seed: int
+    replica: int
+    replicas: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.replica < self.replicas
+        needed = self.replicas * self.batch_size * (self.sequence_length + 1)
+        if len(self.store.train) < needed:
+            raise ConfigError(
+                _KEY,
+                f"found {len(self.store.train)} tokens to train on, expected at least {needed}: "
+                f"{self.replicas} replicas x {self.batch_size} sequences x {self.sequence_length + 1} tokens",
+            )
+
+    @property
+    def shard_size(self) -> int:
+        """The windows that belong to this replica: an epoch."""
+        windows = len(self.store.train) // (self.sequence_length + 1)
+        return len(range(self.replica, windows, self.replicas))
+
+    def windows(self, step: int) -> np.ndarray:
+        """The windows of the train part that step `step` (from 0) reads, [B]."""
+        samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        epochs, positions = np.divmod(samples, self.shard_size)
+        for epoch in np.unique(epochs):
+            key = seed_of(self.seed, "data", self.replica, epoch)
+            positions[epochs == epoch] = permute(positions[epochs == epoch], self.shard_size, key)
+        return positions * self.replicas + self.replica
+
+    def train(self, step: int) -> torch.Tensor:
+        """The batch of step `step` (from 0), int64 [B, L + 1]."""
+        return _rows(self.store.train, self.windows(step) * (self.sequence_length + 1), self.sequence_length)
+
+    def epochs(self, steps: int) -> float:
+        """How often `steps` steps read this replica's shard."""
+        return steps * self.batch_size / self.shard_size
+
+    def require_one_epoch(self, steps: int) -> None:
+        """ConfigError if `steps` steps read any token twice: for `data.repeat: false`."""
+        if steps * self.batch_size > self.shard_size:
+            raise ConfigError(
+                ("data", "repeat"),
+                f"found false and {steps} steps of {self.batch_size} sequences, expected at most "
+                f"{self.shard_size // self.batch_size} steps: replica {self.replica} has a shard of "
+                f"{self.shard_size} sequences",
+            )
+
+
+def validation_batches(
+    store: TokenStore, sequence_length: int, sequences: int, batch_size: int
+) -> list[torch.Tensor]:
+    """`sequences` rows, int64 [<= batch_size, L + 1], the same for everyone.
+
+    They are spread evenly over the validation part and do not overlap. The last batch may be smaller, so a
+    mean over batches has to weigh them by their rows.
+    """
+    size, needed = len(store.validation), sequences * (sequence_length + 1)
+    if size < needed:
+        raise ConfigError(
+            _KEY,
+            f"found {size} tokens to validate on, expected at least {needed}: {sequences} sequences "
+            f"x {sequence_length + 1} tokens; use a larger corpus or "
+            "validation_share, or fewer validation_sequences",
+        )
+    starts = np.arange(sequences) * size // sequences
+    return list(_rows(store.validation, starts, sequence_length).split(batch_size))
+
+
+def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
+    """A permutation of range(size), chosen by the key, at the given indices.
+
+    A Feistel network on pairs (row, column) of a near-square grid with hardly more than `size` cells, walking
+    on from a cell outside the range until one is inside it (Black and Rogaway 2002, "generalized Feistel").
+    """
+    columns = math.isqrt(size - 1) + 1 if size > 1 else 1
+    rows = -(-size // columns)
+    keys = [seed_of(key, number) for number in range(2 * _ROUNDS)]
+    out = _shuffle(index.astype(np.uint64), rows, columns, keys)
+    while (outside := out >= size).any():
+        out[outside] = _shuffle(out[outside], rows, columns, keys)
+    return out.astype(np.int64)
+
+
+def _shuffle(cells: np.ndarray, rows: int, columns: int, keys: list[int]) -> np.ndarray:
+    """A bijection of range(rows * columns): each half is shifted in turn by a hash of the other."""
+    row, column = np.divmod(cells, np.uint64(columns))
+    for row_key, column_key in zip(keys[::2], keys[1::2], strict=True):
+        row = (row + _hash(column, row_key) % np.uint64(rows)) % np.uint64(rows)
+        column = (column + _hash(row, column_key) % np.uint64(columns)) % np.uint64(columns)
+    return row * np.uint64(columns) + column
+
+
+def _hash(values: np.ndarray, key: int) -> np.ndarray:
+    """The finalizer of SplitMix64, modulo 2^64."""
+    values = values + np.uint64(key)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _rows(tokens: np.ndarray, starts: np.ndarray, sequence_length: int) -> torch.Tensor:
+    """The L + 1 tokens from each start, int64 [B, L + 1]."""
+    return torch.from_numpy(tokens[starts[:, None] + np.arange(sequence_length + 1)].astype(np.int64))

@@ -1,0 +1,130 @@
+"""The token store: a corpus, encoded once, as one memory-mapped file of ids.
+
+Documents stand in the order of the sha256 of their text. That is a random order which depends on nothing but
+the documents, so names of files, folders and machines do not matter, and the validation part at the end of
+the file is a random sample of the documents (equal documents are neighbours: hardly one is in both parts).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from hetero_pp.data.corpora import documents, fingerprint
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
+from hetero_pp.errors import ConfigError
+
+_FORMAT = 1
+_BATCH_CHARACTERS = 1 << 20
+
+Span = tuple[bytes, int, int]
+"""A document: (sha256 of its text, its first token, the one after its last)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStore:
+    """The ids of a corpus: two parts that share no token, for training and for validation.
+
+    `digest` is the sha256 of the file: two members that have the same read the same tokens.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    vocabulary: int
+    path: Path
+    digest: str
+
+
+def prepare_tokens(settings: DataSettings, cache: Path, tokenizer: Tokenizer | None = None) -> TokenStore:
+    """Open the token store of the corpus, encoding it into `cache` unless that was done before.
+
+    `tokenizer` is by default the one that the settings name. Several processes may call this at once: each
+    writes a file of its own, the files are equal, and renaming one to its final name replaces it whole.
+    """
+    tokenizer = tokenizer or load_tokenizer(settings)
+    key = json.dumps([_FORMAT, fingerprint(settings), tokenizer.identity, tokenizer.separator])
+    path = cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="encoding-", dir=cache) as scratch:
+            _write(Path(scratch), documents(settings), tokenizer).replace(path)
+    tokens = np.load(path, mmap_mode="r")
+    held_out = round(len(tokens) * settings.validation_share)
+    if not 0 < held_out < len(tokens):
+        raise ConfigError(
+            ("data", "validation_share"),
+            f"found {settings.validation_share:g}, expected at least one of the "
+            f"{len(tokens)} tokens on either side",
+        )
+    return TokenStore(
+        train=tokens[:-held_out],
+        validation=tokens[-held_out:],
+        vocabulary=tokenizer.vocabulary,
+        path=path,
+        digest=_digest(path),
+    )
+
+
+def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer) -> Path:
+    """Encode the documents in the order they come, then copy them in the order of their digests."""
+    dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
+    unordered = scratch / "unordered"
+    spans = _encode(texts, tokenizer, dtype, unordered)
+    source = np.memmap(unordered, dtype=dtype, mode="r")
+    path = scratch / "tokens.npy"
+    tokens = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=source.shape)
+    end = 0
+    for _, first, last in sorted(spans):
+        tokens[end : end + last - first] = source[first:last]
+        end += last - first
+    tokens.flush()
+    return path
+
+
+def _encode(texts: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype, path: Path) -> list[Span]:
+    """Write every document and a separator to a raw file; where each of them is."""
+    separator = np.array([tokenizer.separator], dtype)
+    spans = []
+    end = 0
+    with path.open("wb") as file:
+        for batch in _batched(texts):
+            for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+                file.write(np.concatenate([ids.astype(dtype), separator]).data)
+                spans.append((hashlib.sha256(text.encode()).digest(), end, end + len(ids) + 1))
+                end += len(ids) + 1
+    return spans
+
+
+def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of documents that fit in memory, unless one alone does not."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _digest(path: Path) -> str:
+    """The sha256 of a file, kept beside it in the format of `sha256sum`."""
+    beside = path.with_suffix(".sha256")
+    if beside.exists():
+        return beside.read_text().split()[0]
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with TemporaryDirectory(prefix="digest-", dir=path.parent) as scratch:
+        fresh = Path(scratch, beside.name)
+        fresh.write_text(f"{digest}  {path.name}\n")
+        fresh.replace(beside)
+    return digest

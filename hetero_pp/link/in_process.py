@@ -1,0 +1,52 @@
+"""A link between two stages of one process: no copies, the shape and the byte counts of the real one."""
+
+from __future__ import annotations
+
+from hetero_pp.link.ledger import Ledger
+from hetero_pp.link.protocol import Message, sealed, wire_frames
+from hetero_pp.link.shaping import Clock, ShapedQueue, busy_seconds, direction_queue
+from hetero_pp.topology import LinkPlan, LinkShape
+
+
+def in_process_pair(
+    plan: LinkPlan, seed: int, clock: Clock | None = None
+) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
+    """Both ends of a link: the first sends forward, the second backward."""
+    forward = direction_queue(plan, "forward", seed, clock)
+    backward = direction_queue(plan, "backward", seed, clock)
+    return (
+        InProcessLinkEnd(plan.forward, forward, backward),
+        InProcessLinkEnd(plan.backward, backward, forward),
+    )
+
+
+class InProcessLinkEnd:
+    """One end; implements LinkEnd. Messages pass by reference."""
+
+    def __init__(
+        self, shape: LinkShape, outgoing: ShapedQueue[Message], incoming: ShapedQueue[Message]
+    ) -> None:
+        self.ledger = Ledger()
+        self._shape = shape
+        self._outgoing = outgoing
+        self._incoming = incoming
+
+    def send(self, message: Message) -> None:
+        message = sealed(message)
+        frames = wire_frames(message)
+        self._outgoing.put(message, frames)
+        wire = sum(frames)
+        self.ledger.add(message.header.round, message.payload_bytes, wire, busy_seconds(self._shape, wire))
+
+    def receive(self, timeout: float | None = None) -> Message:
+        return self._incoming.get(timeout)
+
+    def recycle(self, message: Message) -> None:
+        """Nothing to give back: the tensors are the sender's own."""
+
+    def close(self) -> None:
+        self._outgoing.close()
+
+    def abort(self, cause: str) -> None:
+        self._outgoing.abort(cause)
+        self._incoming.abort(cause)

@@ -1,0 +1,1 @@
+"""The outer round: what brings all replicas back to identical weights."""

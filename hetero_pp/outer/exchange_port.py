@@ -1,0 +1,42 @@
+"""What a member of a run asks of the exchange, over the network or in process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
+
+
+class ExchangePort(Protocol):
+    """The exchange of contributions, as one member sees it.
+
+    Every call may raise Refused (the request is wrong) or RunFailed (another member failed, the run is over).
+    """
+
+    def join(self, member: str, address: str) -> None:
+        """Tell that this member runs, and where it listens for its upstream neighbour (empty: nowhere)."""
+
+    def locate(self, member: str) -> str:
+        """The address of another member; waits until it has joined."""
+
+    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors of the newest snapshot: parameters by name, and the subspace's basis."""
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+        """Hand in one blob of this member's replica for the current round."""
+
+    def record(self, round_: int) -> RoundRecord:
+        """What was counted in a round; waits until it is closed."""
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        """One blob of a closed round."""
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        """Tell the hashes of the parameters held after a round. Raises ReplicasDiffer if another holder's differ."""
+
+    def report(self, reports: Sequence[Report]) -> None:
+        """Tell what happened."""

@@ -1,0 +1,138 @@
+"""The whole YAML: every part's own section, composed once, and what only the whole can check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.inner import EMBEDDING, InnerSettings
+from hetero_pp.model import ModelSettings, ModelShape, Transformer, block_of
+from hetero_pp.outer.step import OuterSettings
+from hetero_pp.settings import Settings
+from hetero_pp.topology import (
+    DatacenterReplica,
+    ExchangeSettings,
+    LinkPlan,
+    LinkSettings,
+    ParticipantsReplica,
+    ReplicaSettings,
+    check_topology,
+    link_plans,
+)
+from replica_groups.exchange import Roster
+from stages.stage import StagePlan, build_part
+
+
+class SnapshotSettings(Settings):
+    """When the synced model is saved."""
+
+    every: int = Field(10, ge=1, description="rounds between snapshots; the last round always has one")
+
+
+class RunConfig(Settings):
+    """One training run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run's folder under runs/")
+    seed: int = Field(0, ge=0)
+    threads: int = Field(1, ge=1, description="threads of each process; results depend on it in the last bits")
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    inner: InnerSettings = InnerSettings()
+    outer: OuterSettings
+    links: dict[str, LinkSettings] = Field(default_factory=dict, description="kinds of links by name")
+    replicas: list[ReplicaSettings] = Field(min_length=1)
+    exchange: ExchangeSettings = ExchangeSettings()
+    snapshots: SnapshotSettings = SnapshotSettings()
+
+    def check(self) -> None:
+        """Raise ConfigError for what no single field can see. Reads no files."""
+        values = self.model.resolve(self.model.vocabulary or 256)
+        check_topology(self.replicas, self.links, values.width, values.layers)
+
+    def with_absolute_paths(self) -> RunConfig:
+        """The same, with paths that mean the same from any folder."""
+        changes: dict[str, str] = {}
+        if self.data.corpus not in ("standard-library", "docstrings"):
+            changes["corpus"] = str(Path(self.data.corpus).expanduser().absolute())
+        if self.data.tokenizer != "bytes":
+            changes["tokenizer"] = str(Path(self.data.tokenizer).expanduser().absolute())
+        return self.model_copy(update={"data": self.data.model_copy(update=changes)})
+
+
+@dataclass(frozen=True)
+class MemberPlan:
+    """One member that trains: which replica, and which stage of it (None: the whole)."""
+
+    name: str
+    replica: ReplicaSettings
+    replica_index: int
+    stage: StagePlan | None
+    owned: tuple[str, ...]
+    """Names of the parameters that it trains."""
+
+    @property
+    def follows_embedding(self) -> bool:
+        """Whether it keeps a synced copy of a token embedding that another member trains."""
+        return (
+            isinstance(self.replica, ParticipantsReplica)
+            and self.replica.boundary.rank != "full"
+            and EMBEDDING not in self.owned
+        )
+
+
+class RunPlan:
+    """A configuration and all that follows from it alone, the same in every process."""
+
+    def __init__(self, config: RunConfig, vocabulary: int | None) -> None:
+        self.config = config
+        self.shape: ModelShape = config.model.resolve(vocabulary)
+        self.total_steps = config.outer.rounds * config.inner.steps
+        self.links: dict[str, LinkPlan] = {
+            plan.name: plan for plan in link_plans(config.replicas, config.links)
+        }
+        self.members: dict[str, MemberPlan] = {
+            member.name: member
+            for index, replica in enumerate(config.replicas)
+            for member in self._members_of(replica, index)
+        }
+
+    def _members_of(self, replica: ReplicaSettings, index: int) -> list[MemberPlan]:
+        if isinstance(replica, DatacenterReplica):
+            return [MemberPlan(replica.name, replica, index, None, self._owned_by(None))]
+        stages = [
+            StagePlan(stage, replica.stage_count, layers)
+            for stage, layers in enumerate(replica.layer_ranges(self.shape.layers))
+        ]
+        return [
+            MemberPlan(name, replica, index, stage, self._owned_by(stage))
+            for name, stage in zip(replica.members, stages, strict=True)
+        ]
+
+    def _owned_by(self, stage: StagePlan | None) -> tuple[str, ...]:
+        with torch.device("meta"):
+            module = Transformer(self.shape) if stage is None else build_part(self.shape, stage)
+        return tuple(sorted(dict(module.named_parameters())))
+
+    @cached_property
+    def roster(self) -> Roster:
+        """Who takes part, for the exchange."""
+        return Roster(
+            {name: member.replica.name for name, member in self.members.items()},
+            {name: frozenset(map(block_of, member.owned)) for name, member in self.members.items()},
+        )
+
+    @property
+    def largest_rank(self) -> int | None:
+        """Of all boundaries: the basis has as many columns. None if nothing is compressed."""
+        ranks = [
+            rank
+            for replica in self.config.replicas
+            if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1
+            if (rank := replica.boundary.dimensions(self.shape.width)) is not None
+        ]
+        return max(ranks, default=None)

@@ -1,0 +1,21 @@
+"""Makes the exchange of a run with its first snapshot, its log and its keeper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hetero_pp.program.config import RunPlan
+from hetero_pp.snapshot import initial_snapshot
+from replica_groups.exchange import Exchange
+from replica_groups.keeper import Keeper
+from replica_groups.log import ContributionLog
+
+
+def start_exchange(plan: RunPlan, run: str, folder: Path) -> tuple[Exchange, Keeper]:
+    """An exchange that is ready for members, and the keeper that follows it."""
+    config = plan.config
+    snapshot = initial_snapshot(plan.shape, plan.largest_rank, config.seed)
+    exchange = Exchange(run, plan.roster, snapshot, config.outer, ContributionLog(folder / "log"))
+    keeper = Keeper(exchange, snapshot, config.outer.rounds, config.snapshots.every)
+    keeper.start()
+    return exchange, keeper

@@ -1,0 +1,100 @@
+"""All members as threads of one process, with in-process links: the reference for the networked run, to the bit."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hetero_pp.errors import HeteroPPError, LinkClosed, RunFailed
+from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.link.protocol import LinkEnd
+from hetero_pp.program.config import MemberPlan, RunPlan
+from hetero_pp.program.exchange_host import start_exchange
+from hetero_pp.program.train import train_member
+from hetero_pp.rpc.messages_pb2 import Report
+from hetero_pp.topology import ParticipantsReplica, stage_link_name
+from replica_groups.exchange import Exchange
+
+Ends = dict[str, tuple[LinkEnd | None, LinkEnd | None]]
+
+
+def run_in_process(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None]) -> None:
+    """Train the whole topology; raises the first member's error, if any fails."""
+    torch.set_num_threads(plan.config.threads)
+    run = secrets.token_hex(8)
+    exchange, keeper = start_exchange(plan, run, folder)
+    watcher = threading.Thread(target=lambda: [on_report(report) for report in exchange.watch()], daemon=True)
+    watcher.start()
+    ends = _connect(plan)
+    errors: list[HeteroPPError] = []
+    threads = [
+        threading.Thread(
+            target=_run_member, args=(plan, run, member, exchange, ends, cache, errors), name=name, daemon=True
+        )
+        for name, member in plan.members.items()
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in [*threads]:
+            thread.join()
+        keeper.join()
+    except KeyboardInterrupt:
+        exchange.fail("interrupted")
+        _abort(ends, "interrupted")
+        raise
+    finally:
+        exchange.end_watching()
+        watcher.join()
+    if errors:
+        raise next((error for error in errors if not isinstance(error, LinkClosed | RunFailed)), errors[0])
+
+
+def _connect(plan: RunPlan) -> Ends:
+    """(upstream, downstream) of every member."""
+    ends: Ends = {name: (None, None) for name in plan.members}
+    for replica in plan.config.replicas:
+        if not isinstance(replica, ParticipantsReplica):
+            continue
+        for hop in range(replica.stage_count - 1):
+            first, second = in_process_pair(
+                plan.links[stage_link_name(replica.name, hop)], plan.config.seed
+            )
+            above, below = replica.members[hop], replica.members[hop + 1]
+            ends[above] = (ends[above][0], first)
+            ends[below] = (second, ends[below][1])
+    return ends
+
+
+def _run_member(
+    plan: RunPlan,
+    run: str,
+    member: MemberPlan,
+    exchange: Exchange,
+    ends: Ends,
+    cache: Path,
+    errors: list[HeteroPPError],
+) -> None:
+    torch.set_num_threads(plan.config.threads)
+    upstream, downstream = ends[member.name]
+    try:
+        exchange.join(member.name, "")
+        train_member(plan, run, member, exchange, upstream, downstream, cache)
+        for link in (upstream, downstream):
+            if link is not None:
+                link.close()
+    except HeteroPPError as error:
+        errors.append(error)
+        exchange.fail(f"{member.name}: {error}")
+        _abort(ends, str(error))
+
+
+def _abort(ends: Ends, cause: str) -> None:
+    for pair in ends.values():
+        for link in pair:
+            if link is not None:
+                link.abort(cause)

@@ -1,0 +1,150 @@
+"""Builds one training member from the plan and runs it, whatever its links and its exchange are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hetero_pp.data.batches import Batches, validation_batches
+from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.inner import EMBEDDING, parameters_of
+from hetero_pp.link.protocol import LinkEnd
+from hetero_pp.model import Transformer
+from hetero_pp.outer.exchange_port import ExchangePort
+from hetero_pp.program.config import MemberPlan, RunPlan
+from hetero_pp.snapshot import BASIS
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, exchange_link_name, stage_link_name
+from replica_groups.datacenter import DatacenterMember
+from replica_groups.member import LedgerView, TrainingMember, run_member
+from replica_groups.outer_round import OuterRound
+from replica_groups.paced_exchange import PacedExchange
+from replica_groups.participants import StageMember
+from replica_groups.reporter import Reporter
+from stages.boundary import WIRE_DTYPES, Boundary
+from stages.stage import Stage, StagePlan, build_part
+from stages.worker import StageWorker, WorkerSettings
+
+RECEIVE_TIMEOUT = 600.0
+"""Seconds after which a neighbour that sends nothing counts as hanging: far beyond any step of a slow link."""
+
+
+def train_member(
+    plan: RunPlan,
+    run: str,
+    member: MemberPlan,
+    exchange: ExchangePort,
+    upstream: LinkEnd | None,
+    downstream: LinkEnd | None,
+    cache: Path,
+) -> None:
+    """Train all rounds as one member of the run. Its links are open, and it has joined the exchange."""
+    config = plan.config
+    paced = PacedExchange(exchange, plan.links[exchange_link_name(member.name)], config.seed)
+    names = list(member.owned)
+    if member.follows_embedding:
+        names.append(EMBEDDING)
+    if plan.largest_rank is not None:
+        names.append(BASIS)
+    tensors = paced.snapshot(names)
+    basis = tensors.pop(BASIS, None)
+    trainer = _build(plan, member, tensors, basis, upstream, downstream, cache)
+    followed = {name: tensor for name, tensor in tensors.items() if name not in member.owned}
+    outer = OuterRound(
+        run, member.name, member.replica.name, trainer.parameters, followed, paced, config.outer
+    )
+    reporter = Reporter(exchange, member.name)
+    ledgers = _ledgers(member, paced, upstream, downstream)
+    try:
+        run_member(
+            trainer, member.replica.name, outer, reporter, ledgers, config.outer.rounds, config.inner.steps
+        )
+        over = reporter.new()
+        over.finished.SetInParent()
+        reporter.tell(over)
+    finally:
+        reporter.close()
+
+
+def _build(
+    plan: RunPlan,
+    member: MemberPlan,
+    tensors: Mapping[str, Tensor],
+    basis: Tensor | None,
+    upstream: LinkEnd | None,
+    downstream: LinkEnd | None,
+    cache: Path,
+) -> TrainingMember:
+    config, replica = plan.config, member.replica
+    rows = replica.batch_size // replica.micro_batches
+    needs_data = member.stage is None or member.stage.is_first
+    batches, validation = _data(plan, member, prepare_tokens(config.data, cache), rows) if needs_data else (None, [])
+    with torch.device("meta"):
+        module = Transformer(plan.shape) if member.stage is None else build_part(plan.shape, member.stage)
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in parameters_of(module).items():
+            parameter.copy_(tensors[name])
+    if isinstance(replica, DatacenterReplica):
+        assert batches is not None
+        return DatacenterMember(
+            replica.name, module, batches, validation, replica.micro_batches, config.inner, plan.total_steps
+        )
+    assert member.stage is not None
+    worker = _build_worker(plan, replica, member.stage, module, basis, upstream, downstream)
+    count = -(-config.data.validation_sequences // rows)
+    return StageMember(replica.name, worker, batches, validation, count)
+
+
+def _data(plan: RunPlan, member: MemberPlan, store: TokenStore, rows: int) -> tuple[Batches, list[Tensor]]:
+    data = plan.config.data
+    batches = Batches(
+        store=store,
+        sequence_length=data.sequence_length,
+        seed=plan.config.seed,
+        replica=member.replica_index,
+        replicas=len(plan.config.replicas),
+        batch_size=member.replica.batch_size,
+    )
+    if not data.repeat:
+        batches.require_one_epoch(plan.total_steps)
+    return batches, validation_batches(store, data.sequence_length, data.validation_sequences, rows)
+
+
+def _build_worker(
+    plan: RunPlan,
+    replica: ParticipantsReplica,
+    stage_plan: StagePlan,
+    module: Transformer,
+    basis: Tensor | None,
+    upstream: LinkEnd | None,
+    downstream: LinkEnd | None,
+) -> StageWorker:
+    config = plan.config
+    rank = replica.boundary.dimensions(plan.shape.width)
+    own_basis = None if rank is None or basis is None else basis[:, :rank].contiguous()
+    boundary = Boundary(plan.shape.width, WIRE_DTYPES[replica.boundary.dtype], own_basis)
+    stage = Stage(stage_plan, module, boundary, config.inner, plan.total_steps)
+    settings = WorkerSettings(
+        micro_batches=replica.micro_batches,
+        micro_batch_size=replica.batch_size // replica.micro_batches,
+        sequence_length=config.data.sequence_length,
+        extra_in_flight=replica.extra_in_flight,
+        receive_timeout=RECEIVE_TIMEOUT,
+    )
+    return StageWorker(stage, settings, upstream, downstream)
+
+
+def _ledgers(
+    member: MemberPlan, paced: PacedExchange, upstream: LinkEnd | None, downstream: LinkEnd | None
+) -> LedgerView:
+    """Each direction of a stage link is counted by the end that sends it; both of the exchange's by the member."""
+    link = exchange_link_name(member.name)
+    yield link, "forward", paced.forward
+    yield link, "backward", paced.backward
+    if member.stage is not None and downstream is not None:
+        yield stage_link_name(member.replica.name, member.stage.index), "forward", downstream.ledger
+    if member.stage is not None and upstream is not None:
+        yield stage_link_name(member.replica.name, member.stage.index - 1), "backward", upstream.ledger

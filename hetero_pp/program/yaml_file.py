@@ -1,0 +1,153 @@
+"""Reading and writing the YAML; every complaint about it names file, line and key in one line."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from hetero_pp.errors import ConfigError, dotted
+from hetero_pp.program.config import RunConfig
+
+Key = tuple[str | int, ...]
+
+
+class ConfigFile:
+    """A YAML file that holds a RunConfig, and where each key stands in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._root = self._parse()
+        try:
+            self.config = RunConfig.model_validate(_plain(self._root))
+            self.config.check()
+        except ValidationError as error:
+            key, message = _worst(error)
+            raise self.located(ConfigError(key, message)) from None
+        except ConfigError as error:
+            raise self.located(error) from None
+
+    def located(self, error: ConfigError) -> ConfigError:
+        """The same complaint, with file and line in front."""
+        key, line = self._find(error.key)
+        return ConfigError((), f"{self.path}:{line}: {dotted(key)}: {error.message}")
+
+    def _parse(self) -> CommentedMap:
+        try:
+            root = YAML(typ="rt").load(self.path)
+        except OSError as error:
+            raise ConfigError((), f"{self.path}: cannot be read ({error.strerror})") from None
+        except MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            raise ConfigError((), f"{self.path}:{line}: not YAML: {error.problem}") from None
+        except (YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError((), f"{self.path}: not YAML: {str(error).splitlines()[0]}") from None
+        if not isinstance(root, CommentedMap):
+            raise ConfigError((), f"{self.path}:1: expected keys and values at the top")
+        return root
+
+    def _find(self, key: Sequence[str | int]) -> tuple[Key, int]:
+        """The key as far as the file has it (and one step further), and the line it stands on."""
+        node: Any = self._root
+        found: list[str | int] = []
+        line = 1
+        for position, part in enumerate(key):
+            if isinstance(node, CommentedMap) and part in node:
+                line = node.lc.key(part)[0] + 1
+            elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
+                line = node.lc.item(part)[0] + 1
+            else:
+                is_variant = position < len(key) - 1 or not isinstance(node, CommentedMap)
+                if not is_variant:
+                    found.append(part)
+                continue
+            found.append(part)
+            node = node[part]
+        return tuple(found), line
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write the resolved configuration; loading it gives an equal one."""
+    yaml = YAML()
+    yaml.default_flow_style = False
+    with path.open("w") as file:
+        yaml.dump(config.model_dump(mode="json"), file)
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, CommentedMap):
+        return {key: _plain(value) for key, value in node.items()}
+    if isinstance(node, CommentedSeq):
+        return [_plain(value) for value in node]
+    return node
+
+
+def _worst(error: ValidationError) -> tuple[Key, str]:
+    """The complaint to show: of several about the alternatives of one value, the most specific."""
+    details = error.errors(include_url=False)
+    first = details[0]["loc"]
+    section = first[:-1][:2]
+    related = [detail for detail in details if detail["loc"][: len(section)] == section]
+    detail = max(related, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"])))
+    return tuple(detail["loc"]), _explain(detail)
+
+
+def _explain(detail: Any) -> str:
+    kind, message, key = detail["type"], detail["msg"], detail["loc"]
+    if kind == "extra_forbidden":
+        known = _keys_beside(key)
+        close = difflib.get_close_matches(str(key[-1]), known, n=1)
+        hint = f"; did you mean `{close[0]}`?" if close else ""
+        return f"found an unknown key, expected one of {', '.join(known)}{hint}"
+    if kind == "missing":
+        return "found nothing, expected a value"
+    if kind == "value_error":
+        return message.removeprefix("Value error, ")
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        context = detail["ctx"]
+        name = context["discriminator"].strip("'")
+        if kind == "union_tag_not_found":
+            return f"found no `{name}`, expected one of 'datacenter', 'participants'"
+        return f"found `{name}: {context['tag']}`, expected one of {context['expected_tags']}"
+    found = detail["input"]
+    shown = f"`{found}`" if isinstance(found, str | int | float) else f"a {type(found).__name__}"
+    expected = message.removeprefix("Input should be ")
+    return f"found {shown}, expected {expected[:1].lower()}{expected[1:]}"
+
+
+def _keys_beside(key: Sequence[str | int]) -> list[str]:
+    """The keys that the section holding `key` may have."""
+    candidates: list[Any] = [RunConfig]
+    for part in key[:-1]:
+        candidates = [below for candidate in candidates for below in _step(candidate, part)]
+    return sorted({name for model in candidates for name in getattr(model, "model_fields", {})})
+
+
+def _step(annotation: Any, part: str | int) -> list[Any]:
+    """What lies under `part` in a section, a list, a mapping or a union of them (flattened to plain types)."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        field = annotation.model_fields.get(str(part))
+        if field is not None:
+            return _flatten(field.annotation)
+        tags = {get_args(f.annotation)[0] for f in annotation.model_fields.values() if get_args(f.annotation)}
+        return [annotation] if part in tags else []
+    if get_origin(annotation) is list:
+        return _flatten(get_args(annotation)[0]) if isinstance(part, int) else [annotation]
+    if get_origin(annotation) is dict:
+        return _flatten(get_args(annotation)[1])
+    return []
+
+
+def _flatten(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Annotated:
+        return _flatten(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [part for option in get_args(annotation) for part in _flatten(option)]
+    return [annotation]

@@ -1,0 +1,73 @@
+"""The chunks of a tensor within which values are selected: 64 x 64 tiles of matrices, the whole of a vector.
+
+Tiles at the right and bottom edges may be partial; chunks of equal size form a *group* [chunks, size], and a tensor
+has at most four. Source: SparseLoCo section 2.3; partial tiles keep the density, not the count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equal tiles of one tensor: rows [top, bottom), columns [left, right) in tiles of `rows` x `columns`."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+    rows: int
+    columns: int
+    stride: int
+
+    @property
+    def size(self) -> int:
+        """Elements of one chunk."""
+        return self.rows * self.columns
+
+    @property
+    def count(self) -> int:
+        """Chunks in the group."""
+        return (self.bottom - self.top) // self.rows * ((self.right - self.left) // self.columns)
+
+    def kept(self, density: float) -> int:
+        """Values kept of each chunk."""
+        return max(1, math.floor(density * self.size + 0.5))
+
+    def gather(self, matrix: Tensor) -> Tensor:
+        """The chunks [count, size] of a [R, C] matrix, row by row of tiles, each flattened row by row."""
+        part = matrix[self.top : self.bottom, self.left : self.right]
+        tiles = part.unflatten(0, (-1, self.rows)).unflatten(2, (-1, self.columns))
+        return tiles.transpose(1, 2).reshape(-1, self.size)
+
+    def flat_indices(self, positions: Tensor) -> Tensor:
+        """Indices into the flattened tensor of positions [count, k] within the chunks."""
+        first_row = torch.arange(self.top, self.bottom, self.rows, device=positions.device)
+        first_column = torch.arange(self.left, self.right, self.columns, device=positions.device)
+        origin = (first_row[:, None] * self.stride + first_column[None, :]).reshape(-1, 1)
+        return origin + positions // self.columns * self.stride + positions % self.columns
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Matrices as they are; anything else as one row."""
+    return tensor if tensor.ndim == 2 else tensor.reshape(1, -1)
+
+
+def groups_of(shape: tuple[int, ...], tile: tuple[int, int]) -> Iterator[Group]:
+    """The groups of a tensor of this shape: whole tiles, right edge, bottom edge, corner."""
+    if len(shape) != 2:
+        length = math.prod(shape)
+        yield Group(0, 1, 0, length, 1, length, length)
+        return
+    rows, columns = shape
+    row_cut, column_cut = rows - rows % tile[0], columns - columns % tile[1]
+    for top, bottom, height in ((0, row_cut, tile[0]), (row_cut, rows, rows - row_cut)):
+        for left, right, width in ((0, column_cut, tile[1]), (column_cut, columns, columns - column_cut)):
+            if bottom > top and right > left:
+                yield Group(top, bottom, left, right, height, width, columns)

@@ -1,0 +1,62 @@
+"""Makes gRPC channels and servers: the one place where their options are decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+PROTOCOL_VERSION = 1
+"""Members with different versions do not talk to each other."""
+
+_OPTIONS: list[tuple[str, int]] = [
+    # Payload crosses in frames of 1 MiB; the rest is room for protobuf messages such as round records.
+    ("grpc.max_send_message_length", 8 << 20),
+    ("grpc.max_receive_message_length", 8 << 20),
+    # A machine that vanishes is noticed within 15 seconds; a process that dies, at once by TCP.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Windows that follow the measured bandwidth-delay product, for links that are both fast and far.
+    ("grpc.http2.bdp_probe", 1),
+]
+
+_CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    # Every channel has its own connection, so that two links never share one.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+_SERVER_OPTIONS: list[tuple[str, int]] = [
+    # With SO_REUSEPORT a second server on a busy port would share its connections instead of failing.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+
+
+def make_channel(address: str) -> grpc.Channel:
+    """A channel to HOST:PORT; it connects when it is first used."""
+    return grpc.insecure_channel(address, options=_OPTIONS + _CHANNEL_OPTIONS)
+
+
+def make_server(
+    listen: str, handlers: Sequence[grpc.GenericRpcHandler], max_workers: int
+) -> tuple[grpc.Server, int]:
+    """A started server on HOST:PORT and its port (PORT 0 takes any free one). OSError if it cannot be had.
+
+    Every open stream holds a worker, so `max_workers` must exceed the number of stage links. The caller must
+    stop the server, or the process cannot end.
+    """
+    pool = ThreadPoolExecutor(max_workers, thread_name_prefix="rpc")
+    server = grpc.server(pool, handlers=handlers, options=_OPTIONS + _SERVER_OPTIONS)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {listen}: the address is in use or not of this machine") from error
+    server.start()
+    return server, port

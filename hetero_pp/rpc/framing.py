@@ -1,0 +1,230 @@
+"""Messages as raw frames: a protobuf header, and bytes that no protobuf touches.
+
+    first frame    4 bytes: the header's length, little-endian | header | as much payload as fits
+    other frames   the next FRAME_BYTES of payload; only the last may be shorter
+
+The payload is all tensors' little-endian bytes, one after the other. Readers check every length before they
+allocate, and raise MalformedMessage for anything that an honest sender would not have sent.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as Protobuf
+from torch import Tensor
+
+from hetero_pp.errors import MalformedMessage
+from hetero_pp.link.ledger import FRAME_BYTES, PREFIX_BYTES
+from hetero_pp.link.protocol import MAX_MESSAGE_BYTES, WIRE_DTYPES, Message
+from hetero_pp.rpc.messages_pb2 import DType, LinkHeader
+
+MAX_HEADER_BYTES = 256 << 10
+MAX_TENSORS = 1024
+MAX_DIMENSIONS = 8
+
+_LENGTH = struct.Struct("<I")
+_ALIGNMENT = 64
+_KEPT_BUFFERS = 16
+
+Header = TypeVar("Header", bound=Protobuf)
+
+
+def header_and_payload_frames(header: Protobuf, buffers: Iterable[memoryview | bytes]) -> Iterator[bytes]:
+    """The frames of a header and of buffers that form one payload. Copies once, as frames are asked for."""
+    head = header.SerializeToString()
+    if len(head) > MAX_HEADER_BYTES:
+        raise ValueError(f"found a header of {len(head)} bytes, expected at most {MAX_HEADER_BYTES}")
+    parts: list[memoryview | bytes] = [_LENGTH.pack(len(head)), head]
+    room = FRAME_BYTES - PREFIX_BYTES - len(head)
+    for buffer in buffers:
+        rest = memoryview(buffer).cast("B")
+        while len(rest) >= room:
+            yield b"".join([*parts, rest[:room]])
+            rest = rest[room:]
+            parts, room = [], FRAME_BYTES
+        parts.append(rest)
+        room -= len(rest)
+    if room < FRAME_BYTES:
+        yield b"".join(parts)
+
+
+def encode(message: Message) -> Iterator[bytes]:
+    """The frames of a sealed message."""
+    return header_and_payload_frames(message.header, (_bytes_of(tensor) for tensor in message.tensors))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A dense tensor's bytes, without a copy if it is on the CPU. By way of uint8: numpy knows no bf16."""
+    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
+
+
+class _Payload:
+    """Fills memory with the parts of one payload, each of exactly the size that a sender would have cut."""
+
+    def __init__(self, header_bytes: int, segments: Iterable[memoryview]) -> None:
+        self._segments = deque(segment for segment in segments if len(segment))
+        self._room = FRAME_BYTES - PREFIX_BYTES - header_bytes
+        self.missing = sum(len(segment) for segment in self._segments)
+
+    def add(self, part: memoryview) -> None:
+        expected = min(self.missing, self._room)
+        if len(part) != expected:
+            raise MalformedMessage(f"found {len(part)} bytes of payload in a frame, expected {expected}")
+        self.missing -= expected
+        self._room = FRAME_BYTES
+        while len(part):
+            segment = self._segments.popleft()
+            count = min(len(segment), len(part))
+            segment[:count] = part[:count]
+            part = part[count:]
+            if count < len(segment):
+                self._segments.appendleft(segment[count:])
+
+
+def _split(frame: bytes, header_type: type[Header]) -> tuple[Header, int, memoryview]:
+    """A first frame's header, that header's length, and the payload behind it."""
+    if not PREFIX_BYTES <= len(frame) <= FRAME_BYTES:
+        raise MalformedMessage(
+            f"found a first frame of {len(frame)} bytes, expected {PREFIX_BYTES} to {FRAME_BYTES}"
+        )
+    (length,) = _LENGTH.unpack_from(frame)
+    most = min(MAX_HEADER_BYTES, len(frame) - PREFIX_BYTES)
+    if length > most:
+        raise MalformedMessage(f"found a header of {length} bytes, expected at most {most}")
+    rest = memoryview(frame)[PREFIX_BYTES:]
+    header = header_type()
+    try:
+        header.ParseFromString(bytes(rest[:length]))
+    except DecodeError as error:
+        raise MalformedMessage(f"found {length} bytes that are no {header_type.__name__}") from error
+    return header, length, rest[length:]
+
+
+def read_frames(
+    frames: Iterator[bytes], header_type: type[Header], size_of: Callable[[Header], int], max_bytes: int
+) -> tuple[Header, bytearray]:
+    """Read what `header_and_payload_frames` wrote; `size_of` tells the payload's size from the header.
+
+    Reads no further than the payload's end, so the caller decides whether more may follow.
+    """
+    header, header_bytes, part = _split(_next(frames), header_type)
+    size = size_of(header)
+    if not 0 <= size <= max_bytes:
+        raise MalformedMessage(f"found a payload of {size} bytes, expected at most {max_bytes}")
+    buffer = bytearray(size)
+    payload = _Payload(header_bytes, [memoryview(buffer)])
+    payload.add(part)
+    while payload.missing:
+        payload.add(memoryview(_next(frames)))
+    return header, buffer
+
+
+def _next(frames: Iterator[bytes]) -> bytes:
+    frame = next(frames, None)
+    if frame is None:
+        raise MalformedMessage("found the end of the stream, expected another frame")
+    return frame
+
+
+class BufferPool:
+    """Buffers for received messages: fresh memory costs as much as the copy into it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: deque[Tensor] = deque(maxlen=_KEPT_BUFFERS)
+
+    def take(self, n_bytes: int) -> Tensor:
+        """A uint8 buffer of this size, rounded up: one that was given back, or a new one."""
+        size = -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            for index, buffer in enumerate(self._free):
+                if len(buffer) == size:
+                    del self._free[index]
+                    return buffer
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give(self, buffer: Tensor) -> None:
+        """Keep a buffer for another message; the oldest is dropped when there are many."""
+        with self._lock:
+            self._free.append(buffer)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReceivedMessage(Message):
+    """A message whose tensors lie in a buffer of a pool, for as long as `lease` holds it."""
+
+    lease: list[Tensor] = field(default_factory=list, repr=False)
+
+
+class Decoder:
+    """Makes messages of frames. Not for several threads, but `recycle` may be called from any."""
+
+    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._max = max_message_bytes
+        self._pool = BufferPool()
+        self._message: ReceivedMessage | None = None
+        self._payload: _Payload | None = None
+
+    @property
+    def between_messages(self) -> bool:
+        return self._payload is None
+
+    def feed(self, frame: bytes) -> Message | None:
+        """Take the next frame; returns the message that it completes. Useless after MalformedMessage."""
+        if self._payload is None:
+            header, header_bytes, part = _split(frame, LinkHeader)
+            self._message, segments = self._allocate(header)
+            self._payload = _Payload(header_bytes, segments)
+        else:
+            part = memoryview(frame)
+        self._payload.add(part)
+        if self._payload.missing:
+            return None
+        message, self._message, self._payload = self._message, None, None
+        return message
+
+    def recycle(self, message: Message) -> None:
+        """Use the message's buffer again. Does nothing for a message that has none or was recycled before."""
+        if isinstance(message, ReceivedMessage) and message.lease:
+            self._pool.give(message.lease.pop())
+
+    def _allocate(self, header: LinkHeader) -> tuple[ReceivedMessage, list[memoryview]]:
+        """A message with room for the tensors of this header, and that room in the order of the payload."""
+        if len(header.tensors) > MAX_TENSORS:
+            raise MalformedMessage(f"found {len(header.tensors)} tensors, expected at most {MAX_TENSORS}")
+        sizes = [_tensor_bytes(tensor.dtype, tensor.shape, self._max) for tensor in header.tensors]
+        if sum(sizes) > self._max:
+            raise MalformedMessage(f"found a payload of {sum(sizes)} bytes, expected at most {self._max}")
+        aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        buffer = self._pool.take(sum(aligned))
+        tensors, segments, start = [], [], 0
+        for tensor, size, step in zip(header.tensors, sizes, aligned, strict=True):
+            room = buffer[start : start + size]
+            segments.append(room.numpy().data)
+            tensors.append(room.view(WIRE_DTYPES[tensor.dtype]).view(tuple(tensor.shape)))
+            start += step
+        return ReceivedMessage(header, tuple(tensors), [buffer]), segments
+
+
+def _tensor_bytes(dtype: DType, shape: Iterable[int], max_bytes: int) -> int:
+    """The size of a tensor with this header; MalformedMessage if torch could not make it."""
+    sizes = tuple(shape)
+    if dtype not in WIRE_DTYPES:
+        raise MalformedMessage(f"found a tensor of dtype {dtype}, expected one of {sorted(WIRE_DTYPES)}")
+    if len(sizes) > MAX_DIMENSIONS:
+        raise MalformedMessage(
+            f"found a tensor of {len(sizes)} dimensions, expected at most {MAX_DIMENSIONS}"
+        )
+    width = WIRE_DTYPES[dtype].itemsize
+    if math.prod(max(size, 1) for size in sizes) * width > max_bytes:
+        raise MalformedMessage(f"found a tensor of shape {sizes}, expected at most {max_bytes} bytes")
+    return math.prod(sizes) * width

@@ -1,0 +1,1 @@
+"""Replicas of each kind, the exchange of contributions, the outer round."""

@@ -1,0 +1,264 @@
+"""The exchange of contributions: takes blobs in, closes rounds with a record, hands blobs out, compares hashes.
+
+One object serves every member, over the network or in process, and is safe to call from many threads. A round closes
+when every replica's contribution is whole. What members report is passed on to whoever watches.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hetero_pp.errors import MalformedContribution, Refused, ReplicasDiffer, RunFailed
+from hetero_pp.outer.step import OuterSettings, parameters_sha256
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, decode_blob, entry_of
+from hetero_pp.rpc.messages_pb2 import (
+    BlobEntry,
+    ContributionEntry,
+    Failure,
+    Refusal,
+    Report,
+    RoundRecord,
+    RoundVerified,
+)
+from hetero_pp.snapshot import Snapshot
+from hetero_pp.topology import EXCHANGE
+from replica_groups.log import ContributionLog
+from replica_groups.replay import Shapes, shapes_by_block, shapes_of
+
+REMEMBERED_REPORTS = 10_000
+"""How far back a watcher that comes late can see."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who takes part: replicas, their members, and the blocks that each member owns."""
+
+    members: Mapping[str, str]
+    """member -> replica"""
+    blocks: Mapping[str, frozenset[str]]
+    """member -> blocks it contributes"""
+
+    @property
+    def replicas(self) -> list[str]:
+        return sorted(set(self.members.values()))
+
+
+class Exchange:
+    """State of a run as the exchange sees it. Implements ExchangePort."""
+
+    def __init__(
+        self, run: str, roster: Roster, snapshot: Snapshot, settings: OuterSettings, log: ContributionLog
+    ) -> None:
+        self.run = run
+        self.roster = roster
+        self.settings = settings
+        self.log = log
+        self.refusals = 0
+        self._snapshot = snapshot
+        self._shapes: dict[str, Shapes] = shapes_by_block(shapes_of(snapshot.parameters))
+        self._changed = threading.Condition()
+        self._failure: str | None = None
+        self._addresses: dict[str, str] = {}
+        self._entries: dict[int, dict[tuple[str, str], BlobEntry]] = defaultdict(dict)
+        self._records: dict[int, RoundRecord] = {}
+        self._hashes: dict[int, dict[str, tuple[bytes, str]]] = defaultdict(dict)
+        self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
+        self._finished: set[str] = set()
+        self._watchers: list[queue.SimpleQueue[Report | None]] = []
+        self._reports: deque[Report] = deque(maxlen=REMEMBERED_REPORTS)
+
+    # ---- members ----
+
+    def join(self, member: str, address: str) -> None:
+        """See ExchangePort. A second process under one name is refused."""
+        self._expect_member(member)
+        with self._changed:
+            if member in self._addresses:
+                raise self._refused(member, f"found a second `{member}`")
+            self._addresses[member] = address
+            self._changed.notify_all()
+        report = Report(time=time.time(), member=member)
+        report.joined.address = address
+        self.report([report])
+
+    def locate(self, member: str) -> str:
+        """See ExchangePort."""
+        self._expect_member(member)
+        with self._changed:
+            self._wait_until(lambda: member in self._addresses)
+            return self._addresses[member]
+
+    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """See ExchangePort."""
+        tensors = self._snapshot.tensors()
+        unknown = [name for name in names if name not in tensors]
+        if unknown:
+            raise self._refused("a member", f"no tensors {unknown} in the snapshot")
+        return {name: tensors[name] for name in names}
+
+    # ---- contributions ----
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+        """See ExchangePort. The blob is decoded before it is kept, so no receiver meets a malformed one."""
+        self._expect_member(member)
+        if self.roster.members[member] != address.replica or address.block not in self.roster.blocks[member]:
+            raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's")
+        if address.round != self._open_round():
+            raise self._refused(member, f"found round {address.round}, expected {self._open_round()}")
+        try:
+            decoded = decode_blob(data, address, self._shapes[address.block], self.settings.compression)
+        except MalformedContribution as error:
+            raise self._refused(member, str(error)) from None
+        entry = entry_of(address, data, sum(tensor.values.numel() for tensor in decoded.values()))
+        self.log.write_blob(address, data)
+        with self._changed:
+            self._check_alive()
+            slot = (address.replica, address.block)
+            if self._entries[address.round].setdefault(slot, entry) != entry:
+                raise self._refused(member, f"a second, different `{address.block}` for round {address.round}")
+            self._close_if_whole(address.round)
+
+    def record(self, round_: int) -> RoundRecord:
+        """See ExchangePort."""
+        with self._changed:
+            self._wait_until(lambda: round_ in self._records)
+            return self._records[round_]
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        """See ExchangePort."""
+        with self._changed:
+            self._check_alive()
+            known = round_ in self._records and (replica, block) in self._entries[round_]
+        if not known:
+            raise self._refused(member, f"no `{block}` of {replica} in a closed round {round_}")
+        return self.log.read_blob(round_, replica, block)
+
+    def _open_round(self) -> int:
+        return len(self._records) + 1
+
+    def _close_if_whole(self, round_: int) -> None:
+        entries = self._entries[round_]
+        if len(entries) < len(self.roster.replicas) * len(self._shapes) or round_ in self._records:
+            return
+        record = RoundRecord(round=round_)
+        for replica in self.roster.replicas:
+            blobs = [entries[replica, block] for block in self._shapes]
+            record.contributions.append(
+                ContributionEntry(
+                    replica=replica, weight=1.0, digest=contribution_digest(blobs), blobs=blobs
+                )
+            )
+        self.log.write_record(record)
+        self._records[round_] = record
+        self._changed.notify_all()
+        self.report([Report(time=time.time(), member=EXCHANGE, round_closed=record)])
+
+    # ---- agreement ----
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        """See ExchangePort. The first holder of a parameter sets what the others must equal."""
+        if member != EXCHANGE:
+            self._expect_member(member)
+        with self._changed:
+            self._check_alive()
+            known = self._hashes[round_]
+            for name, value in sha256.items():
+                first, holder = known.setdefault(name, (value, member))
+                if first != value:
+                    cause = f"{name} differs between {holder} and {member} after round {round_}"
+                    self._fail(cause)
+                    raise ReplicasDiffer(cause)
+            self._confirmed[round_][member] = sha256
+        if member != EXCHANGE:
+            self._report_verified(round_, self.roster.members[member])
+
+    def _report_verified(self, round_: int, replica: str) -> None:
+        """Once all members of a replica have confirmed, tell the replica's hash."""
+        members = [member for member, owner in self.roster.members.items() if owner == replica]
+        with self._changed:
+            confirmed = self._confirmed[round_]
+            if not all(member in confirmed for member in members):
+                return
+            hashes = {name: value for member in members for name, value in confirmed[member].items()}
+        missing = {name for shapes in self._shapes.values() for name in shapes} - hashes.keys()
+        if missing:
+            self.fail(f"nobody in {replica} confirmed {sorted(missing)} in round {round_}")
+            return
+        verified = RoundVerified(round=round_, replica=replica, parameters_sha256=parameters_sha256(hashes))
+        self.report([Report(time=time.time(), member=EXCHANGE, round_verified=verified)])
+
+    # ---- reports, failure and the end ----
+
+    def report(self, reports: Sequence[Report]) -> None:
+        """See ExchangePort."""
+        with self._changed:
+            self._reports.extend(reports)
+            for report in reports:
+                for watcher in self._watchers:
+                    watcher.put(report)
+                if report.HasField("finished"):
+                    self._finished.add(report.member)
+                if report.HasField("failure"):
+                    self._fail(f"{report.member}: {report.failure.cause}")
+            self._changed.notify_all()
+
+    def watch(self) -> Iterator[Report]:
+        """Every report from the start of the run on, until the run is over."""
+        watcher: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        with self._changed:
+            for report in self._reports:
+                watcher.put(report)
+            self._watchers.append(watcher)
+        while (report_or_end := watcher.get()) is not None:
+            yield report_or_end
+
+    def end_watching(self) -> None:
+        """No report will come any more."""
+        with self._changed:
+            for watcher in self._watchers:
+                watcher.put(None)
+
+    def fail(self, cause: str) -> None:
+        """End the run: every call that waits, and every later one, raises RunFailed."""
+        failure = Failure(cause=cause)
+        self.report([Report(time=time.time(), member=EXCHANGE, failure=failure)])
+
+    def wait_until_finished(self) -> None:
+        """Wait until every member is through all its rounds."""
+        with self._changed:
+            self._wait_until(lambda: self._finished >= set(self.roster.members))
+
+    def refuse(self, sender: str, reason: str) -> None:
+        """Count and tell a message that was not let in."""
+        with self._changed:
+            self.refusals += 1
+        refusal = Refusal(sender=sender, reason=reason)
+        self.report([Report(time=time.time(), member=EXCHANGE, refusal=refusal)])
+
+    def _refused(self, sender: str, reason: str) -> Refused:
+        self.refuse(sender, reason)
+        return Refused(f"{sender}: {reason}")
+
+    def _expect_member(self, member: str) -> None:
+        if member not in self.roster.members:
+            raise self._refused(member, "is no member of this run")
+
+    def _fail(self, cause: str) -> None:
+        if self._failure is None:
+            self._failure = cause
+        self._changed.notify_all()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RunFailed(self._failure)
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._failure is not None or condition())
+        self._check_alive()

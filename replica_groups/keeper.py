@@ -1,0 +1,62 @@
+"""Holds theta beside the exchange by replaying the log: an independent check of every round, and the snapshots."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from hetero_pp.errors import HeteroPPError, RunFailed
+from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.snapshot import Snapshot, save_snapshot
+from hetero_pp.topology import EXCHANGE
+from replica_groups.exchange import Exchange
+from replica_groups.replay import replay
+
+
+class Keeper:
+    """Replays each round as it closes, compares its hashes with the members', writes snapshots now and then."""
+
+    def __init__(self, exchange: Exchange, snapshot: Snapshot, rounds: int, snapshot_every: int) -> None:
+        self.exchange = exchange
+        self.rounds = rounds
+        self.snapshot_every = snapshot_every
+        self._basis = snapshot.basis
+        self._theta = {name: tensor.clone() for name, tensor in snapshot.parameters.items()}
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+
+    def start(self) -> None:
+        """Write the first snapshot and begin to follow the rounds."""
+        self._save(0)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the last round is replayed, or the run has failed."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for round_ in range(1, self.rounds + 1):
+                self._follow(round_)
+        except RunFailed:
+            return
+        except HeteroPPError as error:
+            self.exchange.fail(str(error))
+
+    @torch.no_grad()
+    def _follow(self, round_: int) -> None:
+        record = self.exchange.record(round_)
+
+        def fetch(replica: str, block: str) -> bytes:
+            return self.exchange.log.read_blob(round_, replica, block)
+
+        replay(self._theta, self.exchange.run, record, fetch, self.exchange.settings)
+        hashes = {name: parameter_sha256(tensor) for name, tensor in self._theta.items()}
+        self.exchange.confirm(EXCHANGE, round_, hashes)
+        if round_ == self.rounds or round_ % self.snapshot_every == 0:
+            self._save(round_)
+
+    def _save(self, round_: int) -> None:
+        hashes: dict[str, bytes] = {name: parameter_sha256(tensor) for name, tensor in self._theta.items()}
+        snapshot = Snapshot(round_, self._theta, self._basis)
+        save_snapshot(snapshot, self.exchange.log.snapshot_path(round_), parameters_sha256(hashes))

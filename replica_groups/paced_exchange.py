@@ -1,0 +1,72 @@
+"""A member's link to the exchange, shaped and counted like any other link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from hetero_pp.link.ledger import FRAME_BYTES, Ledger, wire_bytes
+from hetero_pp.link.shaping import Pacer
+from hetero_pp.outer.exchange_port import ExchangePort
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
+from hetero_pp.topology import LinkPlan
+
+
+class PacedExchange:
+    """Delays what a member sends to and fetches from the exchange as the link's shape says. Implements ExchangePort.
+
+    Blobs and snapshots are shaped and counted; control messages and reports, some hundred bytes each, are not.
+    """
+
+    def __init__(self, exchange: ExchangePort, plan: LinkPlan, seed: int) -> None:
+        self._exchange = exchange
+        self._up = Pacer(plan.forward, f"{seed}/{plan.name}/forward")
+        self._down = Pacer(plan.backward, f"{seed}/{plan.name}/backward")
+        self.forward = Ledger()
+        self.backward = Ledger()
+
+    def join(self, member: str, address: str) -> None:
+        """See ExchangePort."""
+        self._exchange.join(member, address)
+
+    def locate(self, member: str) -> str:
+        """See ExchangePort."""
+        return self._exchange.locate(member)
+
+    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """See ExchangePort."""
+        tensors = self._exchange.snapshot(names)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        _carry(self._down, self.backward, 0, size)
+        return tensors
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+        """See ExchangePort."""
+        _carry(self._up, self.forward, address.round, len(data))
+        self._exchange.deposit(member, address, data)
+
+    def record(self, round_: int) -> RoundRecord:
+        """See ExchangePort."""
+        return self._exchange.record(round_)
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        """See ExchangePort."""
+        data = self._exchange.fetch(member, round_, replica, block)
+        _carry(self._down, self.backward, round_, len(data))
+        return data
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        """See ExchangePort."""
+        self._exchange.confirm(member, round_, sha256)
+
+    def report(self, reports: Sequence[Report]) -> None:
+        """See ExchangePort."""
+        self._exchange.report(reports)
+
+
+def _carry(pacer: Pacer, ledger: Ledger, round_: int, size: int) -> None:
+    frames = [FRAME_BYTES] * (size // FRAME_BYTES) + [size % FRAME_BYTES]
+    wire = wire_bytes(frames)
+    ledger.add(round_, size, wire, pacer.start_message().pace(wire))

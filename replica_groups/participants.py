@@ -1,0 +1,63 @@
+"""A participant group, seen from one of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hetero_pp.data.batches import Batches
+from hetero_pp.inner import EMBEDDING
+from hetero_pp.rpc.messages_pb2 import InnerStep
+from replica_groups.outer_round import OuterRound
+from stages.worker import StageWorker, Timing
+
+
+class StageMember:
+    """One stage of a replica. Implements TrainingMember.
+
+    Only the first stage reads data: elsewhere `batches` is None and `validation` empty, but every stage knows the
+    `count` of validation batches.
+    """
+
+    def __init__(
+        self, replica: str, worker: StageWorker, batches: Batches | None, validation: Sequence[Tensor], count: int
+    ) -> None:
+        self.replica = replica
+        self.worker = worker
+        self.batches = batches
+        self.validation = validation
+        self.validation_count = count
+        self.parameters = worker.stage.parameters
+
+    def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
+        """See TrainingMember. The loss is known on the last stage, norm and tokens are told by the first."""
+        report = InnerStep(replica=self.replica, round=round_, step=step)
+        tokens = None if self.batches is None else self.batches.train(global_step)
+        loss = self.worker.inner_step(round_, step, global_step, tokens)
+        if loss is not None:
+            report.loss = loss
+        if tokens is not None:
+            report.gradient_norm = self.worker.gradient_norm
+            report.learning_rate = self.worker.learning_rate
+            report.tokens = tokens[:, 1:].numel()
+        return report
+
+    def end_inner_loop(self, round_: int) -> None:
+        """See TrainingMember."""
+        self.worker.flush(round_)
+
+    def start_round(self, outer: OuterRound) -> None:
+        """See TrainingMember."""
+        if EMBEDDING in outer.theta:
+            self.worker.stage.split_embedding(outer.theta[EMBEDDING])
+
+    def evaluate(self, round_: int) -> tuple[float, int] | None:
+        """See TrainingMember."""
+        outcome = self.worker.evaluate(round_, self.validation, self.validation_count)
+        return None if outcome is None else (outcome[0], outcome[1] * self.worker.settings.sequence_length)
+
+    def timing(self) -> tuple[float, float]:
+        """See TrainingMember."""
+        timing, self.worker.timing = self.worker.timing, Timing()
+        return timing.compute, timing.wait

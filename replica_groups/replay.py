@@ -1,0 +1,58 @@
+"""theta after a round, from theta before it, its round record and the contributions it names, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+from hetero_pp.errors import MalformedContribution
+from hetero_pp.model import block_of
+from hetero_pp.outer.step import OuterSettings, mean_of, outer_step
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob
+from hetero_pp.rpc.messages_pb2 import RoundRecord
+
+FetchBlob = Callable[[str, str], bytes]
+"""(replica, block) -> the bytes of a blob of the round."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes_by_block(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
+    """Parameter shapes grouped by the layer block they belong to, in block order."""
+    blocks: dict[str, Shapes] = defaultdict(dict)
+    for name, shape in sorted(shapes.items()):
+        blocks[block_of(name)][name] = shape
+    return dict(sorted(blocks.items()))
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def replay(
+    theta: Mapping[str, Tensor], run: str, record: RoundRecord, fetch: FetchBlob, settings: OuterSettings
+) -> None:
+    """Apply one round, in place, to the parameters in `theta`; only the blobs of their blocks are fetched.
+
+    Whole blocks must be in `theta`. Raises MalformedContribution if a blob is not the one the record names.
+    """
+    for block, shapes in shapes_by_block(shapes_of(theta)).items():
+        decoded = list(_decode_all(block, shapes, run, record, fetch, settings))
+        for name, shape in shapes.items():
+            mean = mean_of(shape, ((weight, tensors[name]) for weight, tensors in decoded))
+            theta[name].copy_(outer_step(theta[name], mean, settings.learning_rate))
+
+
+def _decode_all(
+    block: str, shapes: Shapes, run: str, record: RoundRecord, fetch: FetchBlob, settings: OuterSettings
+) -> Iterable[tuple[float, dict[str, DecodedTensor]]]:
+    for entry in record.contributions:
+        data = fetch(entry.replica, block)
+        named = next(blob.sha256 for blob in entry.blobs if blob.block == block)
+        if hashlib.sha256(data).digest() != named:
+            raise MalformedContribution(f"{entry.replica}, {block}: not the blob that the round record names")
+        address = BlobAddress(run, record.round, entry.replica, block)
+        yield entry.weight, decode_blob(data, address, shapes, settings.compression)

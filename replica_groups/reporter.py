@@ -1,0 +1,58 @@
+"""Tells the exchange what a member does, in the background, so that training never waits for a report."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from hetero_pp.errors import HeteroPPError
+from hetero_pp.outer.exchange_port import ExchangePort
+from hetero_pp.rpc.messages_pb2 import Report
+
+
+class Reporter:
+    """Sends reports in batches, at least every `interval` seconds."""
+
+    def __init__(self, exchange: ExchangePort, member: str, interval: float = 0.25) -> None:
+        self.member = member
+        self._exchange = exchange
+        self._interval = interval
+        self._queue: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"reporter {member}", daemon=True)
+        self._thread.start()
+
+    def new(self) -> Report:
+        """An empty report of this member, stamped now; fill it in and `tell` it."""
+        return Report(time=time.time(), member=self.member)
+
+    def tell(self, report: Report) -> None:
+        """Queue a report."""
+        self._queue.put(report)
+
+    def close(self) -> None:
+        """Send what is queued."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        over = False
+        while not over:
+            batch: list[Report | None] = [self._queue.get()]
+            deadline = time.monotonic() + self._interval
+            while batch[-1] is not None and (left := deadline - time.monotonic()) > 0:
+                try:
+                    batch.append(self._queue.get(timeout=left))
+                except queue.Empty:
+                    break
+            over = batch[-1] is None
+            reports = [report for report in batch if report is not None]
+            if reports and not self._send(reports):
+                return
+
+    def _send(self, reports: list[Report]) -> bool:
+        try:
+            self._exchange.report(reports)
+        except HeteroPPError:
+            return False  # the exchange is gone; whoever waits for it says so
+        return True

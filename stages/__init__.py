@@ -1,0 +1,1 @@
+"""A pipeline stage: part of the model (`stage`), run in schedule order over links (`worker`)."""

@@ -1,0 +1,103 @@
+"""One stage's share of the model: forward and backward of one micro-batch, without links or schedule.
+
+Shapes: B sequences, L positions, D width. `tokens` are always the ids [B, L + 1]; inputs are all but the last,
+targets all but the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
+from hetero_pp.model import ModelShape, Transformer, next_token_loss
+from stages.boundary import Boundary
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Which part of the model this is: stage `index` of `count`, owning the layers of `layers`."""
+
+    index: int
+    count: int
+    layers: range
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def build_part(shape: ModelShape, plan: StagePlan) -> Transformer:
+    """The module of a stage: parameters keep the whole model's names; values are not set."""
+    return Transformer(shape, plan.layers, embeds=plan.is_first, predicts=plan.is_last)
+
+
+@dataclass
+class _InFlight:
+    """What a forward leaves for its backward."""
+
+    received: Tensor | None
+    output: Tensor
+
+
+class Stage:
+    """A part of the model that computes one micro-batch at a time."""
+
+    def __init__(
+        self, plan: StagePlan, module: Transformer, boundary: Boundary, inner: InnerSettings, total_steps: int
+    ) -> None:
+        self.plan = plan
+        self.module = module
+        self.boundary = boundary
+        self.parameters = parameters_of(module)
+        self.optimizer = InnerOptimizer(self.parameters, inner, total_steps)
+        self._in_flight: dict[int, _InFlight] = {}
+
+    @property
+    def follows_embedding(self) -> bool:
+        """Whether this stage needs T_perp of an embedding that another stage owns."""
+        return self.boundary.basis is not None and not self.plan.is_first
+
+    def split_embedding(self, embedding: Tensor) -> None:
+        """Derive T_perp [V, D] from the synced token embedding, after every outer round."""
+        if self.follows_embedding:
+            self.boundary.split(embedding)
+        elif self.boundary.basis is not None and EMBEDDING in self.parameters and self.plan.count > 1:
+            self.boundary.split(embedding)
+            self.optimizer.perpendicular = self.boundary.perpendicular
+
+    def forward(self, micro_batch: int, tokens: Tensor, wire: Tensor | None, micro_batches: int) -> Tensor:
+        """Forward one micro-batch; returns the output [B, L, D], or the loss on the last stage.
+
+        `wire` is what came from the stage before (None on the first). The loss is divided by `micro_batches`.
+        """
+        received = None
+        if wire is not None:
+            received = self.boundary.decode_activation(wire, tokens[:, :-1]).requires_grad_()
+        output = self.module(tokens[:, :-1] if received is None else received)
+        if self.plan.is_last:
+            output = next_token_loss(output, tokens[:, 1:]) / micro_batches
+        self._in_flight[micro_batch] = _InFlight(received, output)
+        return output.detach()
+
+    def backward(self, micro_batch: int, wire: Tensor | None) -> Tensor | None:
+        """Backward one micro-batch; returns what goes to the stage before (None on the first)."""
+        kept = self._in_flight.pop(micro_batch)
+        gradient = None if wire is None else self.boundary.decode_gradient(wire)
+        torch.autograd.backward(kept.output, gradient)
+        if kept.received is None or kept.received.grad is None:
+            return None
+        return self.boundary.encode_gradient(kept.received.grad)
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, wire: Tensor | None) -> Tensor:
+        """Forward without keeping anything: the output [B, L, D], or the loss on the last stage."""
+        inputs = tokens[:, :-1]
+        output = self.module(inputs if wire is None else self.boundary.decode_activation(wire, inputs))
+        return next_token_loss(output, tokens[:, 1:]) if self.plan.is_last else output

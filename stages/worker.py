@@ -1,0 +1,238 @@
+"""Runs a stage's events in schedule order: receives from neighbours, computes, sends.
+
+Clipping by the norm of the whole replica costs no extra round trip: squared norms ride on the last gradient of a
+step towards the first stage, which steps at once; the total rides on the next step's first activation (or on a flush
+at the end of the inner loop), and every other stage steps just before it uses that activation.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hetero_pp.errors import MalformedMessage
+from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
+from hetero_pp.schedule import Action, Event, forward_only, one_forward_one_backward
+from stages.boundary import pack_tokens, unpack_tokens
+from stages.stage import Stage
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What the schedule and the checks of incoming messages need."""
+
+    micro_batches: int
+    micro_batch_size: int
+    sequence_length: int
+    extra_in_flight: int
+    receive_timeout: float | None
+
+
+@dataclass
+class Timing:
+    """Seconds since the last reset."""
+
+    compute: float = 0.0
+    wait: float = 0.0
+
+
+@dataclass
+class _Step:
+    """One inner step, or one evaluation, under way."""
+
+    round: int
+    step: int
+    purpose: Purpose
+    tokens: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Message] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor | None] = field(default_factory=dict)
+    squared_norm_after: float = 0.0
+    loss: float = 0.0
+    rows: int = 0
+    backwards_left: int = 0
+
+
+class StageWorker:
+    """One stage between its links. `upstream` is None on the first stage, `downstream` on the last."""
+
+    def __init__(
+        self, stage: Stage, settings: WorkerSettings, upstream: LinkEnd | None, downstream: LinkEnd | None
+    ) -> None:
+        self.stage = stage
+        self.settings = settings
+        self.timing = Timing()
+        self.gradient_norm: float | None = None
+        """Of the whole replica, in the last step that was applied here."""
+        self.learning_rate: float | None = None
+        self._upstream = upstream
+        self._downstream = downstream
+        self._pending_step: int | None = None
+        self._norm_to_announce: float | None = None
+        plan = stage.plan
+        self._train_events = one_forward_one_backward(
+            plan.index, plan.count, settings.micro_batches, settings.extra_in_flight
+        )
+        self._actions: dict[Action, Callable[[_Step, int], None]] = {
+            Action.RECEIVE_ACTIVATION: self._receive_activation,
+            Action.FORWARD: self._forward,
+            Action.SEND_ACTIVATION: self._send_activation,
+            Action.RECEIVE_GRADIENT: self._receive_gradient,
+            Action.BACKWARD: self._backward,
+            Action.SEND_GRADIENT: self._send_gradient,
+        }
+
+    def inner_step(self, round_: int, step: int, global_step: int, tokens: Tensor | None) -> float | None:
+        """One inner step; `tokens` [batch, L + 1] on the first stage. Returns the loss on the last stage."""
+        under_way = _Step(round_, step, ACTIVATION, backwards_left=self.settings.micro_batches)
+        if tokens is not None:
+            under_way.tokens = dict(enumerate(tokens.chunk(self.settings.micro_batches)))
+        self._run(self._train_events, under_way)
+        self._pending_step = global_step
+        if self.stage.plan.is_first:
+            own = self._own_squared_norm()
+            self._apply(math.sqrt(own + under_way.squared_norm_after))
+        return under_way.loss if self.stage.plan.is_last else None
+
+    def flush(self, round_: int) -> None:
+        """End the inner loop: pass the last gradient norm on, so that every stage has stepped."""
+        if self._upstream is not None:
+            header = self._receive(self._upstream, FLUSH, round_, 0, 0).header
+            self._apply(header.gradient_norm)
+        if self._downstream is not None:
+            self._downstream.send(Message(self._header(FLUSH, round_, 0, 0, announces_norm=True)))
+        self._norm_to_announce = None
+
+    def evaluate(self, round_: int, batches: Sequence[Tensor], count: int) -> tuple[float, int] | None:
+        """Mean loss over `count` batches [B, L + 1], given on the first stage, and its rows; told by the last stage.
+
+        A batch holds at most as many sequences as a micro-batch.
+        """
+        under_way = _Step(round_, 0, EVALUATION, tokens=dict(enumerate(batches)))
+        plan = self.stage.plan
+        self._run(forward_only(plan.index, plan.count, count), under_way)
+        return (under_way.loss / under_way.rows, under_way.rows) if plan.is_last else None
+
+    def _run(self, events: Sequence[Event], under_way: _Step) -> None:
+        for event in events:
+            self._actions[event.action](under_way, event.micro_batch)
+
+    # ---- compute ----
+
+    def _forward(self, under_way: _Step, index: int) -> None:
+        started = time.perf_counter()
+        message = under_way.received.pop(index, None)
+        wire = None if message is None else message.tensors[1]
+        tokens = under_way.tokens[index]
+        if under_way.purpose == EVALUATION:
+            output = self.stage.evaluate(tokens, wire)
+        else:
+            output = self.stage.forward(index, tokens, wire, self.settings.micro_batches)
+        if message is not None and self._upstream is not None:
+            self._upstream.recycle(message)
+        if self.stage.plan.is_last:
+            rows = len(tokens) if under_way.purpose == EVALUATION else 1
+            under_way.loss += output.item() * rows
+            under_way.rows += rows
+        else:
+            under_way.outputs[index] = output
+        self.timing.compute += time.perf_counter() - started
+
+    def _backward(self, under_way: _Step, index: int) -> None:
+        started = time.perf_counter()
+        message = under_way.received.pop(index, None)
+        wire = None if message is None else message.tensors[0]
+        under_way.gradients[index] = self.stage.backward(index, wire)
+        if message is not None and self._downstream is not None:
+            self._downstream.recycle(message)
+        under_way.backwards_left -= 1
+        self.timing.compute += time.perf_counter() - started
+
+    def _own_squared_norm(self) -> float:
+        return self.stage.optimizer.gradient_norm().item() ** 2
+
+    def _apply(self, norm: float) -> None:
+        """The optimizer step that was waiting for the norm of the whole replica."""
+        if self._pending_step is None:
+            raise MalformedMessage("found a gradient norm, but no step waits for one")
+        started = time.perf_counter()
+        self.learning_rate = self.stage.optimizer.step(self._pending_step, torch.tensor(norm))
+        self.gradient_norm = self._norm_to_announce = norm
+        self._pending_step = None
+        self.timing.compute += time.perf_counter() - started
+
+    # ---- messages ----
+
+    def _receive_activation(self, under_way: _Step, index: int) -> None:
+        assert self._upstream is not None
+        message = self._receive(self._upstream, under_way.purpose, under_way.round, under_way.step, index)
+        if len(message.tensors) != 2:
+            raise MalformedMessage(
+                f"found {len(message.tensors)} tensors, expected token ids and an activation"
+            )
+        packed, wire = message.tensors
+        batch, length = self.settings.micro_batch_size, self.settings.sequence_length
+        if under_way.purpose == EVALUATION and wire.ndim == 3 and 0 < wire.shape[0] < batch:
+            batch = wire.shape[0]
+        self.stage.boundary.check(wire, batch, length)
+        under_way.tokens[index] = unpack_tokens(packed, self.stage.module.shape.vocabulary, batch, length)
+        under_way.received[index] = message
+        if message.header.HasField("gradient_norm"):
+            self._apply(message.header.gradient_norm)
+
+    def _send_activation(self, under_way: _Step, index: int) -> None:
+        assert self._downstream is not None
+        header = self._header(under_way.purpose, under_way.round, under_way.step, index, announces_norm=True)
+        tokens = under_way.tokens[index] if under_way.purpose == ACTIVATION else under_way.tokens.pop(index)
+        packed = pack_tokens(tokens, self.stage.module.shape.vocabulary)
+        wire = self.stage.boundary.encode_activation(under_way.outputs.pop(index))
+        self._downstream.send(Message(header, (packed, wire)))
+
+    def _receive_gradient(self, under_way: _Step, index: int) -> None:
+        assert self._downstream is not None
+        message = self._receive(self._downstream, GRADIENT, under_way.round, under_way.step, index)
+        if len(message.tensors) != 1:
+            raise MalformedMessage(f"found {len(message.tensors)} tensors, expected a gradient")
+        self.stage.boundary.check(
+            message.tensors[0], self.settings.micro_batch_size, self.settings.sequence_length
+        )
+        under_way.received[index] = message
+        if message.header.HasField("squared_norm"):
+            under_way.squared_norm_after = message.header.squared_norm
+
+    def _send_gradient(self, under_way: _Step, index: int) -> None:
+        assert self._upstream is not None
+        wire = under_way.gradients.pop(index)
+        assert wire is not None
+        header = self._header(GRADIENT, under_way.round, under_way.step, index)
+        if under_way.backwards_left == 0:
+            header.squared_norm = self._own_squared_norm() + under_way.squared_norm_after
+        self._upstream.send(Message(header, (wire,)))
+
+    def _header(
+        self, purpose: Purpose, round_: int, step: int, micro_batch: int, announces_norm: bool = False
+    ) -> LinkHeader:
+        header = LinkHeader(purpose=purpose, round=round_, step=step, micro_batch=micro_batch)
+        if announces_norm and self._norm_to_announce is not None:
+            header.gradient_norm = self._norm_to_announce
+            self._norm_to_announce = None
+        return header
+
+    def _receive(self, link: LinkEnd, purpose: Purpose, round_: int, step: int, micro_batch: int) -> Message:
+        started = time.perf_counter()
+        message = link.receive(self.settings.receive_timeout)
+        self.timing.wait += time.perf_counter() - started
+        header = message.header
+        found = (header.purpose, header.round, header.step, header.micro_batch)
+        if found != (purpose, round_, step, micro_batch):
+            raise MalformedMessage(
+                f"found a message of purpose, round, step, micro-batch {found}, "
+                f"expected {(purpose, round_, step, micro_batch)}"
+            )
+        return message

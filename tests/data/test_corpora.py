@@ -1,0 +1,156 @@
+"""What every kind of corpus yields, and what a corpus that cannot be read gets."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hetero_pp.data.corpora import documents, fingerprint
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.errors import ConfigError
+
+
+def read(corpus: Path | str, **values: object) -> list[str]:
+    return list(documents(DataSettings(corpus=str(corpus), **values)))
+
+
+def write_parquet(path: Path, **columns: list[object]) -> Path:
+    pq.write_table(pa.table(columns), path, row_group_size=2)
+    return path
+
+
+def test_a_folder_is_read_recursively_in_the_order_of_names(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "b.txt").write_text("second\nline")
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n\n{"text": "line"}\n')
+    write_parquet(tmp_path / "z.parquet", text=["x", "y", None, "z"], other=[1, 2, 3, 4])
+    (tmp_path / "ignored.md").write_text("no")
+    (tmp_path / "blank.txt").write_text(" \n")
+    assert read(tmp_path) == ["first", "line", "second\nline", "x", "y", "z"]
+
+
+def test_a_single_file_and_another_text_field(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"content": "é", "text": 3}))
+    assert read(path, text_field="content") == ["é"]
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b"}')
+    assert read(path) == ["a?b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "found no valid JSON"),
+        ("3", "found no object, expected an object with text in `text`"),
+        ('{"txt": "a"}', "found `text` of type NoneType, expected an object with text in `text`"),
+        ('{"text": 1}', "found `text` of type int"),
+        ("\xff", "found no valid JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert caught.value.key == ("data", "corpus")
+    assert caught.value.message.startswith(f"{path}:2: {message}")
+    assert "\n" not in caught.value.message
+
+
+def test_a_corpus_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.corpus: found `nowhere`, expected `standard-library`, `docstrings`"
+    ):
+        read("nowhere")
+    with pytest.raises(ConfigError, match=r"found no usable file at .*expected \.txt, \.jsonl, \.parquet"):
+        read(tmp_path)
+    (tmp_path / "a.md").write_text("text")
+    with pytest.raises(ConfigError, match=r"found no usable file at .*a\.md"):
+        read(tmp_path / "a.md")
+    (tmp_path / "a.txt").write_text("\n")
+    with pytest.raises(ConfigError, match=r"found no text in .*expected at least one document"):
+        read(tmp_path)
+
+
+def test_a_text_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abc\xff")
+    with pytest.raises(ConfigError, match=r"a\.txt: found a byte at 3 that is not UTF-8"):
+        read(tmp_path)
+
+
+def test_a_parquet_file_without_the_column(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", text=["x"], n=[1])
+    for field, message in (
+        ("body", "found `body`, expected a column of .*: text, n"),
+        ("n", "of type int64"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            read(path, text_field=field)
+        assert caught.value.key == ("data", "text_field")
+    path.write_bytes(b"not parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet: found no valid parquet"):
+        read(path)
+
+
+def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    os.utime(path, ns=(1, 1))
+    settings = DataSettings(corpus=str(tmp_path))
+    first = fingerprint(settings)
+    assert fingerprint(settings) == first
+    os.utime(path, ns=(1, 2))
+    touched = fingerprint(settings)
+    (tmp_path / "b.txt").write_text("two")
+    assert len({first, touched, fingerprint(settings)}) == 3
+
+
+def test_the_two_corpora_of_python_differ() -> None:
+    settings = [DataSettings(corpus=corpus) for corpus in ("standard-library", "docstrings")]
+    assert fingerprint(settings[0]) != fingerprint(settings[1])
+
+
+def test_the_standard_library_is_large_and_holds_no_installed_package() -> None:
+    texts = read("standard-library")
+    assert sum(map(len, texts)) > 10e6
+    assert not any("class DataSettings(Settings)" in text for text in texts)
+
+
+SOURCE = '''"""Module."""
+if True:
+    class A:
+        """Class."""
+        async def f(self):
+            "Method."
+try:
+    pass
+except OSError:
+    def g():
+        """
+        Bad \\d escape.
+
+        More.
+        """
+'''
+
+
+def test_docstrings_come_from_every_kind_of_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.py").write_text(SOURCE)
+    (tmp_path / "b.py").write_text("def broken(:")
+    (tmp_path / "c.py").write_bytes(b'"""\xff"""')
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "d.py").write_text('"""Not standard."""')
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert sorted(read("docstrings")) == ["Bad \\d escape.\n\nMore.", "Class.", "Method.", "Module."]
+    assert len(read("standard-library")) == 2

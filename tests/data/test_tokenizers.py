@@ -1,0 +1,129 @@
+"""Tokenizers: bytes and tokenizer.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
+from hetero_pp.errors import ConfigError
+
+
+def train_tokenizer(special: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the theme of these themes"] * 4, trainer)
+    return tokenizer
+
+
+@given(st.text())
+def test_bytes_give_the_text_back(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.separator not in ids
+    assert tokenizer.decode(ids.tolist()) == text.replace("\0", "")
+
+
+def test_bytes_decode_anything() -> None:
+    assert ByteTokenizer().decode([97, 0, 98, 300, 255]) == "ab\N{REPLACEMENT CHARACTER}"
+    assert ByteTokenizer().vocabulary == 256
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_tokenizer_file(tmp_path: Path, as_folder: bool) -> None:
+    path = tmp_path / "tokenizer.json"
+    train_tokenizer(["<s>", "</s>"]).save(str(path))
+    tokenizer = load_tokenizer(DataSettings(tokenizer=str(tmp_path if as_folder else path)))
+    texts = ["the themes", "", "é ☃"]
+    ids = tokenizer.encode_batch(texts)
+    assert [tokenizer.decode(row.tolist()) for row in ids] == texts
+    assert tokenizer.separator == 1
+    assert all(row.max(initial=0) < tokenizer.vocabulary for row in ids)
+    assert len(ids[0]) < len(texts[0])
+
+
+@pytest.mark.parametrize("name", ["</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]"])
+def test_the_usual_separators_are_found(tmp_path: Path, name: str) -> None:
+    train_tokenizer(["[PAD]", name]).save(str(tmp_path / "tokenizer.json"))
+    assert FileTokenizer(tmp_path / "tokenizer.json").separator == 1
+
+
+def test_a_tokenizer_without_an_end_of_text_gets_one_more_id(tmp_path: Path) -> None:
+    trained = train_tokenizer([])
+    trained.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.separator == trained.get_vocab_size() == tokenizer.vocabulary - 1
+    (ids,) = tokenizer.encode_batch(["the"])
+    assert tokenizer.decode([*ids.tolist(), tokenizer.separator]) == "the"
+
+
+def test_nothing_is_cut_off_padded_or_added(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    trained = train_tokenizer(["<s>", "</s>"])
+    trained.enable_truncation(4)
+    trained.enable_padding(length=4)
+    trained.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    trained.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    short, long = tokenizer.encode_batch(["x", "x" * 50])
+    assert len(short) == 1
+    assert len(long) == 50
+
+
+def test_text_that_spells_the_separator_is_not_one(tmp_path: Path) -> None:
+    train_tokenizer(["<s>", "</s>"]).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
+    (ids,) = tokenizer.encode_batch(["a</s>b"])
+    assert tokenizer.separator not in ids
+    assert tokenizer.decode(ids.tolist()) == "a</s>b"
+
+
+def test_the_identity_follows_the_file(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+    for path, special in zip(paths, (["<s>"], ["<s>"], ["</s>"]), strict=True):
+        train_tokenizer(special).save(str(path))
+    a, b, c = (FileTokenizer(path).identity for path in paths)
+    assert a == b != c
+    assert ByteTokenizer().identity not in (a, c)
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"model": {"type": "BPE"}}', "\xff"])
+def test_a_broken_file_is_one_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"expected a readable tokenizer\.json") as caught:
+        load_tokenizer(DataSettings(tokenizer=str(path)))
+    assert caught.value.key == ("data", "tokenizer")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    for name in ("byte", str(tmp_path)):
+        with pytest.raises(
+            ConfigError, match=f"found `{name}`, expected `bytes` or a path to a tokenizer.json"
+        ):
+            load_tokenizer(DataSettings(tokenizer=name))
+
+
+def test_ids_are_numpy_integers(tmp_path: Path) -> None:
+    train_tokenizer([]).save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (ByteTokenizer(), FileTokenizer(tmp_path / "tokenizer.json")):
+        assert all(np.issubdtype(ids.dtype, np.integer) for ids in tokenizer.encode_batch(["", "a"]))
