@@ -16,12 +16,13 @@ import platform
 import re
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
@@ -63,7 +64,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def machine() -> dict[str, object]:
+def machine() -> dict[str, Any]:
     """What it ran on; names no host."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     fields = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", info, re.MULTILINE))
@@ -80,14 +81,19 @@ def machine() -> dict[str, object]:
 # ---- the shape ----------------------------------------------------------------------------------------------
 
 
-def measure_rate(name: str, rate: float, seconds: float) -> dict[str, object]:
+def measure_rate(name: str, rate: float, seconds: float) -> dict[str, Any]:
     """Bits on the wire per second of one long transfer, beside what was configured."""
     size = min(4 << 20, int(rate * seconds / 8 / 10))
     count = round(rate * seconds / 8 / size)
     with peer(serve_link, shape := LinkShape(bandwidth=rate)) as port, open_link(port, shape) as end:
         taken = send_all(end, size, count)
         wire = end.ledger.of_round(0).wire_bytes
-    return {"rate": name, "seconds": taken, "wire_bytes": wire, "measured_over_configured": wire * 8 / taken / rate}
+    return {
+        "rate": name,
+        "seconds": taken,
+        "wire_bytes": wire,
+        "measured_over_configured": wire * 8 / taken / rate,
+    }
 
 
 def measure_latency(latency: float, repeats: int = 50) -> dict[str, float]:
@@ -102,7 +108,7 @@ def measure_latency(latency: float, repeats: int = 50) -> dict[str, float]:
 # ---- the speed ----------------------------------------------------------------------------------------------
 
 
-def measure_unshaped(rounds: int, total: int) -> list[dict[str, object]]:
+def measure_unshaped(rounds: int, total: int) -> list[dict[str, Any]]:
     """Median GB/s of each way at each size, and the ratio to the TCP socket."""
     with ExitStack() as stack:
         ways: dict[str, Transfer] = {
@@ -122,7 +128,9 @@ def measure_unshaped(rounds: int, total: int) -> list[dict[str, object]]:
     for size in SIZES:
         medians = {way: statistics.median(seen[way, size]) for way in ways}
         ratios = {f"{way}_over_tcp": medians[way] / medians["tcp"] for way in ("link", "unary")}
-        rows.append({"message_bytes": size, **medians, **ratios, "all": {way: seen[way, size] for way in ways}})
+        rows.append(
+            {"message_bytes": size, **medians, **ratios, "all": {way: seen[way, size] for way in ways}}
+        )
     return rows
 
 
@@ -243,18 +251,34 @@ def serve_tcp(control: Connection) -> None:
 
 def serve_unary(control: Connection) -> None:
     """Parse and forget, until the parent is done."""
-    closed = threading.Event()
     method = grpc.unary_unary_rpc_method_handler(
         lambda request, context: TensorPayload(), TensorPayload.FromString, TensorPayload.SerializeToString
     )
     service, name = UNARY_METHOD.strip("/").split("/")
-    with ExitStack() as stack:
-        pool = stack.enter_context(multiprocessing_free_pool())
-        server = grpc.server(pool, [grpc.method_handlers_generic_handler(service, {name: method})], options=UNLIMITED)
-        port = server.add_insecure_port(f"{HOST}:0")
-        server.start()
-        control.send(port)
-        closed.wait()
+    handler = grpc.method_handlers_generic_handler(service, {name: method})
+    server = grpc.server(ThreadPoolExecutor(2), [handler], options=UNLIMITED)
+    control.send(server.add_insecure_port(f"{HOST}:0"))
+    server.start()
+    with suppress(EOFError):
+        control.recv()
+    server.stop(grace=0).wait()
+
+
+def print_tables(result: dict[str, Any]) -> None:
+    print("shaped                    seconds   measured / configured")
+    for row in result["shaped"]:
+        print(f"{row['rate']:<24} {row['seconds']:8.2f} {row['measured_over_configured']:14.4f}")
+    latency = {name: f"{1e3 * value:.2f} ms" for name, value in result["latency"].items()}
+    print(
+        f"\nthere and back at latency {latency['configured']}: {latency['with']}, without: {latency['without']}"
+    )
+    print("\nmessage        TCP GB/s     link (ratio)    unary (ratio)")
+    for row in result["unshaped"]:
+        print(
+            f"{row['message_bytes'] >> 10:>6} KiB {row['tcp']:12.2f}"
+            f" {row['link']:8.2f} ({row['link_over_tcp']:.2f}) {row['unary']:9.2f} ({row['unary_over_tcp']:.2f})"
+        )
+    print(f"\n{result['machine']}")
 
 
 if __name__ == "__main__":

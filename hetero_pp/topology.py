@@ -82,6 +82,16 @@ Rank = Annotated[
 ]
 
 
+def _parse_address(value: Any) -> Any:
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"found `{value}`, expected HOST:PORT such as `127.0.0.1:47500`")
+    return value
+
+
+Address = Annotated[str, BeforeValidator(_parse_address)]
+
+
 class BoundarySettings(Settings):
     """What crosses between neighbouring stages (k in the paper is `rank`)."""
 
@@ -101,7 +111,7 @@ class StageSettings(Settings):
     """One stage of a participant group, on one machine."""
 
     layers: int = Field(ge=1, description="how many consecutive layers this stage owns")
-    listen: str | None = Field(None, description="HOST:PORT to listen on; by default a free port on loopback")
+    listen: Address | None = Field(None, description="HOST:PORT to listen on; by default a free port on loopback")
     uplink: str | None = Field(
         None, description="the kind of link to the exchange; by default that of the group"
     )
@@ -170,7 +180,7 @@ ReplicaSettings = Annotated[DatacenterReplica | ParticipantsReplica, Field(discr
 class ExchangeSettings(Settings):
     """Where contributions are exchanged."""
 
-    listen: str = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0 takes any free one")
+    listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0 takes any free one")
 
 
 @dataclass(frozen=True)

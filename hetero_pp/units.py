@@ -21,7 +21,9 @@ BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
     "GiB": 2.0**30,
     "TiB": 2.0**40,
 }
-_NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9].*?)?\s*")
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]{1,2})?)\s*([^\s0-9].*?)?\s*")
+
+_FRACTION = re.compile(r"-?[0-9]{1,30}(/[0-9]{1,30}|(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,2})?)\s*%?")
 
 
 def parse_quantity(value: Any, units: dict[str, float], example: str) -> float:
@@ -44,9 +46,10 @@ def parse_fraction(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"found `{value}`, {expected}")
     try:
-        if isinstance(value, str) and value.rstrip().endswith("%"):
-            return float(Fraction(value.rstrip()[:-1].strip()) / 100)
-        return float(Fraction(value))
+        text = str(value).strip()
+        if not _FRACTION.fullmatch(text):
+            raise ValueError
+        return float(Fraction(text[:-1].strip()) / 100) if text.endswith("%") else float(Fraction(text))
     except (ValueError, ZeroDivisionError, OverflowError):
         raise ValueError(f"found `{value}`, {expected}") from None
 

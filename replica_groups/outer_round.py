@@ -43,10 +43,12 @@ class OuterRound:
     @torch.no_grad()
     def synchronise(self, round_: int) -> None:
         """Bring this member's parameters to what all replicas hold after the round."""
-        self._contribute(round_)
+        own = self._contribute(round_)
         record = self.exchange.record(round_)
 
         def fetch(replica: str, block: str) -> bytes:
+            if replica == self.replica and block in own:
+                return own[block]
             return self.exchange.fetch(self.member, round_, replica, block)
 
         replay(self.theta, self.run, record, fetch, self.settings)
@@ -55,7 +57,9 @@ class OuterRound:
         hashes = {name: parameter_sha256(tensor) for name, tensor in self.theta.items()}
         self.exchange.confirm(self.member, round_, hashes)
 
-    def _contribute(self, round_: int) -> None:
+    def _contribute(self, round_: int) -> dict[str, bytes]:
+        """Compress and hand in every block; returns the blobs."""
+        blobs: dict[str, bytes] = {}
         compression = self.settings.compression
         for block, shapes in shapes_by_block(shapes_of(self.parameters)).items():
             selections = {}
@@ -65,4 +69,6 @@ class OuterRound:
                     raise HeteroPPError(f"{self.member} diverged: {name} is not finite after round {round_}")
                 selections[name] = (shape, select(self.error[name], delta, compression))
             address = BlobAddress(self.run, round_, self.replica, block)
-            self.exchange.deposit(self.member, address, encode_blob(address, selections, compression))
+            blobs[block] = encode_blob(address, selections, compression)
+            self.exchange.deposit(self.member, address, blobs[block])
+        return blobs

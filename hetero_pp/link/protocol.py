@@ -40,8 +40,8 @@ class Message:
 class LinkEnd(Protocol):
     """Sends towards one neighbour and receives from it, both in order.
 
-    Sending and receiving run beside the caller's compute. Tensors that were sent must not be changed; received
-    tensors may lie in a buffer that is used again once the message is recycled.
+    Sending and receiving run beside the caller's compute. Tensors that were sent must not be changed;
+    received tensors may lie in a buffer that is used again once the message is recycled.
     """
 
     ledger: Ledger

@@ -51,8 +51,8 @@ class TokenBucket:
     What differs from the textbook bucket, and why: tokens are not saved while the link is idle, since a real
     link's capacity is not. The credit only lets a sender that comes back late go on where it should have
     been, by at most `credit_bytes` and never from before its data were ready. So a small message on an idle
-    link takes its whole serialisation time, and a long transfer has exactly the rate however roughly its thread
-    is scheduled.
+    link takes its whole serialisation time, and a long transfer has exactly the rate however roughly its
+    thread is scheduled.
     """
 
     def __init__(self, rate_bits_per_second: float, credit_bytes: int | None = None) -> None:

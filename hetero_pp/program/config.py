@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.inner import EMBEDDING, InnerSettings
+from hetero_pp.inner import EMBEDDING, InnerSettings, parameters_of
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, block_of
 from hetero_pp.outer.step import OuterSettings
 from hetero_pp.settings import Settings
@@ -114,9 +114,17 @@ class RunPlan:
         ]
 
     def _owned_by(self, stage: StagePlan | None) -> tuple[str, ...]:
+        if stage is None:
+            return tuple(self.parameter_shapes)
         with torch.device("meta"):
-            module = Transformer(self.shape) if stage is None else build_part(self.shape, stage)
-        return tuple(sorted(dict(module.named_parameters())))
+            return tuple(parameters_of(build_part(self.shape, stage)))
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter of the whole model, by name."""
+        with torch.device("meta"):
+            module = Transformer(self.shape)
+        return {name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()}
 
     @cached_property
     def roster(self) -> Roster:

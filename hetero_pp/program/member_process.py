@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,13 +26,13 @@ from hetero_pp.program.train import train_member
 from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
-from hetero_pp.rpc.messages_pb2 import Failure, Report
+from hetero_pp.rpc.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.topology import EXCHANGE, ParticipantsReplica, stage_link_name
 
 FAILED = 1
 CONSEQUENCE = 3
-"""Exit codes: this process failed; or it stopped because another one did."""
+"""Exit codes: this process failed; or it only stopped because another one did."""
 
 CONNECT_TIMEOUT = 120.0
 
@@ -68,7 +69,7 @@ def _run_exchange(plan: RunPlan, run: str, folder: Path) -> int:
     except RunFailed as error:
         print(error, file=sys.stderr)
         exchange.end_watching()
-        server.stop(2).wait()
+        server.stop(1).wait()
         return CONSEQUENCE
     exchange.end_watching()
     server.stop(5).wait()
@@ -107,6 +108,15 @@ def _tell_failure(exchange: ExchangeClient, member: str, cause: str, consequence
         pass  # the exchange is gone too; the launcher sees the exit code
 
 
+def _refusal_reporter(exchange: ExchangeClient, member: str) -> Callable[[str, str], None]:
+    """Tells the exchange of messages that a stage did not let in, so that they are counted for the run."""
+
+    def tell(sender: str, reason: str) -> None:
+        exchange.report([Report(member=member, refusal=Refusal(sender=sender, reason=reason))])
+
+    return tell
+
+
 def _open_links(
     plan: RunPlan, run: str, member: MemberPlan, exchange: ExchangeClient
 ) -> tuple[LinkEnd | None, LinkEnd | None]:
@@ -117,14 +127,12 @@ def _open_links(
         return None, None
     server, address = None, ""
     if not stage.is_first:
-        above = replica.members[stage.index - 1]
         link = plan.links[stage_link_name(replica.name, stage.index - 1)]
         server = StageLinkServer(link, run, member.name, plan.config.seed, _refusal_reporter(exchange, member.name))
         own = replica.stage_settings(stage.index)
         listen = (own and own.listen) or "127.0.0.1:0"
         _, port = make_server(listen, [server.handler()], max_workers=4)
         address = f"{listen.rsplit(':', 1)[0]}:{port}"
-        assert above == link.source
     exchange.join(member.name, address)
     downstream: LinkEnd | None = None
     if not stage.is_last:

@@ -80,7 +80,9 @@ def _build(
     config, replica = plan.config, member.replica
     rows = replica.batch_size // replica.micro_batches
     needs_data = member.stage is None or member.stage.is_first
-    batches, validation = _data(plan, member, prepare_tokens(config.data, cache), rows) if needs_data else (None, [])
+    batches, validation = None, []
+    if needs_data:
+        batches, validation = replica_batches(plan, member, prepare_tokens(config.data, cache))
     with torch.device("meta"):
         module = Transformer(plan.shape) if member.stage is None else build_part(plan.shape, member.stage)
     module.to_empty(device="cpu")
@@ -98,18 +100,23 @@ def _build(
     return StageMember(replica.name, worker, batches, validation, count)
 
 
-def _data(plan: RunPlan, member: MemberPlan, store: TokenStore, rows: int) -> tuple[Batches, list[Tensor]]:
-    data = plan.config.data
+def replica_batches(plan: RunPlan, member: MemberPlan, store: TokenStore) -> tuple[Batches, list[Tensor]]:
+    """What a replica trains on, and the validation rows in batches of its micro-batch size.
+
+    Raises ConfigError if the corpus is too small for them.
+    """
+    data, replica = plan.config.data, member.replica
     batches = Batches(
         store=store,
         sequence_length=data.sequence_length,
         seed=plan.config.seed,
         replica=member.replica_index,
         replicas=len(plan.config.replicas),
-        batch_size=member.replica.batch_size,
+        batch_size=replica.batch_size,
     )
     if not data.repeat:
         batches.require_one_epoch(plan.total_steps)
+    rows = replica.batch_size // replica.micro_batches
     return batches, validation_batches(store, data.sequence_length, data.validation_sequences, rows)
 
 

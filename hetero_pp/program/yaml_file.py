@@ -22,9 +22,11 @@ Key = tuple[str | int, ...]
 class ConfigFile:
     """A YAML file that holds a RunConfig, and where each key stands in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, overrides: Sequence[str] = ()) -> None:
         self.path = path
         self._root = self._parse()
+        for override in overrides:
+            self._override(override)
         try:
             self.config = RunConfig.model_validate(_plain(self._root))
             self.config.check()
@@ -53,6 +55,22 @@ class ConfigFile:
             raise ConfigError((), f"{self.path}:1: expected keys and values at the top")
         return root
 
+    def _override(self, text: str) -> None:
+        """Set one value, given as `outer.rounds=20` or `replicas.1.boundary.rank=1/32`."""
+        name, separator, value = text.partition("=")
+        parts: list[str | int] = [int(part) if part.isdigit() else part for part in name.strip().split(".")]
+        if not separator or not name.strip():
+            raise ConfigError((), f"--set {text}: expected KEY=VALUE such as `outer.rounds=20`")
+        node: Any = self._root
+        try:
+            for part in parts[:-1]:
+                if isinstance(node, CommentedMap) and part not in node:
+                    node[part] = CommentedMap()
+                node = node[part]
+            node[parts[-1]] = YAML(typ="rt").load(value)
+        except (KeyError, IndexError, TypeError, YAMLError):
+            raise ConfigError((), f"--set {text}: there is no such key in {self.path}") from None
+
     def _find(self, key: Sequence[str | int]) -> tuple[Key, int]:
         """The key as far as the file has it (and one step further), and the line it stands on."""
         node: Any = self._root
@@ -60,9 +78,9 @@ class ConfigFile:
         line = 1
         for position, part in enumerate(key):
             if isinstance(node, CommentedMap) and part in node:
-                line = node.lc.key(part)[0] + 1
+                line = _line(node.lc, part, line)
             elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
-                line = node.lc.item(part)[0] + 1
+                line = _line(node.lc, part, line)
             else:
                 is_variant = position < len(key) - 1 or not isinstance(node, CommentedMap)
                 if not is_variant:
@@ -71,6 +89,12 @@ class ConfigFile:
             found.append(part)
             node = node[part]
         return tuple(found), line
+
+
+def _line(position: Any, part: str | int, otherwise: int) -> int:
+    """Where an entry of a mapping or a list stands; entries set from the command line stand nowhere."""
+    data = position.data or {}
+    return data[part][0] + 1 if part in data else otherwise
 
 
 def save_config(config: RunConfig, path: Path) -> None:

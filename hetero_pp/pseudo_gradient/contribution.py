@@ -7,7 +7,6 @@ total: any bytes give valid values or `MalformedContribution`; sizes are checked
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -167,10 +166,24 @@ def kept_values(shape: Shape, settings: CompressionSettings) -> int:
     return sum(group.count * group.kept(settings.density) for group in groups_of(shape, settings.tile))
 
 
-def payload_bytes(shape: Shape, settings: CompressionSettings) -> int:
-    """Bytes of positions and codes of a tensor of this shape, without names and levels."""
+def payload_bytes(shape: Shape, settings: CompressionSettings) -> tuple[int, int]:
+    """Bytes of the positions and of the codes of a tensor of this shape."""
     positions = sum(
         bits.packed_size(g.count * g.kept(settings.density), bits.width_of(g.size))
         for g in groups_of(shape, settings.tile)
     )
-    return positions + math.ceil(kept_values(shape, settings) * settings.value_bits / 8)
+    return positions, bits.packed_size(kept_values(shape, settings), settings.value_bits)
+
+
+def blob_bytes(address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings) -> int:
+    """The size of a blob of tensors of these shapes, which does not depend on their values."""
+    blob = Blob(version=FORMAT_VERSION, run=address.run, round=address.round, replica=address.replica)
+    blob.block = address.block
+    for name, shape in sorted(shapes.items()):
+        payload = blob.tensors.add(name=name, shape=shape, tile=settings.tile, density=settings.density)
+        payload.code_bits = settings.value_bits
+        positions, codes = payload_bytes(shape, settings)
+        payload.positions, payload.codes = bytes(positions), bytes(codes)
+        if settings.value_bits < 32:
+            payload.levels.extend([0.0] * (1 << settings.value_bits))
+    return blob.ByteSize()

@@ -1,0 +1,26 @@
+"""hetero-pp: pre-train one language model on datacenters and groups of home machines in one run.
+
+The way of the data, and where each step stands:
+
+    tokens                                        hetero_pp.data.batches
+      -> stage: embedding and layers              stages.stage, hetero_pp.model
+      -> project onto the subspace                stages.boundary, hetero_pp.subspace
+      -> link: shaped, counted                    hetero_pp.link.shaping, hetero_pp.link.ledger
+           in process, or over gRPC               hetero_pp.link.in_process, hetero_pp.rpc.stage_link
+      -> reconstruct, next stages, loss           stages.boundary, stages.worker (order: hetero_pp.schedule)
+      <- gradients, the same way back             stages.worker
+      -> inner optimizer step                     hetero_pp.inner
+    after H inner steps, per parameter tensor:
+      theta_start - theta_local                   replica_groups.outer_round
+      -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .top_k, .chunks
+      -> quantise                                 hetero_pp.pseudo_gradient.quantise
+      -> contribution                             hetero_pp.pseudo_gradient.contribution
+      -> the exchange, round record, log          replica_groups.exchange, replica_groups.log
+           over gRPC                              hetero_pp.rpc.exchange
+      -> decode, mean, outer step                 replica_groups.replay, hetero_pp.outer.step
+      -> identical weights: hashes compared       replica_groups.exchange, replica_groups.keeper
+    token embedding: split again                  hetero_pp.subspace, stages.stage
+
+Who starts what: hetero_pp.program.launch (processes) or hetero_pp.program.in_process (threads) run one
+hetero_pp.program.train per member of hetero_pp.topology.
+"""

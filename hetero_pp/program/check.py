@@ -1,0 +1,192 @@
+"""`hetero-pp check`: what a YAML describes, and what it will send, without training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hetero_pp.inner import EMBEDDING
+from hetero_pp.link.ledger import FRAME_BYTES, wire_bytes
+from hetero_pp.model import block_of
+from hetero_pp.program.config import MemberPlan, RunPlan
+from hetero_pp.program.inputs import Prepared, prepare
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
+from hetero_pp.topology import (
+    DatacenterReplica,
+    Direction,
+    LinkShape,
+    ParticipantsReplica,
+    exchange_link_name,
+    stage_link_name,
+)
+from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
+from replica_groups.replay import Shapes, shapes_by_block
+from stages.boundary import WIRE_DTYPES, packed_tokens_bytes
+
+RUN_ID_LENGTH = 32
+
+
+@dataclass(frozen=True)
+class LinkLoad:
+    """Tensor bytes that one direction of a link carries in an inner step, in an evaluation, and in an outer round."""
+
+    step: int = 0
+    evaluation: int = 0
+    outer_round: int = 0
+
+
+def stage_link_loads(plan: RunPlan, replica: ParticipantsReplica) -> dict[Direction, LinkLoad]:
+    """What each link between neighbouring stages of a group carries, to the byte."""
+    data = plan.config.data
+    rank = replica.boundary.dimensions(plan.shape.width) or plan.shape.width
+    token_bytes = rank * WIRE_DTYPES[replica.boundary.dtype].itemsize * data.sequence_length
+    rows = replica.batch_size // replica.micro_batches
+
+    def activations(batch: int) -> int:
+        return batch * token_bytes + packed_tokens_bytes(batch, data.sequence_length, plan.shape.vocabulary)
+
+    whole, rest = divmod(data.validation_sequences, rows)
+    evaluation = whole * activations(rows) + (activations(rest) if rest else 0)
+    return {
+        "forward": LinkLoad(replica.micro_batches * activations(rows), evaluation),
+        "backward": LinkLoad(replica.batch_size * token_bytes),
+    }
+
+
+def exchange_link_loads(plan: RunPlan, member: MemberPlan) -> dict[Direction, LinkLoad]:
+    """What the link of a member to the exchange carries: its own blobs up, those of the others down."""
+    sizes = _blob_sizes(plan)
+    owned = sum(sizes[member.replica.name][block] for block in {block_of(name) for name in member.owned})
+    others = [name for name in sizes if name != member.replica.name]
+    blocks = {block_of(name) for name in member.owned}
+    down = sum(sizes[name][block] for name in others for block in blocks)
+    if member.follows_embedding:
+        down += sum(blobs[block_of(EMBEDDING)] for blobs in sizes.values())
+    return {"forward": LinkLoad(outer_round=owned), "backward": LinkLoad(outer_round=down)}
+
+
+def _blob_sizes(plan: RunPlan) -> dict[str, dict[str, int]]:
+    """Bytes of each replica's blobs by block."""
+    blocks = shapes_by_block(plan.parameter_shapes)
+    compression = plan.config.outer.compression
+    return {
+        replica.name: {
+            block: blob_bytes(BlobAddress("0" * RUN_ID_LENGTH, 1, replica.name, block), shapes, compression)
+            for block, shapes in blocks.items()
+        }
+        for replica in plan.config.replicas
+    }
+
+
+def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
+    """Validate and print to the terminal."""
+    file = ConfigFile(path, overrides)
+    prepared = prepare(file, runs.absolute())
+    console = Console()
+    _print_run(console, path, prepared)
+    console.print(_members_table(prepared.plan))
+    console.print(_links_table(prepared.plan))
+    console.print("Sizes are of tensors and contributions; message headers and framing come on top.", style="dim")
+
+
+def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
+    plan, store = prepared.plan, prepared.store
+    config, shape = plan.config, plan.shape
+    rounds, steps = config.outer.rounds, config.inner.steps
+    per_step = sum(replica.batch_size for replica in config.replicas) * config.data.sequence_length
+    tokens = plan.total_steps * per_step
+    compression = config.outer.compression
+    console.print(f"[bold]{path}[/bold]: the run `{config.name}` is valid.")
+    console.print(
+        f"Model: {_count(plan.parameter_shapes):,} parameters, width {shape.width}, {shape.layers} layers, "
+        f"{shape.heads} heads, vocabulary {shape.vocabulary}."
+    )
+    console.print(
+        f"Schedule: {rounds} outer rounds of {steps} inner steps, {per_step:,} tokens a step over all replicas, "
+        f"{tokens:,} in all."
+    )
+    console.print(
+        f"Data: {config.data.corpus}, {len(store.train):,} tokens to train on ({tokens / len(store.train):.2g} "
+        f"epochs), {len(store.validation):,} to validate on."
+    )
+    console.print(
+        f"Contributions: density {compression.density:.3g}, {compression.value_bits} bits a value, "
+        f"{format_bytes(max(sum(blobs.values()) for blobs in _blob_sizes(plan).values()))} a replica and round."
+    )
+
+
+def _members_table(plan: RunPlan) -> Table:
+    table = Table(title="Members", title_justify="left")
+    for column in ("member", "kind", "owns"):
+        table.add_column(column)
+    table.add_column("parameters", justify="right")
+    table.add_column("micro-batches", justify="right")
+    for member in plan.members.values():
+        replica, stage = member.replica, member.stage
+        if stage is None or isinstance(replica, DatacenterReplica):
+            kind, owns = f"datacenter ({replica.engine})", "whole model"  # type: ignore[union-attr]
+        else:
+            rank = replica.boundary.dimensions(plan.shape.width)
+            crosses = "full" if rank is None else f"{rank} of {plan.shape.width}"
+            kind = f"stage {stage.index + 1}/{stage.count}, rank {crosses}"
+            owns = f"layers {stage.layers.start}-{stage.layers.stop - 1}"
+            owns = ("embedding, " if stage.is_first else "") + owns + (", head" if stage.is_last else "")
+        shapes = {name: plan.parameter_shapes[name] for name in member.owned}
+        batches = f"{replica.micro_batches} x {replica.batch_size // replica.micro_batches}"
+        table.add_row(member.name, kind, owns, f"{_count(shapes):,}", batches)
+    return table
+
+
+def _links_table(plan: RunPlan) -> Table:
+    table = Table(title="Links (forward / backward)", title_justify="left")
+    table.add_column("link")
+    for column in ("bandwidth", "latency", "a step", "a round", "takes at least, a round"):
+        table.add_column(column, justify="right")
+    steps = plan.config.inner.steps
+    for name, loads in _loads(plan):
+        link = plan.links[name]
+        shapes: list[LinkShape] = [link.forward, link.backward]
+        both = [loads["forward"], loads["backward"]]
+        rounds = [steps * load.step + load.evaluation + load.outer_round for load in both]
+        table.add_row(
+            name,
+            _pair([format_bits_per_second(shape.bandwidth) for shape in shapes]),
+            _pair([format_seconds(shape.latency) for shape in shapes]),
+            _pair([format_bytes(load.step) for load in both]) if any(load.step for load in both) else "",
+            _pair([format_bytes(size) for size in rounds]),
+            _pair([_least_time(shape, size) for shape, size in zip(shapes, rounds, strict=True)]),
+        )
+    return table
+
+
+def _loads(plan: RunPlan) -> list[tuple[str, dict[Direction, LinkLoad]]]:
+    """Loads of every link, in the order of the plan."""
+    loads: dict[str, dict[Direction, LinkLoad]] = {}
+    for replica in plan.config.replicas:
+        if isinstance(replica, ParticipantsReplica):
+            for hop in range(replica.stage_count - 1):
+                loads[stage_link_name(replica.name, hop)] = stage_link_loads(plan, replica)
+    for member in plan.members.values():
+        loads[exchange_link_name(member.name)] = exchange_link_loads(plan, member)
+    return [(name, loads[name]) for name in plan.links]
+
+
+def _least_time(shape: LinkShape, size: int) -> str:
+    if shape.bandwidth is None:
+        return "-"
+    frames = [FRAME_BYTES] * (size // FRAME_BYTES) + [size % FRAME_BYTES]
+    return format_seconds(wire_bytes(frames) * 8 / shape.bandwidth)
+
+
+def _pair(both: list[str]) -> str:
+    return both[0] if both[0] == both[1] else " / ".join(both)
+
+
+def _count(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())

@@ -1,0 +1,80 @@
+"""What a run needs from its surroundings: tokenizer, corpus, free ports, a folder. Checked before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_pp.data.tokenizers import load_tokenizer
+from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.train import replica_batches
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.topology import ParticipantsReplica
+
+CACHE = ".tokens"
+"""Encoded corpora, beside the runs, shared by all of them."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan whose inputs were found to be there."""
+
+    plan: RunPlan
+    store: TokenStore
+    cache: Path
+
+
+def prepare(file: ConfigFile, runs: Path) -> Prepared:
+    """Load the tokenizer, encode the corpus (or open it), try the ports. Raises ConfigError with file and line."""
+    config = file.config.with_absolute_paths()
+    cache = runs / CACHE
+    try:
+        plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
+        store = prepare_tokens(config.data, cache)
+        for member in plan.members.values():
+            replica_batches(plan, member, store)
+        for key, address in _fixed_addresses(config):
+            _try_to_listen(key, address)
+    except ConfigError as error:
+        raise file.located(error) from None
+    return Prepared(plan, store, cache)
+
+
+def _fixed_addresses(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Every address with a port that the YAML fixes."""
+    found: list[tuple[tuple[str | int, ...], str]] = [(("exchange", "listen"), config.exchange.listen)]
+    for index, replica in enumerate(config.replicas):
+        for stage in range(replica.stage_count) if isinstance(replica, ParticipantsReplica) else ():
+            own = replica.stage_settings(stage)
+            if own is not None and own.listen is not None:
+                found.append((("replicas", index, "stages", stage, "listen"), own.listen))
+    yield from ((key, address) for key, address in found if not address.endswith(":0"))
+
+
+def _try_to_listen(key: tuple[str | int, ...], address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_server((host.strip("[]"), int(port)), family=_family(host)):
+            pass
+    except OSError as error:
+        raise ConfigError(key, f"found `{address}`, expected a free port of this machine ({error.strerror})") from None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def new_run_folder(runs: Path, name: str) -> Path:
+    """An empty runs/<name>; what an earlier run left there moves to the first free runs/<name>.1, .2, ..."""
+    folder = runs / name
+    if folder.exists():
+        number = 1
+        while (aside := runs / f"{name}.{number}").exists():
+            number += 1
+        folder.rename(aside)
+    folder.mkdir(parents=True)
+    return folder
