@@ -145,7 +145,7 @@ class Transformer(nn.Module):
         self.shape = shape
         self.enable_weight_tying = False
         owned = range(shape.layers) if layers is None else layers
-        self.tok_embeddings = nn.Embedding(shape.vocabulary, shape.width) if embeds else None
+        self.tok_embeddings = _empty_embedding(shape) if embeds else None
         self.layers = nn.ModuleDict({str(index): TransformerBlock(shape) for index in owned})
         self.norm = nn.RMSNorm(shape.width, eps=shape.norm_epsilon) if predicts else None
         self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False) if predicts else None
@@ -168,6 +168,11 @@ class Transformer(nn.Module):
                 length, self.shape.width // self.shape.heads, self.shape.rope_theta, device
             )
         return self._rope_LE[:length]
+
+
+def _empty_embedding(shape: ModelShape) -> nn.Embedding:
+    # nn.Embedding draws its weights, which on the meta device imports a second's worth of torch for nothing.
+    return nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.width), freeze=False)
 
 
 def rope_table(length: int, head_width: int, theta: float, device: torch.device | None = None) -> Tensor:

@@ -66,20 +66,6 @@ def schema() -> None:
     typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
 
 
-@app.command(hidden=True)
-def member(
-    config: Path,
-    name: str,
-    folder: Annotated[Path, typer.Option()],
-    cache: Annotated[Path, typer.Option()],
-) -> None:
-    """Run one member of a run; `launch` starts these."""
-    with readable_errors():
-        from hetero_pp.program.member_process import run_process
-
-        raise typer.Exit(run_process(config, name, folder, cache))
-
-
 @contextmanager
 def readable_errors() -> Iterator[None]:
     """One line instead of a traceback for what the user can mend or has caused."""

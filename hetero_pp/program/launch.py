@@ -1,28 +1,31 @@
-"""Starts every process of a run on this machine and watches over them: all end together, none is left behind."""
+"""Starts every process of a run on this machine and watches over them: all end together, none is left behind.
+
+Processes are forked from a fork server that has imported PyTorch once: that takes a second or two of CPU, which six
+processes on two cores would otherwise each pay.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import queue
+import multiprocessing
 import secrets
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 from hetero_pp.errors import LinkError, RunFailed
 from hetero_pp.program.config import RunPlan
+from hetero_pp.program.member_process import CONSEQUENCE, Job, log_path, process_main
 from hetero_pp.rpc.exchange import ExchangeClient
 from hetero_pp.rpc.messages_pb2 import Report
 from hetero_pp.topology import EXCHANGE
 
-CONSEQUENCE = 3
-"""Exit code of a process that only stopped because another one did (see member_process)."""
+PRELOADED = ["hetero_pp.program.member_process", "torch._dynamo"]
+"""Imported once for all processes; the first optimizer that is made imports torch._dynamo."""
 
 _SECONDS_FOR_THE_CAUSE = 2.0
 _SECONDS_TO_END = 3.0
@@ -36,13 +39,15 @@ def launch(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report
     run = secrets.token_hex(16)
     crew = Crew(folder, cache)
     try:
-        crew.start(EXCHANGE, {"run": run})
-        address = crew.first_line(EXCHANGE)["address"]
+        for name in (EXCHANGE, *plan.members):
+            crew.start(name)
+        crew.tell(EXCHANGE, {"run": run})
+        address = crew.hear(EXCHANGE)["address"]
         client = ExchangeClient(address, run, "launcher")
         watcher = threading.Thread(target=_watch, args=(client, on_report), name="watcher", daemon=True)
         watcher.start()
         for name in plan.members:
-            crew.start(name, {"run": run, "exchange": address})
+            crew.tell(name, {"run": run, "exchange": address})
         crew.wait()
         watcher.join()
     finally:
@@ -60,95 +65,88 @@ def _watch(client: ExchangeClient, on_report: Callable[[Report], None]) -> None:
 
 
 class Crew:
-    """The processes of one run."""
+    """The processes of one run, each with a connection to it that is also its lifeline."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self._folder = folder
         self._cache = cache
-        self._logs = folder / "logs"
-        self._logs.mkdir(exist_ok=True)
-        self._processes: dict[str, subprocess.Popen[str]] = {}
-        self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._processes: dict[str, ForkServerProcess] = {}
+        self._connections: dict[str, Connection] = {}
 
-    def start(self, member: str, job: dict[str, str]) -> None:
-        """Start a member; what it prints goes to logs/<member>.log."""
-        command = [sys.executable, "-m", "hetero_pp", "member", str(self._folder / "config.yaml"), member]
-        command += ["--folder", str(self._folder), "--cache", str(self._cache)]
-        with (self._logs / f"{member}.log").open("w") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if member == EXCHANGE else log,
-                stderr=log,
-                text=True,
-                start_new_session=True,  # Ctrl-C reaches the launcher only, which then ends the others
-                env={**os.environ, "GRPC_VERBOSITY": "NONE"},
-            )
-        self._processes[member] = process
-        assert process.stdin is not None
+    def start(self, member: str) -> None:
+        """Start a member, which then waits for its job; what it prints goes to logs/<member>.log."""
+        ours, theirs = self._context.Pipe()
+        job = Job(member, self._folder, self._cache)
+        process = self._context.Process(target=process_main, args=(theirs, job), name=member)
+        process.start()
+        theirs.close()
+        self._processes[member], self._connections[member] = process, ours
+
+    def tell(self, member: str, words: dict[str, str]) -> None:
+        """Give a member what it waits for."""
         try:
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended already; `wait` says why
-        threading.Thread(target=self._await_end, args=(member, process), daemon=True).start()
+            self._connections[member].send_bytes(json.dumps(words).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            raise RunFailed(self._cause(member)) from None
 
-    def _await_end(self, member: str, process: subprocess.Popen[str]) -> None:
-        process.wait()
-        self._ended.put(member)
-
-    def first_line(self, member: str) -> dict[str, Any]:
-        """The line of JSON that a member prints once it is ready. Raises RunFailed if it ends before."""
-        process = self._processes[member]
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            process.wait()
-            raise RunFailed(self._cause(member))
-        return json.loads(line)
+    def hear(self, member: str) -> dict[str, str]:
+        """What a member says once it is ready. Raises RunFailed if it ends instead."""
+        words = self._last_words(member)
+        if "failure" in words:
+            raise RunFailed(self._cause(member, words))
+        return words
 
     def wait(self) -> None:
         """Wait until every process has ended well. Raises RunFailed as soon as one has not."""
-        left = set(self._processes)
+        left = {process.sentinel: member for member, process in self._processes.items()}
         while left:
-            member = self._ended.get()
-            left.discard(member)
-            if self._processes[member].returncode != 0:
-                raise RunFailed(self._cause(self._culprit(member)))
+            for sentinel in wait(list(left)):
+                member = left.pop(int(sentinel))  # type: ignore[call-overload]
+                if self._exit_code(member) != 0:
+                    raise RunFailed(self._cause(self._culprit(member)))
 
     def _culprit(self, first: str) -> str:
         """Of the processes that end within a moment, the first that did not end because of another."""
-        failed, deadline = first, time.monotonic() + _SECONDS_FOR_THE_CAUSE
-        while self._processes[failed].returncode == CONSEQUENCE:
-            try:
-                failed = self._ended.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
+        deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
+        left = {process.sentinel: member for member, process in self._processes.items()}
+        ended = [first]
+        while True:
+            guilty = [member for member in ended if self._exit_code(member) not in (0, CONSEQUENCE)]
+            if guilty:
+                return guilty[0]
+            ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
                 return first
-            if self._processes[failed].returncode == 0:
-                failed = first
-        return failed
+            ended = [left.pop(int(sentinel)) for sentinel in ready]  # type: ignore[call-overload]
 
-    def _cause(self, member: str) -> str:
-        log = self._logs / f"{member}.log"
-        code = self._processes[member].returncode
+    def _exit_code(self, member: str) -> int:
+        process = self._processes[member]
+        process.join()
+        assert process.exitcode is not None
+        return process.exitcode
+
+    def _last_words(self, member: str) -> dict[str, str]:
+        try:
+            return json.loads(self._connections[member].recv_bytes())
+        except (EOFError, OSError):
+            return {"failure": ""}
+
+    def _cause(self, member: str, words: dict[str, str] | None = None) -> str:
+        cause = (words or self._last_words(member)).get("failure", "")
+        code = self._exit_code(member)
         if code < 0:
             return f"{member} was killed by {signal.Signals(-code).name}"
-        lines = log.read_text(errors="replace").strip().splitlines()
-        return f"{member}: {lines[-1] if lines else f'ended with code {code}'} (all it said: {log})"
+        return f"{member}: {cause or f'ended with code {code}'} (all it said: {log_path(self._folder, member)})"
 
     def end(self) -> None:
         """End whatever still runs: by closing its lifeline, then by force."""
-        for process in self._processes.values():
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    try:
-                        pipe.close()
-                    except BrokenPipeError:
-                        pass
+        for connection in self._connections.values():
+            connection.close()
         deadline = time.monotonic() + _SECONDS_TO_END
         for process in self._processes.values():
-            try:
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
                 process.kill()
-                process.wait()
+                process.join()

@@ -1,8 +1,8 @@
 """The main function of every process that the launcher starts.
 
-A process gets one line of JSON on standard input (which run, where the exchange is). Standard input then stays open
-as a lifeline: when the launcher is gone, however it ended, so are its processes. The exchange answers with one line
-of JSON on standard output: the port it listens on.
+Each has a connection to the launcher. Over it comes one JSON object (which run, where the exchange is), and back go
+the exchange's address or the cause of a failure. The connection is also a lifeline: when the launcher is gone,
+however it ended, so are its processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -37,37 +40,83 @@ CONSEQUENCE = 3
 CONNECT_TIMEOUT = 120.0
 
 
-def run_process(config_path: Path, member: str, folder: Path, cache: Path) -> int:
-    """Run one member of the run until it is over; returns the exit code."""
-    job = json.loads(sys.stdin.readline())
-    threading.Thread(target=_follow_lifeline, name="lifeline", daemon=True).start()
-    config = ConfigFile(config_path).config
-    torch.set_num_threads(config.threads)
-    plan = RunPlan(config, config.model.vocabulary or load_tokenizer(config.data).vocabulary)
-    if member == EXCHANGE:
-        return _run_exchange(plan, job["run"], folder)
-    return _run_member(plan, job["run"], job["exchange"], plan.members[member], cache)
+@dataclass(frozen=True)
+class Job:
+    """Which member a process is, and where the run and the encoded corpora are kept."""
+
+    member: str
+    folder: Path
+    cache: Path
 
 
-def _follow_lifeline() -> None:
-    sys.stdin.read()
-    os._exit(CONSEQUENCE)
+def log_path(folder: Path, member: str) -> Path:
+    """Where a member's output goes."""
+    return folder / "logs" / f"{member}.log"
 
 
-def _run_exchange(plan: RunPlan, run: str, folder: Path) -> int:
+def process_main(launcher: Connection, job: Job) -> NoReturn:
+    """Run one member of the run until it is over, then end the process."""
+    os.setsid()  # Ctrl-C reaches the launcher only, which then ends the others
+    _redirect_output(log_path(job.folder, job.member))
+    code = FAILED
+    try:
+        words = json.loads(launcher.recv_bytes())
+        threading.Thread(target=_follow_lifeline, args=(launcher,), name="lifeline", daemon=True).start()
+        config = ConfigFile(job.folder / "config.yaml").config
+        torch.set_num_threads(config.threads)
+        plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
+        if job.member == EXCHANGE:
+            code = _run_exchange(plan, words["run"], job.folder, launcher)
+        else:
+            code = _run_member(plan, words["run"], words["exchange"], plan.members[job.member], job.cache, launcher)
+    except EOFError:
+        code = CONSEQUENCE  # the launcher ended before it gave this process anything to do
+    except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
+        traceback.print_exc()
+        _say(launcher, failure=f"{type(error).__name__}: {error}")
+    finally:
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _redirect_output(log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _follow_lifeline(launcher: Connection) -> None:
+    """End with the launcher, however it ended."""
+    try:
+        launcher.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(CONSEQUENCE)
+
+
+def _say(launcher: Connection, **words: str) -> None:
+    try:
+        launcher.send_bytes(json.dumps(words).encode())
+    except OSError:
+        pass  # the launcher is gone; the lifeline ends this process
+
+
+def _run_exchange(plan: RunPlan, run: str, folder: Path, launcher: Connection) -> int:
     exchange, keeper = start_exchange(plan, run, folder)
     listen = plan.config.exchange.listen
     try:
         server, port = serve_exchange(exchange, listen, len(plan.members))
     except OSError as error:
-        print(error, file=sys.stderr)
+        _say(launcher, failure=str(error))
         return FAILED
-    print(json.dumps({"address": f"{listen.rsplit(':', 1)[0]}:{port}"}), flush=True)
+    _say(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
         exchange.wait_until_finished()
         keeper.join()
     except RunFailed as error:
-        print(error, file=sys.stderr)
+        _say(launcher, failure=str(error))
         exchange.end_watching()
         server.stop(1).wait()
         return CONSEQUENCE
@@ -76,7 +125,9 @@ def _run_exchange(plan: RunPlan, run: str, folder: Path) -> int:
     return 0
 
 
-def _run_member(plan: RunPlan, run: str, address: str, member: MemberPlan, cache: Path) -> int:
+def _run_member(
+    plan: RunPlan, run: str, address: str, member: MemberPlan, cache: Path, launcher: Connection
+) -> int:
     exchange = ExchangeClient(address, run, member.name)
     links: list[LinkEnd] = []
     try:
@@ -90,12 +141,9 @@ def _run_member(plan: RunPlan, run: str, address: str, member: MemberPlan, cache
         for link in links:
             link.abort(str(error))
         print(error, file=sys.stderr)
+        _say(launcher, failure=str(error))
         _tell_failure(exchange, member.name, str(error), consequence)
         return CONSEQUENCE if consequence else FAILED
-    except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
-        traceback.print_exc()
-        _tell_failure(exchange, member.name, f"{type(error).__name__}: {error}", consequence=False)
-        return FAILED
     finally:
         exchange.close()
     return 0

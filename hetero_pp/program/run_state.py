@@ -1,0 +1,362 @@
+"""Where a run stands, derived from its members' reports alone.
+
+Pure: every time comes from a report or an argument. The launcher's thread calls `apply`; whoever reads from another thread holds `lock` meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from hetero_pp.program.config import RunPlan
+from hetero_pp.rpc.messages_pb2 import (
+    Evaluation,
+    Failure,
+    InnerStep,
+    LinkUse,
+    Report,
+    RoundRecord,
+    RoundVerified,
+)
+from hetero_pp.topology import EXCHANGE, Direction, LinkPlan
+
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+RECENT_SECONDS = 5.0
+"""How far back "now" reaches when it says bytes a second."""
+
+
+@dataclass
+class Step:
+    """One inner step of a replica, merged from what its first and its last stage tell."""
+
+    loss: float | None = None
+    gradient_norm: float | None = None
+    learning_rate: float | None = None
+    tokens: int = 0
+
+
+@dataclass
+class ReplicaState:
+    """What is known of one replica. Steps are counted over the whole run, from 0."""
+
+    name: str
+    kind: str
+    inner_steps: int
+    steps: dict[int, Step] = field(default_factory=dict)
+    tokens: int = 0
+    steps_done: int = 0
+    loss: float | None = None
+    """Of the latest step."""
+    validation_loss: dict[int, float] = field(default_factory=dict)
+    """By round: of the synced model, in this replica's own forward."""
+    sha256: dict[int, str] = field(default_factory=dict)
+
+    def apply(self, report: InnerStep) -> None:
+        """Merge one part of an inner step; a part that is told again replaces itself."""
+        index = (report.round - 1) * self.inner_steps + report.step
+        step = self.steps.setdefault(index, Step())
+        for name in ("loss", "gradient_norm", "learning_rate"):
+            if report.HasField(name):
+                setattr(step, name, getattr(report, name))
+        if report.tokens:
+            self.tokens += report.tokens - step.tokens
+            step.tokens = report.tokens
+        if report.HasField("loss") and index + 1 > self.steps_done:
+            self.steps_done, self.loss = index + 1, report.loss
+
+    def last_round_loss(self) -> float | None:
+        """Mean training loss over the inner steps of the last round that has any."""
+        first = (self.steps_done - 1) // self.inner_steps * self.inner_steps
+        losses = [step.loss for index, step in self.steps.items() if index >= first and step.loss is not None]
+        return fmean(losses) if losses else None
+
+
+@dataclass
+class DirectionState:
+    """One direction of a link."""
+
+    bandwidth: float | None
+    rounds: dict[int, LinkUse] = field(default_factory=dict)
+    """The latest count of every round; round 0 is what came before the first inner step."""
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def apply(self, time: float, use: LinkUse, since: float) -> None:
+        """Replace the round's count, told at `time`; the first count of all has grown since `since`."""
+        if not self._recent:
+            self._recent.append((since, 0))
+        self.rounds[use.round] = use
+        self._recent.append((time, self.wire_bytes))
+        while len(self._recent) > 2 and self._recent[1][0] <= time - RECENT_SECONDS:
+            self._recent.popleft()
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(use.payload_bytes for use in self.rounds.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(use.wire_bytes for use in self.rounds.values())
+
+    @property
+    def busy_seconds(self) -> float:
+        """Since the first inner step."""
+        return sum(use.busy_seconds for round_, use in self.rounds.items() if round_ > 0)
+
+    def busy_share(self, training_seconds: float) -> float | None:
+        """Of the time since the first inner step; None if the direction has no bandwidth to fill."""
+        if self.bandwidth is None:
+            return None
+        return min(1.0, self.busy_seconds / training_seconds) if training_seconds > 0 else 0.0
+
+    def recent_bytes_per_second(self, now: float) -> float:
+        """On the wire, over about the last five seconds."""
+        if not self._recent:
+            return 0.0
+        older = [sample for sample in self._recent if sample[0] <= now - RECENT_SECONDS]
+        time, count = older[-1] if older else self._recent[0]
+        return (self._recent[-1][1] - count) / (now - time) if now > time else 0.0
+
+
+@dataclass
+class LinkState:
+    """Both directions of one link."""
+
+    plan: LinkPlan
+    directions: dict[Direction, DirectionState]
+
+    @property
+    def reaches_exchange(self) -> bool:
+        return self.plan.target == EXCHANGE
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(direction.wire_bytes for direction in self.directions.values())
+
+
+@dataclass(frozen=True)
+class ClosedRound:
+    """When a round closed, and what was counted in it, over all contributions."""
+
+    round: int
+    time: float
+    bytes: int
+    kept_values: int
+
+
+class RunState:
+    """Everything that the display, the summary and the pictures show."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan = plan
+        self.lock = threading.RLock()
+        self.rounds_planned = plan.config.outer.rounds
+        self.inner_steps = plan.config.inner.steps
+        self.replicas = {
+            replica.name: ReplicaState(replica.name, replica.kind, self.inner_steps)
+            for replica in plan.config.replicas
+        }
+        self.links = {
+            name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
+            for name, link in plan.links.items()
+        }
+        self.closed: dict[int, ClosedRound] = {}
+        self.refusals = 0
+        self.failed: str | None = None
+        self.started: float | None = None
+        self.first_step: float | None = None
+        self.latest: float | None = None
+        self._finished: set[str] = set()
+
+    # ---- writing ----
+
+    def apply(self, report: Report) -> None:
+        """Take in one report. What names no replica, link or round of this run is left out."""
+        with self.lock:
+            self.started = report.time if self.started is None else min(self.started, report.time)
+            self.latest = report.time if self.latest is None else max(self.latest, report.time)
+            match report.WhichOneof("event"):
+                case "inner_step":
+                    self._step(report.time, report.inner_step)
+                case "evaluation":
+                    self._evaluated(report.evaluation)
+                case "link_use":
+                    self._used(report.time, report.link_use)
+                case "round_closed":
+                    self._closed(report.time, report.round_closed)
+                case "round_verified":
+                    self._verified(report.round_verified)
+                case "failure":
+                    self._failure(report.member, report.failure)
+                case "refusal":
+                    self.refusals += 1
+                case "finished":
+                    self._finished.add(report.member)
+
+    def fail(self, cause: str) -> None:
+        """The run has ended before its end; the launcher knows the cause better than any member."""
+        with self.lock:
+            self.failed = cause
+
+    def _step(self, time: float, step: InnerStep) -> None:
+        replica = self.replicas.get(step.replica)
+        if replica is not None and 1 <= step.round <= self.rounds_planned and step.step < self.inner_steps:
+            replica.apply(step)
+            self.first_step = time if self.first_step is None else min(self.first_step, time)
+
+    def _evaluated(self, evaluation: Evaluation) -> None:
+        if evaluation.replica in self.replicas:
+            self.replicas[evaluation.replica].validation_loss[evaluation.round] = evaluation.loss
+
+    def _used(self, time: float, use: LinkUse) -> None:
+        link = self.links.get(use.link)
+        for way in DIRECTIONS:
+            if link is not None and way == use.direction:
+                link.directions[way].apply(time, use, time if self.first_step is None else self.first_step)
+
+    def _closed(self, time: float, record: RoundRecord) -> None:
+        blobs = [blob for contribution in record.contributions for blob in contribution.blobs]
+        self.closed[record.round] = ClosedRound(
+            record.round, time, sum(blob.size for blob in blobs), sum(blob.kept_values for blob in blobs)
+        )
+
+    def _verified(self, verified: RoundVerified) -> None:
+        if verified.replica in self.replicas:
+            self.replicas[verified.replica].sha256[verified.round] = verified.parameters_sha256.hex()
+
+    def _failure(self, member: str, failure: Failure) -> None:
+        if self.failed is None and not failure.consequence:
+            self.failed = failure.cause if member == EXCHANGE else f"{member}: {failure.cause}"
+
+    # ---- reading ----
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every member is through all its rounds."""
+        return self._finished >= set(self.plan.members)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds closed."""
+        return len(self.closed)
+
+    @property
+    def steps_of_open_round(self) -> int:
+        """Inner steps that the slowest replica has done in the open round."""
+        done = min(replica.steps_done for replica in self.replicas.values()) - self.rounds * self.inner_steps
+        return max(0, min(done, self.inner_steps))
+
+    def elapsed(self, now: float | None = None) -> float:
+        """Seconds since the first report; until the last one, unless `now` says otherwise."""
+        return _between(self.started, self.latest if now is None else now)
+
+    def training_seconds(self, now: float | None = None) -> float:
+        """Seconds since the first inner step began."""
+        return _between(self.first_step, self.latest if now is None else now)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Estimated from the rounds so far; None until the first has closed."""
+        if not self.closed or self.first_step is None:
+            return None
+        last = max(self.closed.values(), key=lambda closed: closed.round)
+        a_round = (last.time - self.first_step) / last.round
+        return max(0.0, last.time + a_round * (self.rounds_planned - last.round) - now)
+
+    def round_seconds(self, round_: int) -> float:
+        """From the close of the round before (or the first inner step) to the close of this one."""
+        before = self.closed[round_ - 1].time if round_ - 1 in self.closed else self.first_step
+        return _between(before, self.closed[round_].time)
+
+    def tokens_per_second(self, replica: ReplicaState | None = None, now: float | None = None) -> float:
+        """Of one replica or of all, over the time since the first inner step."""
+        tokens = sum(each.tokens for each in ([replica] if replica else self.replicas.values()))
+        seconds = self.training_seconds(now)
+        return tokens / seconds if seconds > 0 else 0.0
+
+    def mean_validation_loss(self, round_: int) -> float | None:
+        """Mean over the replicas, each in its own forward; None until all have told theirs."""
+        losses = [replica.validation_loss.get(round_) for replica in self.replicas.values()]
+        known = [loss for loss in losses if loss is not None]
+        return fmean(known) if len(known) == len(losses) else None
+
+    def final_sha256(self) -> dict[str, str]:
+        """Each replica's parameters after the last round for which all replicas have told theirs."""
+        common = set.intersection(*(set(replica.sha256) for replica in self.replicas.values()))
+        return (
+            {name: replica.sha256[max(common)] for name, replica in self.replicas.items()} if common else {}
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The run in numbers, ready for JSON. Of a run that failed: what is known, and `failed`."""
+        with self.lock:
+            means = {round_: self.mean_validation_loss(round_) for round_ in range(self.rounds_planned + 1)}
+            return {
+                "name": self.plan.config.name,
+                "rounds": self.rounds,
+                "initial_validation_loss": means[0],
+                "validation_loss": _from_first_round(means),
+                "replicas": [_replica_summary(replica) for replica in self.replicas.values()],
+                "links": [self._link_summary(link) for link in self.links.values()],
+                "contributions": self._contributions(),
+                "parameters_sha256": self.final_sha256(),
+                "wall_seconds": self.elapsed(),
+                "training_seconds": self.training_seconds(),
+                "tokens_per_second": self.tokens_per_second(),
+                "refusals": self.refusals,
+            } | ({} if self.failed is None else {"failed": self.failed})
+
+    def _link_summary(self, link: LinkState) -> dict[str, Any]:
+        seconds, rounds = self.training_seconds(), range(self.rounds + 1)
+        ways = link.directions.items()
+        return {
+            "name": link.plan.name,
+            "from": link.plan.source,
+            "to": link.plan.target,
+            "bandwidth_bits_per_second": {way: state.bandwidth for way, state in ways},
+            "payload_bytes": {way: state.payload_bytes for way, state in ways},
+            "wire_bytes": {way: state.wire_bytes for way, state in ways},
+            "busy_share": {way: state.busy_share(seconds) for way, state in ways},
+            "payload_bytes_per_round": {
+                way: [
+                    state.rounds[round_].payload_bytes if round_ in state.rounds else 0 for round_ in rounds
+                ]
+                for way, state in ways
+            },
+        }
+
+    def _contributions(self) -> dict[str, Any]:
+        closed = [self.closed[round_] for round_ in sorted(self.closed)]
+        whole = _contribution_sizes(sum(one.bytes for one in closed), sum(one.kept_values for one in closed))
+        rounds = [{"round": one.round} | _contribution_sizes(one.bytes, one.kept_values) for one in closed]
+        return whole | {"per_round": rounds}
+
+
+def _between(start: float | None, end: float | None) -> float:
+    return 0.0 if start is None or end is None else max(0.0, end - start)
+
+
+def _contribution_sizes(size: int, kept_values: int) -> dict[str, Any]:
+    bits = 8 * size / kept_values if kept_values else None
+    return {"bytes": size, "kept_values": kept_values, "bits_per_value": bits}
+
+
+def _from_first_round(losses: Mapping[int, float | None]) -> list[float]:
+    """The losses of rounds 1, 2, ... up to the first that is not known."""
+    known: list[float] = []
+    while (loss := losses.get(len(known) + 1)) is not None:
+        known.append(loss)
+    return known
+
+
+def _replica_summary(replica: ReplicaState) -> dict[str, Any]:
+    return {
+        "name": replica.name,
+        "kind": replica.kind,
+        "tokens": replica.tokens,
+        "loss": replica.last_round_loss(),
+        "initial_validation_loss": replica.validation_loss.get(0),
+        "validation_loss": _from_first_round(replica.validation_loss),
+    }
