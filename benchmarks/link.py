@@ -128,9 +128,7 @@ def measure_unshaped(rounds: int, total: int) -> list[dict[str, Any]]:
     for size in SIZES:
         medians = {way: statistics.median(seen[way, size]) for way in ways}
         ratios = {f"{way}_over_tcp": medians[way] / medians["tcp"] for way in ("link", "unary")}
-        rows.append(
-            {"message_bytes": size, **medians, **ratios, "all": {way: seen[way, size] for way in ways}}
-        )
+        rows.append({"message_bytes": size, **medians, **ratios, "all": {way: seen[way, size] for way in ways}})
     return rows
 
 
@@ -269,9 +267,7 @@ def print_tables(result: dict[str, Any]) -> None:
     for row in result["shaped"]:
         print(f"{row['rate']:<24} {row['seconds']:8.2f} {row['measured_over_configured']:14.4f}")
     latency = {name: f"{1e3 * value:.2f} ms" for name, value in result["latency"].items()}
-    print(
-        f"\nthere and back at latency {latency['configured']}: {latency['with']}, without: {latency['without']}"
-    )
+    print(f"\nthere and back at latency {latency['configured']}: {latency['with']}, without: {latency['without']}")
     print("\nmessage        TCP GB/s     link (ratio)    unary (ratio)")
     for row in result["unshaped"]:
         print(

@@ -23,9 +23,7 @@ class InnerSettings(Settings):
 
     steps: int = Field(10, ge=1, description="inner steps between outer rounds, H in the papers")
     learning_rate: float = Field(1e-2, gt=0)
-    final_learning_rate_share: float = Field(
-        0.1, ge=0, le=1, description="of the peak, at the end of the cosine"
-    )
+    final_learning_rate_share: float = Field(0.1, ge=0, le=1, description="of the peak, at the end of the cosine")
     warmup_steps: int = Field(10, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = Field(1e-8, gt=0)
@@ -48,9 +46,7 @@ class InnerOptimizer:
     acts on T_S = TE - T_perp only; set `perpendicular` to T_perp [V, D] after every outer round.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], settings: InnerSettings, total_steps: int
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: InnerSettings, total_steps: int) -> None:
         self.settings = settings
         self.total_steps = total_steps
         self.perpendicular: Tensor | None = None

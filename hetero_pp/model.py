@@ -57,17 +57,13 @@ class ModelSettings(Settings):
             )
         size = self.vocabulary or vocabulary
         if size is None:
-            raise ConfigError(
-                ("model", "vocabulary"), "expected a number, as there is no tokenizer to take it from"
-            )
+            raise ConfigError(("model", "vocabulary"), "expected a number, as there is no tokenizer to take it from")
         if vocabulary is not None and size < vocabulary:
             raise ConfigError(
                 ("model", "vocabulary"),
                 f"found {size}, expected at least the tokenizer's {vocabulary} tokens",
             )
-        return ModelShape(
-            **values, vocabulary=size, rope_theta=self.rope_theta, norm_epsilon=self.norm_epsilon
-        )
+        return ModelShape(**values, vocabulary=size, rope_theta=self.rope_theta, norm_epsilon=self.norm_epsilon)
 
 
 class ModelShape(Settings):
@@ -97,9 +93,7 @@ class Attention(nn.Module):
         batch, length, _ = x_BLD.shape
         q, k, v = (w(x_BLD).view(batch, length, self.n_heads, -1) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rope_LE), rotate(k, rope_LE)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
-        )
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
         return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -164,9 +158,7 @@ class Transformer(nn.Module):
     def rope(self, length: int, device: torch.device) -> Tensor:
         """The rotations [L, E / 2] as complex numbers, kept between calls."""
         if self._rope_LE is None or len(self._rope_LE) < length or self._rope_LE.device != device:
-            self._rope_LE = rope_table(
-                length, self.shape.width // self.shape.heads, self.shape.rope_theta, device
-            )
+            self._rope_LE = rope_table(length, self.shape.width // self.shape.heads, self.shape.rope_theta, device)
         return self._rope_LE[:length]
 
 

@@ -28,9 +28,7 @@ class Event:
     micro_batch: int
 
 
-def one_forward_one_backward(
-    stage: int, stages: int, micro_batches: int, extra_in_flight: int = 1
-) -> list[Event]:
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int, extra_in_flight: int = 1) -> list[Event]:
     """The events of one inner step on one stage, in order.
 
     Every stage ends its last backward before it sends that gradient, so what rides on the last message (the

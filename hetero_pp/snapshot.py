@@ -6,7 +6,6 @@ between machines.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +48,7 @@ def save_snapshot(snapshot: Snapshot, path: Path, parameters_sha256: bytes) -> N
     tensors = {name: tensor.contiguous() for name, tensor in snapshot.tensors().items()}
     metadata = {"round": str(snapshot.round), "parameters_sha256": parameters_sha256.hex(), "format": "pt"}
     save_file(tensors, temporary, metadata)
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def load_snapshot(path: Path) -> Snapshot:

@@ -30,9 +30,7 @@ def project(x_BLD: Tensor, basis_DK: Tensor) -> Tensor:
     return x_BLD @ basis_DK
 
 
-def reconstruct(
-    coefficients_BLK: Tensor, basis_DK: Tensor, perpendicular_VD: Tensor, tokens_BL: Tensor
-) -> Tensor:
+def reconstruct(coefficients_BLK: Tensor, basis_DK: Tensor, perpendicular_VD: Tensor, tokens_BL: Tensor) -> Tensor:
     """C U^T + T_perp[x] [B, L, D]; its gradient with respect to C is G U."""
     rows = perpendicular_VD[tokens_BL.flatten()]
     flat = torch.addmm(rows, coefficients_BLK.flatten(0, 1), basis_DK.T)

@@ -69,9 +69,7 @@ def _parse_rank(value: Any) -> Any:
     if ratio >= 1 and ratio == int(ratio):
         return int(ratio)
     if not 0 < ratio < 1:
-        raise ValueError(
-            f"found `{value}`, expected `full`, a whole number such as `8`, or a ratio such as `1/8`"
-        )
+        raise ValueError(f"found `{value}`, expected `full`, a whole number such as `8`, or a ratio such as `1/8`")
     return ratio
 
 
@@ -112,9 +110,7 @@ class StageSettings(Settings):
 
     layers: int = Field(ge=1, description="how many consecutive layers this stage owns")
     listen: Address | None = Field(None, description="HOST:PORT to listen on; by default a free port on loopback")
-    uplink: str | None = Field(
-        None, description="the kind of link to the exchange; by default that of the group"
-    )
+    uplink: str | None = Field(None, description="the kind of link to the exchange; by default that of the group")
 
 
 class _Replica(Settings):
@@ -148,9 +144,7 @@ class ParticipantsReplica(_Replica):
         None, description="the kind of link between neighbours: one for all, or one per hop"
     )
     boundary: BoundarySettings = BoundarySettings()
-    extra_in_flight: int = Field(
-        1, ge=0, description="warm-up micro-batches per remaining hop beyond 1F1B's own"
-    )
+    extra_in_flight: int = Field(1, ge=0, description="warm-up micro-batches per remaining hop beyond 1F1B's own")
 
     @property
     def stage_count(self) -> int:
@@ -217,9 +211,7 @@ def link_plans(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSett
         if isinstance(replica, ParticipantsReplica):
             for hop in range(replica.stage_count - 1):
                 kind = replica.link[hop] if isinstance(replica.link, list) else replica.link
-                yield plan(
-                    stage_link_name(replica.name, hop), replica.members[hop], replica.members[hop + 1], kind
-                )
+                yield plan(stage_link_name(replica.name, hop), replica.members[hop], replica.members[hop + 1], kind)
         for stage, member in enumerate(replica.members):
             kind = replica.uplink
             if isinstance(replica, ParticipantsReplica):
@@ -241,9 +233,7 @@ def check_topology(
                 f"found `{replica.name}`, expected letters, digits, `-` and `_`, and not `{EXCHANGE}`",
             )
         if replica.name in seen:
-            raise ConfigError(
-                (*here, "name"), f"found a second replica named `{replica.name}`, expected unique names"
-            )
+            raise ConfigError((*here, "name"), f"found a second replica named `{replica.name}`, expected unique names")
         seen.add(replica.name)
         if replica.batch_size % replica.micro_batches:
             raise ConfigError(
@@ -270,9 +260,7 @@ def _check_group(
 ) -> None:
     count = replica.stage_count
     if not 1 <= count <= layers:
-        raise ConfigError(
-            (*here, "stages"), f"found {count} stages, expected from 1 to the model's {layers} layers"
-        )
+        raise ConfigError((*here, "stages"), f"found {count} stages, expected from 1 to the model's {layers} layers")
     total = sum(map(len, replica.layer_ranges(layers)))
     if total != layers:
         raise ConfigError(

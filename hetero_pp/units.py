@@ -34,9 +34,7 @@ def parse_quantity(value: Any, units: dict[str, float], example: str) -> float:
         raise ValueError(f"found `{value}`, {expected}")
     number, unit = match[1], match[2]
     if unit not in units:
-        raise ValueError(
-            f"found `{value}` with the unknown unit `{unit}`, {expected} (units: {', '.join(units)})"
-        )
+        raise ValueError(f"found `{value}` with the unknown unit `{unit}`, {expected} (units: {', '.join(units)})")
     return float(number.replace("_", "")) * units[unit]
 
 

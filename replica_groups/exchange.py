@@ -151,9 +151,7 @@ class Exchange:
         for replica in self.roster.replicas:
             blobs = [entries[replica, block] for block in self._shapes]
             record.contributions.append(
-                ContributionEntry(
-                    replica=replica, weight=1.0, digest=contribution_digest(blobs), blobs=blobs
-                )
+                ContributionEntry(replica=replica, weight=1.0, digest=contribution_digest(blobs), blobs=blobs)
             )
         self.log.write_record(record)
         self._records[round_] = record

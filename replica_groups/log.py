@@ -9,7 +9,6 @@ theta after any round follows from a snapshot and the records and contributions 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToJson, Parse
@@ -55,4 +54,4 @@ def _write_whole(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_bytes(data)
-    os.replace(temporary, path)
+    temporary.replace(path)

@@ -18,7 +18,9 @@ from replica_groups.reporter import Reporter
 class TrainingMember(Protocol):
     """A whole replica, or one stage of one."""
 
-    parameters: Mapping[str, nn.Parameter]
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """What it trains, by name."""
 
     def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
         """One inner step; what is known here of loss, norm and learning rate."""
@@ -57,9 +59,7 @@ def run_member(
         told = time.monotonic()
         for step in range(inner_steps):
             report = reporter.new()
-            report.inner_step.CopyFrom(
-                member.inner_step(round_, step, (round_ - 1) * inner_steps + step)
-            )
+            report.inner_step.CopyFrom(member.inner_step(round_, step, (round_ - 1) * inner_steps + step))
             reporter.tell(report)
             if time.monotonic() - told > 0.5:
                 _tell_links(reporter, ledgers, round_)

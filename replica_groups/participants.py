@@ -21,7 +21,12 @@ class StageMember:
     """
 
     def __init__(
-        self, replica: str, worker: StageWorker, batches: Batches | None, validation: Sequence[Tensor], count: int
+        self,
+        replica: str,
+        worker: StageWorker,
+        batches: Batches | None,
+        validation: Sequence[Tensor],
+        count: int,
     ) -> None:
         self.replica = replica
         self.worker = worker

@@ -68,9 +68,9 @@ class StageWorker:
         self.stage = stage
         self.settings = settings
         self.timing = Timing()
-        self.gradient_norm: float | None = None
+        self.gradient_norm = math.nan
         """Of the whole replica, in the last step that was applied here."""
-        self.learning_rate: float | None = None
+        self.learning_rate = math.nan
         self._upstream = upstream
         self._downstream = downstream
         self._pending_step: int | None = None
@@ -173,9 +173,7 @@ class StageWorker:
         assert self._upstream is not None
         message = self._receive(self._upstream, under_way.purpose, under_way.round, under_way.step, index)
         if len(message.tensors) != 2:
-            raise MalformedMessage(
-                f"found {len(message.tensors)} tensors, expected token ids and an activation"
-            )
+            raise MalformedMessage(f"found {len(message.tensors)} tensors, expected token ids and an activation")
         packed, wire = message.tensors
         batch, length = self.settings.micro_batch_size, self.settings.sequence_length
         if under_way.purpose == EVALUATION and wire.ndim == 3 and 0 < wire.shape[0] < batch:
@@ -199,9 +197,7 @@ class StageWorker:
         message = self._receive(self._downstream, GRADIENT, under_way.round, under_way.step, index)
         if len(message.tensors) != 1:
             raise MalformedMessage(f"found {len(message.tensors)} tensors, expected a gradient")
-        self.stage.boundary.check(
-            message.tensors[0], self.settings.micro_batch_size, self.settings.sequence_length
-        )
+        self.stage.boundary.check(message.tensors[0], self.settings.micro_batch_size, self.settings.sequence_length)
         under_way.received[index] = message
         if message.header.HasField("squared_norm"):
             under_way.squared_norm_after = message.header.squared_norm

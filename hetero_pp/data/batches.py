@@ -78,9 +78,7 @@ class Batches:
             )
 
 
-def validation_batches(
-    store: TokenStore, sequence_length: int, sequences: int, batch_size: int
-) -> list[torch.Tensor]:
+def validation_batches(store: TokenStore, sequence_length: int, sequences: int, batch_size: int) -> list[torch.Tensor]:
     """`sequences` rows, int64 [<= batch_size, L + 1], the same for everyone.
 
     They are spread evenly over the validation part and do not overlap. The last batch may be smaller, so a

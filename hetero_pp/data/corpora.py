@@ -114,9 +114,7 @@ def _text(path: Path, _field: str) -> Iterator[str]:
     try:
         yield path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            _KEY, f"{path}: found a byte at {error.start} that is not UTF-8, expected text"
-        ) from None
+        raise ConfigError(_KEY, f"{path}: found a byte at {error.start} that is not UTF-8, expected text") from None
 
 
 def _json_lines(path: Path, field: str) -> Iterator[str]:
@@ -131,12 +129,8 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
                 raise ConfigError(_KEY, f"{path}:{number}: found no valid JSON ({error})") from None
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                found = (
-                    f"`{field}` of type {type(text).__name__}" if isinstance(record, dict) else "no object"
-                )
-                raise ConfigError(
-                    _KEY, f"{path}:{number}: found {found}, expected an object with text in `{field}`"
-                )
+                found = f"`{field}` of type {type(text).__name__}" if isinstance(record, dict) else "no object"
+                raise ConfigError(_KEY, f"{path}:{number}: found {found}, expected an object with text in `{field}`")
             yield text.encode("utf-8", "replace").decode()  # JSON can spell half of a surrogate pair
 
 
@@ -158,8 +152,6 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
             )
         kind = schema.field(field).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise ConfigError(
-                ("data", "text_field"), f"found `{field}` of type {kind} in {path}, expected text"
-            )
+            raise ConfigError(("data", "text_field"), f"found `{field}` of type {kind} in {path}, expected text")
         for batch in file.iter_batches(batch_size=1024, columns=[field]):
             yield from (text for text in batch.column(0).to_pylist() if text is not None)

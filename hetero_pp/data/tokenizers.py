@@ -68,9 +68,7 @@ class FileTokenizer:
             self._tokenizer: Any = Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises a bare Exception for whatever it cannot parse
             reason = " ".join(str(error).split())
-            raise ConfigError(
-                _KEY, f"found `{path}`, expected a readable tokenizer.json ({reason})"
-            ) from error
+            raise ConfigError(_KEY, f"found `{path}`, expected a readable tokenizer.json ({reason})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True

@@ -60,8 +60,7 @@ def prepare_tokens(settings: DataSettings, cache: Path, tokenizer: Tokenizer | N
     if not 0 < held_out < len(tokens):
         raise ConfigError(
             ("data", "validation_share"),
-            f"found {settings.validation_share:g}, expected at least one of the "
-            f"{len(tokens)} tokens on either side",
+            f"found {settings.validation_share:g}, expected at least one of the {len(tokens)} tokens on either side",
         )
     return TokenStore(
         train=tokens[:-held_out],

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from hetero_pp.errors import LinkClosed
 from hetero_pp.link.ledger import Ledger
-from hetero_pp.link.protocol import Message, sealed, wire_frames
+from hetero_pp.link.protocol import END_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import Clock, ShapedQueue, busy_seconds, direction_queue
 from hetero_pp.topology import LinkPlan, LinkShape
 
 
-def in_process_pair(
-    plan: LinkPlan, seed: int, clock: Clock | None = None
-) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
+def in_process_pair(plan: LinkPlan, seed: int, clock: Clock | None = None) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
     """Both ends of a link: the first sends forward, the second backward."""
     forward = direction_queue(plan, "forward", seed, clock)
     backward = direction_queue(plan, "backward", seed, clock)
@@ -23,15 +22,16 @@ def in_process_pair(
 class InProcessLinkEnd:
     """One end; implements LinkEnd. Messages pass by reference."""
 
-    def __init__(
-        self, shape: LinkShape, outgoing: ShapedQueue[Message], incoming: ShapedQueue[Message]
-    ) -> None:
+    def __init__(self, shape: LinkShape, outgoing: ShapedQueue[Message], incoming: ShapedQueue[Message]) -> None:
         self.ledger = Ledger()
         self._shape = shape
         self._outgoing = outgoing
         self._incoming = incoming
+        self._closed = False
 
     def send(self, message: Message) -> None:
+        if self._closed:
+            raise LinkClosed(END_CLOSED)
         message = sealed(message)
         frames = wire_frames(message)
         self._outgoing.put(message, frames)
@@ -45,6 +45,7 @@ class InProcessLinkEnd:
         """Nothing to give back: the tensors are the sender's own."""
 
     def close(self) -> None:
+        self._closed = True
         self._outgoing.close()
 
     def abort(self, cause: str) -> None:

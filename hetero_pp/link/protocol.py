@@ -18,6 +18,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 """The largest payload of one message, unless the caller says otherwise."""
 
 PEER_CLOSED = "the peer closed the link"
+END_CLOSED = "this end of the link is closed"
 
 _NUMBERS = {dtype: number for number, dtype in WIRE_DTYPES.items()}
 
@@ -87,15 +88,11 @@ def sealed(message: Message) -> Message:
     header.ClearField("tensors")
     for tensor in tensors:
         if tensor.dtype not in _NUMBERS:
-            raise ValueError(
-                f"found a tensor of {tensor.dtype}, expected one of {', '.join(map(str, _NUMBERS))}"
-            )
+            raise ValueError(f"found a tensor of {tensor.dtype}, expected one of {', '.join(map(str, _NUMBERS))}")
         header.tensors.append(TensorHeader(dtype=_NUMBERS[tensor.dtype], shape=tensor.shape))
     result = Message(header, tensors)
     if result.payload_bytes > MAX_MESSAGE_BYTES:
-        raise ValueError(
-            f"found {result.payload_bytes} bytes, expected at most {MAX_MESSAGE_BYTES} in a message"
-        )
+        raise ValueError(f"found {result.payload_bytes} bytes, expected at most {MAX_MESSAGE_BYTES} in a message")
     return result
 
 

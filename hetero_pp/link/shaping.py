@@ -172,9 +172,7 @@ class ShapedQueue(Generic[T]):
             self._changed.notify_all()
 
 
-def direction_queue(
-    plan: LinkPlan, direction: Direction, seed: int, clock: Clock | None = None
-) -> ShapedQueue[Any]:
+def direction_queue(plan: LinkPlan, direction: Direction, seed: int, clock: Clock | None = None) -> ShapedQueue[Any]:
     """The queue of one direction of a link; its jitter depends on the seed and both names."""
     return ShapedQueue(plan.shape(direction), f"{seed}/{plan.name}/{direction}", clock)
 

@@ -29,8 +29,6 @@ from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
 from replica_groups.replay import Shapes, shapes_by_block
 from stages.boundary import WIRE_DTYPES, packed_tokens_bytes
 
-RUN_ID_LENGTH = 32
-
 
 @dataclass(frozen=True)
 class LinkLoad:
@@ -71,13 +69,20 @@ def exchange_link_loads(plan: RunPlan, member: MemberPlan) -> dict[Direction, Li
     return {"forward": LinkLoad(outer_round=owned), "backward": LinkLoad(outer_round=down)}
 
 
+def snapshot_bytes(plan: RunPlan, member: MemberPlan) -> int:
+    """Bytes of the first snapshot's tensors that a member fetches once, at its start."""
+    names = [*member.owned, EMBEDDING] if member.follows_embedding else [*member.owned]
+    numbers = sum(math.prod(plan.parameter_shapes[name]) for name in names)
+    return 4 * (numbers + plan.shape.width * (plan.largest_rank or 0))
+
+
 def _blob_sizes(plan: RunPlan) -> dict[str, dict[str, int]]:
     """Bytes of each replica's blobs by block."""
     blocks = shapes_by_block(plan.parameter_shapes)
     compression = plan.config.outer.compression
     return {
         replica.name: {
-            block: blob_bytes(BlobAddress("0" * RUN_ID_LENGTH, 1, replica.name, block), shapes, compression)
+            block: blob_bytes(BlobAddress(plan.run, 1, replica.name, block), shapes, compression)
             for block, shapes in blocks.items()
         }
         for replica in plan.config.replicas

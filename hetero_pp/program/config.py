@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,10 +92,10 @@ class RunPlan:
     def __init__(self, config: RunConfig, vocabulary: int | None) -> None:
         self.config = config
         self.shape: ModelShape = config.model.resolve(vocabulary)
+        self.run = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:32]
+        """Names the run in its contributions: the same for the same resolved configuration."""
         self.total_steps = config.outer.rounds * config.inner.steps
-        self.links: dict[str, LinkPlan] = {
-            plan.name: plan for plan in link_plans(config.replicas, config.links)
-        }
+        self.links: dict[str, LinkPlan] = {plan.name: plan for plan in link_plans(config.replicas, config.links)}
         self.members: dict[str, MemberPlan] = {
             member.name: member
             for index, replica in enumerate(config.replicas)

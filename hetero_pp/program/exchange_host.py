@@ -11,11 +11,11 @@ from replica_groups.keeper import Keeper
 from replica_groups.log import ContributionLog
 
 
-def start_exchange(plan: RunPlan, run: str, folder: Path) -> tuple[Exchange, Keeper]:
+def start_exchange(plan: RunPlan, folder: Path) -> tuple[Exchange, Keeper]:
     """An exchange that is ready for members, and the keeper that follows it."""
     config = plan.config
     snapshot = initial_snapshot(plan.shape, plan.largest_rank, config.seed)
-    exchange = Exchange(run, plan.roster, snapshot, config.outer, ContributionLog(folder / "log"))
+    exchange = Exchange(plan.run, plan.roster, snapshot, config.outer, ContributionLog(folder / "log"))
     keeper = Keeper(exchange, snapshot, config.outer.rounds, config.snapshots.every)
     keeper.start()
     return exchange, keeper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,22 +24,19 @@ Ends = dict[str, tuple[LinkEnd | None, LinkEnd | None]]
 def run_in_process(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None]) -> None:
     """Train the whole topology; raises the first member's error, if any fails."""
     torch.set_num_threads(plan.config.threads)
-    run = secrets.token_hex(8)
-    exchange, keeper = start_exchange(plan, run, folder)
-    watcher = threading.Thread(target=lambda: [on_report(report) for report in exchange.watch()], daemon=True)
+    exchange, keeper = start_exchange(plan, folder)
+    watcher = threading.Thread(target=_watch, args=(exchange, on_report), name="watcher", daemon=True)
     watcher.start()
     ends = _connect(plan)
     errors: list[HeteroPPError] = []
     threads = [
-        threading.Thread(
-            target=_run_member, args=(plan, run, member, exchange, ends, cache, errors), name=name, daemon=True
-        )
+        threading.Thread(target=_run_member, args=(plan, member, exchange, ends, cache, errors), name=name, daemon=True)
         for name, member in plan.members.items()
     ]
     try:
         for thread in threads:
             thread.start()
-        for thread in [*threads]:
+        for thread in threads:
             thread.join()
         keeper.join()
     except KeyboardInterrupt:
@@ -54,16 +50,19 @@ def run_in_process(plan: RunPlan, folder: Path, cache: Path, on_report: Callable
         raise next((error for error in errors if not isinstance(error, LinkClosed | RunFailed)), errors[0])
 
 
+def _watch(exchange: Exchange, on_report: Callable[[Report], None]) -> None:
+    for report in exchange.watch():
+        on_report(report)
+
+
 def _connect(plan: RunPlan) -> Ends:
     """(upstream, downstream) of every member."""
-    ends: Ends = {name: (None, None) for name in plan.members}
+    ends: Ends = dict.fromkeys(plan.members, (None, None))
     for replica in plan.config.replicas:
         if not isinstance(replica, ParticipantsReplica):
             continue
         for hop in range(replica.stage_count - 1):
-            first, second = in_process_pair(
-                plan.links[stage_link_name(replica.name, hop)], plan.config.seed
-            )
+            first, second = in_process_pair(plan.links[stage_link_name(replica.name, hop)], plan.config.seed)
             above, below = replica.members[hop], replica.members[hop + 1]
             ends[above] = (ends[above][0], first)
             ends[below] = (second, ends[below][1])
@@ -72,7 +71,6 @@ def _connect(plan: RunPlan) -> Ends:
 
 def _run_member(
     plan: RunPlan,
-    run: str,
     member: MemberPlan,
     exchange: Exchange,
     ends: Ends,
@@ -83,7 +81,7 @@ def _run_member(
     upstream, downstream = ends[member.name]
     try:
         exchange.join(member.name, "")
-        train_member(plan, run, member, exchange, upstream, downstream, cache)
+        train_member(plan, member, exchange, upstream, downstream, cache)
         for link in (upstream, downstream):
             if link is not None:
                 link.close()

@@ -48,10 +48,10 @@ def _fixed_addresses(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...],
     """Every address with a port that the YAML fixes."""
     found: list[tuple[tuple[str | int, ...], str]] = [(("exchange", "listen"), config.exchange.listen)]
     for index, replica in enumerate(config.replicas):
-        for stage in range(replica.stage_count) if isinstance(replica, ParticipantsReplica) else ():
-            own = replica.stage_settings(stage)
-            if own is not None and own.listen is not None:
-                found.append((("replicas", index, "stages", stage, "listen"), own.listen))
+        if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
+            for stage, own in enumerate(replica.stages):
+                if own.listen is not None:
+                    found.append((("replicas", index, "stages", stage, "listen"), own.listen))
     yield from ((key, address) for key, address in found if not address.endswith(":0"))
 
 

@@ -36,18 +36,18 @@ def launch(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report
 
     Raises RunFailed with the first cause if any process fails. However this function ends, its processes have.
     """
-    run = secrets.token_hex(16)
+    token = secrets.token_hex(16)
     crew = Crew(folder, cache)
     try:
         for name in (EXCHANGE, *plan.members):
             crew.start(name)
-        crew.tell(EXCHANGE, {"run": run})
+        crew.tell(EXCHANGE, {"token": token})
         address = crew.hear(EXCHANGE)["address"]
-        client = ExchangeClient(address, run, "launcher")
+        client = ExchangeClient(address, token, "launcher")
         watcher = threading.Thread(target=_watch, args=(client, on_report), name="watcher", daemon=True)
         watcher.start()
         for name in plan.members:
-            crew.tell(name, {"run": run, "exchange": address})
+            crew.tell(name, {"token": token, "exchange": address})
         crew.wait()
         watcher.join()
     finally:
@@ -103,7 +103,8 @@ class Crew:
         left = {process.sentinel: member for member, process in self._processes.items()}
         while left:
             for sentinel in wait(list(left)):
-                member = left.pop(int(sentinel))  # type: ignore[call-overload]
+                assert isinstance(sentinel, int)
+                member = left.pop(sentinel)
                 if self._exit_code(member) != 0:
                     raise RunFailed(self._cause(self._culprit(member)))
 
@@ -119,7 +120,7 @@ class Crew:
             ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 return first
-            ended = [left.pop(int(sentinel)) for sentinel in ready]  # type: ignore[call-overload]
+            ended = [left.pop(sentinel) for sentinel in ready if isinstance(sentinel, int)]
 
     def _exit_code(self, member: str) -> int:
         process = self._processes[member]

@@ -1,8 +1,8 @@
 """The main function of every process that the launcher starts.
 
-Each has a connection to the launcher. Over it comes one JSON object (which run, where the exchange is), and back go
-the exchange's address or the cause of a failure. The connection is also a lifeline: when the launcher is gone,
-however it ended, so are its processes.
+Each has a connection to the launcher. Over it comes one JSON object (the launch's token, where the exchange is),
+and back go the exchange's address or the cause of a failure. The connection is also a lifeline: when the launcher is
+gone, however it ended, so are its processes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -66,9 +67,9 @@ def process_main(launcher: Connection, job: Job) -> NoReturn:
         torch.set_num_threads(config.threads)
         plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
         if job.member == EXCHANGE:
-            code = _run_exchange(plan, words["run"], job.folder, launcher)
+            code = _run_exchange(plan, words["token"], job.folder, launcher)
         else:
-            code = _run_member(plan, words["run"], words["exchange"], plan.members[job.member], job.cache, launcher)
+            code = _run_member(plan, words["token"], words["exchange"], plan.members[job.member], job.cache, launcher)
     except EOFError:
         code = CONSEQUENCE  # the launcher ended before it gave this process anything to do
     except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
@@ -97,17 +98,15 @@ def _follow_lifeline(launcher: Connection) -> None:
 
 
 def _say(launcher: Connection, **words: str) -> None:
-    try:
+    with suppress(OSError):  # if the launcher is gone, the lifeline ends this process
         launcher.send_bytes(json.dumps(words).encode())
-    except OSError:
-        pass  # the launcher is gone; the lifeline ends this process
 
 
-def _run_exchange(plan: RunPlan, run: str, folder: Path, launcher: Connection) -> int:
-    exchange, keeper = start_exchange(plan, run, folder)
+def _run_exchange(plan: RunPlan, token: str, folder: Path, launcher: Connection) -> int:
+    exchange, keeper = start_exchange(plan, folder)
     listen = plan.config.exchange.listen
     try:
-        server, port = serve_exchange(exchange, listen, len(plan.members))
+        server, port = serve_exchange(exchange, token, listen, len(plan.members))
     except OSError as error:
         _say(launcher, failure=str(error))
         return FAILED
@@ -125,15 +124,13 @@ def _run_exchange(plan: RunPlan, run: str, folder: Path, launcher: Connection) -
     return 0
 
 
-def _run_member(
-    plan: RunPlan, run: str, address: str, member: MemberPlan, cache: Path, launcher: Connection
-) -> int:
-    exchange = ExchangeClient(address, run, member.name)
+def _run_member(plan: RunPlan, token: str, address: str, member: MemberPlan, cache: Path, launcher: Connection) -> int:
+    exchange = ExchangeClient(address, token, member.name)
     links: list[LinkEnd] = []
     try:
-        upstream, downstream = _open_links(plan, run, member, exchange)
+        upstream, downstream = _open_links(plan, token, member, exchange)
         links = [link for link in (upstream, downstream) if link is not None]
-        train_member(plan, run, member, exchange, upstream, downstream, cache)
+        train_member(plan, member, exchange, upstream, downstream, cache)
         for link in links:
             link.close()
     except (HeteroPPError, OSError) as error:
@@ -150,10 +147,8 @@ def _run_member(
 
 
 def _tell_failure(exchange: ExchangeClient, member: str, cause: str, consequence: bool) -> None:
-    try:
+    with suppress(HeteroPPError):  # if the exchange is gone too, the launcher sees the exit code
         exchange.report([Report(member=member, failure=Failure(cause=cause, consequence=consequence))])
-    except HeteroPPError:
-        pass  # the exchange is gone too; the launcher sees the exit code
 
 
 def _refusal_reporter(exchange: ExchangeClient, member: str) -> Callable[[str, str], None]:
@@ -166,7 +161,7 @@ def _refusal_reporter(exchange: ExchangeClient, member: str) -> Callable[[str, s
 
 
 def _open_links(
-    plan: RunPlan, run: str, member: MemberPlan, exchange: ExchangeClient
+    plan: RunPlan, token: str, member: MemberPlan, exchange: ExchangeClient
 ) -> tuple[LinkEnd | None, LinkEnd | None]:
     """Listen for the stage before, join, dial the stage after."""
     replica, stage = member.replica, member.stage
@@ -176,7 +171,7 @@ def _open_links(
     server, address = None, ""
     if not stage.is_first:
         link = plan.links[stage_link_name(replica.name, stage.index - 1)]
-        server = StageLinkServer(link, run, member.name, plan.config.seed, _refusal_reporter(exchange, member.name))
+        server = StageLinkServer(link, token, member.name, plan.config.seed, _refusal_reporter(exchange, member.name))
         own = replica.stage_settings(stage.index)
         listen = (own and own.listen) or "127.0.0.1:0"
         _, port = make_server(listen, [server.handler()], max_workers=4)
@@ -186,5 +181,5 @@ def _open_links(
     if not stage.is_last:
         link = plan.links[stage_link_name(replica.name, stage.index)]
         target = exchange.locate(link.target)
-        downstream = open_stage_link(target, link, run, member.name, plan.config.seed, CONNECT_TIMEOUT)
+        downstream = open_stage_link(target, link, token, member.name, plan.config.seed, CONNECT_TIMEOUT)
     return None if server is None else server.accept(CONNECT_TIMEOUT), downstream

@@ -1,6 +1,7 @@
 """Where a run stands, derived from its members' reports alone.
 
-Pure: every time comes from a report or an argument. The launcher's thread calls `apply`; whoever reads from another thread holds `lock` meanwhile.
+Pure: every time comes from a report or an argument. The launcher's thread calls `apply`; whoever reads from another
+thread holds `lock` meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hetero_pp.rpc.messages_pb2 import (
 from hetero_pp.topology import EXCHANGE, Direction, LinkPlan
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+ARROWS: dict[Direction, str] = {"forward": "→", "backward": "←"}
 RECENT_SECONDS = 5.0
 """How far back "now" reaches when it says bytes a second."""
 
@@ -68,11 +70,16 @@ class ReplicaState:
         if report.HasField("loss") and index + 1 > self.steps_done:
             self.steps_done, self.loss = index + 1, report.loss
 
+    def round_loss(self, round_: int) -> float | None:
+        """Mean training loss over the inner steps of a round."""
+        steps = range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
+        losses = [self.steps[i].loss for i in steps if i in self.steps]
+        known = [loss for loss in losses if loss is not None]
+        return fmean(known) if known else None
+
     def last_round_loss(self) -> float | None:
-        """Mean training loss over the inner steps of the last round that has any."""
-        first = (self.steps_done - 1) // self.inner_steps * self.inner_steps
-        losses = [step.loss for index, step in self.steps.items() if index >= first and step.loss is not None]
-        return fmean(losses) if losses else None
+        """The same of the last round that has any."""
+        return self.round_loss(-(-self.steps_done // self.inner_steps))
 
 
 @dataclass
@@ -156,8 +163,7 @@ class RunState:
         self.rounds_planned = plan.config.outer.rounds
         self.inner_steps = plan.config.inner.steps
         self.replicas = {
-            replica.name: ReplicaState(replica.name, replica.kind, self.inner_steps)
-            for replica in plan.config.replicas
+            replica.name: ReplicaState(replica.name, replica.kind, self.inner_steps) for replica in plan.config.replicas
         }
         self.links = {
             name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
@@ -285,9 +291,7 @@ class RunState:
     def final_sha256(self) -> dict[str, str]:
         """Each replica's parameters after the last round for which all replicas have told theirs."""
         common = set.intersection(*(set(replica.sha256) for replica in self.replicas.values()))
-        return (
-            {name: replica.sha256[max(common)] for name, replica in self.replicas.items()} if common else {}
-        )
+        return {name: replica.sha256[max(common)] for name, replica in self.replicas.items()} if common else {}
 
     def summary(self) -> dict[str, Any]:
         """The run in numbers, ready for JSON. Of a run that failed: what is known, and `failed`."""
@@ -320,9 +324,7 @@ class RunState:
             "wire_bytes": {way: state.wire_bytes for way, state in ways},
             "busy_share": {way: state.busy_share(seconds) for way, state in ways},
             "payload_bytes_per_round": {
-                way: [
-                    state.rounds[round_].payload_bytes if round_ in state.rounds else 0 for round_ in rounds
-                ]
+                way: [state.rounds[round_].payload_bytes if round_ in state.rounds else 0 for round_ in rounds]
                 for way, state in ways
             },
         }
@@ -332,6 +334,15 @@ class RunState:
         whole = _contribution_sizes(sum(one.bytes for one in closed), sum(one.kept_values for one in closed))
         rounds = [{"round": one.round} | _contribution_sizes(one.bytes, one.kept_values) for one in closed]
         return whole | {"per_round": rounds}
+
+
+def format_share(share: float | None) -> str:
+    """0.4567 -> "46 %", 0.0123 -> "1.2 %", 1e-5 -> "<0.1 %", None -> "–"."""
+    if share is None:
+        return "–"
+    if 0 < share < 0.001:
+        return "<0.1 %"
+    return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
 
 
 def _between(start: float | None, end: float | None) -> float:

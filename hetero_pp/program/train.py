@@ -33,7 +33,6 @@ RECEIVE_TIMEOUT = 600.0
 
 def train_member(
     plan: RunPlan,
-    run: str,
     member: MemberPlan,
     exchange: ExchangePort,
     upstream: LinkEnd | None,
@@ -52,15 +51,11 @@ def train_member(
     basis = tensors.pop(BASIS, None)
     trainer = _build(plan, member, tensors, basis, upstream, downstream, cache)
     followed = {name: tensor for name, tensor in tensors.items() if name not in member.owned}
-    outer = OuterRound(
-        run, member.name, member.replica.name, trainer.parameters, followed, paced, config.outer
-    )
+    outer = OuterRound(plan.run, member.name, member.replica.name, trainer.parameters, followed, paced, config.outer)
     reporter = Reporter(exchange, member.name)
     ledgers = _ledgers(member, paced, upstream, downstream)
     try:
-        run_member(
-            trainer, member.replica.name, outer, reporter, ledgers, config.outer.rounds, config.inner.steps
-        )
+        run_member(trainer, member.replica.name, outer, reporter, ledgers, config.outer.rounds, config.inner.steps)
         over = reporter.new()
         over.finished.SetInParent()
         reporter.tell(over)
@@ -80,7 +75,8 @@ def _build(
     config, replica = plan.config, member.replica
     rows = replica.batch_size // replica.micro_batches
     needs_data = member.stage is None or member.stage.is_first
-    batches, validation = None, []
+    batches: Batches | None = None
+    validation: list[Tensor] = []
     if needs_data:
         batches, validation = replica_batches(plan, member, prepare_tokens(config.data, cache))
     with torch.device("meta"):

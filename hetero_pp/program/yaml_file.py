@@ -77,9 +77,8 @@ class ConfigFile:
         found: list[str | int] = []
         line = 1
         for position, part in enumerate(key):
-            if isinstance(node, CommentedMap) and part in node:
-                line = _line(node.lc, part, line)
-            elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
+            in_list = isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node)
+            if in_list or (isinstance(node, CommentedMap) and part in node):
                 line = _line(node.lc, part, line)
             else:
                 is_variant = position < len(key) - 1 or not isinstance(node, CommentedMap)

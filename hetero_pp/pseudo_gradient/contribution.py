@@ -60,9 +60,7 @@ def encode_blob(
     return blob.SerializeToString(deterministic=True)
 
 
-def _encode_tensor(
-    name: str, shape: Shape, selection: Selection, settings: CompressionSettings
-) -> TensorPayload:
+def _encode_tensor(name: str, shape: Shape, selection: Selection, settings: CompressionSettings) -> TensorPayload:
     payload = TensorPayload(name=name, shape=shape, tile=settings.tile, density=settings.density)
     payload.positions = b"".join(
         bits.pack(positions.numpy(), bits.width_of(group.size)).tobytes()
@@ -101,9 +99,7 @@ def _decode_tensor(payload: TensorPayload, shape: Shape, settings: CompressionSe
     found = (tuple(payload.shape), tuple(payload.tile), payload.density, payload.code_bits)
     expected = (shape, settings.tile, settings.density, settings.value_bits)
     if found != expected:
-        raise MalformedContribution(
-            f"{payload.name}: found shape, tile, density, bits {found}, expected {expected}"
-        )
+        raise MalformedContribution(f"{payload.name}: found shape, tile, density, bits {found}, expected {expected}")
     groups = list(groups_of(shape, settings.tile))
     indices = _decode_positions(payload, groups, settings.density)
     values = _decode_values(payload, len(indices))
@@ -116,9 +112,7 @@ def _decode_positions(payload: TensorPayload, groups: list[Group], density: floa
     packed = np.frombuffer(payload.positions, dtype=np.uint8)
     sizes = [bits.packed_size(g.count * g.kept(density), bits.width_of(g.size)) for g in groups]
     if packed.size != sum(sizes):
-        raise MalformedContribution(
-            f"{payload.name}: found {packed.size} bytes of positions, expected {sum(sizes)}"
-        )
+        raise MalformedContribution(f"{payload.name}: found {packed.size} bytes of positions, expected {sum(sizes)}")
     indices, start = [], 0
     for group, size in zip(groups, sizes, strict=True):
         kept = group.kept(density)
@@ -139,18 +133,14 @@ def _decode_values(payload: TensorPayload, count: int) -> Tensor:
     if width == 32:
         return torch.from_numpy(packed.view("<f4").astype(np.float32))
     if len(payload.levels) != 1 << width:
-        raise MalformedContribution(
-            f"{payload.name}: found {len(payload.levels)} levels, expected {1 << width}"
-        )
+        raise MalformedContribution(f"{payload.name}: found {len(payload.levels)} levels, expected {1 << width}")
     levels = torch.tensor(list(payload.levels), dtype=torch.float32)
     return levels[torch.from_numpy(bits.unpack(packed, width, count).astype(np.int64))]
 
 
 def entry_of(address: BlobAddress, data: bytes, kept_values: int) -> BlobEntry:
     """How the round record names a blob."""
-    return BlobEntry(
-        block=address.block, sha256=hashlib.sha256(data).digest(), size=len(data), kept_values=kept_values
-    )
+    return BlobEntry(block=address.block, sha256=hashlib.sha256(data).digest(), size=len(data), kept_values=kept_values)
 
 
 def contribution_digest(entries: Iterable[BlobEntry]) -> bytes:

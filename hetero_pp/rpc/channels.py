@@ -44,9 +44,7 @@ def make_channel(address: str) -> grpc.Channel:
     return grpc.insecure_channel(address, options=_OPTIONS + _CHANNEL_OPTIONS)
 
 
-def make_server(
-    listen: str, handlers: Sequence[grpc.GenericRpcHandler], max_workers: int
-) -> tuple[grpc.Server, int]:
+def make_server(listen: str, handlers: Sequence[grpc.GenericRpcHandler], max_workers: int) -> tuple[grpc.Server, int]:
     """A started server on HOST:PORT and its port (PORT 0 takes any free one). OSError if it cannot be had.
 
     Every open stream holds a worker, so `max_workers` must exceed the number of stage links. The caller must

@@ -52,16 +52,20 @@ class WatchedExchange(ExchangePort, Protocol):
         """Count a message that was not let in."""
 
 
-def serve_exchange(exchange: WatchedExchange, listen: str, members: int) -> tuple[grpc.Server, int]:
-    """Serve an exchange at HOST:PORT; returns the server and the port it got. Raises OSError if the port is busy."""
-    return make_server(listen, [_Handlers(exchange).generic()], max_workers=8 + 3 * members)
+def serve_exchange(exchange: WatchedExchange, token: str, listen: str, members: int) -> tuple[grpc.Server, int]:
+    """Serve an exchange at HOST:PORT to callers who know the token; returns the server and the port it got.
+
+    Raises OSError if the port is busy.
+    """
+    return make_server(listen, [_Handlers(exchange, token).generic()], max_workers=8 + 3 * members)
 
 
 class _Handlers:
     """One method per call; `member` comes from the call's metadata."""
 
-    def __init__(self, exchange: WatchedExchange) -> None:
+    def __init__(self, exchange: WatchedExchange, token: str) -> None:
         self.exchange = exchange
+        self.token = token
 
     def generic(self) -> grpc.GenericRpcHandler:
         def one_to_one(method: Callable[..., Message], request: type[Message]) -> grpc.RpcMethodHandler:
@@ -114,7 +118,7 @@ class _Handlers:
     def _caller(self, context: grpc.ServicerContext) -> str:
         metadata = dict(context.invocation_metadata())
         member = str(metadata.get("member", "a stranger"))
-        if metadata.get("run") != self.exchange.run:
+        if metadata.get("token") != self.token:
             self.exchange.refuse(f"{member} at {context.peer()}", "a call from another run")
             raise Refused("the exchange serves another run")
         return member
@@ -133,7 +137,7 @@ class _Handlers:
         header = pb.SnapshotHeader(names=request.names)
         for name in request.names:
             header.tensors.add(dtype=pb.FP32, shape=tensors[name].shape)
-        buffers = (memoryview(tensors[name].contiguous().numpy().reshape(-1).view("uint8")) for name in request.names)
+        buffers = (tensors[name].contiguous().numpy().reshape(-1).view("uint8").data for name in request.names)
         yield from header_and_payload_frames(header, buffers)
 
     def _deposit(self, frames: Iterator[bytes], member: str) -> pb.DepositReply:
@@ -151,9 +155,7 @@ class _Handlers:
 
     def _fetch(self, request: pb.FetchRequest, member: str) -> Iterator[bytes]:
         data = self.exchange.fetch(member, request.round, request.replica, request.block)
-        header = pb.BlobHeader(
-            round=request.round, replica=request.replica, block=request.block, size=len(data)
-        )
+        header = pb.BlobHeader(round=request.round, replica=request.replica, block=request.block, size=len(data))
         yield from header_and_payload_frames(header, [data])
 
     def _confirm(self, request: pb.HashReport, member: str) -> pb.HashReply:
@@ -181,11 +183,10 @@ def _abort(context: grpc.ServicerContext, error: HeteroPPError) -> NoReturn:
 class ExchangeClient:
     """The exchange at an address, as one member sees it. Implements ExchangePort."""
 
-    def __init__(self, address: str, run: str, member: str) -> None:
+    def __init__(self, address: str, token: str, member: str) -> None:
         self.address = address
         self._channel = make_channel(address)
-        self._metadata = (("run", run), ("member", member))
-        self._run = run
+        self._metadata = (("token", token), ("member", member))
 
     def close(self) -> None:
         """End the connection; calls under way fail."""
@@ -214,9 +215,7 @@ class ExchangeClient:
 
     def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
         """See ExchangePort."""
-        header = pb.BlobHeader(
-            round=address.round, replica=address.replica, block=address.block, size=len(data)
-        )
+        header = pb.BlobHeader(round=address.round, replica=address.replica, block=address.block, size=len(data))
         call = self._channel.stream_unary(f"/{SERVICE}/Deposit", None, pb.DepositReply.FromString)
         try:
             call(header_and_payload_frames(header, [data]), metadata=self._metadata)
@@ -256,9 +255,7 @@ class ExchangeClient:
             raise self._translate(error) from None
 
     def _stream(self, method: str, request: Message, parse: Callable[[bytes], Any] | None) -> Iterator[Any]:
-        call = self._channel.unary_stream(
-            f"/{SERVICE}/{method}", lambda message: message.SerializeToString(), parse
-        )
+        call = self._channel.unary_stream(f"/{SERVICE}/{method}", lambda message: message.SerializeToString(), parse)
         try:
             yield from call(request, metadata=self._metadata)
         except grpc.RpcError as error:

@@ -93,9 +93,7 @@ class _Payload:
 def _split(frame: bytes, header_type: type[Header]) -> tuple[Header, int, memoryview]:
     """A first frame's header, that header's length, and the payload behind it."""
     if not PREFIX_BYTES <= len(frame) <= FRAME_BYTES:
-        raise MalformedMessage(
-            f"found a first frame of {len(frame)} bytes, expected {PREFIX_BYTES} to {FRAME_BYTES}"
-        )
+        raise MalformedMessage(f"found a first frame of {len(frame)} bytes, expected {PREFIX_BYTES} to {FRAME_BYTES}")
     (length,) = _LENGTH.unpack_from(frame)
     most = min(MAX_HEADER_BYTES, len(frame) - PREFIX_BYTES)
     if length > most:
@@ -221,9 +219,7 @@ def _tensor_bytes(dtype: DType, shape: Iterable[int], max_bytes: int) -> int:
     if dtype not in WIRE_DTYPES:
         raise MalformedMessage(f"found a tensor of dtype {dtype}, expected one of {sorted(WIRE_DTYPES)}")
     if len(sizes) > MAX_DIMENSIONS:
-        raise MalformedMessage(
-            f"found a tensor of {len(sizes)} dimensions, expected at most {MAX_DIMENSIONS}"
-        )
+        raise MalformedMessage(f"found a tensor of {len(sizes)} dimensions, expected at most {MAX_DIMENSIONS}")
     width = WIRE_DTYPES[dtype].itemsize
     if math.prod(max(size, 1) for size in sizes) * width > max_bytes:
         raise MalformedMessage(f"found a tensor of shape {sizes}, expected at most {max_bytes} bytes")

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from hetero_pp.errors import LinkClosed, LinkTimeout, MalformedMessage, Refused
 from hetero_pp.link.ledger import Ledger
-from hetero_pp.link.protocol import PEER_CLOSED, Message, sealed, wire_frames
+from hetero_pp.link.protocol import END_CLOSED, PEER_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import ShapedQueue, busy_seconds, direction_queue
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.framing import Decoder, encode
@@ -86,9 +86,7 @@ def _open_error(error: grpc.RpcError, address: str, timeout: float) -> Exception
 class StageLinkServer:
     """Waits for the upstream neighbour of one stage: takes it once, and refuses everybody else."""
 
-    def __init__(
-        self, plan: LinkPlan, run: str, member: str, seed: int, on_refusal: OnRefusal | None = None
-    ) -> None:
+    def __init__(self, plan: LinkPlan, run: str, member: str, seed: int, on_refusal: OnRefusal | None = None) -> None:
         self.refusals = 0
         self._plan, self._run, self._member, self._seed = plan, run, member, seed
         self._on_refusal = on_refusal
@@ -163,9 +161,7 @@ class GrpcLinkEnd:
     ) -> None:
         """Begin to receive. `hang_up` breaks the stream, `at_end` is called when it is over."""
         self._hang_up = hang_up
-        reader = threading.Thread(
-            target=self._read, args=(frames, at_end), name=f"link-{self._name}", daemon=True
-        )
+        reader = threading.Thread(target=self._read, args=(frames, at_end), name=f"link-{self._name}", daemon=True)
         reader.start()
 
     def send(self, message: Message) -> None:
@@ -174,7 +170,7 @@ class GrpcLinkEnd:
         sizes = wire_frames(message)
         with self._lock:
             if _END in self._said:
-                raise LinkClosed("this end of the link is closed")
+                raise LinkClosed(END_CLOSED)
             for size in sizes:
                 self._outgoing.put(parts, [size])
         wire = sum(sizes)

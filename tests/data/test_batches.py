@@ -80,14 +80,10 @@ def test_rows_are_windows_of_the_train_part() -> None:
     batch_size=st.integers(1, 2),
     epoch=st.integers(0, 3),
 )
-def test_an_epoch_reads_every_window_once(
-    train: int, length: int, replicas: int, batch_size: int, epoch: int
-) -> None:
+def test_an_epoch_reads_every_window_once(train: int, length: int, replicas: int, batch_size: int, epoch: int) -> None:
     seen: Counter[int] = Counter()
     for replica in range(replicas):
-        batches = batches_of(
-            train, sequence_length=length, replica=replica, replicas=replicas, batch_size=batch_size
-        )
+        batches = batches_of(train, sequence_length=length, replica=replica, replicas=replicas, batch_size=batch_size)
         size = batches.shard_size
         steps = range(epoch * size // batch_size, -(-(epoch + 1) * size // batch_size))
         rows = np.concatenate([batches.windows(step) for step in steps])
@@ -137,9 +133,7 @@ def test_too_small_a_corpus_to_train_on() -> None:
     assert caught.value.key == ("data", "corpus")
 
 
-@given(
-    size=st.integers(1, 500), length=st.integers(1, 9), sequences=st.integers(1, 30), batch=st.integers(1, 9)
-)
+@given(size=st.integers(1, 500), length=st.integers(1, 9), sequences=st.integers(1, 30), batch=st.integers(1, 9))
 def test_validation_rows_are_apart_and_within_the_validation_part(
     size: int, length: int, sequences: int, batch: int
 ) -> None:

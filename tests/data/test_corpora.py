@@ -67,9 +67,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 
 def test_a_corpus_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"data\.corpus: found `nowhere`, expected `standard-library`, `docstrings`"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.corpus: found `nowhere`, expected `standard-library`, `docstrings`"):
         read("nowhere")
     with pytest.raises(ConfigError, match=r"found no usable file at .*expected \.txt, \.jsonl, \.parquet"):
         read(tmp_path)
@@ -143,9 +141,7 @@ except OSError:
 '''
 
 
-def test_docstrings_come_from_every_kind_of_definition(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_docstrings_come_from_every_kind_of_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_text(SOURCE)
     (tmp_path / "b.py").write_text("def broken(:")
     (tmp_path / "c.py").write_bytes(b'"""\xff"""')

@@ -87,9 +87,7 @@ def test_a_second_call_encodes_nothing(tmp_path: Path) -> None:
     first = prepare_tokens(settings, tmp_path / "cache", tokenizer)
     assert tokenizer.encoded == len(TEXTS)
     again = prepare_tokens(settings, tmp_path / "cache", tokenizer)
-    other_split = prepare_tokens(
-        settings.model_copy(update={"validation_share": 0.5}), tmp_path / "cache", tokenizer
-    )
+    other_split = prepare_tokens(settings.model_copy(update={"validation_share": 0.5}), tmp_path / "cache", tokenizer)
     assert tokenizer.encoded == len(TEXTS)
     assert first.digest == again.digest == other_split.digest
     assert len(other_split.validation) > len(again.validation)
@@ -133,9 +131,7 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_share_that_leaves_a_part_empty(tmp_path: Path) -> None:
     settings = write_texts(tmp_path / "corpus", ["tiny"])
     for share in (0.01, 0.99):
-        with pytest.raises(
-            ConfigError, match=f"found {share}, expected at least one of the 5 tokens on either side"
-        ):
+        with pytest.raises(ConfigError, match=f"found {share}, expected at least one of the 5 tokens on either side"):
             prepare_tokens(settings.model_copy(update={"validation_share": share}), tmp_path / "cache")
 
 

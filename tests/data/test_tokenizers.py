@@ -78,9 +78,7 @@ def test_nothing_is_cut_off_padded_or_added(tmp_path: Path) -> None:
     trained = train_tokenizer(["<s>", "</s>"])
     trained.enable_truncation(4)
     trained.enable_padding(length=4)
-    trained.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
+    trained.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     trained.save(str(tmp_path / "tokenizer.json"))
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
     short, long = tokenizer.encode_batch(["x", "x" * 50])
@@ -117,9 +115,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path, content: str) -> None:
 
 def test_a_missing_file(tmp_path: Path) -> None:
     for name in ("byte", str(tmp_path)):
-        with pytest.raises(
-            ConfigError, match=f"found `{name}`, expected `bytes` or a path to a tokenizer.json"
-        ):
+        with pytest.raises(ConfigError, match=f"found `{name}`, expected `bytes` or a path to a tokenizer.json"):
             load_tokenizer(DataSettings(tokenizer=name))
 
 

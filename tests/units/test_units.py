@@ -71,9 +71,7 @@ def test_an_unknown_unit_is_named_with_the_known_ones(kind: str, text: str, unit
     assert all(known in str(caught.value) for known in TABLES[kind])
 
 
-@pytest.mark.parametrize(
-    "value", ["", "100", "fast", "-1 s", "1..2 s", "nan s", "inf s", 100, 1.5, None, True, []]
-)
+@pytest.mark.parametrize("value", ["", "100", "fast", "-1 s", "1..2 s", "nan s", "inf s", 100, 1.5, None, True, []])
 def test_what_is_no_quantity(value: object) -> None:
     with pytest.raises(ValueError, match="expected a number and a unit such as `20 ms`"):
         parse_quantity(value, SECONDS, "20 ms")
@@ -101,9 +99,7 @@ def test_ratios(value: object, expected: float) -> None:
     assert parse_fraction(value) == expected
 
 
-@pytest.mark.parametrize(
-    "value", ["", "%", "1/0", "a", "1/8/2", "1 / x", math.nan, math.inf, None, True, [1]]
-)
+@pytest.mark.parametrize("value", ["", "%", "1/0", "a", "1/8/2", "1 / x", math.nan, math.inf, None, True, [1]])
 def test_what_is_no_ratio(value: object) -> None:
     with pytest.raises(ValueError, match="expected a number or a ratio such as `1/8`"):
         parse_fraction(value)
@@ -123,8 +119,7 @@ def test_a_ratio_is_the_quotient(above: int, below: int) -> None:
 def test_settings_load_equal_from_what_they_serialise_to(**values: float | None) -> None:
     units = {"bandwidth": "bit/s", "limit": "bit/s", "duration": "s", "size": "B"}
     text = {
-        key: f"{value!r} {units[key]}" if key in units and value is not None else value
-        for key, value in values.items()
+        key: f"{value!r} {units[key]}" if key in units and value is not None else value for key, value in values.items()
     }
     settings = Example.model_validate(text)
     assert settings.model_dump() == text
@@ -178,9 +173,5 @@ def test_formats(text: str, expected: str) -> None:
 
 @given(st.floats(1, 1e15))
 def test_what_is_formatted_parses_to_nearly_the_same(value: float) -> None:
-    assert parse_quantity(format_bits_per_second(value), BITS_PER_SECOND, "") == pytest.approx(
-        value, rel=1e-3
-    )
-    assert parse_quantity(format_bytes(value), BYTES, "") == pytest.approx(
-        value, rel=0.5 if value < 1e3 else 1e-2
-    )
+    assert parse_quantity(format_bits_per_second(value), BITS_PER_SECOND, "") == pytest.approx(value, rel=1e-3)
+    assert parse_quantity(format_bytes(value), BYTES, "") == pytest.approx(value, rel=0.5 if value < 1e3 else 1e-2)

@@ -1,0 +1,306 @@
+"""What the terminal shows: a live view while a run goes on (or one line a round), and the tables at its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hetero_pp.program.run_state import DIRECTIONS, LinkState, RunState, format_share
+from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
+
+REFRESH_SECONDS = 0.25
+ROWS_BESIDE_LINKS = 12
+"""Lines of the live view that are neither a replica nor a link."""
+
+
+WIDTH_OF_FILES = 100
+"""Columns of the tables where there is no terminal."""
+
+
+class LiveDisplay:
+    """Shows a run while it goes on: a view that refreshes itself on a terminal, else one line a round."""
+
+    def __init__(self, state: RunState, console: Console, clock: Callable[[], float] = time.time) -> None:
+        self._state = state
+        self._console = console
+        self._clock = clock
+        self._live: Live | None = None
+        self._rounds_told = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="display", daemon=True)
+
+    def __enter__(self) -> LiveDisplay:
+        if self._console.is_terminal:
+            self._live = Live(self.view(), console=self._console, auto_refresh=False)
+            self._live.start()
+        else:
+            self._say(start_line(self._state))
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """The view of a run that ended well goes away, as the tables of `print_result` follow."""
+        self._ended.set()
+        self._thread.join()
+        if self._live is not None:
+            self._live.update(self.view())
+            self._live.transient = error is None
+            self._live.stop()
+        else:
+            self._say_closed_rounds(is_last=True)
+
+    def refresh(self) -> None:
+        """Bring what is shown up to date. The display does so by itself four times a second."""
+        if self._live is not None:
+            self._live.update(self.view(), refresh=True)
+        else:
+            self._say_closed_rounds(is_last=False)
+
+    def view(self) -> Group:
+        """The whole live view."""
+        with self._state.lock:
+            return live_view(self._state, self._clock(), self._console.height)
+
+    def _run(self) -> None:
+        while not self._ended.wait(REFRESH_SECONDS):
+            self.refresh()
+
+    def _say_closed_rounds(self, is_last: bool) -> None:
+        for line in self._lines_due(is_last):
+            self._say(line)
+
+    def _lines_due(self, is_last: bool) -> list[str]:
+        """A round's line waits for its validation loss, but not beyond the close of the next round or the end."""
+        lines: list[str] = []
+        with self._state.lock:
+            closed = self._state.rounds
+            while self._rounds_told < closed:
+                round_ = self._rounds_told + 1
+                if not is_last and round_ == closed and self._state.mean_validation_loss(round_) is None:
+                    break
+                lines.append(round_line(self._state, round_))
+                self._rounds_told = round_
+        return lines
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+# ---- lines, where there is no terminal ----
+
+
+def start_line(state: RunState) -> str:
+    """What is about to run."""
+    plan = state.plan
+    return (
+        f"{plan.config.name}: {_count(len(state.replicas), 'replica')}, {_count(len(plan.members), 'member')}, "
+        f"{_count(state.rounds_planned, 'outer round')} of {_count(state.inner_steps, 'inner step')}"
+    )
+
+
+def round_line(state: RunState, round_: int) -> str:
+    """What a closed round brought."""
+    losses = ", ".join(f"{name} {_loss(replica.round_loss(round_))}" for name, replica in state.replicas.items())
+    return (
+        f"round {round_}/{state.rounds_planned}: validation loss {_loss(state.mean_validation_loss(round_))}, "
+        f"training loss {losses}, {format_seconds(state.round_seconds(round_))}"
+    )
+
+
+# ---- the live view ----
+
+
+def live_view(state: RunState, now: float, height: int) -> Group:
+    """Title, progress, replicas and links, of which only the busiest are shown if not all fit into `height`."""
+    links = list(state.links.values())
+    room = max(3, height - ROWS_BESIDE_LINKS - len(state.replicas))
+    parts: list[RenderableType] = [_title(state, now), _progress(state), _live_replicas(state, now)]
+    if len(links) <= room:
+        return Group(*parts, _live_links(state, links, now))
+    busiest = sorted(links, key=lambda link: link.wire_bytes, reverse=True)[: room - 1]
+    shown = [link for link in links if any(link is one for one in busiest)]
+    rest = Text(f" and {len(links) - len(shown)} links that carried less", style="dim")
+    return Group(*parts, _live_links(state, shown, now), rest)
+
+
+def _title(state: RunState, now: float) -> Table:
+    left = state.seconds_left(now)
+    times = f"{_clock_time(state.elapsed(now))} elapsed"
+    if left is not None:
+        times += f", about {_clock_time(left)} left"
+    grid = Table.grid(expand=True)
+    grid.add_column()
+    grid.add_column(justify="right")
+    grid.add_row(Text(f" {state.plan.config.name}", style="bold"), Text(f"{times} ", style="dim"))
+    return grid
+
+
+def _progress(state: RunState) -> Table:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(justify="right", no_wrap=True)
+    for label, done, total in (
+        (" outer rounds", state.rounds, state.rounds_planned),
+        (" inner steps of this round", state.steps_of_open_round, state.inner_steps),
+    ):
+        grid.add_row(label, ProgressBar(total=total, completed=done), f"{done}/{total} ")
+    return grid
+
+
+def _live_replicas(state: RunState, now: float) -> Table:
+    table = _table(("replica", "kind"), ("inner step", "loss", "validation loss", "tokens/s"))
+    for replica in state.replicas.values():
+        validation = replica.validation_loss
+        table.add_row(
+            replica.name,
+            replica.kind,
+            f"{replica.steps_done}/{state.plan.total_steps}",
+            _loss(replica.loss),
+            _loss(validation[max(validation)] if validation else None),
+            f"{state.tokens_per_second(replica, now):,.0f}",
+        )
+    return table
+
+
+def _live_links(state: RunState, links: list[LinkState], now: float) -> Table:
+    table = _table(("link", "bandwidth"), ("now →", "now ←", "busy →", "busy ←", "total →", "total ←"))
+    seconds = state.training_seconds(now)
+    for link in links:
+        ways = [link.directions[way] for way in DIRECTIONS]
+        table.add_row(
+            _ends(link.plan.source, link.plan.target),
+            _bandwidth({way: link.directions[way].bandwidth for way in DIRECTIONS}),
+            *(f"{format_bytes(way.recent_bytes_per_second(now))}/s" for way in ways),
+            *(format_share(way.busy_share(seconds)) for way in ways),
+            *(format_bytes(way.wire_bytes) for way in ways),
+        )
+    return table
+
+
+# ---- the end ----
+
+
+def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """What a run brought, from its summary; `folder` is where its files are."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=max(WIDTH_OF_FILES, console.width))
+    console.print(_result_replicas(summary))
+    console.print(_result_links(summary))
+    for line in _result_lines(summary, folder):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _result_replicas(summary: Mapping[str, Any]) -> Table:
+    """Validation loss at first, after the first round and after the last; those between are in the files."""
+    rounds = sorted({1, summary["rounds"]} - {0})
+    validation = ["validation\ninitial", *(f"validation\nround {round_}" for round_ in rounds)]
+    table = _table(("replica", "kind"), ("tokens", "training\nloss", *validation))
+    replicas = summary["replicas"]
+    whole = {"name": "mean", "kind": "", "tokens": sum(replica["tokens"] for replica in replicas), "loss": None}
+    for replica in [*replicas, dict(summary) | whole] if len(replicas) > 1 else replicas:
+        losses = replica["validation_loss"]
+        table.add_row(
+            replica["name"],
+            replica["kind"],
+            f"{replica['tokens']:,}",
+            _loss(replica["loss"]),
+            _loss(replica["initial_validation_loss"]),
+            *(_loss(losses[round_ - 1] if round_ <= len(losses) else None) for round_ in rounds),
+        )
+    return table
+
+
+def _result_links(summary: Mapping[str, Any]) -> Table:
+    columns = ("payload →", "payload ←", "wire →", "wire ←", "busy →", "busy ←")
+    table = _table(("link", "bandwidth"), columns)
+    for link in summary["links"]:
+        table.add_row(
+            _ends(link["from"], link["to"]),
+            _bandwidth(link["bandwidth_bits_per_second"]),
+            *(format_bytes(link["payload_bytes"][way]) for way in DIRECTIONS),
+            *(format_bytes(link["wire_bytes"][way]) for way in DIRECTIONS),
+            *(format_share(link["busy_share"][way]) for way in DIRECTIONS),
+        )
+    return table
+
+
+def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    contributions = summary["contributions"]
+    bits = contributions["bits_per_value"]
+    if bits is not None:
+        yield (
+            f"Contributions: {format_bytes(contributions['bytes'])} in all, "
+            f"{contributions['kept_values']:,} values kept, {bits:.3g} bits per kept value."
+        )
+    hashes = set(summary["parameters_sha256"].values())
+    if len(hashes) == 1:
+        yield f"All replicas hold the same weights: sha256 {hashes.pop()[:16]}…"
+    elif hashes:
+        yield "The replicas do not hold the same weights."
+    if summary["refusals"]:
+        yield f"Messages refused: {summary['refusals']} (see metrics.jsonl)."
+    yield (
+        f"{_count(summary['rounds'], 'outer round')} in {format_seconds(summary['wall_seconds'])}, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s over all replicas."
+    )
+    if "failed" in summary:
+        yield f"Failed: {summary['failed']}"
+    yield f"Files: {folder} (summary.json, metrics.jsonl, loss.png, links.png, tensorboard/)"
+
+
+# ---- words and numbers ----
+
+
+def _table(left: Sequence[str], right: Sequence[str]) -> Table:
+    """A table with text columns first and number columns after them."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in left:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _loss(loss: float | None) -> str:
+    return "–" if loss is None else f"{loss:.4f}"
+
+
+def _ends(source: str, target: str) -> str:
+    return f"{source} → {target}"
+
+
+def _bandwidth(ways: Mapping[Any, float | None]) -> str:
+    """`100 Mbit/s`; if the directions differ, `20 / 50 Mbit/s` or `50 Mbit/s / 1 Gbit/s`."""
+    there, back = (format_bits_per_second(ways[way]) for way in DIRECTIONS)
+    if there == back:
+        return there
+    number, _, unit = there.partition(" ")
+    return f"{number if unit and back.endswith(f' {unit}') else there} / {back}"
+
+
+def _clock_time(seconds: float) -> str:
+    """95 -> "1:35"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,223 @@
+"""loss.png and links.png: how the loss fell, and what crossed which link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_pp.program.run_state import ARROWS, LinkState, RunState, format_share
+from hetero_pp.topology import Direction
+from hetero_pp.units import format_bits_per_second, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, HEIGHT, DPI = 16.0, 10.0, 100
+"""Inches, inches and dots per inch: 1600 x 1000."""
+
+STAGE_COLOURS: dict[Direction, str] = {"forward": "#1f6fb2", "backward": "#8fc1e3"}
+EXCHANGE_COLOURS: dict[Direction, str] = {"forward": "#d9731a", "backward": "#f4bf8b"}
+INK = "#333333"
+STYLE: Any = {
+    "font.size": 13,
+    "axes.titlesize": 16,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 14,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": "#e3e3e3",
+    "axes.axisbelow": True,
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.9,
+}
+MOST_MARKS = 40
+"""More outer rounds than this are marked by every second, fifth, tenth, ... line."""
+
+
+def draw_losses(state: RunState, path: Path) -> None:
+    """Training loss per inner step above, validation loss per outer round below; nothing before the first step."""
+    from matplotlib import rc_context
+
+    with state.lock, rc_context(STYLE):
+        if state.first_step is None:
+            return
+        figure = _figure(HEIGHT)
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+        _draw_training(state, above)
+        _draw_validation(state, below)
+        for axes in (above, below):
+            axes.grid(axis="y")
+            axes.set_ylabel("nats per token")
+            if axes.lines:
+                axes.legend(loc="upper right", ncols=1 + (len(state.replicas) > 8))
+            _mark_rounds(state, axes)
+        below.set_xlabel(f"inner steps of each replica ({state.inner_steps} per outer round, dotted)")
+        _save(figure, path)
+
+
+def _colours(state: RunState) -> dict[str, Any]:
+    from matplotlib import colormaps
+
+    count = len(state.replicas)
+    palette = colormaps["tab10" if count <= 10 else "tab20"]
+    return {name: palette(index % palette.N) for index, name in enumerate(state.replicas)}
+
+
+def _draw_training(state: RunState, axes: Axes) -> None:
+    colours = _colours(state)
+    for name, replica in state.replicas.items():
+        losses = [(i + 1, step.loss) for i, step in sorted(replica.steps.items()) if step.loss is not None]
+        if losses:
+            marker = "o" if len(losses) <= 60 else ""
+            label = f"{name} ({replica.kind})"
+            width = 1.8 if len(losses) <= 500 else 0.9
+            axes.plot(*zip(*losses, strict=True), color=colours[name], lw=width, marker=marker, ms=4, label=label)
+    axes.set_title(f"{state.plan.config.name}: training loss")
+
+
+def _draw_validation(state: RunState, axes: Axes) -> None:
+    """Round 0 is the initial weights."""
+    colours = _colours(state)
+    for name, replica in state.replicas.items():
+        losses = [(round_ * state.inner_steps, loss) for round_, loss in sorted(replica.validation_loss.items())]
+        if losses:
+            axes.plot(*zip(*losses, strict=True), color=colours[name], lw=1.5, marker="o", ms=5, label=name)
+    rounds = range(state.rounds_planned + 1)
+    means = [(r * state.inner_steps, m) for r in rounds if (m := state.mean_validation_loss(r)) is not None]
+    if means and len(state.replicas) > 1:
+        axes.plot(*zip(*means, strict=True), color="black", lw=2.5, ls="--", label="mean", zorder=3)
+    if means and math.isfinite(means[-1][1]):
+        where, last = means[-1]
+        axes.annotate(f"{last:.3f}", (where, last), (8, 8), textcoords="offset points", weight="bold")
+    axes.set_title("validation loss of the synced model, in each replica's own forward")
+
+
+def _mark_rounds(state: RunState, axes: Axes) -> None:
+    every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 10**9) if state.rounds_planned <= n * MOST_MARKS)
+    for round_ in sorted(state.closed):
+        if round_ % every == 0:
+            axes.axvline(round_ * state.inner_steps, color="#b5b5b5", lw=1, ls=":", zorder=0)
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """One direction of one link."""
+
+    link: LinkState
+    way: Direction
+    size: int
+    """Payload bytes since the first inner step."""
+    first: int
+    """Payload bytes before it: the first snapshot and evaluation."""
+    busy: float | None
+
+    @property
+    def colour(self) -> str:
+        return (EXCHANGE_COLOURS if self.link.reaches_exchange else STAGE_COLOURS)[self.way]
+
+    @property
+    def text(self) -> str:
+        busy = "" if self.busy is None else f", busy {format_share(self.busy)}"
+        first = f"   (+ {format_bytes(self.first)} before the first step)" if self.first else ""
+        return f"{ARROWS[self.way]} {format_bytes(self.size)}{busy}{first}"
+
+
+def _bars(state: RunState) -> Iterator[_Bar]:
+    seconds = state.training_seconds()
+    for link in sorted(state.links.values(), key=lambda link: link.reaches_exchange):
+        for way, direction in link.directions.items():
+            first = direction.rounds[0].payload_bytes if 0 in direction.rounds else 0
+            size = direction.payload_bytes - first
+            yield _Bar(link, way, size, first, direction.busy_share(seconds))
+
+
+def draw_links(state: RunState, path: Path) -> None:
+    """Payload bytes of every link, by direction; taller than usual if there are many links."""
+    from matplotlib import rc_context
+
+    with state.lock, rc_context(STYLE):
+        bars = list(_bars(state))
+        if not any(bar.size for bar in bars):
+            return
+        figure = _figure(max(HEIGHT, 1.5 + 0.3 * len(bars)))
+        axes = figure.subplots()
+        _draw_bars(axes, bars)
+        _scale(axes, [bar.size for bar in bars if bar.size])
+        _legend(axes, bars)
+        axes.set_title(f"{state.plan.config.name}: what crossed each link in {state.rounds} outer rounds")
+        axes.set_xlabel("payload since the first inner step (tensors and contributions, without headers)")
+        _save(figure, path)
+
+
+def _draw_bars(axes: Axes, bars: list[_Bar]) -> None:
+    """Two bars a link, the first on top, with a gap between stage links and exchange links."""
+    ticks: dict[float, str] = {}
+    for index, bar in enumerate(bars):
+        row, second = divmod(index, 2)
+        centre = row + 0.6 * bar.link.reaches_exchange
+        place = centre + (0.2 if second else -0.2)
+        axes.barh(place, bar.size, height=0.38, color=bar.colour)
+        axes.annotate(bar.text, (bar.size, place), (6, 0), textcoords="offset points", va="center", fontsize=11)
+        ticks[centre] = _link_label(bar.link)
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=11)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+
+
+def _link_label(link: LinkState) -> str:
+    there, back = (format_bits_per_second(link.plan.shape(way).bandwidth) for way in ("forward", "backward"))
+    bandwidth = there if there == back else f"→ {there}, ← {back}"
+    return f"{link.plan.source} – {link.plan.target}\n{bandwidth}"
+
+
+def _scale(axes: Axes, sizes: list[int]) -> None:
+    """A log axis if the sizes differ by more than 100 times; room at the right for the texts either way."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    if max(sizes) > 100 * min(sizes):
+        low, high = min(sizes) / 3, max(sizes)
+        axes.set_xscale("log")
+        axes.set_xlim(low, high * (high / low) ** 0.35)
+        axes.xaxis.set_major_locator(LogLocator(numticks=12))
+        axes.xaxis.set_minor_locator(LogLocator(numticks=1))
+    else:
+        axes.set_xlim(0, max(sizes) * 1.35)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+
+
+def _legend(axes: Axes, bars: list[_Bar]) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = {(bar.link.reaches_exchange, bar.way): bar.colour for bar in bars}
+    words = {False: "stage link", True: "exchange link"}
+    handles = [
+        Patch(color=colour, label=f"{words[exchange]}, {way} {ARROWS[way]}")
+        for (exchange, way), colour in kinds.items()
+    ]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4)
+
+
+def _figure(height: float) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.2, h_pad=0.15)
+    return Figure(figsize=(WIDTH, height), dpi=DPI, layout=layout)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Written whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    figure.savefig(part, format="png")
+    part.replace(path)

@@ -1,0 +1,165 @@
+"""What a run leaves behind: metrics.jsonl and TensorBoard events as it goes, a summary and pictures at its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import Message
+
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.pictures import draw_links, draw_losses
+from hetero_pp.program.run_state import RunState
+from hetero_pp.rpc.messages_pb2 import Evaluation, InnerStep, LinkUse, Report, RoundRecord
+
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+
+
+class Recorder:
+    """Writes reports as they come. Give each report to `state` first, then to `on_report`."""
+
+    def __init__(self, plan: RunPlan, folder: Path, state: RunState) -> None:
+        self._folder = folder
+        self._state = state
+        self._lock = threading.Lock()
+        self._metrics = (folder / METRICS).open("w", buffering=1)  # by line: a killed run keeps what it wrote
+        self._board = _Board(plan, folder / "tensorboard", state)
+
+    def on_report(self, report: Report) -> None:
+        """Write one report; nothing any more after `close`."""
+        with self._lock:
+            if self._metrics.closed:
+                return
+            for line in flat_lines(report):
+                self._metrics.write(to_json(line) + "\n")
+            self._board.on_report(report)
+
+    def fail(self, cause: str) -> None:
+        """The run has failed: the summary will say why."""
+        self._state.fail(cause)
+
+    def close(self) -> None:
+        """Write summary.json and the pictures, of what is known."""
+        with self._lock:
+            self._metrics.close()
+            self._board.close()
+        part = self._folder / f"{SUMMARY}.part"
+        part.write_text(to_json(self._state.summary(), indent=2) + "\n")
+        part.replace(self._folder / SUMMARY)
+        draw_losses(self._state, self._folder / "loss.png")
+        draw_links(self._state, self._folder / "links.png")
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON: a number that is not finite becomes null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
+    """A report as flat objects: one, and one more for each contribution of a closed round."""
+    event = report.WhichOneof("event")
+    head = {"time": report.time, "member": report.member}
+    if event == "round_closed":
+        record = report.round_closed
+        yield head | {
+            "event": event,
+            "round": record.round,
+            "contributions": len(record.contributions),
+        }
+        yield from (head | {"event": "contribution"} | line for line in _contribution_lines(record))
+    elif event is not None:
+        yield head | {"event": event} | _fields(getattr(report, event))
+
+
+def _contribution_lines(record: RoundRecord) -> Iterator[dict[str, Any]]:
+    for entry in record.contributions:
+        yield {
+            "round": record.round,
+            "replica": entry.replica,
+            "weight": entry.weight,
+            "digest": entry.digest.hex(),
+            "bytes": sum(blob.size for blob in entry.blobs),
+            "kept_values": sum(blob.kept_values for blob in entry.blobs),
+        }
+
+
+def _fields(event: Message) -> dict[str, Any]:
+    """The fields of a message without nested ones, but for optional ones that are not set."""
+    values = {
+        field.name: getattr(event, field.name)
+        for field in event.DESCRIPTOR.fields
+        if not field.has_presence or event.HasField(field.name)
+    }
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in values.items()}
+
+
+class _Board:
+    """Scalars for TensorBoard: inner steps over the global step, everything else over the round."""
+
+    def __init__(self, plan: RunPlan, folder: Path, state: RunState) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._inner_steps = plan.config.inner.steps
+        self._state = state
+        self._writer = SummaryWriter(str(folder), flush_secs=5)
+        self._uses: dict[tuple[str, str], tuple[float, LinkUse]] = {}
+
+    def on_report(self, report: Report) -> None:
+        """Write what a report adds."""
+        event = report.WhichOneof("event")
+        if event == "inner_step":
+            self._inner_step(report.time, report.inner_step)
+        elif event == "evaluation":
+            self._evaluation(report.time, report.evaluation)
+        elif event == "link_use":
+            self._link_use(report.time, report.link_use)
+
+    def _scalar(self, time: float, tag: str, value: float, step: int) -> None:
+        self._writer.add_scalar(tag, value, step, walltime=time)
+
+    def _inner_step(self, time: float, step: InnerStep) -> None:
+        index = (step.round - 1) * self._inner_steps + step.step
+        for field, tag in (("loss", "training_loss"), ("gradient_norm",) * 2, ("learning_rate",) * 2):
+            if step.HasField(field):
+                self._scalar(time, f"{tag}/{step.replica}", getattr(step, field), index)
+
+    def _evaluation(self, time: float, evaluation: Evaluation) -> None:
+        self._scalar(time, f"validation_loss/{evaluation.replica}", evaluation.loss, evaluation.round)
+        mean = self._state.mean_validation_loss(evaluation.round)
+        if mean is not None:
+            self._scalar(time, "validation_loss/mean", mean, evaluation.round)
+
+    def _link_use(self, time: float, use: LinkUse) -> None:
+        """A count is cumulative within its round: write it when the next round's first one comes."""
+        key = (use.link, use.direction)
+        if key in self._uses and self._uses[key][1].round != use.round:
+            self._round_over(*self._uses[key])
+        self._uses[key] = (time, use)
+
+    def _round_over(self, time: float, use: LinkUse) -> None:
+        self._scalar(time, f"wire_bytes/{use.link}/{use.direction}", use.wire_bytes, use.round)
+        link = self._state.links.get(use.link)
+        for way, direction in link.directions.items() if link is not None else ():
+            share = direction.busy_share(self._state.training_seconds(time))
+            if way == use.direction and share is not None:
+                self._scalar(time, f"busy_share/{use.link}/{way}", share, use.round)
+
+    def close(self) -> None:
+        """Write the links' last round, and flush."""
+        for time, use in self._uses.values():
+            self._round_over(time, use)
+        self._uses.clear()
+        self._writer.close()

@@ -1,0 +1,125 @@
+"""The layout's rules, read from the imports themselves."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hetero_pp
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("hetero_pp", "stages", "replica_groups")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+HEAVY_EXTRAS = {"torchtitan", "deepspeed", "obstore", "numba", "transformers", "datasets"}
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _layer(module: str) -> int:
+    """0: the method, links, rpc, simulator; 1: stages; 2: replica_groups; 3: the program; -1: not ours."""
+    if module.startswith("hetero_pp.program") or module == "hetero_pp.__main__":
+        return 3
+    return {"hetero_pp": 0, "stages": 1, "replica_groups": 2}.get(module.split(".")[0], -1)
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("path", FILES, ids=_module)
+def test_imports_go_one_way(path: Path) -> None:
+    upwards = {name for name in _imports(path) if _layer(name) > _layer(_module(path))}
+    assert not upwards
+
+
+def test_only_rpc_imports_grpc() -> None:
+    users = {_module(path) for path in FILES if any(name.split(".")[0] == "grpc" for name in _imports(path))}
+    assert users
+    assert all(user.startswith("hetero_pp.rpc.") for user in users)
+
+
+def test_each_engine_is_imported_in_one_file() -> None:
+    for extra in HEAVY_EXTRAS:
+        users = [path for path in FILES if any(name.split(".")[0] == extra for name in _imports(path))]
+        assert len(users) <= 1, (extra, users)
+
+
+def test_no_pickle() -> None:
+    for path in FILES:
+        assert not {name.split(".")[0] for name in _imports(path)} & {"pickle", "dill", "cloudpickle", "marshal"}, path
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    for path in FILES:
+        if not path.name.endswith("_pb2.py"):
+            assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_the_map_of_the_way_of_the_data_is_true() -> None:
+    """Every module that hetero_pp's docstring names exists."""
+    assert hetero_pp.__doc__
+    tree = ast.parse((ROOT / "hetero_pp" / "__init__.py").read_text())
+    assert len(tree.body) == 1
+    named = set(re.findall(r"\b(?:hetero_pp|stages|replica_groups)(?:\.[a-z_]+)+", hetero_pp.__doc__))
+    assert len(named) > 15
+    modules = {_module(path).removesuffix(".__init__") for path in FILES}
+    assert named <= modules
+
+
+def _readme_tree() -> tuple[set[str], set[str]]:
+    """The files that the tree names, and the folders that it names without naming what is in them."""
+    tree = (ROOT / "README.md").read_text().split("```text\nMakefile")[1].split("```")[0]
+    folders: list[str] = []
+    files, whole = set(), set()
+    for line in ("Makefile" + tree).splitlines():
+        match = re.match(r"( *)(\S+)\s+\S", line)
+        assert match, f"no comment: {line}"
+        folders[len(match[1]) // 2 :] = [match[2]]
+        path = "".join(folders)
+        whole -= {"".join(folders[:-1])}
+        (whole if path.endswith("/") else files).add(path)
+    return files, whole
+
+
+def test_the_readme_tree_names_every_file() -> None:
+    """One line a file, or one for a whole folder, and no line for what is not there."""
+    files, whole = _readme_tree()
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    generated = {"hetero_pp/rpc/messages_pb2.py", "hetero_pp/rpc/messages_pb2.pyi", "README.md"}
+    assert files <= set(tracked)
+    for name in sorted(set(tracked) - files - generated):
+        in_whole = any(name.startswith(folder) for folder in whole)
+        assert in_whole or name.endswith("__init__.py"), name
+    for folder in whole:
+        assert any(name.startswith(folder) for name in tracked), folder
+
+
+def test_a_start_without_extras_or_heavy_imports() -> None:
+    """Help needs neither torch nor grpc; nothing needs an extra."""
+    code = (
+        "import sys; import hetero_pp.program.cli; "
+        "print([name for name in ('torch', 'grpc', 'matplotlib', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
+    subprocess.run([*command, "hetero_pp/rpc/messages.proto"], check=True, cwd=ROOT)
+    for name in ("messages_pb2.py", "messages_pb2.pyi"):
+        assert (tmp_path / "hetero_pp/rpc" / name).read_text() == (ROOT / "hetero_pp/rpc" / name).read_text()

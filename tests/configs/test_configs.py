@@ -1,0 +1,46 @@
+"""Every YAML in configs/ loads, round-trips and builds; the schema for editors is up to date."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.yaml_file import ConfigFile, save_config
+from hetero_pp.model import Transformer
+from stages.stage import build_part
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PARAMETERS = {"178m": 177_622_016, "512m": 512_398_848, "1b": 1_204_881_408}
+YAMLS = sorted(CONFIGS.rglob("*.yaml"))
+
+
+def test_there_are_configs() -> None:
+    assert {path.stem for path in YAMLS} >= {"quickstart", "unequal_groups", *PARAMETERS}
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_it_loads_and_builds(path: Path, tmp_path: Path) -> None:
+    config = ConfigFile(path).config
+    plan = RunPlan(config, config.model.vocabulary or 256)
+    with torch.device("meta"):
+        whole = Transformer(plan.shape)
+        for replica in config.replicas:
+            members = [member for member in plan.members.values() if member.replica is replica]
+            owned = [name for member in members for name in member.owned]
+            assert sorted(owned) == sorted(dict(whole.named_parameters()))
+            for member in members:
+                if member.stage is not None:
+                    part = dict(build_part(plan.shape, member.stage).named_parameters())
+                    assert sorted(part) == list(member.owned)
+    if path.stem in PARAMETERS:
+        assert sum(parameter.numel() for parameter in whole.parameters()) == PARAMETERS[path.stem]
+    save_config(config, tmp_path / "config.yaml")
+    assert ConfigFile(tmp_path / "config.yaml").config == config
+
+
+def test_the_schema_is_up_to_date() -> None:
+    assert json.loads((CONFIGS / "schema.json").read_text()) == RunConfig.model_json_schema()

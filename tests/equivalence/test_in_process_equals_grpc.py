@@ -1,0 +1,113 @@
+"""The same YAML in process and over gRPC, as a user starts it: the same losses, digests and hashes, to the bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero_pp.program.check import exchange_link_loads, snapshot_bytes, stage_link_loads
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.snapshot import load_snapshot
+from hetero_pp.topology import ParticipantsReplica
+from replica_groups.log import ContributionLog
+
+YAML = Path(__file__).with_name("mixed.yaml")
+
+
+def _run(corpus: Path, runs: Path, *options: str) -> Path:
+    """Launch the topology as a user would; returns the run's folder."""
+    command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs), *options]
+    done = subprocess.run([*command, "--set", f"data.corpus={corpus}"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return runs / "mixed"
+
+
+@pytest.fixture(scope="module")
+def both(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        "grpc": _run(corpus, folder / "grpc"),
+        "in process": _run(corpus, folder / "in_process", "--in-process"),
+    }
+
+
+def _losses(run: Path) -> dict[tuple[str, str, int, int], float]:
+    found = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if "loss" in event:
+            found[event["event"], event["replica"], event["round"], event.get("step", 0)] = event["loss"]
+    return found
+
+
+def test_losses_have_the_same_bits(both: dict[str, Path]) -> None:
+    over_grpc, in_process = _losses(both["grpc"]), _losses(both["in process"])
+    assert len(over_grpc) == 2 * (3 * 3 + 4)  # replicas x (inner steps + evaluations)
+    assert over_grpc == in_process
+
+
+def test_contribution_digests_are_equal(both: dict[str, Path]) -> None:
+    for round_ in (1, 2, 3):
+        records = [ContributionLog(run / "log").read_record(round_) for run in both.values()]
+        assert len(records[0].contributions) == 2
+        assert records[0] == records[1]
+
+
+def test_parameter_hashes_are_equal(both: dict[str, Path]) -> None:
+    summaries = [json.loads((run / "summary.json").read_text()) for run in both.values()]
+    hashes = {sha for summary in summaries for sha in summary["parameters_sha256"].values()}
+    assert [set(summary["parameters_sha256"]) for summary in summaries] == [{"dc", "home"}] * 2
+    assert len(hashes) == 1
+    snapshots = [load_snapshot(run / "log" / "snapshot-000003.safetensors") for run in both.values()]
+    for name, tensor in snapshots[0].tensors().items():
+        assert tensor.equal(snapshots[1].tensors()[name]), name
+
+
+def test_links_carried_the_same_bytes(both: dict[str, Path]) -> None:
+    kept = ("name", "from", "to", "payload_bytes", "wire_bytes")
+    over_grpc, in_process = (
+        [{key: link[key] for key in kept} for link in json.loads((run / "summary.json").read_text())["links"]]
+        for run in both.values()
+    )
+    assert over_grpc == in_process
+    assert all(link["payload_bytes"]["forward"] > 0 for link in over_grpc)
+
+
+def test_the_summary_has_what_others_rely_on(both: dict[str, Path]) -> None:
+    summary = json.loads((both["grpc"] / "summary.json").read_text())
+    assert summary["rounds"] == 3
+    assert len(summary["validation_loss"]) == 3
+    assert summary["validation_loss"][-1] < summary["initial_validation_loss"]
+    assert {replica["name"]: replica["kind"] for replica in summary["replicas"]} == {
+        "dc": "datacenter",
+        "home": "participants",
+    }
+    assert all(replica["tokens"] == 3 * 3 * 4 * 32 for replica in summary["replicas"])
+    assert summary["contributions"]["bytes"] > 0
+    assert summary["contributions"]["bits_per_value"] > 2
+    for name in ("config.yaml", "metrics.jsonl", "loss.png", "links.png"):
+        assert (both["grpc"] / name).stat().st_size > 0
+    assert list((both["grpc"] / "tensorboard").iterdir())
+
+
+def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
+    """To the byte: tensors on stage links, blobs on the links to the exchange."""
+    plan = RunPlan(ConfigFile(both["grpc"] / "config.yaml").config, 256)
+    summary = json.loads((both["grpc"] / "summary.json").read_text())
+    measured = {link["name"]: link["payload_bytes"] for link in summary["links"]}
+    rounds, steps = plan.config.outer.rounds, plan.config.inner.steps
+    for replica in plan.config.replicas:
+        if isinstance(replica, ParticipantsReplica):
+            for direction, load in stage_link_loads(plan, replica).items():
+                expected = rounds * steps * load.step + (rounds + 1) * load.evaluation
+                assert [measured[f"home.{hop}-{hop + 1}"][direction] for hop in range(2)] == [expected] * 2
+    for member in plan.members.values():
+        loads = exchange_link_loads(plan, member)
+        link = measured[f"{member.name}-exchange"]
+        assert link["forward"] == rounds * loads["forward"].outer_round
+        assert link["backward"] == rounds * loads["backward"].outer_round + snapshot_bytes(plan, member)

@@ -1,0 +1,116 @@
+"""One datacenter replica against a loop in plain PyTorch: the same bits for H steps, and through the outer round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hetero_pp.data.batches import Batches
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import ModelSettings, Transformer, initialise
+from hetero_pp.outer.step import OuterSettings
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.in_process import run_in_process
+from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
+from hetero_pp.rpc.messages_pb2 import Report
+from hetero_pp.snapshot import load_snapshot
+from hetero_pp.topology import DatacenterReplica
+
+H = 4
+ROUNDS = 2
+DENSITY = 1 / 32
+
+
+@pytest.fixture
+def config(corpus: Path) -> RunConfig:
+    return RunConfig(
+        name="plain",
+        seed=5,
+        model=ModelSettings(width=64, heads=2, feed_forward=96, layers=2),
+        data=DataSettings(corpus=str(corpus), sequence_length=32, validation_share=0.1, validation_sequences=4),
+        inner=InnerSettings(steps=H, learning_rate=0.01, warmup_steps=3),
+        outer=OuterSettings(rounds=ROUNDS, learning_rate=0.8, compression=CompressionSettings(density=DENSITY)),
+        replicas=[DatacenterReplica(name="dc", kind="datacenter", batch_size=4)],
+        snapshots={"every": 1},
+    )
+
+
+def _plain_steps(model: Transformer, adamw: torch.optim.AdamW, batches: Batches, first: int) -> list[float]:
+    losses = []
+    for step in range(first, first + H):
+        tokens = batches.train(step)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        by_name = [parameter for _, parameter in sorted(model.named_parameters())]  # the order of the norm's sum
+        torch.nn.utils.clip_grad_norm_(by_name, 1.0)
+        for group in adamw.param_groups:
+            group["lr"] = InnerSettings(learning_rate=0.01, warmup_steps=3).learning_rate_at(step, H * ROUNDS)
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _plain_round(start: torch.Tensor, local: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """SparseLoCo restated for one replica: chunk by chunk, with sorting and Python loops."""
+    error.mul_(0.95).add_(start - local)
+    matrix = error if error.ndim == 2 else error.view(1, -1)
+    tile = (64, 64) if error.ndim == 2 else (1, error.numel())
+    where = []
+    for top in range(0, matrix.shape[0], tile[0]):
+        for left in range(0, matrix.shape[1], tile[1]):
+            chunk = matrix[top : top + tile[0], left : left + tile[1]]
+            kept = max(1, int(DENSITY * chunk.numel() + 0.5))
+            order = chunk.abs().flatten().sort(descending=True, stable=True).indices[:kept]
+            where += [(top + int(i) // chunk.shape[1], left + int(i) % chunk.shape[1]) for i in order]
+    rows, columns = torch.tensor(where).T
+    values = matrix[rows, columns].double()
+    centre = values.float().mean()
+    deviation = (values.float() - centre).square().mean().sqrt()
+    codes = ((values.float() - centre) / (6.0 * deviation / 4) + 2).round().clamp(0, 3)
+    sent = torch.zeros(matrix.shape)
+    for code in range(4):
+        chosen = codes == code
+        if chosen.any():
+            sent[rows[chosen], columns[chosen]] = values[chosen].mean().float()
+    matrix -= sent
+    return start - 0.8 * sent.view(start.shape)
+
+
+def test_a_datacenter_replica_is_a_plain_loop(config: RunConfig, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    reports: list[Report] = []
+    plan = RunPlan(config, 256)
+    run_in_process(plan, tmp_path / "run", tmp_path, reports.append)
+    measured = [report.inner_step.loss for report in reports if report.HasField("inner_step")]
+
+    store = prepare_tokens(config.data, tmp_path)
+    batches = Batches(store=store, sequence_length=32, seed=5, replica=0, replicas=1, batch_size=4)
+    model = Transformer(plan.shape)
+    initialise(model, 5)
+    named = dict(sorted(model.named_parameters()))
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    errors = {name: torch.zeros_like(p) for name, p in named.items()}
+    expected = []
+    for round_ in range(ROUNDS):
+        start = {name: p.detach().clone() for name, p in named.items()}
+        expected += _plain_steps(model, adamw, batches, round_ * H)
+        assert measured[: len(expected)] == expected  # the inner loop: to the bit
+        with torch.no_grad():
+            for name, p in named.items():
+                p.copy_(_plain_round(start[name], p.detach(), errors[name]))
+        saved = load_snapshot(tmp_path / "run" / "log" / f"snapshot-{round_ + 1:06d}.safetensors")
+        for name, p in named.items():
+            assert saved.parameters[name].equal(p), f"{name} after round {round_ + 1}"

@@ -1,0 +1,96 @@
+"""However a run ends, its processes end with it, and the cause is told in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+YAML = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+MEMBERS = {"exchange", "dc", "home.0", "home.1", "home.2"}
+SECONDS_TO_END = 10
+
+
+class Launched:
+    """A run started as a user starts it, long enough never to end by itself."""
+
+    def __init__(self, corpus: Path, runs: Path) -> None:
+        command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs)]
+        command += ["--set", f"data.corpus={corpus}", "--set", "outer.rounds=100000"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.metrics = runs / "mixed" / "metrics.jsonl"
+        self.seen: list[psutil.Process] = []
+
+    def wait_for_training(self) -> None:
+        """Until a round is closed, so that every link is in use."""
+        for _ in _until(time.monotonic() + 120):
+            assert self.process.poll() is None, self.process.communicate()
+            if self.metrics.exists() and '"round_closed"' in self.metrics.read_text():
+                break
+        self.seen = psutil.Process(self.process.pid).children(recursive=True)
+        assert len(self.seen) >= len(MEMBERS)
+
+    def member(self, name: str) -> int:
+        """The process that writes logs/<name>.log."""
+        log = self.metrics.parent / "logs" / f"{name}.log"
+        return next(p.pid for p in self.seen if _writes(p, log))
+
+    def assert_all_end(self) -> None:
+        """Every process is gone within ten seconds."""
+        deadline = time.monotonic() + SECONDS_TO_END
+        self.process.wait(SECONDS_TO_END)
+        gone, alive = psutil.wait_procs(self.seen, timeout=max(0.0, deadline - time.monotonic()))
+        assert not alive
+
+
+def _until(deadline: float) -> Iterator[None]:
+    while time.monotonic() < deadline:
+        yield
+    pytest.fail("the run did not get that far")
+
+
+def _writes(process: psutil.Process, log: Path) -> bool:
+    return (Path("/proc") / str(process.pid) / "fd" / "2").resolve() == log.resolve()
+
+
+@pytest.fixture
+def launched(corpus: Path, tmp_path: Path) -> Iterator[Launched]:
+    run = Launched(corpus, tmp_path)
+    try:
+        run.wait_for_training()
+        yield run
+    finally:
+        for process in [*run.seen, psutil.Process(run.process.pid)] if run.process.poll() is None else run.seen:
+            if process.is_running():
+                process.kill()
+
+
+def test_interrupt_ends_everything(launched: Launched) -> None:
+    launched.process.send_signal(signal.SIGINT)
+    launched.assert_all_end()
+    errors = launched.process.communicate()[1]
+    assert launched.process.returncode == 130
+    assert errors.strip().splitlines() == ["hetero-pp: interrupted; every process of the run has ended"]
+
+
+def test_a_killed_stage_is_named(launched: Launched) -> None:
+    psutil.Process(launched.member("home.1")).kill()
+    launched.assert_all_end()
+    errors = launched.process.communicate()[1]
+    assert launched.process.returncode == 1
+    assert errors.strip().splitlines() == ["hetero-pp: home.1 was killed by SIGKILL"]
+    summary = json.loads((launched.metrics.parent / "summary.json").read_text())
+    assert "home.1 was killed by SIGKILL" in summary["failed"]
+    assert summary["rounds"] >= 1
+
+
+def test_a_killed_launcher_leaves_no_orphan(launched: Launched) -> None:
+    launched.process.kill()
+    launched.assert_all_end()

@@ -1,0 +1,128 @@
+"""What is written where there is no terminal, what fits on one, and the closing tables."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_run_state import (
+    ROUND_SECONDS,
+    ROUNDS,
+    START,
+    evaluation,
+    made_up_plan,
+    made_up_reports,
+    made_up_round,
+    state_of,
+)
+
+from hetero_pp.program.display import LiveDisplay, live_view, print_result
+from hetero_pp.program.run_state import RunState
+
+END = START + ROUNDS * ROUND_SECONDS
+
+
+def plain_console(width: int = 80) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=width), out
+
+
+def text_of(renderable: object, width: int = 100) -> str:
+    console, out = plain_console(width)
+    console.print(renderable)
+    return out.getvalue()
+
+
+def test_a_line_at_the_start_and_one_a_round() -> None:
+    console, out = plain_console(width=40)
+    state = RunState(made_up_plan())
+    with LiveDisplay(state, console) as display:
+        for report in made_up_reports():
+            state.apply(report)
+            display.refresh()
+    assert out.getvalue().splitlines() == [
+        "made-up: 2 replicas, 3 members, 2 outer rounds of 2 inner steps",
+        "round 1/2: validation loss 4.6000, training loss dc 5.0000, home 5.5000, 8 s",
+        "round 2/2: validation loss 3.6000, training loss dc 4.0000, home 4.5000, 10 s",
+    ]
+
+
+def test_a_round_without_validation_loss_is_told_at_the_end() -> None:
+    console, out = plain_console()
+    state = RunState(made_up_plan())
+    with pytest.raises(KeyboardInterrupt), LiveDisplay(state, console) as display:
+        for report in made_up_round(1):
+            if not report.HasField("evaluation"):
+                state.apply(report)
+        display.refresh()
+        assert len(out.getvalue().splitlines()) == 1
+        raise KeyboardInterrupt
+    assert "round 1/2: validation loss –, training loss dc 5.0000" in out.getvalue()
+
+
+def test_the_display_refreshes_itself() -> None:
+    console, out = plain_console()
+    state = state_of(made_up_reports())
+    with LiveDisplay(state, console) as display:
+        display._ended.wait(0.6)
+        assert "round 2/2" in out.getvalue()
+
+
+def test_live_view_fits_a_hundred_columns() -> None:
+    state = state_of([*made_up_round(1), evaluation(START + 12, "dc", 0, 6.0)])
+    lines = text_of(live_view(state, START + 12, height=40)).splitlines()
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 100
+    assert "0:12 elapsed, about 0:04 left" in text
+    assert "1/2" in text
+    assert "home.0 → home.1" in text
+    assert "8 / 4 Mbit/s" in text
+    assert "42 %" in text  # busy 5 of 12 seconds
+    assert "participants" in text
+
+
+def test_live_view_of_a_low_terminal_leaves_the_quiet_links_out() -> None:
+    state = state_of(made_up_reports())
+    lines = text_of(live_view(state, END, height=17)).splitlines()
+    assert "and 2 links that carried less" in lines[-1]
+    assert any("home.0 → home.1" in line for line in lines)
+    assert len(lines) <= 17
+
+
+def test_live_view_before_the_first_report() -> None:
+    assert "0:00 elapsed" in text_of(live_view(RunState(made_up_plan()), START, height=40))
+
+
+def test_on_a_terminal_the_view_goes_away_at_a_good_end() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100, height=40, force_terminal=True)
+    with LiveDisplay(state_of(made_up_reports()), console, clock=lambda: END) as display:
+        display.refresh()
+    assert "home.0 → home.1" in out.getvalue()
+    assert "\x1b[2K" in out.getvalue().splitlines()[-1]
+
+
+def test_result() -> None:
+    console, out = plain_console()
+    print_result(console, state_of(made_up_reports()).summary(), Path("/runs/made-up"))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 100
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "dc datacenter 400 4.0000 6.0000 4.5000 3.5000" in rows
+    assert "mean 800 – 6.1000 4.6000 3.6000" in rows
+    assert "home.0 → home.1 8 / 4 Mbit/s 8 kB 4 kB 8.02 kB 4.02 kB 50 % 25 %" in rows
+    assert "Contributions: 4 kB in all, 2,000 values kept, 16 bits per kept value." in rows
+    assert "All replicas hold the same weights: sha256 0202020202020202…" in rows
+    assert "2 outer rounds in 22 s, 40 tokens/s over all replicas." in rows
+    assert rows[-1].startswith("Files: /runs/made-up (")
+
+
+def test_result_of_a_run_that_failed_at_once() -> None:
+    console, out = plain_console()
+    state = RunState(made_up_plan())
+    state.fail("no exchange")
+    print_result(console, state.summary(), Path("/runs/made-up"))
+    assert "Failed: no exchange" in out.getvalue()
+    assert "sha256" not in out.getvalue()

@@ -1,0 +1,64 @@
+"""The pictures exist, have their size, and show something."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_run_state import START, evaluation, inner_step, link_use, made_up_plan, made_up_reports, state_of
+
+from hetero_pp.program.pictures import draw_links, draw_losses
+from hetero_pp.program.run_state import RunState
+
+
+def pixels(path: Path) -> np.ndarray:
+    from matplotlib.image import imread
+
+    return imread(path, format="png")
+
+
+def assert_shows_something(path: Path, colours: int = 50) -> None:
+    image = pixels(path)
+    assert image.shape[:2] == (1000, 1600)
+    assert len(np.unique((image * 255).astype(np.uint8).reshape(-1, image.shape[2]), axis=0)) > colours
+
+
+def test_pictures_of_a_whole_run(tmp_path: Path) -> None:
+    state = state_of(made_up_reports())
+    draw_losses(state, tmp_path / "loss.png")
+    draw_links(state, tmp_path / "links.png")
+    for name in ("loss.png", "links.png"):
+        assert_shows_something(tmp_path / name)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    state = RunState(made_up_plan())
+    draw_losses(state, tmp_path / "loss.png")
+    draw_links(state, tmp_path / "links.png")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_diverged_run_and_links_of_very_different_loads(tmp_path: Path) -> None:
+    reports = [inner_step(START, "dc", "dc", 1, step, loss=loss) for step, loss in enumerate((9.0, math.nan))]
+    reports += [evaluation(START + 1, name, 1, math.inf) for name in ("dc", "home")]
+    reports += [link_use(START + 1, "home.0-1", "forward", 1, 10**9, busy=2.0)]
+    reports += [link_use(START + 1, "dc-exchange", "forward", 1, 10**3)]
+    state = state_of(reports)
+    draw_losses(state, tmp_path / "loss.png")
+    draw_links(state, tmp_path / "links.png")
+    for name in ("loss.png", "links.png"):
+        assert_shows_something(tmp_path / name)
+
+
+def test_many_links_make_a_taller_picture(tmp_path: Path) -> None:
+    replicas = [{"name": "home", "kind": "participants", "stages": 16}]
+    state = RunState(made_up_plan(replicas=replicas, model={"layers": 16}))
+    state.apply(inner_step(START, "home.15", "home", 1, 0, loss=1.0))
+    for hop in range(15):
+        state.apply(link_use(START + 1, f"home.{hop}-{hop + 1}", "forward", 1, 1000 + hop))
+    draw_links(state, tmp_path / "links.png")
+    assert pixels(tmp_path / "links.png").shape[0] > 1500

@@ -1,0 +1,127 @@
+"""What a recorder leaves in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_run_state import START, inner_step, made_up_plan, made_up_reports, made_up_round
+
+from hetero_pp.program.recorder import Recorder
+from hetero_pp.program.run_state import RunState
+from hetero_pp.rpc.messages_pb2 import Report
+
+
+def record(folder: Path, reports: list[Report], failed: str | None = None) -> RunState:
+    plan = made_up_plan()
+    state = RunState(plan)
+    recorder = Recorder(plan, folder, state)
+    for report in reports:
+        state.apply(report)
+        recorder.on_report(report)
+    if failed is not None:
+        recorder.fail(failed)
+    recorder.close()
+    return state
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    record(folder, made_up_reports())
+    return folder
+
+
+def test_every_report_is_a_flat_line(folder: Path) -> None:
+    written = lines(folder)
+    assert len(written) == len(made_up_reports()) + 4  # two contributions in each of two rounds
+    for line in written:
+        assert {"time", "member", "event"} <= line.keys()
+        assert not any(isinstance(value, dict | list) for value in line.values())
+
+
+def test_fields_that_were_not_told_are_left_out(folder: Path) -> None:
+    parts = [line for line in lines(folder) if line["member"] == "home.1" and line["event"] == "inner_step"]
+    assert parts[0] == {
+        "time": START,
+        "member": "home.1",
+        "event": "inner_step",
+        "replica": "home",
+        "round": 1,
+        "step": 0,
+        "loss": 5.0,
+        "tokens": 0,
+    }
+
+
+def test_closed_rounds_and_hashes(folder: Path) -> None:
+    by_event = {line["event"]: line for line in lines(folder)}
+    assert by_event["round_verified"]["parameters_sha256"] == "02" * 32
+    assert (by_event["round_closed"]["round"], by_event["round_closed"]["contributions"]) == (2, 2)
+    contribution = by_event["contribution"]
+    assert (contribution["replica"], contribution["digest"]) == ("home", "0102")
+    assert (contribution["bytes"], contribution["kept_values"]) == (1000, 500)
+
+
+def test_summary_is_the_state_s(folder: Path) -> None:
+    state = RunState(made_up_plan())
+    for report in made_up_reports():
+        state.apply(report)
+    assert json.loads((folder / "summary.json").read_text()) == state.summary()
+    assert not list(folder.glob("*.part"))
+
+
+def test_tensorboard_scalars(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+
+    def values(tag: str) -> list[tuple[int, float]]:
+        return [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
+
+    assert values("training_loss/dc") == [(0, 5.0), (1, 5.0), (2, 4.0), (3, 4.0)]
+    assert values("gradient_norm/home")[0] == (0, 2.5)
+    assert values("learning_rate/dc")[0] == (0, 0.1)
+    assert values("validation_loss/home") == [(0, 6.2), (1, 4.7), (2, 3.7)]
+    assert values("validation_loss/mean") == [(0, 6.1), (1, 4.6), (2, 3.6)]
+    assert values("wire_bytes/home.0-1/forward") == [(1, 4010), (2, 4010)]
+    assert values("busy_share/home.0-1/backward")[-1] == (2, 0.25)
+    assert not any(tag.startswith("busy_share/dc-exchange") for tag in events.Tags()["scalars"])
+
+
+def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
+    plan = made_up_plan()
+    recorder = Recorder(plan, tmp_path, RunState(plan))
+    recorder.on_report(inner_step(START, "dc", "dc", 1, 0, loss=1.0))
+    assert lines(tmp_path)[0]["loss"] == 1.0
+    recorder.close()
+    recorder.on_report(inner_step(START, "dc", "dc", 1, 1, loss=1.0))  # comes too late
+    assert len(lines(tmp_path)) == 1
+
+
+def test_a_run_that_failed_half_way(tmp_path: Path) -> None:
+    record(tmp_path, list(made_up_round(1)), failed="home.0 was killed by SIGKILL")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["failed"], summary["rounds"]) == ("home.0 was killed by SIGKILL", 1)
+    assert (tmp_path / "loss.png").exists()
+    assert (tmp_path / "links.png").exists()
+
+
+def test_a_run_that_failed_before_anything_was_told(tmp_path: Path) -> None:
+    record(tmp_path, [], failed="no exchange")
+    assert json.loads((tmp_path / "summary.json").read_text())["failed"] == "no exchange"
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    record(tmp_path, [inner_step(START, "dc", "dc", 1, 0, loss=math.nan, gradient_norm=math.inf)])
+    assert (lines(tmp_path)[0]["loss"], lines(tmp_path)[0]["gradient_norm"]) == (None, None)
+    assert json.loads((tmp_path / "summary.json").read_text())["replicas"][0]["loss"] is None

@@ -1,0 +1,288 @@
+"""What a run's state and summary say of made-up reports. The other tests of this folder use the same run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.run_state import RunState, format_share
+from hetero_pp.rpc.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
+
+ROUNDS, STEPS = 2, 2
+START = 1000.0
+ROUND_SECONDS = 10.0
+
+
+def made_up_plan(**changes: Any) -> RunPlan:
+    """One datacenter, and a group of two stages with a link of 8 Mbit/s forward and 4 Mbit/s backward."""
+    settings = {
+        "name": "made-up",
+        "inner": {"steps": STEPS},
+        "outer": {"rounds": ROUNDS},
+        "links": {"home": {"bandwidth": "8 Mbit/s", "backward": {"bandwidth": "4 Mbit/s"}}},
+        "replicas": [
+            {"name": "dc", "kind": "datacenter"},
+            {"name": "home", "kind": "participants", "stages": 2, "link": "home", "boundary": {"rank": 8}},
+        ],
+    }
+    return RunPlan(RunConfig.model_validate(settings | changes), 256)
+
+
+def inner_step(time: float, member: str, replica: str, round_: int, step: int, **values: Any) -> Report:
+    report = Report(time=time, member=member)
+    report.inner_step.replica, report.inner_step.round, report.inner_step.step = replica, round_, step
+    for name, value in values.items():
+        setattr(report.inner_step, name, value)
+    return report
+
+
+def evaluation(time: float, replica: str, round_: int, loss: float) -> Report:
+    report = Report(time=time, member=replica)
+    report.evaluation.replica, report.evaluation.round, report.evaluation.loss = replica, round_, loss
+    return report
+
+
+def link_use(time: float, link: str, direction: str, round_: int, payload: int, busy: float = 0.0) -> Report:
+    """Wire bytes are the payload and ten more."""
+    report = Report(time=time, member="whoever")
+    use = report.link_use
+    use.link, use.direction, use.round, use.busy_seconds = link, direction, round_, busy
+    use.payload_bytes, use.wire_bytes = payload, payload + 10
+    return report
+
+
+def round_closed(time: float, round_: int) -> Report:
+    """Each replica's contribution is 500 values in 1000 bytes, in two blobs."""
+    blobs = [BlobEntry(block=block, size=500, kept_values=250) for block in ("layers.0", "norm")]
+    entries = [ContributionEntry(replica=name, weight=1, digest=b"\x01\x02", blobs=blobs) for name in ("dc", "home")]
+    return Report(time=time, member="exchange", round_closed=RoundRecord(round=round_, contributions=entries))
+
+
+def verified(time: float, replica: str, round_: int, sha256: bytes) -> Report:
+    report = Report(time=time, member="exchange")
+    report.round_verified.replica, report.round_verified.round = replica, round_
+    report.round_verified.parameters_sha256 = sha256
+    return report
+
+
+def failure(time: float, member: str, cause: str, consequence: bool = False) -> Report:
+    report = Report(time=time, member=member)
+    report.failure.cause, report.failure.consequence = cause, consequence
+    return report
+
+
+def finished(time: float, member: str) -> Report:
+    report = Report(time=time, member=member)
+    report.finished.SetInParent()
+    return report
+
+
+def made_up_round(round_: int) -> Iterator[Report]:
+    """Ten seconds; the losses fall by one a round."""
+    start, loss = START + (round_ - 1) * ROUND_SECONDS, 6.0 - round_
+    for step in range(STEPS):
+        time = start + step
+        yield inner_step(time, "dc", "dc", round_, step, loss=loss, gradient_norm=1.5, learning_rate=0.1, tokens=100)
+        yield inner_step(time, "home.0", "home", round_, step, gradient_norm=2.5, learning_rate=0.1, tokens=100)
+        yield inner_step(time, "home.1", "home", round_, step, loss=loss + step)
+    yield link_use(start + 2, "home.0-1", "forward", round_, 1000, busy=1.0)
+    yield round_closed(start + 8, round_)
+    for replica in ("dc", "home"):
+        yield verified(start + 8.5, replica, round_, bytes([round_]) * 32)
+    yield evaluation(start + 9, "dc", round_, loss - 0.5)
+    yield evaluation(start + 9, "home", round_, loss - 0.3)
+    yield link_use(start + 10, "home.0-1", "forward", round_, 4000, busy=5.0)
+    yield link_use(start + 10, "home.0-1", "backward", round_, 2000, busy=2.5)
+    yield link_use(start + 10, "dc-exchange", "forward", round_, 1000)
+
+
+def made_up_reports() -> list[Report]:
+    """A whole run of twenty seconds, and two for its start."""
+    reports = [Report(time=START - 2, member=member) for member in ("dc", "home.0", "home.1")]
+    for report in reports:
+        report.joined.SetInParent()
+    reports += [evaluation(START - 1, "dc", 0, 6.0), evaluation(START - 1, "home", 0, 6.2)]
+    reports.append(link_use(START - 1, "dc-exchange", "backward", 0, 50_000))
+    for round_ in range(1, ROUNDS + 1):
+        reports += made_up_round(round_)
+    end = START + ROUNDS * ROUND_SECONDS
+    return [*reports, *(finished(end, member) for member in ("dc", "home.0", "home.1"))]
+
+
+def state_of(reports: list[Report]) -> RunState:
+    state = RunState(made_up_plan())
+    for report in reports:
+        state.apply(report)
+    return state
+
+
+@pytest.fixture(scope="module")
+def whole() -> RunState:
+    return state_of(made_up_reports())
+
+
+def test_parts_of_an_inner_step_merge_in_any_order() -> None:
+    parts = [
+        inner_step(START, "home.0", "home", 2, 1, gradient_norm=2.5, learning_rate=0.1, tokens=100),
+        inner_step(START, "home.1", "home", 2, 1, loss=3.0),
+    ]
+    for order in (parts, parts[::-1]):
+        replica = state_of(order).replicas["home"]
+        step = replica.steps[3]
+        assert (step.loss, step.gradient_norm, step.learning_rate, step.tokens) == (3.0, 2.5, 0.1, 100)
+        assert (replica.steps_done, replica.loss, replica.tokens) == (4, 3.0, 100)
+
+
+def test_a_part_told_twice_counts_once() -> None:
+    part = inner_step(START, "dc", "dc", 1, 0, loss=3.0, tokens=100)
+    assert state_of([part, part]).replicas["dc"].tokens == 100
+
+
+def test_a_late_report_does_not_take_the_latest_loss_back() -> None:
+    reports = [inner_step(START, "dc", "dc", 1, step, loss=float(step)) for step in (1, 0)]
+    assert state_of(reports).replicas["dc"].loss == 1.0
+
+
+def test_the_latest_link_use_of_a_round_replaces_earlier_ones(whole: RunState) -> None:
+    forward = whole.links["home.0-1"].directions["forward"]
+    assert [use.payload_bytes for use in forward.rounds.values()] == [4000, 4000]
+    assert (forward.payload_bytes, forward.wire_bytes, forward.busy_seconds) == (8000, 8020, 10.0)
+
+
+def test_busy_share_is_of_the_time_since_the_first_inner_step(whole: RunState) -> None:
+    ways = whole.links["home.0-1"].directions
+    assert whole.training_seconds() == 20.0
+    assert ways["forward"].busy_share(20.0) == 0.5
+    assert ways["backward"].busy_share(20.0) == 0.25
+    assert ways["forward"].busy_share(4.0) == 1.0
+    assert ways["forward"].busy_share(0.0) == 0.0
+    assert whole.links["dc-exchange"].directions["forward"].busy_share(20.0) is None
+
+
+def test_recent_bytes_forget_what_is_long_past() -> None:
+    reports = [inner_step(START, "dc", "dc", 1, 0)]
+    reports += [link_use(START + t, "home.0-1", "forward", 1, 1000 * t - 10) for t in (1, 2, 3)]
+    forward = state_of(reports).links["home.0-1"].directions["forward"]
+    assert forward.recent_bytes_per_second(START + 3) == pytest.approx(1000)
+    assert forward.recent_bytes_per_second(START + 7) == pytest.approx(1000 / 5)
+    assert forward.recent_bytes_per_second(START + 60) == 0
+    assert state_of([]).links["home.0-1"].directions["forward"].recent_bytes_per_second(START) == 0
+
+
+def test_time_left_is_known_after_the_first_round() -> None:
+    state = state_of([inner_step(START, "dc", "dc", 1, 0, loss=1.0)])
+    assert state.seconds_left(START + 5) is None
+    state.apply(round_closed(START + 8, 1))
+    assert state.seconds_left(START + 8) == pytest.approx(8)
+    assert state.seconds_left(START + 11) == pytest.approx(5)
+    assert state.seconds_left(START + 60) == 0
+
+
+def test_progress_is_that_of_the_slowest_replica() -> None:
+    state = state_of([inner_step(START, "dc", "dc", 1, 0, loss=1.0)])
+    assert state.steps_of_open_round == 0
+    state.apply(inner_step(START, "home.1", "home", 1, 0, loss=1.0))
+    assert (state.rounds, state.steps_of_open_round, state.is_over) == (0, 1, False)
+    assert state_of(made_up_reports()).is_over
+
+
+def test_summary_of_a_whole_run(whole: RunState) -> None:
+    summary = whole.summary()
+    assert summary["rounds"] == 2
+    assert summary["initial_validation_loss"] == pytest.approx(6.1)
+    assert summary["validation_loss"] == pytest.approx([4.6, 3.6])
+    assert summary["wall_seconds"] == 22.0
+    assert summary["tokens_per_second"] == 800 / 20
+    assert summary["refusals"] == 0
+    assert "failed" not in summary
+    assert summary["parameters_sha256"] == {"dc": "02" * 32, "home": "02" * 32}
+
+
+def test_summary_of_replicas(whole: RunState) -> None:
+    dc, home = whole.summary()["replicas"]
+    assert (dc["name"], dc["kind"], dc["tokens"], dc["loss"]) == ("dc", "datacenter", 400, 4.0)
+    assert (home["kind"], home["loss"]) == ("participants", 4.5)
+    assert home["validation_loss"] == pytest.approx([4.7, 3.7])
+
+
+def test_summary_of_links(whole: RunState) -> None:
+    links = {link["name"]: link for link in whole.summary()["links"]}
+    assert list(links) == ["dc-exchange", "home.0-1", "home.0-exchange", "home.1-exchange"]
+    link = links["home.0-1"]
+    assert (link["from"], link["to"]) == ("home.0", "home.1")
+    assert link["bandwidth_bits_per_second"] == {"forward": 8e6, "backward": 4e6}
+    assert link["payload_bytes"] == {"forward": 8000, "backward": 4000}
+    assert link["wire_bytes"] == {"forward": 8020, "backward": 4020}
+    assert link["busy_share"] == {"forward": 0.5, "backward": 0.25}
+    exchange = links["dc-exchange"]
+    assert exchange["bandwidth_bits_per_second"] == {"forward": None, "backward": None}
+    assert exchange["payload_bytes"] == {"forward": 2000, "backward": 50_000}
+    assert exchange["payload_bytes_per_round"]["backward"] == [50_000, 0, 0]
+
+
+def test_summary_of_contributions(whole: RunState) -> None:
+    one = {"bytes": 2000, "kept_values": 1000, "bits_per_value": 16.0}
+    assert whole.summary()["contributions"] == {
+        "bytes": 4000,
+        "kept_values": 2000,
+        "bits_per_value": 16.0,
+        "per_round": [{"round": 1} | one, {"round": 2} | one],
+    }
+
+
+def test_summary_of_nothing() -> None:
+    summary = RunState(made_up_plan()).summary()
+    assert (summary["rounds"], summary["validation_loss"], summary["parameters_sha256"]) == (0, [], {})
+    assert summary["initial_validation_loss"] is summary["contributions"]["bits_per_value"] is None
+    assert summary["wall_seconds"] == summary["tokens_per_second"] == 0
+
+
+def test_a_failed_run_says_what_is_known() -> None:
+    state = state_of([*made_up_round(1), evaluation(START + 15, "dc", 2, 3.0)])
+    state.apply(failure(START + 16, "home.1", "lost its link", consequence=True))
+    state.apply(failure(START + 16, "home.0", "out of memory"))
+    state.apply(failure(START + 17, "exchange", "a later one"))
+    summary = state.summary()
+    assert summary["failed"] == "home.0: out of memory"
+    assert summary["validation_loss"] == pytest.approx([4.6])
+    assert summary["parameters_sha256"] == {"dc": "01" * 32, "home": "01" * 32}
+    state.fail("the launcher knows better")
+    assert state.summary()["failed"] == "the launcher knows better"
+
+
+def test_reports_that_name_nothing_of_this_run_change_nothing() -> None:
+    strangers = [
+        inner_step(START, "x", "x", 1, 0, loss=1.0),
+        inner_step(START, "dc", "dc", 0, 0, loss=1.0),
+        inner_step(START, "dc", "dc", ROUNDS + 1, 0, loss=1.0),
+        inner_step(START, "dc", "dc", 1, STEPS, loss=1.0),
+        evaluation(START, "x", 1, 1.0),
+        link_use(START, "x", "forward", 1, 1),
+        link_use(START, "home.0-1", "sideways", 1, 1),
+        verified(START, "x", 1, b"x"),
+        Report(time=START, member="x"),
+    ]
+    assert state_of(strangers).summary() == state_of([Report(time=START, member="x")]).summary()
+
+
+def test_refusals_are_counted() -> None:
+    refusal = Report(time=START, member="exchange")
+    refusal.refusal.reason = "a stranger"
+    assert state_of([refusal, refusal]).summary()["refusals"] == 2
+
+
+def test_a_loss_that_is_not_finite_is_kept_as_it_is() -> None:
+    state = state_of([inner_step(START, "dc", "dc", 1, 0, loss=math.nan)])
+    assert math.isnan(state.summary()["replicas"][0]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(None, "–"), (0.0, "0 %"), (0.00001, "<0.1 %"), (0.0123, "1.2 %"), (0.0996, "10 %"), (1.0, "100 %")],
+)
+def test_format_share(share: float | None, text: str) -> None:
+    assert format_share(share) == text
