@@ -55,6 +55,7 @@ def run_member(
     ledgers = list(ledgers)
     member.start_round(outer)
     _evaluate(member, replica, reporter, 0)
+    _tell_links(reporter, ledgers, 0)
     for round_ in range(1, rounds + 1):
         told = time.monotonic()
         for step in range(inner_steps):

@@ -242,6 +242,9 @@ def _result_links(summary: Mapping[str, Any]) -> Table:
 
 
 def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    first = sum(sum(rounds[0] for rounds in link["payload_bytes_per_round"].values()) for link in summary["links"])
+    if first:
+        yield f"Of the payload, {format_bytes(first)} are the first snapshot and the evaluation of the initial weights."
     contributions = summary["contributions"]
     bits = contributions["bits_per_value"]
     if bits is not None:

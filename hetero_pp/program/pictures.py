@@ -61,7 +61,8 @@ def draw_losses(state: RunState, path: Path) -> None:
             if axes.lines:
                 axes.legend(loc="upper right", ncols=1 + (len(state.replicas) > 8))
             _mark_rounds(state, axes)
-        below.set_xlabel(f"inner steps of each replica ({state.inner_steps} per outer round, dotted)")
+        marks = "each" if (every := _marked_rounds(state)) == 1 else f"every {every} rounds"
+        below.set_xlabel(f"inner steps of each replica; dotted: outer rounds of {state.inner_steps} steps, {marks}")
         _save(figure, path)
 
 
@@ -91,7 +92,8 @@ def _draw_validation(state: RunState, axes: Axes) -> None:
     for name, replica in state.replicas.items():
         losses = [(round_ * state.inner_steps, loss) for round_, loss in sorted(replica.validation_loss.items())]
         if losses:
-            axes.plot(*zip(*losses, strict=True), color=colours[name], lw=1.5, marker="o", ms=5, label=name)
+            marker = "o" if len(losses) <= MOST_MARKS else ""
+            axes.plot(*zip(*losses, strict=True), color=colours[name], lw=1.5, marker=marker, ms=5, label=name)
     rounds = range(state.rounds_planned + 1)
     means = [(r * state.inner_steps, m) for r in rounds if (m := state.mean_validation_loss(r)) is not None]
     if means and len(state.replicas) > 1:
@@ -102,10 +104,14 @@ def _draw_validation(state: RunState, axes: Axes) -> None:
     axes.set_title("validation loss of the synced model, in each replica's own forward")
 
 
+def _marked_rounds(state: RunState) -> int:
+    """Every which outer round is marked."""
+    return next(n for n in (1, 2, 5, 10, 20, 50, 100, 10**9) if state.rounds_planned <= n * MOST_MARKS)
+
+
 def _mark_rounds(state: RunState, axes: Axes) -> None:
-    every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 10**9) if state.rounds_planned <= n * MOST_MARKS)
     for round_ in sorted(state.closed):
-        if round_ % every == 0:
+        if round_ % _marked_rounds(state) == 0:
             axes.axvline(round_ * state.inner_steps, color="#b5b5b5", lw=1, ls=":", zorder=0)
 
 
@@ -152,10 +158,10 @@ def draw_links(state: RunState, path: Path) -> None:
         figure = _figure(max(HEIGHT, 1.5 + 0.3 * len(bars)))
         axes = figure.subplots()
         _draw_bars(axes, bars)
-        _scale(axes, [bar.size for bar in bars if bar.size])
         _legend(axes, bars)
         axes.set_title(f"{state.plan.config.name}: what crossed each link in {state.rounds} outer rounds")
         axes.set_xlabel("payload since the first inner step (tensors and contributions, without headers)")
+        _scale(axes, [bar.size for bar in bars if bar.size])
         _save(figure, path)
 
 
@@ -188,6 +194,7 @@ def _scale(axes: Axes, sizes: list[int]) -> None:
     if max(sizes) > 100 * min(sizes):
         low, high = min(sizes) / 3, max(sizes)
         axes.set_xscale("log")
+        axes.set_xlabel(f"{axes.get_xlabel()}, on a log axis")
         axes.set_xlim(low, high * (high / low) ** 0.35)
         axes.xaxis.set_major_locator(LogLocator(numticks=12))
         axes.xaxis.set_minor_locator(LogLocator(numticks=1))

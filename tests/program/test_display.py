@@ -113,6 +113,7 @@ def test_result() -> None:
     assert "dc datacenter 400 4.0000 6.0000 4.5000 3.5000" in rows
     assert "mean 800 – 6.1000 4.6000 3.6000" in rows
     assert "home.0 → home.1 8 / 4 Mbit/s 8 kB 4 kB 8.02 kB 4.02 kB 50 % 25 %" in rows
+    assert "Of the payload, 50 kB are the first snapshot and the evaluation of the initial weights." in rows
     assert "Contributions: 4 kB in all, 2,000 values kept, 16 bits per kept value." in rows
     assert "All replicas hold the same weights: sha256 0202020202020202…" in rows
     assert "2 outer rounds in 22 s, 40 tokens/s over all replicas." in rows

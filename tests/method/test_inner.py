@@ -1,0 +1,153 @@
+"""The inner optimizer against torch's AdamW set up by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
+from hetero_pp.model import ModelShape, Transformer, initialise
+from hetero_pp.subspace import perpendicular, random_basis
+
+SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
+TOTAL = 20
+
+
+def _parameters(seed: int = 0) -> dict[str, nn.Parameter]:
+    model = Transformer(SHAPE)
+    initialise(model, seed)
+    return parameters_of(model)
+
+
+def _set_gradients(parameters: Mapping[str, nn.Parameter], step: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 1e6, None])
+def test_steps_are_torchs_adamw_to_the_bit(clip_norm: float | None) -> None:
+    ours, plain = _parameters(), _parameters()
+    settings = InnerSettings(learning_rate=3e-2, warmup_steps=2, weight_decay=0.2, clip_norm=clip_norm)
+    optimizer = InnerOptimizer(ours, settings, TOTAL)
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for name, p in plain.items() if "norm" not in name], "weight_decay": 0.2},
+            {"params": [p for name, p in plain.items() if "norm" in name], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        fused=True,
+    )
+    for step in range(5):
+        for parameters in (ours, plain):
+            _set_gradients(parameters, step, scale=0.1)
+        norm = optimizer.gradient_norm()
+        rate = optimizer.step(step, norm)
+        whole = nn.utils.clip_grad_norm_(plain.values(), clip_norm or math.inf)
+        for group in adamw.param_groups:
+            group["lr"] = settings.learning_rate_at(step, TOTAL)
+        adamw.step()
+        assert norm.item() == whole.item() > 1.0
+        assert rate == settings.learning_rate_at(step, TOTAL)
+        for name, parameter in ours.items():
+            assert torch.equal(parameter, plain[name]), f"{name} after step {step}"
+            assert parameter.grad is None
+
+
+def test_clipping_uses_the_norm_it_is_given() -> None:
+    """A stage's own norm may be small beside that of the replica, which alone decides."""
+    ours, plain = _parameters(), _parameters()
+    settings = InnerSettings(learning_rate=1e-2, warmup_steps=0, clip_norm=1.0, epsilon=1e-2)
+    optimizer = InnerOptimizer(ours, settings, TOTAL)
+    _set_gradients(ours, 0, scale=1e-4)
+    optimizer.step(0, torch.tensor(50.0))
+    other = InnerOptimizer(plain, settings.model_copy(update={"clip_norm": None}), TOTAL)
+    _set_gradients(plain, 0, scale=1e-4 / 50)
+    other.step(0, torch.tensor(50.0))
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter, plain[name], atol=1e-9, rtol=1e-6, msg=name)
+    assert not torch.equal(ours["norm.weight"], torch.ones(16))
+
+
+def test_learning_rates_by_hand() -> None:
+    settings = InnerSettings(learning_rate=0.4, warmup_steps=4, final_learning_rate_share=0.25)
+    rates = [settings.learning_rate_at(step, 12) for step in range(13)]
+    assert rates[:4] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert rates[4] == pytest.approx(0.4)  # the cosine begins at the peak
+    assert rates[6] == pytest.approx(0.1 + 0.3 * (0.5 + math.sqrt(0.125)))
+    assert rates[8] == pytest.approx(0.1 + 0.3 / 2)  # half way down
+    assert rates[12] == pytest.approx(0.1)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert settings.learning_rate_at(100, 12) == pytest.approx(0.1)
+
+
+def test_learning_rates_without_warm_up() -> None:
+    settings = InnerSettings(learning_rate=0.4, warmup_steps=0, final_learning_rate_share=0.0)
+    assert settings.learning_rate_at(0, 10) == pytest.approx(0.4)
+    assert settings.learning_rate_at(5, 10) == pytest.approx(0.2)
+    assert settings.learning_rate_at(10, 10) == pytest.approx(0.0)
+
+
+def _step_with_zero_gradients(parameters: dict[str, nn.Parameter], rest: Tensor | None) -> None:
+    settings = InnerSettings(learning_rate=0.05, warmup_steps=0, weight_decay=0.5)
+    optimizer = InnerOptimizer(parameters, settings, TOTAL)
+    optimizer.perpendicular = rest
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(0, torch.tensor(1.0))
+
+
+def test_weight_decay_spares_norms() -> None:
+    parameters = _parameters()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    _step_with_zero_gradients(parameters, None)
+    for name, parameter in parameters.items():
+        expected = before[name] if "norm" in name else before[name] * (1 - 0.05 * 0.5)
+        torch.testing.assert_close(parameter.detach(), expected, atol=1e-8, rtol=1e-6, msg=name)
+
+
+def test_weight_decay_acts_on_the_embedding_within_the_subspace() -> None:
+    parameters = _parameters()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    basis = random_basis(16, 4, seed=1)
+    rest = perpendicular(before[EMBEDDING], basis)
+    _step_with_zero_gradients(parameters, rest)
+    within = before[EMBEDDING].double() @ basis.double() @ basis.double().T
+    expected = before[EMBEDDING].double() - 0.05 * 0.5 * within
+    torch.testing.assert_close(parameters[EMBEDDING].detach().double(), expected, atol=1e-8, rtol=1e-6)
+    head = before["lm_head.weight"] * (1 - 0.05 * 0.5)
+    torch.testing.assert_close(parameters["lm_head.weight"].detach(), head, atol=1e-8, rtol=1e-6)
+
+
+def test_with_a_perpendicular_the_gradient_step_is_still_adamws() -> None:
+    ours, plain = _parameters(), _parameters()
+    settings = InnerSettings(learning_rate=0.05, warmup_steps=0, weight_decay=0.5, clip_norm=None)
+    optimizer = InnerOptimizer(ours, settings, TOTAL)
+    rest = perpendicular(ours[EMBEDDING].detach(), random_basis(16, 4, seed=1))
+    optimizer.perpendicular = rest
+    adam = torch.optim.AdamW([plain[EMBEDDING]], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    for step in range(3):
+        for parameters in (ours, plain):
+            _set_gradients(parameters, step, scale=0.1)
+        optimizer.step(step, optimizer.gradient_norm())
+        rate = adam.param_groups[0]["lr"] = settings.learning_rate_at(step, TOTAL)
+        with torch.no_grad():
+            plain[EMBEDDING] -= rate * 0.5 * (plain[EMBEDDING] - rest)
+        adam.step()
+        torch.testing.assert_close(ours[EMBEDDING], plain[EMBEDDING], atol=1e-7, rtol=1e-6)
+
+
+def test_a_part_without_an_embedding_or_a_matrix_steps_too() -> None:
+    model = Transformer(SHAPE, layers=[], embeds=False, predicts=True)
+    initialise(model, 0)
+    parameters = {"norm.weight": parameters_of(model)["norm.weight"]}
+    optimizer = InnerOptimizer(parameters, InnerSettings(warmup_steps=0), TOTAL)
+    parameters["norm.weight"].grad = torch.ones(16)
+    assert optimizer.gradient_norm().item() == pytest.approx(4.0)
+    optimizer.step(0, torch.tensor(4.0))
+    torch.testing.assert_close(parameters["norm.weight"].detach(), torch.full((16,), 0.99), atol=1e-6, rtol=0)

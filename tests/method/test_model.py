@@ -1,0 +1,201 @@
+"""The model against its sizes on paper, a plain restatement in float64, and the way stages share its weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.model import ModelSettings, ModelShape, Transformer, block_of, initialise, next_token_loss
+
+SHAPE = ModelShape(width=32, layers=4, heads=2, feed_forward=48, vocabulary=64)
+
+
+def _model(seed: int = 3, shape: ModelShape = SHAPE) -> Transformer:
+    model = Transformer(shape)
+    initialise(model, seed)
+    return model
+
+
+def _tokens(batch: int = 2, length: int = 16) -> Tensor:
+    return torch.randint(SHAPE.vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("preset", "count"), [("178m", 177_622_016), ("512m", 512_398_848), ("1b", 1_204_881_408)])
+def test_presets_have_the_papers_sizes(preset: str, count: int) -> None:
+    with torch.device("meta"):
+        model = Transformer(ModelSettings(preset=preset).resolve(32000))
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+def test_parameter_names_are_torchtitans() -> None:
+    names = {name: tuple(parameter.shape) for name, parameter in _model().named_parameters()}
+    in_a_layer = {
+        "attention.wq.weight": (32, 32),
+        "attention.wk.weight": (32, 32),
+        "attention.wv.weight": (32, 32),
+        "attention.wo.weight": (32, 32),
+        "feed_forward.w1.weight": (48, 32),
+        "feed_forward.w2.weight": (32, 48),
+        "feed_forward.w3.weight": (48, 32),
+        "attention_norm.weight": (32,),
+        "ffn_norm.weight": (32,),
+    }
+    expected = {f"layers.{layer}.{name}": shape for layer in range(4) for name, shape in in_a_layer.items()}
+    expected |= {"tok_embeddings.weight": (64, 32), "norm.weight": (32,), "lm_head.weight": (64, 32)}
+    assert names == expected
+
+
+def test_blocks_group_a_layers_parameters() -> None:
+    blocks = {block_of(name) for name, _ in _model().named_parameters()}
+    assert blocks == {"tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "lm_head"}
+    assert block_of("layers.3.attention.wq.weight") == "layers.3"
+
+
+def _normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
+
+
+def _rotated(x_LE: Tensor, theta: float) -> Tensor:
+    """Each position's neighbouring pairs turned by its angles, with sine and cosine."""
+    out = torch.empty_like(x_LE)
+    length, width = x_LE.shape
+    for position in range(length):
+        for pair in range(width // 2):
+            angle = position * theta ** (-2 * pair / width)
+            a, b = x_LE[position, 2 * pair], x_LE[position, 2 * pair + 1]
+            out[position, 2 * pair] = a * math.cos(angle) - b * math.sin(angle)
+            out[position, 2 * pair + 1] = a * math.sin(angle) + b * math.cos(angle)
+    return out
+
+
+def _attention(x_LD: Tensor, weights: dict[str, Tensor], layer: str, shape: ModelShape) -> Tensor:
+    head_width = shape.width // shape.heads
+    heads = []
+    for head in range(shape.heads):
+        own = slice(head * head_width, (head + 1) * head_width)
+        q, k, v = (x_LD @ weights[f"{layer}.attention.{w}.weight"][own].T for w in ("wq", "wk", "wv"))
+        q, k = _rotated(q, shape.rope_theta), _rotated(k, shape.rope_theta)
+        rows = []
+        for position in range(len(x_LD)):
+            scores = (k[: position + 1] @ q[position] / math.sqrt(head_width)).exp()
+            rows.append(scores @ v[: position + 1] / scores.sum())
+        heads.append(torch.stack(rows))
+    return torch.cat(heads, dim=1) @ weights[f"{layer}.attention.wo.weight"].T
+
+
+def _plain_logits(model: Transformer, tokens_L: Tensor) -> Tensor:
+    """LLaMA on one sequence, loop by loop, in float64."""
+    shape, weights = model.shape, {name: p.detach().double() for name, p in model.named_parameters()}
+    x = weights["tok_embeddings.weight"][tokens_L]
+    for index in range(shape.layers):
+        layer = f"layers.{index}"
+        normed = _normalised(x, weights[f"{layer}.attention_norm.weight"], shape.norm_epsilon)
+        x = x + _attention(normed, weights, layer, shape)
+        normed = _normalised(x, weights[f"{layer}.ffn_norm.weight"], shape.norm_epsilon)
+        gate = normed @ weights[f"{layer}.feed_forward.w1.weight"].T
+        hidden = gate / (1 + (-gate).exp()) * (normed @ weights[f"{layer}.feed_forward.w3.weight"].T)
+        x = x + hidden @ weights[f"{layer}.feed_forward.w2.weight"].T
+    return _normalised(x, weights["norm.weight"], shape.norm_epsilon) @ weights["lm_head.weight"].T
+
+
+def _unlike_its_start(model: Transformer) -> Transformer:
+    """Norms away from 1 and large matrices, so that every factor shows in the logits."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            deviation = 0.3 if parameter.ndim == 1 else 1.0 / math.sqrt(parameter.shape[1])
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation + (parameter.ndim == 1))
+    return model
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_forward_is_a_plain_llama(heads: int) -> None:
+    shape = SHAPE.model_copy(update={"heads": heads, "layers": 2, "rope_theta": 100.0, "norm_epsilon": 1e-2})
+    model, tokens = _unlike_its_start(Transformer(shape)), _tokens()
+    expected = torch.stack([_plain_logits(model, row) for row in tokens])
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(model(tokens).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_loss_is_mean_cross_entropy_in_nats() -> None:
+    logits, targets = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)), _tokens(2, 5)
+    shares = logits.double().softmax(-1)
+    expected = -sum(math.log(shares[b, i, targets[b, i]]) for b in range(2) for i in range(5)) / 10
+    assert next_token_loss(logits, targets).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_later_token_does_not_change_earlier_logits() -> None:
+    model, tokens = _unlike_its_start(_model()), _tokens()
+    before = model(tokens)
+    for position in (1, 7, 15):
+        changed = tokens.clone()
+        changed[:, position] = (changed[:, position] + 1) % SHAPE.vocabulary
+        after = model(changed)
+        torch.testing.assert_close(after[:, :position], before[:, :position], atol=1e-6, rtol=1e-6)
+        assert ((after[:, position:] - before[:, position:]).abs().amax(-1) > 1e-4).all()
+
+
+def test_a_shorter_sequence_after_a_longer_one_is_its_beginning() -> None:
+    model, tokens = _unlike_its_start(_model()), _tokens()
+    long = model(tokens)
+    torch.testing.assert_close(model(tokens[:, :9]), long[:, :9], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 2, 3, 4), (0, 3, 4), (0, 4)])
+def test_stages_start_with_the_whole_models_bits(cuts: tuple[int, ...]) -> None:
+    whole = dict(_model().named_parameters())
+    stages = len(cuts) - 1
+    seen: list[str] = []
+    for stage, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        part = Transformer(SHAPE, range(first, end), embeds=stage == 0, predicts=stage == stages - 1)
+        initialise(part, 3)
+        for name, parameter in part.named_parameters():
+            assert torch.equal(parameter, whole[name]), name
+            seen.append(name)
+    assert sorted(seen) == sorted(whole)
+
+
+def test_seeds_and_names_draw_different_weights() -> None:
+    one, other = dict(_model(3).named_parameters()), dict(_model(4).named_parameters())
+    matrices = [name for name, parameter in one.items() if parameter.ndim == 2]
+    assert not any(torch.equal(one[name], other[name]) for name in matrices)
+    assert not torch.equal(one["layers.0.attention.wq.weight"], one["layers.1.attention.wq.weight"])
+    assert not torch.equal(one["layers.0.attention.wq.weight"], one["layers.0.attention.wk.weight"])
+
+
+def test_weights_start_with_the_deviations_found_to_train() -> None:
+    shape = ModelShape(width=128, layers=2, heads=2, feed_forward=192, vocabulary=512)
+    for name, parameter in _model(0, shape).named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == 1).all()
+            continue
+        expected = 0.8 / math.sqrt(128)
+        if name == "tok_embeddings.weight":
+            expected = 0.05
+        elif "wo" in name or "w2" in name:
+            expected = 0.04 / 2
+        assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokenizer", "key"),
+    [
+        ({"width": 64, "heads": 3}, 256, "heads"),
+        ({"width": 34, "heads": 2}, 256, "heads"),  # heads of an odd width cannot be rotated in pairs
+        ({}, None, "vocabulary"),
+        ({"vocabulary": 255}, 256, "vocabulary"),
+    ],
+)
+def test_shapes_that_cannot_be_built(settings: dict[str, int], tokenizer: int | None, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelSettings(**settings).resolve(tokenizer)
+    assert caught.value.key == ("model", key)
+
+
+def test_single_values_override_the_preset() -> None:
+    shape = ModelSettings(preset="178m", layers=3, vocabulary=300).resolve(256)
+    assert shape == ModelShape(width=1024, layers=3, heads=8, feed_forward=2688, vocabulary=300)
