@@ -95,6 +95,7 @@ class BoundarySettings(Settings):
 
     rank: Rank = "full"
     dtype: Literal["fp32", "bf16"] = "bf16"
+    bits: int | None = Field(None, ge=2, le=8, description="send each number in so few bits, instead of `dtype`")
 
     def dimensions(self, width: int) -> int | None:
         """k for a model of this width d; None if the boundary is not compressed."""

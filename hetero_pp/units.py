@@ -57,7 +57,7 @@ def format_bits_per_second(value: float | None) -> str:
     if value is None:
         return "unlimited"
     for factor, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
-        if value >= factor:
+        if value >= 0.99995 * factor:
             return f"{value / factor:.4g} {unit}"
     return f"{value:.4g} bit/s"
 
@@ -65,7 +65,7 @@ def format_bits_per_second(value: float | None) -> str:
 def format_bytes(value: float) -> str:
     """1536 -> "1.54 kB"."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= factor:
+        if value >= 0.9995 * factor:
             return f"{value / factor:.3g} {unit}"
     return f"{value:.0f} B"
 

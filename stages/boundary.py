@@ -7,23 +7,32 @@ come the coefficients G U of the gradient; uncompressed, X and G themselves. Sou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hetero_pp import bits
+from hetero_pp.coefficients import Bits, CoefficientFormat, Floats, Symbols
 from hetero_pp.errors import MalformedMessage
+from hetero_pp.seeds import seed_of
 from hetero_pp.subspace import expand_gradient, perpendicular, project, reconstruct
+from hetero_pp.topology import BoundarySettings
 
 WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def format_of(settings: BoundarySettings) -> CoefficientFormat:
+    """How the settings want coefficients to be written."""
+    return Floats(WIRE_DTYPES[settings.dtype]) if settings.bits is None else Bits(settings.bits)
+
+
 @dataclass
 class Boundary:
-    """Both sides of a boundary. `basis` is None if it is not compressed."""
+    """Both sides of a boundary. `basis` [D, K] is None if it is not compressed."""
 
     width: int
-    dtype: torch.dtype
+    format: CoefficientFormat
     basis: Tensor | None = None
     perpendicular: Tensor | None = None
     """T_perp [V, D], at a receiver of compressed activations."""
@@ -38,33 +47,52 @@ class Boundary:
         if self.basis is not None:
             self.perpendicular = perpendicular(embedding.detach(), self.basis)
 
-    def encode_activation(self, x_BLD: Tensor) -> Tensor:
-        """What the sender puts on the wire."""
+    def encode_activation(self, x_BLD: Tensor) -> Symbols:
+        """What the receiver will be able to tell of the sender's output."""
         x_BLD = x_BLD.detach()
-        return (x_BLD if self.basis is None else project(x_BLD, self.basis)).to(self.dtype)
+        return self.format.activation(x_BLD if self.basis is None else project(x_BLD, self.basis))
 
-    def decode_activation(self, wire: Tensor, tokens_BL: Tensor) -> Tensor:
+    def decode_activation(self, symbols: Symbols, tokens_BL: Tensor) -> Tensor:
         """The receiver's input [B, L, D], in memory of its own."""
+        coefficients = self.format.coefficients(symbols)
         if self.basis is None or self.perpendicular is None:
-            return wire.to(torch.float32, copy=True)
-        return reconstruct(wire.to(torch.float32, copy=True), self.basis, self.perpendicular, tokens_BL)
+            return coefficients
+        return reconstruct(coefficients, self.basis, self.perpendicular, tokens_BL)
 
-    def encode_gradient(self, gradient_BLD: Tensor) -> Tensor:
-        """What the receiver of activations sends back."""
-        return (gradient_BLD if self.basis is None else project(gradient_BLD, self.basis)).to(self.dtype)
+    def encode_gradient(self, gradient_BLD: Tensor, key: Tensor) -> Symbols:
+        """What goes back of the gradient at the receiver's input; `key` chooses the noise of rounding."""
+        coefficients = gradient_BLD if self.basis is None else project(gradient_BLD, self.basis)
+        return self.format.gradient(coefficients, key)
 
-    def decode_gradient(self, wire: Tensor) -> Tensor:
+    def decode_gradient(self, symbols: Symbols) -> Tensor:
         """The gradient [B, L, D] at the sender's output."""
-        wire = wire.to(torch.float32, copy=True)
-        return wire if self.basis is None else expand_gradient(wire, self.basis)
+        coefficients = self.format.coefficients(symbols)
+        return coefficients if self.basis is None else expand_gradient(coefficients, self.basis)
 
-    def check(self, wire: Tensor, batch: int, length: int) -> None:
-        """Raise MalformedMessage unless `wire` has the shape and dtype that a peer must send."""
-        expected = (batch, length, self.dimensions)
-        if tuple(wire.shape) != expected or wire.dtype != self.dtype:
-            raise MalformedMessage(
-                f"found a tensor {tuple(wire.shape)} of {wire.dtype}, expected {expected} of {self.dtype}"
-            )
+    def cross(self, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
+        """Both sides at once, for a replica that is not cut up: the same arithmetic without a link."""
+        return _Crossing.apply(x_BLD, self, tokens_BL, key)
+
+
+class _Crossing(torch.autograd.Function):
+    """Forward and backward of a boundary as one operation."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLD: Tensor, boundary: Boundary, tokens_BL: Tensor, key: Tensor) -> Tensor:
+        ctx.boundary = boundary
+        ctx.save_for_backward(key)
+        return boundary.decode_activation(boundary.encode_activation(x_BLD), tokens_BL)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (key,) = ctx.saved_tensors
+        boundary: Boundary = ctx.boundary
+        return boundary.decode_gradient(boundary.encode_gradient(gradients[0], key)), None, None, None
+
+
+def noise_key(seed: int, replica: str, hop: int, step: int, micro_batch: int) -> Tensor:
+    """Chooses the rounding noise of one gradient; `step` counts over the whole run. int64, no dimensions."""
+    return torch.tensor(seed_of(seed, "rounding", replica, hop, step, micro_batch))
 
 
 def pack_tokens(tokens: Tensor, vocabulary: int) -> Tensor:

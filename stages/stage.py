@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hetero_pp.coefficients import Symbols
 from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
 from hetero_pp.model import ModelShape, Transformer, next_token_loss
 from stages.boundary import Boundary
@@ -72,32 +73,35 @@ class Stage:
             self.boundary.split(embedding)
             self.optimizer.perpendicular = self.boundary.perpendicular
 
-    def forward(self, micro_batch: int, tokens: Tensor, wire: Tensor | None, micro_batches: int) -> Tensor:
+    def forward(self, micro_batch: int, tokens: Tensor, came: Symbols | None, micro_batches: int) -> Tensor:
         """Forward one micro-batch; returns the output [B, L, D], or the loss on the last stage.
 
-        `wire` is what came from the stage before (None on the first). The loss is divided by `micro_batches`.
+        `came` is from the stage before (None on the first). The loss is divided by `micro_batches`.
         """
         received = None
-        if wire is not None:
-            received = self.boundary.decode_activation(wire, tokens[:, :-1]).requires_grad_()
+        if came is not None:
+            received = self.boundary.decode_activation(came, tokens[:, :-1]).requires_grad_()
         output = self.module(tokens[:, :-1] if received is None else received)
         if self.plan.is_last:
             output = next_token_loss(output, tokens[:, 1:]) / micro_batches
         self._in_flight[micro_batch] = _InFlight(received, output)
         return output.detach()
 
-    def backward(self, micro_batch: int, wire: Tensor | None) -> Tensor | None:
-        """Backward one micro-batch; returns what goes to the stage before (None on the first)."""
+    def backward(self, micro_batch: int, came: Symbols | None, key: Tensor) -> Symbols | None:
+        """Backward one micro-batch; returns what goes to the stage before (None on the first).
+
+        `came` is from the stage after (None on the last), `key` chooses the rounding noise of what goes on.
+        """
         kept = self._in_flight.pop(micro_batch)
-        gradient = None if wire is None else self.boundary.decode_gradient(wire)
+        gradient = None if came is None else self.boundary.decode_gradient(came)
         torch.autograd.backward(kept.output, gradient)
         if kept.received is None or kept.received.grad is None:
             return None
-        return self.boundary.encode_gradient(kept.received.grad)
+        return self.boundary.encode_gradient(kept.received.grad, key)
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, wire: Tensor | None) -> Tensor:
+    def evaluate(self, tokens: Tensor, came: Symbols | None) -> Tensor:
         """Forward without keeping anything: the output [B, L, D], or the loss on the last stage."""
         inputs = tokens[:, :-1]
-        output = self.module(inputs if wire is None else self.boundary.decode_activation(wire, inputs))
+        output = self.module(inputs if came is None else self.boundary.decode_activation(came, inputs))
         return next_token_loss(output, tokens[:, 1:]) if self.plan.is_last else output

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hetero_pp.coefficients import Symbols
 from hetero_pp.errors import MalformedMessage
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
 from hetero_pp.schedule import Action, Event, forward_only, one_forward_one_backward
-from stages.boundary import pack_tokens, unpack_tokens
+from stages.boundary import noise_key, pack_tokens, unpack_tokens
 from stages.stage import Stage
 
 
@@ -32,6 +33,8 @@ class WorkerSettings:
     sequence_length: int
     extra_in_flight: int
     receive_timeout: float | None
+    replica: str
+    seed: int
 
 
 @dataclass
@@ -48,11 +51,13 @@ class _Step:
 
     round: int
     step: int
+    global_step: int
     purpose: Purpose
     tokens: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Message] = field(default_factory=dict)
+    came: dict[int, Symbols] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[int, Tensor | None] = field(default_factory=dict)
+    gradients: dict[int, Symbols | None] = field(default_factory=dict)
     squared_norm_after: float = 0.0
     loss: float = 0.0
     rows: int = 0
@@ -90,7 +95,7 @@ class StageWorker:
 
     def inner_step(self, round_: int, step: int, global_step: int, tokens: Tensor | None) -> float | None:
         """One inner step; `tokens` [batch, L + 1] on the first stage. Returns the loss on the last stage."""
-        under_way = _Step(round_, step, ACTIVATION, backwards_left=self.settings.micro_batches)
+        under_way = _Step(round_, step, global_step, ACTIVATION, backwards_left=self.settings.micro_batches)
         if tokens is not None:
             under_way.tokens = dict(enumerate(tokens.chunk(self.settings.micro_batches)))
         self._run(self._train_events, under_way)
@@ -114,7 +119,7 @@ class StageWorker:
 
         A batch holds at most as many sequences as a micro-batch.
         """
-        under_way = _Step(round_, 0, EVALUATION, tokens=dict(enumerate(batches)))
+        under_way = _Step(round_, 0, 0, EVALUATION, tokens=dict(enumerate(batches)))
         plan = self.stage.plan
         self._run(forward_only(plan.index, plan.count, count), under_way)
         return (under_way.loss / under_way.rows, under_way.rows) if plan.is_last else None
@@ -128,12 +133,12 @@ class StageWorker:
     def _forward(self, under_way: _Step, index: int) -> None:
         started = time.perf_counter()
         message = under_way.received.pop(index, None)
-        wire = None if message is None else message.tensors[1]
+        came = under_way.came.pop(index, None)
         tokens = under_way.tokens[index]
         if under_way.purpose == EVALUATION:
-            output = self.stage.evaluate(tokens, wire)
+            output = self.stage.evaluate(tokens, came)
         else:
-            output = self.stage.forward(index, tokens, wire, self.settings.micro_batches)
+            output = self.stage.forward(index, tokens, came, self.settings.micro_batches)
         if message is not None and self._upstream is not None:
             self._upstream.recycle(message)
         if self.stage.plan.is_last:
@@ -147,8 +152,9 @@ class StageWorker:
     def _backward(self, under_way: _Step, index: int) -> None:
         started = time.perf_counter()
         message = under_way.received.pop(index, None)
-        wire = None if message is None else message.tensors[0]
-        under_way.gradients[index] = self.stage.backward(index, wire)
+        hop = self.stage.plan.index - 1
+        key = noise_key(self.settings.seed, self.settings.replica, hop, under_way.global_step, index)
+        under_way.gradients[index] = self.stage.backward(index, under_way.came.pop(index, None), key)
         if message is not None and self._downstream is not None:
             self._downstream.recycle(message)
         under_way.backwards_left -= 1
@@ -172,14 +178,15 @@ class StageWorker:
     def _receive_activation(self, under_way: _Step, index: int) -> None:
         assert self._upstream is not None
         message = self._receive(self._upstream, under_way.purpose, under_way.round, under_way.step, index)
-        if len(message.tensors) != 2:
-            raise MalformedMessage(f"found {len(message.tensors)} tensors, expected token ids and an activation")
-        packed, wire = message.tensors
         batch, length = self.settings.micro_batch_size, self.settings.sequence_length
-        if under_way.purpose == EVALUATION and wire.ndim == 3 and 0 < wire.shape[0] < batch:
-            batch = wire.shape[0]
-        self.stage.boundary.check(wire, batch, length)
+        if under_way.purpose == EVALUATION and 0 < message.header.rows < batch:
+            batch = message.header.rows
+        if not message.tensors:
+            raise MalformedMessage("found no token ids beside an activation")
+        packed, *wire = message.tensors
         under_way.tokens[index] = unpack_tokens(packed, self.stage.module.shape.vocabulary, batch, length)
+        shape = (batch, length, self.stage.boundary.dimensions)
+        under_way.came[index] = self.stage.boundary.format.from_wire(tuple(wire), shape)
         under_way.received[index] = message
         if message.header.HasField("gradient_norm"):
             self._apply(message.header.gradient_norm)
@@ -189,27 +196,28 @@ class StageWorker:
         header = self._header(under_way.purpose, under_way.round, under_way.step, index, announces_norm=True)
         tokens = under_way.tokens[index] if under_way.purpose == ACTIVATION else under_way.tokens.pop(index)
         packed = pack_tokens(tokens, self.stage.module.shape.vocabulary)
-        wire = self.stage.boundary.encode_activation(under_way.outputs.pop(index))
-        self._downstream.send(Message(header, (packed, wire)))
+        header.rows = len(tokens)
+        symbols = self.stage.boundary.encode_activation(under_way.outputs.pop(index))
+        self._downstream.send(Message(header, (packed, *self.stage.boundary.format.to_wire(symbols))))
 
     def _receive_gradient(self, under_way: _Step, index: int) -> None:
         assert self._downstream is not None
         message = self._receive(self._downstream, GRADIENT, under_way.round, under_way.step, index)
-        if len(message.tensors) != 1:
-            raise MalformedMessage(f"found {len(message.tensors)} tensors, expected a gradient")
-        self.stage.boundary.check(message.tensors[0], self.settings.micro_batch_size, self.settings.sequence_length)
+        batch, length = self.settings.micro_batch_size, self.settings.sequence_length
+        shape = (batch, length, self.stage.boundary.dimensions)
+        under_way.came[index] = self.stage.boundary.format.from_wire(message.tensors, shape)
         under_way.received[index] = message
         if message.header.HasField("squared_norm"):
             under_way.squared_norm_after = message.header.squared_norm
 
     def _send_gradient(self, under_way: _Step, index: int) -> None:
         assert self._upstream is not None
-        wire = under_way.gradients.pop(index)
-        assert wire is not None
+        symbols = under_way.gradients.pop(index)
+        assert symbols is not None
         header = self._header(GRADIENT, under_way.round, under_way.step, index)
         if under_way.backwards_left == 0:
             header.squared_norm = self._own_squared_norm() + under_way.squared_norm_after
-        self._upstream.send(Message(header, (wire,)))
+        self._upstream.send(Message(header, self.stage.boundary.format.to_wire(symbols)))
 
     def _header(
         self, purpose: Purpose, round_: int, step: int, micro_batch: int, announces_norm: bool = False

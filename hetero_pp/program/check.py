@@ -27,7 +27,7 @@ from hetero_pp.topology import (
 )
 from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
 from replica_groups.replay import Shapes, shapes_by_block
-from stages.boundary import WIRE_DTYPES, packed_tokens_bytes
+from stages.boundary import format_of, packed_tokens_bytes
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,18 @@ def stage_link_loads(plan: RunPlan, replica: ParticipantsReplica) -> dict[Direct
     """What each link between neighbouring stages of a group carries, to the byte."""
     data = plan.config.data
     rank = replica.boundary.dimensions(plan.shape.width) or plan.shape.width
-    token_bytes = rank * WIRE_DTYPES[replica.boundary.dtype].itemsize * data.sequence_length
+    format_ = format_of(replica.boundary)
     rows = replica.batch_size // replica.micro_batches
 
     def activations(batch: int) -> int:
-        return batch * token_bytes + packed_tokens_bytes(batch, data.sequence_length, plan.shape.vocabulary)
+        ids = packed_tokens_bytes(batch, data.sequence_length, plan.shape.vocabulary)
+        return ids + format_.wire_bytes((batch, data.sequence_length, rank))
 
     whole, rest = divmod(data.validation_sequences, rows)
     evaluation = whole * activations(rows) + (activations(rest) if rest else 0)
     return {
         "forward": LinkLoad(replica.micro_batches * activations(rows), evaluation),
-        "backward": LinkLoad(replica.batch_size * token_bytes),
+        "backward": LinkLoad(replica.micro_batches * format_.wire_bytes((rows, data.sequence_length, rank))),
     }
 
 
@@ -139,6 +140,7 @@ def _members_table(plan: RunPlan) -> Table:
         else:
             rank = replica.boundary.dimensions(plan.shape.width)
             crosses = "full" if rank is None else f"{rank} of {plan.shape.width}"
+            crosses += f", {replica.boundary.bits} bits" if replica.boundary.bits else f" {replica.boundary.dtype}"
             kind = f"stage {stage.index + 1}/{stage.count}, rank {crosses}"
             owns = f"layers {stage.layers.start}-{stage.layers.stop - 1}"
             owns = ("embedding, " if stage.is_first else "") + owns + (", head" if stage.is_last else "")

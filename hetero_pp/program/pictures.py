@@ -47,6 +47,7 @@ MOST_MARKS = 40
 def draw_losses(state: RunState, path: Path) -> None:
     """Training loss per inner step above, validation loss per outer round below; nothing before the first step."""
     from matplotlib import rc_context
+    from matplotlib.ticker import MaxNLocator
 
     with state.lock, rc_context(STYLE):
         if state.first_step is None:
@@ -61,8 +62,9 @@ def draw_losses(state: RunState, path: Path) -> None:
             if axes.lines:
                 axes.legend(loc="upper right", ncols=1 + (len(state.replicas) > 8))
             _mark_rounds(state, axes)
-        marks = "each" if (every := _marked_rounds(state)) == 1 else f"every {every} rounds"
-        below.set_xlabel(f"inner steps of each replica; dotted: outer rounds of {state.inner_steps} steps, {marks}")
+        marks = "" if (every := _marked_rounds(state)) == 1 else f", one line in {every} rounds"
+        below.set_xlabel(f"inner steps of each replica; dotted: outer rounds of {state.inner_steps} steps{marks}")
+        below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         _save(figure, path)
 
 

@@ -23,7 +23,7 @@ from replica_groups.outer_round import OuterRound
 from replica_groups.paced_exchange import PacedExchange
 from replica_groups.participants import StageMember
 from replica_groups.reporter import Reporter
-from stages.boundary import WIRE_DTYPES, Boundary
+from stages.boundary import Boundary, format_of
 from stages.stage import Stage, StagePlan, build_part
 from stages.worker import StageWorker, WorkerSettings
 
@@ -128,7 +128,7 @@ def _build_worker(
     config = plan.config
     rank = replica.boundary.dimensions(plan.shape.width)
     own_basis = None if rank is None or basis is None else basis[:, :rank].contiguous()
-    boundary = Boundary(plan.shape.width, WIRE_DTYPES[replica.boundary.dtype], own_basis)
+    boundary = Boundary(plan.shape.width, format_of(replica.boundary), own_basis)
     stage = Stage(stage_plan, module, boundary, config.inner, plan.total_steps)
     settings = WorkerSettings(
         micro_batches=replica.micro_batches,
@@ -136,6 +136,8 @@ def _build_worker(
         sequence_length=config.data.sequence_length,
         extra_in_flight=replica.extra_in_flight,
         receive_timeout=RECEIVE_TIMEOUT,
+        replica=replica.name,
+        seed=config.seed,
     )
     return StageWorker(stage, settings, upstream, downstream)
 

@@ -52,7 +52,7 @@ class TensorHeader(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LinkHeader(_message.Message):
-    __slots__ = ("purpose", "round", "step", "micro_batch", "squared_norm", "gradient_norm", "tensors")
+    __slots__ = ("purpose", "round", "step", "micro_batch", "squared_norm", "gradient_norm", "tensors", "rows")
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class LinkHeader(_message.Message):
     SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_NORM_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     purpose: Purpose
     round: int
     step: int
@@ -67,7 +68,8 @@ class LinkHeader(_message.Message):
     squared_norm: float
     gradient_norm: float
     tensors: _containers.RepeatedCompositeFieldContainer[TensorHeader]
-    def __init__(self, purpose: _Optional[_Union[Purpose, str]] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., micro_batch: _Optional[int] = ..., squared_norm: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
+    rows: int
+    def __init__(self, purpose: _Optional[_Union[Purpose, str]] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., micro_batch: _Optional[int] = ..., squared_norm: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class TensorPayload(_message.Message):
     __slots__ = ("name", "shape", "tile", "density", "positions", "code_bits", "codes", "levels")

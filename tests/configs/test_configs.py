@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hetero_pp.model import Transformer
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.yaml_file import ConfigFile, save_config
-from hetero_pp.model import Transformer
 from stages.stage import build_part
 
 CONFIGS = Path(__file__).parents[2] / "configs"

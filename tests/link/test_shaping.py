@@ -64,7 +64,7 @@ def test_nothing_leaves_before_it_was_ready() -> None:
     assert bucket.reserve(1.0, 0.999, 1000) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("rate", "credit"), [(8e6, (128 << 10) / 1e6), (1e9, (128 << 10) * 8 / 1e9), (1e10, 0.010)])
+@pytest.mark.parametrize(("rate", "credit"), [(8e6, 0.131072), (1e9, 0.010)])
 def test_the_credit_is_128_kib_or_10_milliseconds(rate: float, credit: float) -> None:
     assert TokenBucket(rate).reserve(50.0, 0.0, 0) == pytest.approx(50.0 - credit)
 
@@ -190,7 +190,7 @@ def test_a_paced_sender_that_is_slow_for_a_moment_keeps_the_rate() -> None:
     for _ in range(10):
         clock.time += 0.002
         message.pace(10_000)
-    assert clock.time == pytest.approx(100.1 + 0.002)
+    assert clock.time == pytest.approx(100.1)
 
 
 def test_paced_messages_share_the_rate() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
 from unittest import mock
 
 import grpc
@@ -13,9 +17,10 @@ import pytest
 import torch
 
 from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
-from hetero_pp.link.protocol import Message
+from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
+from hetero_pp.rpc.framing import encode
 from hetero_pp.rpc.messages_pb2 import LinkHeader, LinkHello
 from hetero_pp.rpc.stage_link import METHOD, SERVICE, GrpcLinkEnd, StageLinkServer, open_stage_link
 from hetero_pp.topology import LinkPlan, LinkShape
@@ -61,7 +66,7 @@ def raw_stream(stack: ExitStack, address: str, *frames: bytes) -> Iterator[bytes
     """A peer that sends these frames, whatever they are, and then stays silent."""
     channel = make_channel(address)
     stack.callback(channel.close)
-    waiting = multiprocessing.get_context("spawn").Event()
+    waiting = threading.Event()
     stack.callback(waiting.set)
 
     def requests() -> Iterator[bytes]:
@@ -87,18 +92,163 @@ def test_strangers_are_refused_and_the_right_peer_still_gets_in(listener: Listen
         listener.dial(member="mallory")
     assert [sender for sender, _ in listener.refusals] == ["home.0", "home.0", "mallory"]
     assert listener.links.refusals == 3
-    upstream = listener.dial()
-    assert_works(upstream, listener.links.accept(SECONDS))
+    upstream, downstream = listener.dial(), listener.links.accept(SECONDS)
+    assert_works(upstream, downstream)
     with pytest.raises(Refused, match="already connected"):
         listener.dial()
-    assert_works(listener.links.accept(0) if False else upstream, upstream) if False else None
+    assert_works(downstream, upstream)
 
 
-def test_a_refusal_does_not_tell_the_run(listener: Listener) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"run": "guess"}, "found the identifier of another run"),
+        ({"version": 99}, f"found version 99, expected {PROTOCOL_VERSION}"),
+        ({"sender": ""}, "found sender , expected home.0"),
+    ],
+)
+def test_a_wrong_hello(stack: ExitStack, listener: Listener, change: dict[str, Any], reason: str) -> None:
     hello = LinkHello()
     hello.CopyFrom(HELLO)
-    hello.run = "guess"
+    for name, value in change.items():
+        setattr(hello, name, value)
+    assert refusal_of(raw_stream(stack, listener.address, hello.SerializeToString())) == reason
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xff\xff", b"GET / HTTP/1.1", bytes(5000)])
+def test_no_hello_at_all(stack: ExitStack, listener: Listener, frame: bytes) -> None:
+    refusal_of(raw_stream(stack, listener.address, frame))
+    assert_works(listener.dial(), listener.links.accept(SECONDS))
+
+
+def test_a_silent_stranger_is_dropped(stack: ExitStack, listener: Listener) -> None:
+    with mock.patch.object(stage_link, "HELLO_SECONDS", 0.05), pytest.raises(grpc.RpcError) as error:
+        next(raw_stream(stack, listener.address))
+    assert error.value.code() is grpc.StatusCode.CANCELLED
+    assert_works(listener.dial(), listener.links.accept(SECONDS))
+
+
+def test_the_upstream_refuses_a_listener_that_is_not_its_neighbour(listener: Listener) -> None:
+    with pytest.raises(Refused, match=r"found sender home\.1, expected home\.9"):
+        listener.dial(replace(PLAN, target="home.9"))
+
+
+def test_nobody_listens(stack: ExitStack, listener: Listener) -> None:
+    listener.server.stop(grace=0).wait()
+    with pytest.raises(LinkTimeout, match="did not answer"):
+        open_stage_link(listener.address, PLAN, "run", "home.0", seed=0, timeout=0.2)
+
+
+def test_nobody_dials(listener: Listener) -> None:
+    with pytest.raises(LinkTimeout, match=r"home\.0 did not connect within 0\.01 s"):
+        listener.links.accept(0.01)
+
+
+def test_the_upstream_may_be_first(stack: ExitStack, listener: Listener) -> None:
+    listener.server.stop(grace=0).wait()
+    with ThreadPoolExecutor(1) as pool:
+        dialled = pool.submit(listener.dial)
+        late = Listener(stack, listen=listener.address)
+        downstream = late.links.accept(SECONDS)
+        assert_works(dialled.result(SECONDS), downstream)
+
+
+def test_a_busy_port_is_an_error(listener: Listener) -> None:
+    with pytest.raises(OSError, match=f"cannot listen on {listener.address}"):
+        make_server(listener.address, [], max_workers=1)
+
+
+MESSAGE = b"".join(encode(sealed(Message(LinkHeader(step=1), (torch.ones(4),)))))
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([b"\xff\xff\xff\xff"], "found a header of"),
+        ([MESSAGE, b""], "found a first frame of 0 bytes"),
+        ([MESSAGE[:-1]], "found 15 bytes of payload in a frame, expected 16"),
+        ([b"?"], "found the control byte"),
+        ([b"\x06"], "found the control byte"),
+        ([b"\x04", MESSAGE], "found a message after the end"),
+    ],
+)
+def test_malformed_data_of_the_peer_closes_the_link(
+    stack: ExitStack, listener: Listener, frames: list[bytes], reason: str
+) -> None:
+    replies = raw_stream(stack, listener.address, HELLO.SerializeToString(), *frames)
+    end = listener.links.accept(SECONDS)
+    with pytest.raises(LinkClosed, match=f"malformed data from home.0: {reason}|the peer closed the link"):
+        for _ in range(3):
+            end.receive(SECONDS)
+    with pytest.raises(grpc.RpcError) as error:
+        for _ in range(3):
+            next(replies)
+    assert error.value.code() is grpc.StatusCode.ABORTED
+    assert reason in error.value.details()
+    ((sender, told),) = listener.refusals
+    assert sender == "home.0"
+    assert reason in told
+
+
+def test_an_oversized_frame_of_the_peer_closes_the_link(stack: ExitStack, listener: Listener) -> None:
+    replies = raw_stream(stack, listener.address, HELLO.SerializeToString(), bytes(7 << 20), bytes(1))
+    with pytest.raises(LinkClosed, match="found a first frame of 7340032 bytes"):
+        listener.links.accept(SECONDS).receive(SECONDS)
+    with pytest.raises(grpc.RpcError):
+        list(replies)
+
+
+def test_the_downstream_tells_why_it_aborts(listener: Listener) -> None:
+    upstream, downstream = listener.dial(), listener.links.accept(SECONDS)
+    downstream.abort("out of memory")
+    with pytest.raises(LinkClosed, match="the peer aborted: out of memory"):
+        upstream.receive(SECONDS)
+
+
+def test_a_server_that_stops(listener: Listener) -> None:
+    upstream, downstream = listener.dial(), listener.links.accept(SECONDS)
+    listener.server.stop(grace=0).wait()
+    for end in (upstream, downstream):
+        with pytest.raises(LinkClosed):
+            end.receive(SECONDS)
+        end.close()
+
+
+def dial_and_wait(address: str) -> None:
+    """The life of an upstream process that is killed."""
+    end = open_stage_link(address, PLAN, "run", "home.0", seed=0, timeout=SECONDS)
+    end.send(Message(LinkHeader(step=3)))
+    end.receive(SECONDS)
+
+
+def test_an_upstream_process_that_dies(listener: Listener) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=dial_and_wait, args=(listener.address,))
+    process.start()
+    downstream = listener.links.accept(SECONDS)
+    assert downstream.receive(SECONDS).header.step == 3
+    process.kill()
+    process.join(SECONDS)
+    with pytest.raises(LinkClosed, match="the peer hung up"):
+        downstream.receive(SECONDS)
+    with pytest.raises(LinkClosed):
+        downstream.send(Message(LinkHeader()))
+
+
+def listen_and_wait(control: Connection) -> None:
+    """The life of a downstream process that is killed."""
     with ExitStack() as stack:
-        assert refusal_of(raw_stream(stack, listener.address, hello.SerializeToString())) == (
-            "found the identifier of another run"
-        )
+        listener = Listener(stack)
+        control.send(listener.address)
+        listener.links.accept(SECONDS).receive(SECONDS)
+
+
+def test_a_downstream_process_that_dies() -> None:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=listen_and_wait, args=(there,))
+    process.start()
+    upstream = open_stage_link(here.recv(), PLAN, "run", "home.0", seed=0, timeout=SECONDS)
+    process.kill()
+    process.join(SECONDS)
+    with pytest.raises(LinkClosed, match="the peer is gone"):
+        upstream.receive(SECONDS)

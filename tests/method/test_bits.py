@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_pp import bits
@@ -24,6 +24,7 @@ def _numbers(draw: st.DrawFn) -> tuple[list[int], int]:
     return draw(st.lists(st.integers(0, 2**width - 1), max_size=70)), width
 
 
+@settings(deadline=None)
 @given(_numbers())
 def test_packing_is_the_binary_digits_in_a_row(numbers: tuple[list[int], int]) -> None:
     values, width = numbers
@@ -40,6 +41,7 @@ def test_the_largest_number_of_each_width(width: int) -> None:
     assert bits.unpack(bits.pack(values, width), width, 6).tolist() == values.reshape(-1).tolist()
 
 
+@settings(deadline=None)
 @given(_numbers(), st.integers(-3, 3).filter(bool))
 def test_a_wrong_number_of_bytes_is_refused(numbers: tuple[list[int], int], by: int) -> None:
     values, width = numbers
@@ -59,6 +61,7 @@ def test_unpacking_starts_anywhere_in_a_buffer() -> None:
         assert bits.unpack(buffer[3:], width, 3).tolist() == [3, 200, 77]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**20))
 def test_the_width_is_the_least_that_tells_values_apart(count: int) -> None:
     width = bits.width_of(count)

@@ -60,16 +60,15 @@ def _normalised(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _rotated(x_LE: Tensor, theta: float) -> Tensor:
-    """Each position's neighbouring pairs turned by its angles, with sine and cosine."""
-    out = torch.empty_like(x_LE)
+    """Neighbouring pairs turned by their position's angles, with sine and cosine."""
     length, width = x_LE.shape
-    for position in range(length):
-        for pair in range(width // 2):
-            angle = position * theta ** (-2 * pair / width)
-            a, b = x_LE[position, 2 * pair], x_LE[position, 2 * pair + 1]
-            out[position, 2 * pair] = a * math.cos(angle) - b * math.sin(angle)
-            out[position, 2 * pair + 1] = a * math.sin(angle) + b * math.cos(angle)
-    return out
+    by_position = [[i * theta ** (-2 * j / width) for j in range(width // 2)] for i in range(length)]
+    angles = torch.tensor(by_position, dtype=torch.float64)
+    even, odd = x_LE[:, 0::2], x_LE[:, 1::2]
+    turned = torch.empty_like(x_LE)
+    turned[:, 0::2] = even * angles.cos() - odd * angles.sin()
+    turned[:, 1::2] = even * angles.sin() + odd * angles.cos()
+    return turned
 
 
 def _attention(x_LD: Tensor, weights: dict[str, Tensor], layer: str, shape: ModelShape) -> Tensor:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_pp.schedule import Action, Event, forward_only, one_forward_one_backward
@@ -26,6 +26,7 @@ def _of(events: list[Event], action: Action) -> list[int]:
     return [event.micro_batch for event in events if event.action is action]
 
 
+@settings(deadline=None)
 @given(STAGES, MICRO_BATCHES, EXTRA)
 def test_every_micro_batch_goes_forward_and_back_once_in_order(stages: int, micro_batches: int, extra: int) -> None:
     for stage, events in enumerate(_group(stages, micro_batches, extra)):
@@ -39,6 +40,7 @@ def test_every_micro_batch_goes_forward_and_back_once_in_order(stages: int, micr
         assert len(_of(events[:forwards_first], Action.FORWARD)) == most  # and the bound is reached
 
 
+@settings(deadline=None)
 @given(STAGES, MICRO_BATCHES, EXTRA)
 def test_messages_surround_the_compute_that_needs_or_makes_them(stages: int, micro_batches: int, extra: int) -> None:
     for stage, events in enumerate(_group(stages, micro_batches, extra)):
@@ -57,6 +59,7 @@ def test_messages_surround_the_compute_that_needs_or_makes_them(stages: int, mic
         assert events == expected
 
 
+@settings(deadline=None)
 @given(STAGES, MICRO_BATCHES, EXTRA)
 def test_neighbours_agree_on_the_sequence_of_messages(stages: int, micro_batches: int, extra: int) -> None:
     group = _group(stages, micro_batches, extra)
@@ -67,11 +70,13 @@ def test_neighbours_agree_on_the_sequence_of_messages(stages: int, micro_batches
         assert sent == _of(above, Action.RECEIVE_GRADIENT) == list(range(micro_batches))
 
 
+@settings(deadline=None)
 @given(STAGES, MICRO_BATCHES, EXTRA)
 def test_no_order_of_execution_deadlocks(stages: int, micro_batches: int, extra: int) -> None:
     _simulate(_group(stages, micro_batches, extra), transfer=0.0)
 
 
+@settings(deadline=None)
 @given(STAGES, MICRO_BATCHES)
 def test_without_extras_it_is_the_textbook(stages: int, micro_batches: int) -> None:
     """Narayanan et al. 2021: p - s - 1 warm-up forwards, then one forward, one backward, then the rest."""
@@ -82,6 +87,7 @@ def test_without_extras_it_is_the_textbook(stages: int, micro_batches: int) -> N
         assert "".join(compute.get(event.action, "") for event in events) == expected
 
 
+@settings(deadline=None)
 @given(STAGES, MICRO_BATCHES)
 def test_an_evaluation_only_goes_forward(stages: int, micro_batches: int) -> None:
     group = [forward_only(stage, stages, micro_batches) for stage in range(stages)]

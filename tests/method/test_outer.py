@@ -1,0 +1,83 @@
+"""The outer step and the hashes that replicas compare, by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_pp.outer.step import mean_of, outer_step, parameter_sha256, parameters_sha256
+from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+
+
+def _sparse(*pairs: tuple[int, float]) -> DecodedTensor:
+    indices, values = zip(*pairs, strict=True)
+    return DecodedTensor(torch.tensor(indices), torch.tensor(values, dtype=torch.float32))
+
+
+def test_the_mean_counts_who_sent_nothing_too() -> None:
+    weighted = [(1.0, _sparse((0, 3.0), (3, 1.0))), (1.0, _sparse((3, 5.0))), (1.0, _sparse((5, -6.0)))]
+    assert mean_of((2, 3), weighted).tolist() == [[1, 0, 0], [2, 0, -2]]
+
+
+def test_the_mean_is_weighted() -> None:
+    weighted = [(3.0, _sparse((0, 2.0))), (1.0, _sparse((0, -2.0), (1, 8.0)))]
+    assert mean_of((2,), weighted).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 7])
+def test_the_mean_of_many_in_the_order_given(replicas: int) -> None:
+    """Against numpy float32 to the bit, one contribution after the other."""
+    generator = torch.Generator().manual_seed(replicas)
+    parts = []
+    for index in range(replicas):
+        where = torch.randperm(60, generator=generator)[:40]
+        values = torch.randn(40, generator=generator) * 10 ** (index % 3)
+        parts.append((1.0 + index / 3, DecodedTensor(where, values)))
+    for order in (parts, parts[::-1]):
+        total, weights = np.zeros(60, dtype=np.float32), 0.0
+        for weight, decoded in order:
+            dense = np.zeros(60, dtype=np.float32)
+            dense[decoded.indices.numpy()] = decoded.values.numpy() * np.float32(weight)
+            total, weights = total + dense, weights + weight
+        assert mean_of((6, 10), order).flatten().tolist() == (total / np.float32(weights)).tolist()
+
+
+def test_the_order_of_the_sum_shows_in_the_bits() -> None:
+    """Why the order is fixed: in fp32, (1e8 + 1) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1."""
+    large, small, negative = _sparse((0, 1e8)), _sparse((0, 1.0)), _sparse((0, -1e8))
+    assert mean_of((1,), [(1.0, large), (1.0, small), (1.0, negative)]).item() == 0.0
+    assert mean_of((1,), [(1.0, large), (1.0, negative), (1.0, small)]).item() == np.float32(1 / 3)
+
+
+def test_the_outer_step_is_two_rounded_operations() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, mean = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator)
+    expected = start.numpy() - mean.numpy() * np.float32(0.7)
+    stepped = outer_step(start, mean, 0.7)
+    assert stepped.tolist() == expected.tolist()
+    once = (start.double() - mean.double() * float(np.float32(0.7))).float()
+    assert not torch.equal(stepped, once)  # what a fused multiply-add would give
+
+
+def test_hashes_by_hand() -> None:
+    tensor = torch.tensor([[1.0, -2.5], [0.0, 3e-3]])
+    by_hand = hashlib.sha256(struct.pack("<4f", 1.0, -2.5, 0.0, 3e-3)).digest()
+    assert parameter_sha256(tensor) == by_hand
+    assert parameter_sha256(torch.nn.Parameter(tensor)) == by_hand
+    assert parameter_sha256(tensor.T.contiguous().T) == by_hand  # the values in order, however they lie in memory
+    assert parameter_sha256(tensor.double()) == by_hand
+    known = "df3f619804a92fdb4057192dc43dd748ea778adc52bc498ce80524c014b81119"
+    assert parameter_sha256(torch.zeros(1)).hex() == known  # of four zero bytes
+    negative_zero = torch.tensor([-0.0])
+    assert parameter_sha256(negative_zero) != parameter_sha256(torch.zeros(1))
+
+
+def test_the_hash_of_a_replica_by_hand() -> None:
+    hashes = {"b": b"\1" * 32, "a": b"\2" * 32}
+    expected = hashlib.sha256(b"a\0" + b"\2" * 32 + b"b\0" + b"\1" * 32).digest()
+    assert parameters_sha256(hashes) == parameters_sha256(dict(sorted(hashes.items()))) == expected
+    assert parameters_sha256({"a": b"\1" * 32, "b": b"\2" * 32}) != expected

@@ -1,0 +1,584 @@
+"""A group of stages against the whole model: gradients, norms, several steps, evaluation, and messages it refuses."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_pp.coefficients import Floats
+from hetero_pp.errors import HeteroPPError, MalformedMessage
+from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
+from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.model import ModelShape, Transformer, initialise, next_token_loss
+from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
+from hetero_pp.subspace import random_basis
+from hetero_pp.topology import LinkPlan, LinkShape
+from stages.boundary import Boundary, pack_tokens
+from stages.stage import Stage, StagePlan, build_part
+from stages.worker import StageWorker, WorkerSettings
+
+SHAPE = ModelShape(width=32, layers=4, heads=2, feed_forward=48, vocabulary=64)
+INNER = InnerSettings(learning_rate=3e-3, warmup_steps=2, epsilon=1e-5, clip_norm=0.5, weight_decay=0.1)
+TOTAL, BATCH, LENGTH, SEED = 20, 8, 16, 3
+TIMEOUT = 60.0
+UNLIMITED = LinkShape()
+
+T = TypeVar("T")
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a group is cut and what crosses its links."""
+
+    cuts: tuple[int, ...] = (0, 1, 2, 3, 4)
+    micro_batches: int = 4
+    extra_in_flight: int = 1
+    rank: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def stages(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def basis(self) -> Tensor | None:
+        return None if self.rank is None else random_basis(SHAPE.width, self.rank, SEED)
+
+
+class Group:
+    """The stages of one replica, a thread each when they run, and the gradients they stepped with."""
+
+    def __init__(self, setup: Setup, inner: InnerSettings = INNER) -> None:
+        self.setup = setup
+        self.gradients: list[Gradients] = []
+        links: list[tuple[LinkEnd, LinkEnd]] = []
+        for hop in range(setup.stages - 1):
+            plan = LinkPlan(f"g.{hop}-{hop + 1}", f"g.{hop}", f"g.{hop + 1}", UNLIMITED, UNLIMITED)
+            links.append(in_process_pair(plan, seed=1))
+        upstream = [None, *(second for _, second in links)]
+        downstream = [*(first for first, _ in links), None]
+        ends = zip(upstream, downstream, strict=True)
+        self.workers = [self._worker(index, above, below, inner) for index, (above, below) in enumerate(ends)]
+        embedding = self.workers[0].stage.parameters[EMBEDDING].detach().clone()
+        for worker in self.workers:
+            worker.stage.split_embedding(embedding)
+
+    def _worker(
+        self, index: int, upstream: LinkEnd | None, downstream: LinkEnd | None, inner: InnerSettings
+    ) -> StageWorker:
+        stage = _stage(self.setup, index, inner)
+        self._record(stage.optimizer, {name: p for name, p in stage.parameters.items()})
+        return StageWorker(stage, _worker_settings(self.setup), upstream, downstream)
+
+    def _record(self, optimizer: InnerOptimizer, parameters: dict[str, torch.nn.Parameter]) -> None:
+        """Keep the gradients of every step of this stage, as they are before clipping."""
+        step = optimizer.step
+        count = 0
+        lock = threading.Lock()
+
+        def recorded(index: int, norm: Tensor) -> float:
+            nonlocal count
+            with lock:
+                while len(self.gradients) <= count:
+                    self.gradients.append({})
+                self.gradients[count] |= {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
+            count += 1
+            return step(index, norm)
+
+        optimizer.step = recorded  # type: ignore[method-assign]
+
+    def together(self, work: Callable[[StageWorker], T]) -> list[T]:
+        """Run `work` for every stage at once; raises the first error."""
+        outcomes: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def run(index: int, worker: StageWorker) -> None:
+            torch.set_num_threads(1)
+            try:
+                outcomes[index] = work(worker)
+            except (HeteroPPError, AssertionError, RuntimeError, LookupError) as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(self.workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT)
+        if errors:
+            raise errors[0]
+        return [outcomes[index] for index in range(len(threads))]
+
+    def train(self, batches: Sequence[Tensor]) -> list[float]:
+        """Inner steps and the flush; the loss of each step."""
+
+        def work(worker: StageWorker) -> list[float | None]:
+            losses = [
+                worker.inner_step(1, step, step, tokens if worker.stage.plan.is_first else None)
+                for step, tokens in enumerate(batches)
+            ]
+            worker.flush(1)
+            return losses
+
+        return [loss for loss in self.together(work)[-1] if loss is not None]
+
+    def evaluate(self, batches: Sequence[Tensor]) -> list[tuple[float, int] | None]:
+        return self.together(
+            lambda worker: worker.evaluate(1, batches if worker.stage.plan.is_first else [], len(batches))
+        )
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach() for worker in self.workers for name, p in worker.stage.parameters.items()}
+
+
+def _stage(setup: Setup, index: int, inner: InnerSettings = INNER) -> Stage:
+    plan = StagePlan(index, setup.stages, range(setup.cuts[index], setup.cuts[index + 1]))
+    module = build_part(SHAPE, plan)
+    initialise(module, SEED)
+    return Stage(plan, module, Boundary(SHAPE.width, Floats(setup.dtype), setup.basis), inner, TOTAL)
+
+
+def _worker_settings(setup: Setup) -> WorkerSettings:
+    return WorkerSettings(
+        micro_batches=setup.micro_batches,
+        micro_batch_size=BATCH // setup.micro_batches,
+        sequence_length=LENGTH,
+        extra_in_flight=setup.extra_in_flight,
+        receive_timeout=TIMEOUT,
+        replica="g",
+        seed=SEED,
+    )
+
+
+def _batch(seed: int, rows: int = BATCH) -> Tensor:
+    return torch.randint(SHAPE.vocabulary, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+
+
+class Whole:
+    """The same replica as one model in one autograd graph, with the paper's formula at the cuts."""
+
+    def __init__(self, setup: Setup, inner: InnerSettings = INNER) -> None:
+        self.setup = setup
+        self.model = Transformer(SHAPE)
+        initialise(self.model, SEED)
+        self.named = parameters_of(self.model)
+        self.optimizer = InnerOptimizer(self.named, inner, TOTAL)
+        self.norms: list[float] = []
+        self.rest: Tensor | None = None
+        if setup.rank is not None and setup.stages > 1:
+            embedding = self.named[EMBEDDING].detach()
+            self.rest = embedding - embedding @ self.setup.basis @ self.setup.basis.T
+            self.optimizer.perpendicular = self.rest
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        inputs, u = tokens[:, :-1], self.setup.basis
+        x = self.model.tok_embeddings(inputs)
+        rope = self.model.rope(LENGTH, x.device)
+        for index, block in enumerate(self.model.layers.values()):
+            if u is not None and self.rest is not None and index in self.setup.cuts[1:-1]:
+                rest = self.rest[inputs]
+                x = (x - rest) @ u @ u.T + rest
+            x = block(x, rope)
+        return next_token_loss(self.model.lm_head(self.model.norm(x)), tokens[:, 1:])
+
+    def backward(self, tokens: Tensor) -> float:
+        total = 0.0
+        for part in tokens.chunk(self.setup.micro_batches):
+            loss = self.loss(part) / self.setup.micro_batches
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def train(self, batches: Sequence[Tensor]) -> list[float]:
+        losses = []
+        for step, tokens in enumerate(batches):
+            losses.append(self.backward(tokens))
+            norm = torch.cat([p.grad.flatten().double() for p in self.named.values()]).norm()
+            self.norms.append(norm.item())
+            self.optimizer.step(step, norm.float())
+        return losses
+
+
+def _assert_gradients_are_the_whole_models(group: Group, whole: Whole, tolerance: float) -> None:
+    assert group.gradients[0].keys() == whole.named.keys()
+    largest = max(p.grad.abs().max().item() for p in whole.named.values())
+    assert largest > 1000 * tolerance  # or the comparison would show nothing
+    for name, parameter in whole.named.items():
+        torch.testing.assert_close(group.gradients[0][name], parameter.grad, atol=tolerance, rtol=0, msg=name)
+
+
+SPLITS = [
+    Setup(),
+    Setup(micro_batches=1),
+    Setup(micro_batches=8),
+    Setup(cuts=(0, 2, 4)),
+    Setup(cuts=(0, 1, 3, 4), micro_batches=2),
+    Setup(cuts=(0, 3, 4)),
+    Setup(extra_in_flight=0),
+    Setup(extra_in_flight=3, micro_batches=8),
+    Setup(cuts=(0, 4)),
+]
+
+
+@pytest.mark.parametrize("setup", SPLITS, ids=str)
+def test_a_step_has_the_whole_models_gradients(setup: Setup) -> None:
+    group, whole = Group(setup), Whole(Setup(micro_batches=1))
+    tokens = _batch(0)
+    losses = group.train([tokens])
+    assert losses == [pytest.approx(whole.backward(tokens), abs=1e-5)]
+    _assert_gradients_are_the_whole_models(group, whole, 1e-6)
+
+
+@pytest.mark.parametrize("setup", SPLITS, ids=str)
+def test_steps_clip_by_the_whole_models_norm_and_train_alike(setup: Setup) -> None:
+    group, whole = Group(setup), Whole(replace(setup, cuts=(0, 4)))
+    batches = [_batch(step) for step in range(4)]
+    seen: list[list[float]] = [[] for _ in group.workers]
+    for index, worker in enumerate(group.workers):
+        _note_norms(worker.stage.optimizer, seen[index])
+    losses, expected = group.train(batches), whole.train(batches)
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert min(whole.norms) > 2 * INNER.clip_norm
+    for index, norms in enumerate(seen):
+        assert norms == pytest.approx(whole.norms, rel=1e-5), f"stage {index}"
+        assert group.workers[index].gradient_norm == norms[-1]
+    start = dict(Whole(setup).named)
+    for name, parameter in group.parameters().items():
+        torch.testing.assert_close(parameter, whole.named[name].detach(), atol=1e-5, rtol=0, msg=name)
+        assert (parameter - start[name]).abs().max() > 1e-3, name
+
+
+def _note_norms(optimizer: InnerOptimizer, norms: list[float]) -> None:
+    step = optimizer.step
+
+    def noted(index: int, norm: Tensor) -> float:
+        norms.append(norm.item())
+        return step(index, norm)
+
+    optimizer.step = noted  # type: ignore[method-assign]
+
+
+def test_every_stage_steps_with_the_same_learning_rates() -> None:
+    group = Group(Setup())
+    group.train([_batch(step) for step in range(4)])
+    expected = INNER.learning_rate_at(3, TOTAL)
+    assert [worker.learning_rate for worker in group.workers] == [expected] * 4
+
+
+def test_a_second_round_goes_on_where_the_first_ended() -> None:
+    """A flush leaves no step behind and none is applied twice."""
+    group, whole = Group(Setup()), Whole(Setup(cuts=(0, 4)))
+    first, second = [_batch(0), _batch(1)], [_batch(2), _batch(3)]
+    group.train(first)
+
+    def work(worker: StageWorker) -> None:
+        for step, tokens in enumerate(second):
+            worker.inner_step(2, step, 2 + step, tokens if worker.stage.plan.is_first else None)
+        worker.flush(2)
+
+    group.evaluate([_batch(9, rows=2)])
+    group.together(work)
+    whole.train(first + second)
+    assert len(group.gradients) == 4
+    for name, parameter in group.parameters().items():
+        torch.testing.assert_close(parameter, whole.named[name].detach(), atol=1e-5, rtol=0, msg=name)
+
+
+COMPRESSED = [
+    Setup(rank=8),
+    Setup(rank=1),
+    Setup(rank=8, cuts=(0, 2, 4), micro_batches=2),
+    Setup(rank=8, cuts=(0, 1, 3, 4), extra_in_flight=0),
+]
+
+
+@pytest.mark.parametrize("setup", COMPRESSED, ids=str)
+def test_compressed_it_is_one_graph_with_the_closed_formula(setup: Setup) -> None:
+    group, whole, plain = Group(setup), Whole(setup), Whole(Setup(cuts=(0, 4)))
+    tokens = _batch(0)
+    losses = group.train([tokens])
+    assert losses == [pytest.approx(whole.backward(tokens), abs=1e-5)]
+    _assert_gradients_are_the_whole_models(group, whole, 1e-5)
+    plain.backward(tokens)
+    name = "layers.0.attention.wv.weight"
+    assert (group.gradients[0][name] - plain.named[name].grad).abs().max() > 1e-3  # compression does something
+
+
+@pytest.mark.parametrize("setup", COMPRESSED, ids=str)
+def test_compressed_it_trains_like_one_graph(setup: Setup) -> None:
+    group, whole = Group(setup), Whole(setup)
+    batches = [_batch(step) for step in range(3)]
+    assert group.train(batches) == pytest.approx(whole.train(batches), abs=1e-5)
+    for name, parameter in group.parameters().items():
+        torch.testing.assert_close(parameter, whole.named[name].detach(), atol=1e-4, rtol=0, msg=name)
+
+
+def test_at_the_rank_of_the_width_compression_changes_nothing() -> None:
+    group, whole = Group(Setup(rank=SHAPE.width)), Whole(Setup(cuts=(0, 4)))
+    tokens = _batch(0)
+    group.train([tokens])
+    whole.backward(tokens)
+    _assert_gradients_are_the_whole_models(group, whole, 1e-4)
+    batches = [_batch(5, rows=2)]
+    assert _loss(Group(Setup(rank=SHAPE.width)), batches) == pytest.approx(_loss(Group(Setup()), batches), abs=1e-4)
+
+
+def test_decay_of_the_embedding_in_a_compressed_group_stays_in_the_subspace() -> None:
+    """No gradient is large beside this weight decay, so TE - T_perp shrinks and T_perp stays."""
+    setup, inner = Setup(rank=4), INNER.model_copy(update={"weight_decay": 50.0, "warmup_steps": 0, "epsilon": 1e3})
+    group = Group(setup, inner)
+    before = group.parameters()[EMBEDDING].clone()
+    group.train([_batch(0)])
+    u = setup.basis
+    expected = before - 3e-3 * 50.0 * (before @ u @ u.T)
+    torch.testing.assert_close(group.parameters()[EMBEDDING], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("setup", [Setup(), Setup(cuts=(0, 3, 4)), Setup(rank=8), Setup(cuts=(0, 4))], ids=str)
+def test_evaluation_is_the_mean_over_rows(setup: Setup) -> None:
+    """The last batch is shorter; the loss is of all rows alike."""
+    group, whole = Group(setup), Whole(setup)
+    batches = [_batch(seed, rows) for seed, rows in ((0, 2), (1, 2), (2, 1))]
+    *others, last = group.evaluate(batches)
+    assert others == [None] * (setup.stages - 1)
+    with torch.no_grad():
+        expected = whole.loss(torch.cat(batches)).item()
+    assert last == (pytest.approx(expected, abs=1e-5), 5)
+
+
+def _loss(group: Group, batches: Sequence[Tensor]) -> float:
+    outcome = group.evaluate(batches)[-1]
+    assert outcome is not None
+    return outcome[0]
+
+
+def test_an_evaluation_leaves_nothing_behind() -> None:
+    group, untouched = Group(Setup(rank=8)), Group(Setup(rank=8))
+    group.evaluate([_batch(7, rows=2)])
+    group.train([_batch(0)])
+    untouched.train([_batch(0)])
+    for name, gradient in untouched.gradients[0].items():
+        assert torch.equal(group.gradients[0][name], gradient), name
+
+
+def test_a_bf16_wire_rounds_what_crosses_and_nothing_else() -> None:
+    """One hop at full rank: the loss is that of the hidden states rounded to bf16."""
+    setup = Setup(cuts=(0, 2, 4), dtype=torch.bfloat16)
+    group, model = Group(setup), Whole(setup).model
+    tokens = _batch(0, rows=2)
+    with torch.no_grad():
+        inputs = tokens[:, :-1]
+        x, rope = model.tok_embeddings(inputs), model.rope(LENGTH, torch.device("cpu"))
+        for block in (model.layers["0"], model.layers["1"]):
+            x = block(x, rope)
+        rounded = x.bfloat16().float()
+        assert not torch.equal(rounded, x)
+        for block in (model.layers["2"], model.layers["3"]):
+            rounded = block(rounded, rope)
+        expected = next_token_loss(model.lm_head(model.norm(rounded)), tokens[:, 1:]).item()
+    assert _loss(group, [tokens]) == pytest.approx(expected, abs=1e-6)
+
+
+# ---- messages that no honest neighbour sends ----
+
+
+class Alone:
+    """One stage of two and the far end of its link, from which a test sends."""
+
+    def __init__(self, index: int, setup: Setup | None = None) -> None:
+        self.setup = Setup(cuts=(0, 2, 4), micro_batches=1) if setup is None else setup
+        plan = LinkPlan("g.0-1", "g.0", "g.1", UNLIMITED, UNLIMITED)
+        first, second = in_process_pair(plan, seed=1)
+        own, self.far = (first, second) if index == 0 else (second, first)
+        stage = _stage(self.setup, index)
+        whole = Transformer(SHAPE)
+        initialise(whole, SEED)
+        stage.split_embedding(parameters_of(whole)[EMBEDDING].detach())
+        ends = {"upstream": own if index == 1 else None, "downstream": own if index == 0 else None}
+        self.worker = StageWorker(stage, _worker_settings(self.setup), **ends)
+
+    def step(self, step: int = 0) -> float | None:
+        tokens = _batch(0) if self.worker.stage.plan.is_first else None
+        return self.worker.inner_step(1, step, step, tokens)
+
+
+def _activation(
+    wire: Tensor | None = None, packed: Tensor | None = None, purpose: int = ACTIVATION, **header: float
+) -> Message:
+    wire = torch.zeros(BATCH, LENGTH, SHAPE.width) if wire is None else wire
+    packed = pack_tokens(_batch(0), SHAPE.vocabulary) if packed is None else packed
+    fields = {"purpose": purpose, "round": 1, "step": 0, "micro_batch": 0} | header
+    return Message(LinkHeader(**fields), (packed, wire))
+
+
+def _gradient(wire: Tensor | None = None, **header: float) -> Message:
+    wire = torch.zeros(BATCH, LENGTH, SHAPE.width) if wire is None else wire
+    fields = {"purpose": GRADIENT, "round": 1, "step": 0, "micro_batch": 0, "squared_norm": 1.0} | header
+    return Message(LinkHeader(**fields), (wire,))
+
+
+def test_what_an_honest_neighbour_sends_is_taken() -> None:
+    last, first = Alone(1), Alone(0)
+    last.far.send(_activation())
+    assert last.step() == pytest.approx(math.log(SHAPE.vocabulary), rel=0.2)
+    assert last.far.receive(TIMEOUT).header.purpose == GRADIENT
+    first.far.send(_gradient())
+    first.step()
+    assert first.worker.gradient_norm == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        _activation(torch.zeros(BATCH, LENGTH, SHAPE.width - 1)),
+        _activation(torch.zeros(BATCH - 1, LENGTH, SHAPE.width)),
+        _activation(torch.zeros(BATCH, LENGTH + 1, SHAPE.width)),
+        _activation(torch.zeros(BATCH * LENGTH, SHAPE.width)),
+        _activation(torch.zeros(BATCH, LENGTH, SHAPE.width, dtype=torch.bfloat16)),
+        _activation(micro_batch=1),
+        _activation(step=1),
+        _activation(round=2),
+        _activation(purpose=EVALUATION),
+        _activation(purpose=FLUSH),
+        _activation(gradient_norm=1.0),
+        Message(_activation().header, ()),
+        Message(_activation().header, _activation().tensors[1:]),
+        Message(_activation().header, (*_activation().tensors, torch.zeros(1))),
+    ],
+    ids=[
+        "width",
+        "rows",
+        "length",
+        "two dimensions",
+        "dtype",
+        "micro-batch",
+        "step",
+        "round",
+        "evaluation",
+        "flush",
+        "norm without a step",
+        "no tensors",
+        "no token ids",
+        "three tensors",
+    ],
+)
+def test_activations_that_do_not_belong_here(message: Message) -> None:
+    last = Alone(1)
+    last.far.send(message)
+    with pytest.raises(MalformedMessage):
+        last.step()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        _gradient(torch.zeros(BATCH, LENGTH, SHAPE.width + 1)),
+        _gradient(torch.zeros(1, LENGTH, SHAPE.width)),
+        _gradient(torch.zeros(BATCH, LENGTH, SHAPE.width, dtype=torch.uint8)),
+        _gradient(micro_batch=1),
+        _gradient(step=3),
+        _gradient(purpose=ACTIVATION),
+        Message(_gradient().header, ()),
+        Message(_gradient().header, _gradient().tensors * 2),
+    ],
+    ids=["width", "rows", "dtype", "micro-batch", "step", "activation", "no tensors", "two tensors"],
+)
+def test_gradients_that_do_not_belong_here(message: Message) -> None:
+    first = Alone(0)
+    first.far.send(message)
+    with pytest.raises(MalformedMessage):
+        first.step()
+
+
+def test_compressed_stages_expect_coefficients() -> None:
+    setup = Setup(cuts=(0, 2, 4), micro_batches=1, rank=8)
+    last = Alone(1, setup)
+    last.far.send(_activation(torch.zeros(BATCH, LENGTH, SHAPE.width)))
+    with pytest.raises(MalformedMessage, match="8"):
+        last.step()
+
+
+PACKED = pack_tokens(_batch(0), SHAPE.vocabulary)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [PACKED[:-1], torch.cat([PACKED, PACKED[:1]]), PACKED.float(), PACKED.bfloat16(), torch.zeros(0, dtype=torch.uint8)],
+    ids=["short", "long", "fp32", "bf16", "empty"],
+)
+def test_token_ids_that_are_no_token_ids(packed: Tensor) -> None:
+    last = Alone(1)
+    last.far.send(_activation(packed=packed))
+    with pytest.raises(MalformedMessage):
+        last.step()
+
+
+def test_a_token_id_beyond_the_vocabulary() -> None:
+    shape = SHAPE.model_copy(update={"vocabulary": 50})
+    plan = StagePlan(1, 2, range(2, 4))
+    module = build_part(shape, plan)
+    initialise(module, SEED)
+    stage = Stage(plan, module, Boundary(SHAPE.width, Floats(torch.float32)), INNER, TOTAL)
+    first, second = in_process_pair(LinkPlan("g.0-1", "g.0", "g.1", UNLIMITED, UNLIMITED), seed=1)
+    worker = StageWorker(stage, _worker_settings(Setup(micro_batches=1)), second, None)
+    ids = torch.full((BATCH, LENGTH + 1), 49)
+    first.send(_activation(packed=pack_tokens(ids, 50)))
+    worker.inner_step(1, 0, 0, None)
+    ids[3, 5] = 50
+    first.send(_activation(packed=pack_tokens(ids, 50), step=1, gradient_norm=1.0))
+    with pytest.raises(MalformedMessage, match="50"):
+        worker.inner_step(1, 1, 1, None)
+
+
+def test_a_flush_where_an_activation_was_due_and_the_other_way_round() -> None:
+    last = Alone(1)
+    last.far.send(_activation())
+    last.step()
+    last.far.send(_activation(step=1, gradient_norm=1.0))
+    with pytest.raises(MalformedMessage):
+        last.worker.flush(1)
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
+def test_a_gradient_norm_that_is_no_norm(norm: float) -> None:
+    """design.md: a message that is malformed or non-finite is refused. A NaN here would become every weight."""
+    last = Alone(1)
+    last.far.send(_activation())
+    last.step()
+    last.far.send(_activation(step=1, gradient_norm=norm))
+    with pytest.raises(MalformedMessage):
+        last.step(1)
+
+
+@pytest.mark.parametrize("squared", [math.nan, math.inf, -1.0])
+def test_a_squared_norm_that_is_none(squared: float) -> None:
+    first = Alone(0)
+    first.far.send(_gradient(squared_norm=squared))
+    with pytest.raises(MalformedMessage):
+        first.step()
+
+
+def test_a_step_must_not_be_lost_for_want_of_a_norm() -> None:
+    """The second step's first activation has to bring the norm that the first step waits for."""
+    last = Alone(1)
+    last.far.send(_activation())
+    last.step()
+    last.far.send(_activation(step=1))
+    with pytest.raises(MalformedMessage):
+        last.step(1)
+
+
+def test_the_last_gradient_of_a_step_must_bring_a_squared_norm() -> None:
+    first, message = Alone(0), _gradient()
+    message.header.ClearField("squared_norm")
+    first.far.send(message)
+    with pytest.raises(MalformedMessage):
+        first.step()
