@@ -16,6 +16,7 @@ import platform
 import re
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ import torch
 
 from hetero_pp.errors import LinkClosed
 from hetero_pp.link.protocol import LinkEnd, Message
-from hetero_pp.rpc.channels import make_server
+from hetero_pp.rpc.channels import keep_freed_memory, make_server
 from hetero_pp.rpc.messages_pb2 import FLUSH, LinkHeader, TensorPayload
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.topology import LinkPlan, LinkShape
@@ -39,6 +40,7 @@ RUN = "benchmark"
 SECONDS = 60.0
 SIZES = [64 << 10, 512 << 10, 4 << 20, 32 << 20]
 RATES = {"10 Mbit/s": 10e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9}
+DEFAULT_MALLOC = "--default-malloc"
 UNARY_METHOD = "/hetero_pp.Benchmark/Send"
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -52,9 +54,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="rounds of the unshaped comparison")
     parser.add_argument("--megabytes", type=int, default=128, help="bytes per unshaped measurement, in MiB")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a shaped transfer")
+    parser.add_argument(DEFAULT_MALLOC, action="store_true", help="leave the allocator of all processes alone")
     arguments = parser.parse_args()
+    prepare_process()
     result = {
         "machine": machine(),
+        "keeps_freed_memory": not arguments.default_malloc,
         "shaped": [measure_rate(name, rate, arguments.seconds) for name, rate in RATES.items()],
         "latency": measure_latency(0.020),
         "unshaped": measure_unshaped(arguments.rounds, arguments.megabytes << 20),
@@ -62,6 +67,12 @@ def main() -> None:
     print_tables(result)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def prepare_process() -> None:
+    """What a member of a run does when it starts; the other process sees the same command line."""
+    if DEFAULT_MALLOC not in sys.argv:
+        keep_freed_memory()
 
 
 def machine() -> dict[str, Any]:
@@ -215,6 +226,7 @@ def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
 
 def serve_link(control: Connection, shape: LinkShape) -> None:
     """Receive and recycle; answer what is marked as the last."""
+    prepare_process()
     links = StageLinkServer(plan_of(shape), RUN, "home.1", seed=0)
     server, port = make_server(f"{HOST}:0", [links.handler()], max_workers=2)
     control.send(port)
@@ -232,6 +244,7 @@ def serve_link(control: Connection, shape: LinkShape) -> None:
 
 def serve_tcp(control: Connection) -> None:
     """Receive into one buffer; answer the last message."""
+    prepare_process()
     with socket.create_server((HOST, 0)) as listener:
         control.send(listener.getsockname()[1])
         connection, _ = listener.accept()
@@ -249,6 +262,7 @@ def serve_tcp(control: Connection) -> None:
 
 def serve_unary(control: Connection) -> None:
     """Parse and forget, until the parent is done."""
+    prepare_process()
     method = grpc.unary_unary_rpc_method_handler(
         lambda request, context: TensorPayload(), TensorPayload.FromString, TensorPayload.SerializeToString
     )

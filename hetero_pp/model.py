@@ -10,7 +10,7 @@ torchtitan's parallelisms look for, so the same class serves a whole replica and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -29,6 +29,10 @@ PRESETS: dict[str, dict[str, int]] = {
     "1b": {"width": 2048, "layers": 16, "heads": 16, "feed_forward": 8192},
 }
 """The paper's sizes (Het-PP Table 9, read so that the parameter counts come out as named) and a CPU-sized one."""
+
+
+AfterLayer = Callable[[int, Tensor], Tensor]
+"""(layer, hidden states [B, L, D] after it) -> hidden states that go on"""
 
 
 class ModelSettings(Settings):
@@ -145,12 +149,17 @@ class Transformer(nn.Module):
         self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False) if predicts else None
         self._rope_LE: Tensor | None = None
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Tokens [B, L], or hidden states [B, L, D] without an embedding, to logits [B, L, V], or hidden states."""
+    def forward(self, inputs: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
+        """Tokens [B, L], or hidden states [B, L, D] without an embedding, to logits [B, L, V], or hidden states.
+
+        `after_layer` may change the hidden states after each layer: a boundary inside a whole replica.
+        """
         x_BLD = inputs if self.tok_embeddings is None else self.tok_embeddings(inputs)
         rope_LE = self.rope(x_BLD.shape[1], x_BLD.device)
-        for block in self.layers.values():
+        for index, block in self.layers.items():
             x_BLD = block(x_BLD, rope_LE)
+            if after_layer is not None:
+                x_BLD = after_layer(int(index), x_BLD)
         if self.norm is not None:
             x_BLD = self.norm(x_BLD)
         return x_BLD if self.lm_head is None else self.lm_head(x_BLD)

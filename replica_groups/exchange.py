@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hetero_pp.errors import MalformedContribution, Refused, ReplicasDiffer, RunFailed
-from hetero_pp.outer.step import OuterSettings, parameters_sha256
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, decode_blob, entry_of
 from hetero_pp.rpc.messages_pb2 import (
     BlobEntry,

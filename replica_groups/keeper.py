@@ -7,7 +7,7 @@ import threading
 import torch
 
 from hetero_pp.errors import HeteroPPError, RunFailed
-from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
 from hetero_pp.snapshot import Snapshot, save_snapshot
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange import Exchange
@@ -22,6 +22,7 @@ class Keeper:
         self.rounds = rounds
         self.snapshot_every = snapshot_every
         self._basis = snapshot.basis
+        self._optimizer = OuterOptimizer(exchange.settings)
         self._theta = {name: tensor.clone() for name, tensor in snapshot.parameters.items()}
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
@@ -50,7 +51,7 @@ class Keeper:
         def fetch(replica: str, block: str) -> bytes:
             return self.exchange.log.read_blob(round_, replica, block)
 
-        replay(self._theta, self.exchange.run, record, fetch, self.exchange.settings)
+        replay(self._theta, self.exchange.run, record, fetch, self._optimizer)
         hashes = {name: parameter_sha256(tensor) for name, tensor in self._theta.items()}
         self.exchange.confirm(EXCHANGE, round_, hashes)
         if round_ == self.rounds or round_ % self.snapshot_every == 0:
@@ -58,5 +59,5 @@ class Keeper:
 
     def _save(self, round_: int) -> None:
         hashes: dict[str, bytes] = {name: parameter_sha256(tensor) for name, tensor in self._theta.items()}
-        snapshot = Snapshot(round_, self._theta, self._basis)
+        snapshot = Snapshot(round_, self._theta, self._basis, self._optimizer.momentum)
         save_snapshot(snapshot, self.exchange.log.snapshot_path(round_), parameters_sha256(hashes))

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.outer.exchange_port import ExchangePort
-from hetero_pp.outer.step import OuterSettings, parameter_sha256
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from replica_groups.replay import replay, shapes_by_block, shapes_of
@@ -35,6 +36,7 @@ class OuterRound:
         self.run, self.member, self.replica = run, member, replica
         self.exchange = exchange
         self.settings = settings
+        self.optimizer = OuterOptimizer(settings)
         self.parameters = parameters
         self.theta = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         self.theta |= {name: tensor.clone() for name, tensor in followed.items()}
@@ -51,7 +53,7 @@ class OuterRound:
                 return own[block]
             return self.exchange.fetch(self.member, round_, replica, block)
 
-        replay(self.theta, self.run, record, fetch, self.settings)
+        replay(self.theta, self.run, record, fetch, self.optimizer)
         for name, parameter in self.parameters.items():
             parameter.copy_(self.theta[name])
         hashes = {name: parameter_sha256(tensor) for name, tensor in self.theta.items()}

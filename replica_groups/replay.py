@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hetero_pp.errors import MalformedContribution
 from hetero_pp.model import block_of
-from hetero_pp.outer.step import OuterSettings, mean_of, outer_step
+from hetero_pp.outer.step import OuterOptimizer, mean_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob
+from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
 from hetero_pp.rpc.messages_pb2 import RoundRecord
 
 FetchBlob = Callable[[str, str], bytes]
@@ -33,21 +34,23 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 def replay(
-    theta: Mapping[str, Tensor], run: str, record: RoundRecord, fetch: FetchBlob, settings: OuterSettings
+    theta: Mapping[str, Tensor], run: str, record: RoundRecord, fetch: FetchBlob, optimizer: OuterOptimizer
 ) -> None:
-    """Apply one round, in place, to the parameters in `theta`; only the blobs of their blocks are fetched.
+    """Apply one round, in place, to the parameters in `theta` and the optimizer's state.
+
+    Only the blobs of their blocks are fetched.
 
     Whole blocks must be in `theta`. Raises MalformedContribution if a blob is not the one the record names.
     """
     for block, shapes in shapes_by_block(shapes_of(theta)).items():
-        decoded = list(_decode_all(block, shapes, run, record, fetch, settings))
+        decoded = list(_decode_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
             mean = mean_of(shape, ((weight, tensors[name]) for weight, tensors in decoded))
-            theta[name].copy_(outer_step(theta[name], mean, settings.learning_rate))
+            theta[name].copy_(optimizer.step(name, theta[name], mean))
 
 
 def _decode_all(
-    block: str, shapes: Shapes, run: str, record: RoundRecord, fetch: FetchBlob, settings: OuterSettings
+    block: str, shapes: Shapes, run: str, record: RoundRecord, fetch: FetchBlob, settings: CompressionSettings
 ) -> Iterable[tuple[float, dict[str, DecodedTensor]]]:
     for entry in record.contributions:
         data = fetch(entry.replica, block)
@@ -55,4 +58,4 @@ def _decode_all(
         if hashlib.sha256(data).digest() != named:
             raise MalformedContribution(f"{entry.replica}, {block}: not the blob that the round record names")
         address = BlobAddress(run, record.round, entry.replica, block)
-        yield entry.weight, decode_blob(data, address, shapes, settings.compression)
+        yield entry.weight, decode_blob(data, address, shapes, settings)

@@ -1,4 +1,4 @@
-"""The outer step: theta <- theta_start - eta mean_m(D_m), to the bit the same on every machine.
+"""The outer step: theta <- theta_start - eta mean_m(D_m), or with momentum, to the bit the same on every machine.
 
 Contributions are added in replica-name order in fp32, divided by the counted weight, and every operation is a
 separate elementwise one (no fused multiply-add), so CPU and GPU agree. Source: SparseLoCo, equation 2 of Het-PP.
@@ -10,20 +10,10 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
-from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
-from hetero_pp.settings import Settings
-
-
-class OuterSettings(Settings):
-    """The outer rounds."""
-
-    rounds: int = Field(ge=1)
-    learning_rate: float = Field(1.0, gt=0, description="eta in the paper")
-    compression: CompressionSettings = CompressionSettings()
 
 
 def mean_of(shape: tuple[int, ...], weighted: Iterable[tuple[float, DecodedTensor]]) -> Tensor:
@@ -35,9 +25,27 @@ def mean_of(shape: tuple[int, ...], weighted: Iterable[tuple[float, DecodedTenso
     return total.div_(weights)
 
 
-def outer_step(start: Tensor, mean: Tensor, learning_rate: float) -> Tensor:
-    """theta_start - eta mean."""
-    return start - mean.mul(learning_rate)
+def outer_step(start: Tensor, direction: Tensor, learning_rate: float) -> Tensor:
+    """theta_start - eta direction."""
+    return start - direction.mul(learning_rate)
+
+
+class OuterOptimizer:
+    """SGD with momentum over named parameters: torch.optim.SGD's arithmetic, one elementwise operation at a time."""
+
+    def __init__(self, settings: OuterSettings) -> None:
+        self.settings = settings
+        self.momentum: dict[str, Tensor] = {}
+        """b [the parameter's shape], only if momentum is used."""
+
+    def step(self, name: str, start: Tensor, mean: Tensor) -> Tensor:
+        """theta_start - eta (mean, or b, or mean + mu b for Nesterov), where b <- mu b + mean."""
+        direction, mu = mean, self.settings.momentum
+        if mu > 0:
+            buffer = self.momentum[name].mul(mu) + mean if name in self.momentum else mean.clone()
+            self.momentum[name] = buffer
+            direction = mean + buffer.mul(mu) if self.settings.nesterov else buffer
+        return outer_step(start, direction, self.settings.learning_rate)
 
 
 def parameter_sha256(parameter: Tensor) -> bytes:

@@ -13,7 +13,7 @@ from pydantic import Field
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.inner import EMBEDDING, InnerSettings, parameters_of
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, block_of
-from hetero_pp.outer.step import OuterSettings
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.settings import Settings
 from hetero_pp.topology import (
     DatacenterReplica,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hetero_pp.errors import HeteroPPError, LinkClosed, RunFailed
+from hetero_pp.errors import LinkClosed, RunFailed
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.program.config import MemberPlan, RunPlan
@@ -28,7 +28,7 @@ def run_in_process(plan: RunPlan, folder: Path, cache: Path, on_report: Callable
     watcher = threading.Thread(target=_watch, args=(exchange, on_report), name="watcher", daemon=True)
     watcher.start()
     ends = _connect(plan)
-    errors: list[HeteroPPError] = []
+    errors: list[Exception] = []
     threads = [
         threading.Thread(target=_run_member, args=(plan, member, exchange, ends, cache, errors), name=name, daemon=True)
         for name, member in plan.members.items()
@@ -75,7 +75,7 @@ def _run_member(
     exchange: Exchange,
     ends: Ends,
     cache: Path,
-    errors: list[HeteroPPError],
+    errors: list[Exception],
 ) -> None:
     torch.set_num_threads(plan.config.threads)
     upstream, downstream = ends[member.name]
@@ -85,7 +85,7 @@ def _run_member(
         for link in (upstream, downstream):
             if link is not None:
                 link.close()
-    except HeteroPPError as error:
+    except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
         errors.append(error)
         exchange.fail(f"{member.name}: {error}")
         _abort(ends, str(error))

@@ -65,6 +65,7 @@ def _encode_tensor(name: str, shape: Shape, selection: Selection, settings: Comp
     payload.positions = b"".join(
         bits.pack(positions.numpy(), bits.width_of(group.size)).tobytes()
         for group, positions in zip(groups_of(shape, settings.tile), selection.positions, strict=True)
+        if group.kept(settings.density) < group.size
     )
     payload.code_bits = settings.value_bits
     if selection.codes is None or selection.levels is None:
@@ -110,12 +111,15 @@ def _decode_tensor(payload: TensorPayload, shape: Shape, settings: CompressionSe
 
 def _decode_positions(payload: TensorPayload, groups: list[Group], density: float) -> Tensor:
     packed = np.frombuffer(payload.positions, dtype=np.uint8)
-    sizes = [bits.packed_size(g.count * g.kept(density), bits.width_of(g.size)) for g in groups]
+    sizes = [_position_bytes(group, density) for group in groups]
     if packed.size != sum(sizes):
         raise MalformedContribution(f"{payload.name}: found {packed.size} bytes of positions, expected {sum(sizes)}")
     indices, start = [], 0
     for group, size in zip(groups, sizes, strict=True):
         kept = group.kept(density)
+        if kept == group.size:
+            indices.append(group.flat_indices(torch.arange(kept).expand(group.count, kept)).reshape(-1))
+            continue
         numbers = bits.unpack(packed[start : start + size], bits.width_of(group.size), group.count * kept)
         positions = torch.from_numpy(numbers.astype(np.int64)).view(group.count, kept)
         if bool((positions[:, 1:] <= positions[:, :-1]).any()) or int(positions[:, -1].max()) >= group.size:
@@ -123,6 +127,12 @@ def _decode_positions(payload: TensorPayload, groups: list[Group], density: floa
         indices.append(group.flat_indices(positions).reshape(-1))
         start += size
     return torch.cat(indices)
+
+
+def _position_bytes(group: Group, density: float) -> int:
+    """Of a dense group none are sent."""
+    kept = group.kept(density)
+    return 0 if kept == group.size else bits.packed_size(group.count * kept, bits.width_of(group.size))
 
 
 def _decode_values(payload: TensorPayload, count: int) -> Tensor:
@@ -158,10 +168,7 @@ def kept_values(shape: Shape, settings: CompressionSettings) -> int:
 
 def payload_bytes(shape: Shape, settings: CompressionSettings) -> tuple[int, int]:
     """Bytes of the positions and of the codes of a tensor of this shape."""
-    positions = sum(
-        bits.packed_size(g.count * g.kept(settings.density), bits.width_of(g.size))
-        for g in groups_of(shape, settings.tile)
-    )
+    positions = sum(_position_bytes(group, settings.density) for group in groups_of(shape, settings.tile))
     return positions, bits.packed_size(kept_values(shape, settings), settings.value_bits)
 
 

@@ -11,6 +11,8 @@ def top_k_positions(chunks: Tensor, kept: int) -> Tensor:
 
     Among equal magnitudes the lower index is kept.
     """
+    if kept == chunks.shape[1]:
+        return torch.arange(kept, device=chunks.device).expand(len(chunks), kept)
     magnitudes = chunks.abs()
     least = magnitudes.topk(kept, dim=1).values[:, -1:]
     above, equal = magnitudes > least, magnitudes == least

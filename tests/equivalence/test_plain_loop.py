@@ -13,7 +13,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, Transformer, initialise
-from hetero_pp.outer.step import OuterSettings
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.in_process import run_in_process
 from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings

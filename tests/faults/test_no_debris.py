@@ -46,7 +46,7 @@ class Launched:
         """Every process is gone within ten seconds."""
         deadline = time.monotonic() + SECONDS_TO_END
         self.process.wait(SECONDS_TO_END)
-        gone, alive = psutil.wait_procs(self.seen, timeout=max(0.0, deadline - time.monotonic()))
+        _, alive = psutil.wait_procs(self.seen, timeout=max(0.0, deadline - time.monotonic()))
         assert not alive
 
 

@@ -249,7 +249,7 @@ def test_steps_clip_by_the_whole_models_norm_and_train_alike(setup: Setup) -> No
     assert min(whole.norms) > 2 * INNER.clip_norm
     for index, norms in enumerate(seen):
         assert norms == pytest.approx(whole.norms, rel=1e-5), f"stage {index}"
-        assert group.workers[index].gradient_norm == norms[-1]
+        assert group.workers[index].gradient_norm == pytest.approx(norms[-1], rel=1e-6)
     start = dict(Whole(setup).named)
     for name, parameter in group.parameters().items():
         torch.testing.assert_close(parameter, whole.named[name].detach(), atol=1e-5, rtol=0, msg=name)
@@ -511,7 +511,13 @@ PACKED = pack_tokens(_batch(0), SHAPE.vocabulary)
 
 @pytest.mark.parametrize(
     "packed",
-    [PACKED[:-1], torch.cat([PACKED, PACKED[:1]]), PACKED.float(), PACKED.bfloat16(), torch.zeros(0, dtype=torch.uint8)],
+    [
+        PACKED[:-1],
+        torch.cat([PACKED, PACKED[:1]]),
+        PACKED.float(),
+        PACKED.bfloat16(),
+        torch.zeros(0, dtype=torch.uint8),
+    ],
     ids=["short", "long", "fp32", "bf16", "empty"],
 )
 def test_token_ids_that_are_no_token_ids(packed: Tensor) -> None:

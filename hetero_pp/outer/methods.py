@@ -1,0 +1,51 @@
+"""A method is a row of parts: what the papers call SparseLoCo, DiLoCo or AdamW DDP, as changed cells.
+
+`outer.method` names a row; single cells can be overridden beside it, and an ablation is one changed cell.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
+from hetero_pp.settings import Settings
+
+_DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
+
+METHODS: dict[str, dict[str, Any]] = {
+    # Sarfi et al. 2025: error feedback instead of outer momentum. All other cells are the defaults.
+    "sparseloco": {},
+    # Douillard et al. 2023: everything is sent, outer Nesterov.
+    "diloco": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True, "compression": _DENSE},
+    # Gradients averaged every step, clipped after averaging, one AdamW (its step is the inner section's).
+    "adamw_ddp": {"source": "gradient", "compression": _DENSE},
+}
+
+
+class OuterSettings(Settings):
+    """The outer rounds: a row of parts."""
+
+    rounds: int = Field(ge=1)
+    method: Literal["sparseloco", "diloco", "adamw_ddp"] = Field("sparseloco", description="sets the cells below")
+    source: Literal["difference", "gradient"] = Field(
+        "difference", description="what is averaged: parameter differences after H steps, or gradients every step"
+    )
+    learning_rate: float = Field(1.0, gt=0, description="eta in the paper")
+    momentum: float = Field(0.0, ge=0, lt=1)
+    nesterov: bool = False
+    compression: CompressionSettings = CompressionSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_the_method(cls, values: Any) -> Any:
+        """Cells that the user did not set come from the method's row."""
+        if not isinstance(values, dict):
+            return values
+        row = METHODS.get(values.get("method", "sparseloco"), {})
+        filled = {**row, **values}
+        own = values.get("compression", {})
+        if "compression" in row and isinstance(own, dict):
+            filled["compression"] = {**row["compression"], **own}
+        return filled

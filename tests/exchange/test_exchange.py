@@ -1,0 +1,526 @@
+"""The exchange: when rounds close, what it refuses, who wakes when it fails, and that its log replays."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from hetero_pp.errors import HeteroPPError, MalformedContribution, Refused, ReplicasDiffer, RunFailed
+from hetero_pp.model import ModelShape, block_of
+from hetero_pp.outer.step import OuterSettings, parameter_sha256, parameters_sha256
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings, select
+from hetero_pp.rpc.messages_pb2 import Report
+from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
+from replica_groups.exchange import Exchange, Roster
+from replica_groups.keeper import Keeper
+from replica_groups.log import ContributionLog
+from replica_groups.outer_round import OuterRound
+from replica_groups.replay import replay, shapes_by_block, shapes_of
+
+TIMEOUT = 30.0
+SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
+SETTINGS = OuterSettings(rounds=3, learning_rate=0.7, compression=CompressionSettings(density=1 / 8, tile=(8, 8)))
+EMBEDDING = "tok_embeddings.weight"
+FIRST = frozenset({"tok_embeddings", "layers.0"})
+LAST = frozenset({"layers.1", "norm", "lm_head"})
+ROSTER = Roster(
+    members={"home.0": "home", "home.1": "home", "dc": "dc"},
+    blocks={"home.0": FIRST, "home.1": LAST, "dc": FIRST | LAST},
+)
+
+
+@pytest.fixture(scope="module")
+def snapshot() -> Snapshot:
+    return initial_snapshot(SHAPE, rank=4, seed=1)
+
+
+@pytest.fixture
+def exchange(snapshot: Snapshot, tmp_path: Path) -> Exchange:
+    return Exchange("run", ROSTER, snapshot, SETTINGS, ContributionLog(tmp_path / "log"))
+
+
+def _address(replica: str, block: str, round_: int = 1) -> BlobAddress:
+    return BlobAddress("run", round_, replica, block)
+
+
+def _blob(snapshot: Snapshot, address: BlobAddress, seed: int = 0) -> bytes:
+    """What an honest member would send under this address."""
+    compression = SETTINGS.compression
+    shapes = shapes_by_block(shapes_of(snapshot.parameters))[address.block]
+    selections = {}
+    for name, shape in shapes.items():
+        generator = torch.Generator().manual_seed(seed + len(name) + 1000 * len(address.replica))
+        delta = torch.randn(shape, generator=generator)
+        selections[name] = (shape, select(torch.zeros(shape), delta, compression))
+    return encode_blob(address, selections, compression)
+
+
+def _deposits(round_: int = 1) -> list[tuple[str, BlobAddress]]:
+    """Every (member, address) that a round needs; `home` first."""
+    return [
+        (member, _address(ROSTER.members[member], block, round_))
+        for member in ("home.1", "home.0", "dc")
+        for block in sorted(ROSTER.blocks[member])
+    ]
+
+
+def _deposit_all(exchange: Exchange, snapshot: Snapshot, round_: int = 1) -> None:
+    for member, address in _deposits(round_):
+        exchange.deposit(member, address, _blob(snapshot, address))
+
+
+def _reports(exchange: Exchange) -> list[Report]:
+    """Everything told so far; there must be something."""
+    watching = exchange.watch()
+    first = next(watching)
+    exchange.end_watching()
+    return [first, *watching]
+
+
+def _in_threads(*works: Callable[[], None]) -> list[HeteroPPError]:
+    """Run all at once; the errors that ended them."""
+    errors: list[HeteroPPError] = []
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except HeteroPPError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+    return errors
+
+
+# ---- rounds ----
+
+
+@pytest.mark.parametrize("turn", range(0, 10, 3))
+def test_a_round_closes_with_the_last_blob_and_not_before(exchange: Exchange, snapshot: Snapshot, turn: int) -> None:
+    """Whichever blob comes last."""
+    deposits = _deposits()
+    assert len(deposits) == 10
+    for member, address in deposits[turn:] + deposits[:turn]:
+        with pytest.raises(FileNotFoundError):
+            exchange.log.read_record(1)
+        with pytest.raises(Refused, match="closed round"):
+            exchange.fetch("dc", 1, address.replica, address.block)
+        exchange.deposit(member, address, _blob(snapshot, address))
+    assert exchange.log.read_record(1).round == 1
+    for member, address in deposits:
+        assert exchange.fetch(member, 1, address.replica, address.block) == _blob(snapshot, address)
+
+
+def test_a_record_names_what_was_counted_in_replica_order(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
+    record = exchange.record(1)
+    assert [entry.replica for entry in record.contributions] == ["dc", "home"]  # home was handed in first
+    for entry in record.contributions:
+        assert entry.weight == 1.0
+        assert [blob.block for blob in entry.blobs] == sorted(FIRST | LAST)
+        for blob in entry.blobs:
+            data = _blob(snapshot, _address(entry.replica, blob.block))
+            assert (blob.sha256, blob.size) == (hashlib.sha256(data).digest(), len(data))
+        assert entry.digest == contribution_digest(entry.blobs)
+    assert record.contributions[0].digest != record.contributions[1].digest
+
+
+def test_the_next_round_opens_when_one_has_closed(exchange: Exchange, snapshot: Snapshot) -> None:
+    for round_ in (1, 2, 3):
+        _deposit_all(exchange, snapshot, round_)
+        assert exchange.record(round_).round == round_
+    closed = [report.round_closed.round for report in _reports(exchange) if report.HasField("round_closed")]
+    assert closed == [1, 2, 3]
+
+
+def test_the_log_holds_the_record_and_the_blobs(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
+    folder = exchange.log.folder / "round-000001"
+    assert exchange.log.read_record(1) == exchange.record(1)
+    assert (folder / "record.json").read_text().startswith("{")
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert files == {"record.json"} | {f"{a.replica}/{a.block}.blob" for _, a in _deposits()}
+    for _, address in _deposits():
+        assert exchange.log.read_blob(1, address.replica, address.block) == _blob(snapshot, address)
+
+
+# ---- refusals ----
+
+
+def _expect_refusal(exchange: Exchange, match: str, work: Callable[[], object]) -> None:
+    before = exchange.refusals
+    with pytest.raises(Refused, match=match):
+        work()
+    assert exchange.refusals == before + 1
+
+
+def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
+    good = _address("dc", "norm")
+    blob = _blob(snapshot, good)
+    for match, member, address, data in (
+        ("round 2", "dc", replace(good, round=2), _blob(snapshot, replace(good, round=2))),
+        ("round 0", "dc", replace(good, round=0), _blob(snapshot, replace(good, round=0))),
+        ("not this member's", "home.0", good, blob),
+        ("not this member's", "home.0", _address("home", "norm"), _blob(snapshot, _address("home", "norm"))),
+        ("not this member's", "dc", replace(good, block="layers.9"), blob),
+        ("no member", "stranger", good, blob),
+        ("not a blob", "dc", good, b"\xff" * 40),
+        ("", "dc", good, blob[:-1]),
+        ("", "dc", good, b""),
+        ("expected", "dc", good, _blob(snapshot, _address("home", "norm"))),
+        ("expected", "dc", good, _blob(snapshot, _address("dc", "norm", round_=2))),
+    ):
+        _expect_refusal(exchange, match, lambda m=member, a=address, d=data: exchange.deposit(m, a, d))
+    assert exchange.refusals == 11
+    told = [report.refusal.sender for report in _reports(exchange) if report.HasField("refusal")]
+    assert len(told) == 11 and set(told) == {"dc", "home.0", "stranger"}
+    _deposit_all(exchange, snapshot)
+    assert len(exchange.record(1).contributions) == 2
+    assert {path.name for path in exchange.log.folder.iterdir()} == {"round-000001"}
+
+
+def test_a_blob_of_another_run_is_refused(exchange: Exchange, snapshot: Snapshot) -> None:
+    """Else it would be counted, and nobody could decode it."""
+    address = BlobAddress("another run", 1, "dc", "norm")
+    _expect_refusal(exchange, "", lambda: exchange.deposit("dc", address, _blob(snapshot, address)))
+
+
+def test_a_round_that_has_closed_takes_nothing_more(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
+    address = _address("dc", "norm")
+    _expect_refusal(exchange, "round 1", lambda: exchange.deposit("dc", address, _blob(snapshot, address, seed=1)))
+    assert exchange.fetch("home.0", 1, "dc", "norm") == _blob(snapshot, address)
+
+
+def test_the_same_blob_twice_is_taken_once(exchange: Exchange, snapshot: Snapshot) -> None:
+    address = _address("dc", "norm")
+    for _ in range(3):
+        exchange.deposit("dc", address, _blob(snapshot, address))
+    _deposit_all(exchange, snapshot)
+    assert exchange.refusals == 0
+    assert len(exchange.record(1).contributions[0].blobs) == len(FIRST | LAST)
+
+
+def test_a_second_different_blob_is_refused(exchange: Exchange, snapshot: Snapshot) -> None:
+    address = _address("dc", "norm")
+    exchange.deposit("dc", address, _blob(snapshot, address))
+    other = _blob(snapshot, address, seed=1)
+    _expect_refusal(exchange, "second, different", lambda: exchange.deposit("dc", address, other))
+
+
+def test_a_refused_second_blob_leaves_the_first_in_the_log(exchange: Exchange, snapshot: Snapshot) -> None:
+    """The record names the first blob, so the first is what receivers must be given."""
+    address = _address("dc", "norm")
+    exchange.deposit("dc", address, _blob(snapshot, address))
+    with pytest.raises(Refused):
+        exchange.deposit("dc", address, _blob(snapshot, address, seed=1))
+    _deposit_all_others(exchange, snapshot, address)
+    named = next(blob for blob in exchange.record(1).contributions[0].blobs if blob.block == "norm")
+    served = exchange.fetch("home.0", 1, "dc", "norm")
+    assert named.sha256 == hashlib.sha256(_blob(snapshot, address)).digest()
+    assert hashlib.sha256(served).digest() == named.sha256
+
+
+def _deposit_all_others(exchange: Exchange, snapshot: Snapshot, but: BlobAddress) -> None:
+    for member, address in _deposits():
+        if address != but:
+            exchange.deposit(member, address, _blob(snapshot, address))
+
+
+def test_fetches_that_are_refused(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
+    for round_, replica, block in ((2, "dc", "norm"), (1, "nobody", "norm"), (1, "dc", "../../log")):
+        _expect_refusal(exchange, "", lambda r=round_, n=replica, b=block: exchange.fetch("dc", r, n, b))
+
+
+def test_joining_locating_and_the_snapshot(exchange: Exchange, snapshot: Snapshot) -> None:
+    exchange.join("home.1", "127.0.0.1:5")
+    assert exchange.locate("home.1") == "127.0.0.1:5"
+    _expect_refusal(exchange, "second `home.1`", lambda: exchange.join("home.1", "127.0.0.1:6"))
+    _expect_refusal(exchange, "no member", lambda: exchange.join("stranger", ""))
+    _expect_refusal(exchange, "no member", lambda: exchange.locate("stranger"))
+    _expect_refusal(exchange, "no tensors", lambda: exchange.snapshot(["norm.weight", "no.weight"]))
+    assert exchange.locate("home.1") == "127.0.0.1:5"
+    given = exchange.snapshot(["norm.weight", "subspace.basis"])
+    assert given["norm.weight"].equal(snapshot.parameters["norm.weight"])
+    assert given["subspace.basis"].equal(snapshot.basis)
+
+
+# ---- agreement and failure ----
+
+
+def _hashes(snapshot: Snapshot, blocks: frozenset[str]) -> dict[str, bytes]:
+    return {n: parameter_sha256(t) for n, t in snapshot.parameters.items() if block_of(n) in blocks}
+
+
+def test_replicas_that_agree_are_told_with_their_hash(exchange: Exchange, snapshot: Snapshot) -> None:
+    exchange.confirm("home.1", 1, _hashes(snapshot, LAST))
+    exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
+    exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
+    verified = [report.round_verified for report in _reports(exchange) if report.HasField("round_verified")]
+    expected = parameters_sha256(_hashes(snapshot, FIRST | LAST))
+    assert [(v.replica, v.round, v.parameters_sha256) for v in verified] == [("dc", 1, expected), ("home", 1, expected)]
+
+
+def test_replicas_that_differ_end_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
+    exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
+    exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
+    differing = _hashes(snapshot, LAST) | {"layers.1.attention.wk.weight": bytes(32)}
+    with pytest.raises(ReplicasDiffer, match=r"layers\.1\.attention\.wk\.weight differs between dc and home\.1"):
+        exchange.confirm("home.1", 1, differing)
+    address = _address("dc", "norm")
+    for later in (
+        lambda: exchange.record(1),
+        lambda: exchange.deposit("dc", address, _blob(snapshot, address)),
+        lambda: exchange.fetch("dc", 1, "home", "norm"),
+        lambda: exchange.confirm("dc", 2, _hashes(snapshot, FIRST | LAST)),
+        lambda: exchange.locate("home.0"),
+        lambda: exchange.wait_until_finished(),
+    ):
+        with pytest.raises(RunFailed, match="wk"):
+            later()
+
+
+def test_hashes_of_different_rounds_are_not_compared(exchange: Exchange, snapshot: Snapshot) -> None:
+    exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
+    exchange.confirm("home.0", 2, dict.fromkeys(_hashes(snapshot, FIRST), bytes(32)))
+
+
+def test_a_replica_that_leaves_out_a_parameter_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
+    hashes = _hashes(snapshot, FIRST | LAST)
+    del hashes["norm.weight"]
+    exchange.confirm("dc", 1, hashes)
+    with pytest.raises(RunFailed, match=r"nobody in dc confirmed \['norm\.weight'\]"):
+        exchange.record(1)
+
+
+def test_hashes_of_a_stranger_are_refused(exchange: Exchange, snapshot: Snapshot) -> None:
+    _expect_refusal(exchange, "no member", lambda: exchange.confirm("stranger", 1, {"norm.weight": bytes(32)}))
+    exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
+
+
+class _Counted(threading.Condition):
+    """Tells how many wait: `waiting` is released by each, with the lock held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waiting.release()
+        return super().wait(timeout)
+
+
+def test_whoever_waits_wakes_when_the_run_fails(exchange: Exchange) -> None:
+    exchange._changed = condition = _Counted()
+
+    def fail() -> None:
+        for _ in range(3):
+            assert condition.waiting.acquire(timeout=TIMEOUT)
+        exchange.fail("a cause")
+
+    errors = _in_threads(
+        lambda: exchange.record(1) and None,
+        lambda: exchange.locate("dc") and None,
+        exchange.wait_until_finished,
+        fail,
+    )
+    assert [(type(error), str(error)) for error in errors] == [(RunFailed, "exchange: a cause")] * 3
+
+
+def test_a_members_failure_is_the_runs(exchange: Exchange) -> None:
+    report = Report(member="home.1")
+    report.failure.cause = "out of memory"
+    exchange.report([report])
+    with pytest.raises(RunFailed, match=r"home\.1: out of memory"):
+        exchange.record(1)
+    exchange.fail("a consequence")
+    with pytest.raises(RunFailed, match="out of memory"):  # the first cause stays
+        exchange.record(1)
+
+
+def test_whoever_waits_for_a_record_wakes_when_the_round_closes(exchange: Exchange, snapshot: Snapshot) -> None:
+    exchange._changed = condition = _Counted()
+    records = []
+
+    def close() -> None:
+        assert condition.waiting.acquire(timeout=TIMEOUT)
+        _deposit_all(exchange, snapshot)
+
+    assert _in_threads(lambda: records.append(exchange.record(1)), close) == []
+    assert [record.round for record in records] == [1]
+
+
+def test_the_run_is_over_when_every_member_has_finished(exchange: Exchange) -> None:
+    exchange._changed = condition = _Counted()
+    order: list[str] = []
+
+    def finish() -> None:
+        for member in ROSTER.members:
+            assert condition.waiting.acquire(timeout=TIMEOUT)
+            order.append(member)
+            report = Report(member=member)
+            report.finished.SetInParent()
+            exchange.report([report])
+
+    def wait() -> None:
+        exchange.wait_until_finished()
+        order.append("over")
+
+    assert _in_threads(wait, finish) == []
+    assert order == [*ROSTER.members, "over"]
+
+
+# ---- the log replays ----
+
+
+class _Member:
+    """Owns some blocks, changes them at random, and synchronises."""
+
+    def __init__(self, exchange: Exchange, snapshot: Snapshot, name: str, seed: int) -> None:
+        owned = {n: t for n, t in snapshot.parameters.items() if block_of(n) in ROSTER.blocks[name]}
+        followed = {} if EMBEDDING in owned else {EMBEDDING: snapshot.parameters[EMBEDDING]}
+        self.parameters = {n: nn.Parameter(t.clone()) for n, t in owned.items()}
+        self.outer = OuterRound("run", name, ROSTER.members[name], self.parameters, followed, exchange, SETTINGS)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for round_ in range(1, SETTINGS.rounds + 1):
+            for parameter in self.parameters.values():
+                parameter.add_(torch.randn(parameter.shape, generator=self._generator) * 0.1)
+            self.outer.synchronise(round_)
+
+
+@pytest.fixture
+def trained(exchange: Exchange, snapshot: Snapshot) -> Iterator[tuple[Exchange, dict[str, Tensor]]]:
+    """A run of three members and the keeper, and what they hold at its end."""
+    keeper = Keeper(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
+    keeper.start()
+    members = [_Member(exchange, snapshot, name, seed) for seed, name in enumerate(ROSTER.members)]
+    assert _in_threads(*(member.train for member in members), keeper.join) == []
+    held: dict[str, Tensor] = {}
+    for member in members:
+        assert EMBEDDING in member.outer.theta
+        for name, tensor in member.outer.theta.items():
+            assert held.setdefault(name, tensor).equal(tensor), name
+        for name, parameter in member.parameters.items():
+            assert parameter.detach().equal(held[name]), name
+    assert held.keys() == snapshot.parameters.keys()
+    yield exchange, held
+
+
+def _replayed(
+    exchange: Exchange, start: Mapping[str, Tensor], rounds: range, names: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    theta = {name: tensor.clone() for name, tensor in start.items() if names(name)}
+    for round_ in rounds:
+        record = exchange.log.read_record(round_)
+        replay(theta, "run", record, lambda r, b, t=round_: exchange.log.read_blob(t, r, b), SETTINGS)
+    return theta
+
+
+def test_the_log_replays_to_what_the_members_hold(
+    trained: tuple[Exchange, dict[str, Tensor]], snapshot: Snapshot
+) -> None:
+    exchange, held = trained
+    first = load_snapshot(exchange.log.snapshot_path(0))
+    for name, tensor in _replayed(exchange, first.parameters, range(1, 4)).items():
+        assert tensor.equal(held[name]), name
+        assert not tensor.equal(snapshot.parameters[name]), name
+
+
+def test_the_keepers_snapshots_read_back(trained: tuple[Exchange, dict[str, Tensor]], snapshot: Snapshot) -> None:
+    exchange, held = trained
+    names = sorted(path.name for path in exchange.log.folder.glob("snapshot*"))
+    assert names == [f"snapshot-00000{round_}.safetensors" for round_ in (0, 2, 3)]
+    first, second, last = (load_snapshot(exchange.log.snapshot_path(round_)) for round_ in (0, 2, 3))
+    assert (first.round, second.round, last.round) == (0, 2, 3)
+    for loaded, expected in ((first, snapshot.parameters), (last, held)):
+        assert loaded.parameters.keys() == expected.keys()
+        assert all(loaded.parameters[name].equal(tensor) for name, tensor in expected.items())
+        assert loaded.basis is not None and loaded.basis.equal(snapshot.basis)
+    with safe_open(exchange.log.snapshot_path(3), "pt") as file:
+        whole = parameters_sha256({name: parameter_sha256(tensor) for name, tensor in held.items()})
+        assert file.metadata()["parameters_sha256"] == whole.hex()
+
+
+def test_a_late_process_starts_from_a_later_snapshot(trained: tuple[Exchange, dict[str, Tensor]]) -> None:
+    exchange, held = trained
+    second = load_snapshot(exchange.log.snapshot_path(2))
+    for name, tensor in _replayed(exchange, second.parameters, range(3, 4)).items():
+        assert tensor.equal(held[name]), name
+
+
+def test_a_stage_replays_the_blocks_it_owns(trained: tuple[Exchange, dict[str, Tensor]], snapshot: Snapshot) -> None:
+    exchange, held = trained
+    theta = _replayed(exchange, snapshot.parameters, range(1, 4), lambda name: block_of(name) in LAST)
+    assert {block_of(name) for name in theta} == LAST
+    for name, tensor in theta.items():
+        assert tensor.equal(held[name]), name
+
+
+def test_a_blob_that_was_changed_in_the_log_is_found(
+    trained: tuple[Exchange, dict[str, Tensor]], snapshot: Snapshot
+) -> None:
+    exchange, _ = trained
+    address = _address("home", "norm", round_=2)
+    exchange.log.write_blob(address, _blob(snapshot, address, seed=77))
+    with pytest.raises(MalformedContribution, match="home, norm"):
+        _replayed(exchange, snapshot.parameters, range(1, 4))
+
+
+def test_every_round_is_verified_for_every_replica(trained: tuple[Exchange, dict[str, Tensor]]) -> None:
+    exchange, held = trained
+    verified = [report.round_verified for report in _reports(exchange) if report.HasField("round_verified")]
+    assert {(v.replica, v.round) for v in verified} == {(r, t) for r in ("dc", "home") for t in (1, 2, 3)}
+    whole = parameters_sha256({name: parameter_sha256(tensor) for name, tensor in held.items()})
+    assert {v.parameters_sha256 for v in verified if v.round == 3} == {whole}
+    assert exchange.refusals == 0
+
+
+def test_the_keeper_fails_a_run_whose_members_agree_on_something_else(exchange: Exchange, snapshot: Snapshot) -> None:
+    """All members claim the initial weights after a round that changed them."""
+    keeper = Keeper(exchange, snapshot, rounds=1, snapshot_every=1)
+    keeper.start()
+    for member in ROSTER.members:
+        exchange.confirm(member, 1, _hashes(snapshot, ROSTER.blocks[member]))
+    _deposit_all(exchange, snapshot)
+    keeper.join()
+    with pytest.raises(RunFailed, match="differs between"):
+        exchange.wait_until_finished()
+    assert not exchange.log.snapshot_path(1).exists()
+
+
+def test_a_blob_changed_before_the_keeper_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
+    address = _address("dc", "norm")
+    exchange.log.write_blob(address, _blob(snapshot, address, seed=5))
+    keeper = Keeper(exchange, snapshot, rounds=1, snapshot_every=1)
+    keeper.start()
+    keeper.join()
+    with pytest.raises(RunFailed, match="not the blob that the round record names"):
+        exchange.wait_until_finished()
+
+
+def test_a_blob_lost_before_the_keeper_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
+    """A full disk or a lost file must not leave the run without its check and its snapshots unnoticed."""
+    _deposit_all(exchange, snapshot)
+    (exchange.log.folder / "round-000001" / "dc" / "norm.blob").unlink()
+    keeper = Keeper(exchange, snapshot, rounds=1, snapshot_every=1)
+    keeper.start()
+    keeper.join()
+    assert exchange._failure is not None

@@ -1,0 +1,164 @@
+"""Two replicas through several outer rounds against SparseLoCo restated with sorting and numpy: to the bit."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hetero_pp.errors import HeteroPPError
+from hetero_pp.model import ModelShape
+from hetero_pp.outer.step import OuterSettings
+from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
+from hetero_pp.snapshot import Snapshot, initial_snapshot
+from replica_groups.exchange import Exchange, Roster
+from replica_groups.log import ContributionLog
+from replica_groups.outer_round import OuterRound
+from replica_groups.replay import shapes_by_block, shapes_of
+
+Array = NDArray[np.float32]
+TIMEOUT = 30.0
+ROUNDS = 4
+TILE = 8
+SHAPE = ModelShape(width=20, layers=2, heads=2, feed_forward=24, vocabulary=50)  # edges and corners at 8 x 8
+NAMES = ("alpha", "beta")
+
+
+def _settings(density: float, bits: int) -> OuterSettings:
+    compression = CompressionSettings(density=density, tile=(TILE, TILE), value_bits=bits, error_feedback_decay=0.9)
+    return OuterSettings(rounds=ROUNDS, learning_rate=0.7, compression=compression)
+
+
+def _change(name: str, parameter: str, round_: int, shape: torch.Size) -> Tensor:
+    """What the inner loop of a replica does to a parameter in a round."""
+    seed = sum(map(ord, f"{name}{parameter}")) * 100 + round_
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+
+
+class Plain:
+    """SparseLoCo over all replicas at once, one parameter tensor after the other."""
+
+    def __init__(self, snapshot: Snapshot, settings: OuterSettings) -> None:
+        self.settings = settings
+        self.theta: dict[str, Array] = {name: t.numpy().copy() for name, t in snapshot.parameters.items()}
+        self.errors = {name: {p: np.zeros_like(t) for p, t in self.theta.items()} for name in NAMES}
+
+    def round(self, round_: int) -> None:
+        for parameter, start in self.theta.items():
+            total = np.zeros_like(start)
+            for name in NAMES:
+                local = start + _change(name, parameter, round_, torch.Size(start.shape)).numpy()
+                total = total + self._sent(self.errors[name], parameter, start - local)
+            mean = total / np.float32(len(NAMES))
+            self.theta[parameter] = start - mean * np.float32(self.settings.learning_rate)
+
+    def _sent(self, errors: dict[str, Array], parameter: str, delta: Array) -> Array:
+        compression = self.settings.compression
+        error = errors[parameter] * np.float32(compression.error_feedback_decay) + delta
+        kept = _largest(error, compression.density)
+        sent = np.zeros_like(error)
+        values = error[kept]
+        sent[kept] = values if compression.value_bits == 32 else _rounded(values, compression.value_bits)
+        errors[parameter] = error - sent
+        return sent
+
+
+def _largest(error: Array, density: float) -> NDArray[np.bool_]:
+    """Where each chunk's largest magnitudes are; earlier ones first among equals."""
+    matrix = np.atleast_2d(error)
+    rows, columns = (TILE, TILE) if error.ndim == 2 else matrix.shape
+    mask = np.zeros(matrix.shape, dtype=bool)
+    for top in range(0, matrix.shape[0], rows):
+        for left in range(0, matrix.shape[1], columns):
+            chunk = matrix[top : top + rows, left : left + columns]
+            order = np.argsort(-np.abs(chunk).reshape(-1), kind="stable")
+            inside = np.zeros(chunk.size, dtype=bool)
+            inside[order[: max(1, int(density * chunk.size + 0.5))]] = True
+            mask[top : top + rows, left : left + columns] = inside.reshape(chunk.shape)
+    return mask.reshape(error.shape)
+
+
+def _rounded(values: Array, bits: int) -> Array:
+    """Six deviations in 2^bits buckets about the mean; each bucket's mean is its level."""
+    exact, count = values.astype(np.float64), 2**bits
+    codes = np.clip(np.round((exact - exact.mean()) / (6 * exact.std() / count) + count / 2), 0, count - 1)
+    out = np.zeros_like(values)
+    for code in set(codes.tolist()):
+        out[codes == code] = np.float32(exact[codes == code].mean())
+    return out
+
+
+class Replicas:
+    """Two replicas of one member each, with one exchange."""
+
+    def __init__(self, snapshot: Snapshot, settings: OuterSettings, folder: Path) -> None:
+        blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
+        roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
+        self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(folder))
+        self.parameters = {name: {p: nn.Parameter(t.clone()) for p, t in snapshot.parameters.items()} for name in NAMES}
+        self.outer = {
+            name: OuterRound("run", name, name, self.parameters[name], {}, self.exchange, settings) for name in NAMES
+        }
+
+    def round(self, round_: int) -> None:
+        errors: list[HeteroPPError] = []
+        threads = [threading.Thread(target=self._member, args=(name, round_, errors), daemon=True) for name in NAMES]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT)
+            assert not thread.is_alive()
+        assert errors == []
+
+    def _member(self, name: str, round_: int, errors: list[HeteroPPError]) -> None:
+        with torch.no_grad():
+            for parameter, tensor in self.parameters[name].items():
+                tensor += _change(name, parameter, round_, tensor.shape)
+        try:
+            self.outer[name].synchronise(round_)
+        except HeteroPPError as error:
+            self.exchange.fail(str(error))
+            errors.append(error)
+
+
+@pytest.mark.parametrize(("density", "bits"), [(1 / 8, 2), (1 / 32, 1), (1 / 8, 4), (1 / 8, 32), (1.0, 32)])
+def test_rounds_are_sparseloco_restated(density: float, bits: int, tmp_path: Path) -> None:
+    snapshot, settings = initial_snapshot(SHAPE, None, seed=2), _settings(density, bits)
+    replicas, plain = Replicas(snapshot, settings, tmp_path), Plain(snapshot, settings)
+    for round_ in range(1, ROUNDS + 1):
+        replicas.round(round_)
+        plain.round(round_)
+        for parameter, expected in plain.theta.items():
+            one, other = (replicas.parameters[name][parameter].detach() for name in NAMES)
+            assert one.equal(other), f"{parameter} differs between the replicas after round {round_}"
+            assert one.equal(torch.from_numpy(expected)), f"{parameter} after round {round_}"
+            for name in NAMES:
+                kept, by_hand = replicas.outer[name].error[parameter], plain.errors[name][parameter]
+                assert kept.equal(torch.from_numpy(by_hand)), f"error feedback of {parameter}, round {round_}"
+
+
+def test_dense_and_exact_it_is_a_step_towards_the_mean_of_the_replicas(tmp_path: Path) -> None:
+    """What DiLoCo without momentum does, in float64."""
+    snapshot, settings = initial_snapshot(SHAPE, None, seed=2), _settings(1.0, 32)
+    replicas = Replicas(snapshot, settings, tmp_path)
+    replicas.round(1)
+    for parameter, start in snapshot.parameters.items():
+        mean = sum(_change(name, parameter, 1, start.shape).double() for name in NAMES) / len(NAMES)
+        found = replicas.parameters["alpha"][parameter].detach().double()
+        torch.testing.assert_close(found, start.double() + 0.7 * mean, atol=1e-6, rtol=0, msg=parameter)
+        assert (replicas.outer["alpha"].error[parameter] == 0).all()
+
+
+def test_a_member_that_diverged_says_so_and_sends_nothing(tmp_path: Path) -> None:
+    snapshot, settings = initial_snapshot(SHAPE, None, seed=2), _settings(1 / 8, 2)
+    replicas = Replicas(snapshot, settings, tmp_path)
+    with torch.no_grad():
+        replicas.parameters["alpha"]["norm.weight"][3] = float("nan")
+    with pytest.raises(HeteroPPError, match=r"alpha diverged: norm\.weight is not finite after round 1"):
+        replicas.outer["alpha"].synchronise(1)
+    assert not (tmp_path / "round-000001" / "alpha" / "norm.blob").exists()
