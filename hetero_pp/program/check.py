@@ -90,6 +90,11 @@ def _blob_sizes(plan: RunPlan) -> dict[str, dict[str, int]]:
     }
 
 
+def contribution_bytes(plan: RunPlan) -> int:
+    """Bytes of all replicas' contributions to one round."""
+    return sum(sum(blobs.values()) for blobs in _blob_sizes(plan).values())
+
+
 def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     """Validate and print to the terminal."""
     file = ConfigFile(path, overrides)

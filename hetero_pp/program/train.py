@@ -23,6 +23,7 @@ from replica_groups.outer_round import OuterRound
 from replica_groups.paced_exchange import PacedExchange
 from replica_groups.participants import StageMember
 from replica_groups.reporter import Reporter
+from replica_groups.whole import WholeReplica
 from stages.boundary import Boundary, format_of
 from stages.stage import Stage, StagePlan, build_part
 from stages.worker import StageWorker, WorkerSettings
@@ -87,9 +88,8 @@ def _build(
             parameter.copy_(tensors[name])
     if isinstance(replica, DatacenterReplica):
         assert batches is not None
-        return DatacenterMember(
-            replica.name, module, batches, validation, replica.micro_batches, config.inner, plan.total_steps
-        )
+        whole = WholeReplica(replica.name, module, config.inner, plan.total_steps, replica.micro_batches)
+        return DatacenterMember(whole, batches, validation)
     assert member.stage is not None
     worker = _build_worker(plan, replica, member.stage, module, basis, upstream, downstream)
     count = -(-config.data.validation_sequences // rows)

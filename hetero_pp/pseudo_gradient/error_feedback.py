@@ -34,6 +34,8 @@ class Selection:
     """What is sent of one tensor: positions [n, k] per group, codes [all kept] and levels, or the values."""
 
     positions: tuple[Tensor, ...]
+    indices: Tensor
+    """Of all kept values, into the flattened tensor."""
     codes: Tensor | None
     levels: Tensor | None
     values: Tensor
@@ -60,4 +62,4 @@ def select(error: Tensor, delta: Tensor, settings: CompressionSettings) -> Selec
         codes, levels = quantise(values, settings.value_bits)
         values = dequantise(codes, levels)
     flat[where] -= values
-    return Selection(tuple(positions), codes, levels, values)
+    return Selection(tuple(positions), where, codes, levels, values)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.model import ModelShape
-from hetero_pp.outer.step import OuterSettings
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from replica_groups.exchange import Exchange, Roster
@@ -22,16 +22,18 @@ from replica_groups.outer_round import OuterRound
 from replica_groups.replay import shapes_by_block, shapes_of
 
 Array = NDArray[np.float32]
-TIMEOUT = 30.0
+TIMEOUT = 10.0
 ROUNDS = 4
 TILE = 8
 SHAPE = ModelShape(width=20, layers=2, heads=2, feed_forward=24, vocabulary=50)  # edges and corners at 8 x 8
 NAMES = ("alpha", "beta")
 
 
-def _settings(density: float, bits: int) -> OuterSettings:
+def _settings(density: float, bits: int, momentum: float = 0.0, nesterov: bool = False) -> OuterSettings:
     compression = CompressionSettings(density=density, tile=(TILE, TILE), value_bits=bits, error_feedback_decay=0.9)
-    return OuterSettings(rounds=ROUNDS, learning_rate=0.7, compression=compression)
+    return OuterSettings(
+        rounds=ROUNDS, learning_rate=0.7, momentum=momentum, nesterov=nesterov, compression=compression
+    )
 
 
 def _change(name: str, parameter: str, round_: int, shape: torch.Size) -> Tensor:
@@ -46,6 +48,7 @@ class Plain:
     def __init__(self, snapshot: Snapshot, settings: OuterSettings) -> None:
         self.settings = settings
         self.theta: dict[str, Array] = {name: t.numpy().copy() for name, t in snapshot.parameters.items()}
+        self.momentum: dict[str, Array] = {}
         self.errors = {name: {p: np.zeros_like(t) for p, t in self.theta.items()} for name in NAMES}
 
     def round(self, round_: int) -> None:
@@ -54,8 +57,14 @@ class Plain:
             for name in NAMES:
                 local = start + _change(name, parameter, round_, torch.Size(start.shape)).numpy()
                 total = total + self._sent(self.errors[name], parameter, start - local)
-            mean = total / np.float32(len(NAMES))
-            self.theta[parameter] = start - mean * np.float32(self.settings.learning_rate)
+            mean = direction = total / np.float32(len(NAMES))
+            mu = np.float32(self.settings.momentum)
+            if mu > 0:
+                before = self.momentum.get(parameter, np.zeros_like(mean))
+                direction = self.momentum[parameter] = before * mu + mean
+                if self.settings.nesterov:
+                    direction = mean + direction * mu
+            self.theta[parameter] = start - direction * np.float32(self.settings.learning_rate)
 
     def _sent(self, errors: dict[str, Array], parameter: str, delta: Array) -> Array:
         compression = self.settings.compression
@@ -126,9 +135,22 @@ class Replicas:
             errors.append(error)
 
 
-@pytest.mark.parametrize(("density", "bits"), [(1 / 8, 2), (1 / 32, 1), (1 / 8, 4), (1 / 8, 32), (1.0, 32)])
-def test_rounds_are_sparseloco_restated(density: float, bits: int, tmp_path: Path) -> None:
-    snapshot, settings = initial_snapshot(SHAPE, None, seed=2), _settings(density, bits)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        _settings(1 / 8, 2),
+        _settings(1 / 32, 1),
+        _settings(1 / 8, 4),
+        _settings(1 / 8, 32),
+        _settings(1.0, 32),
+        _settings(1.0, 2),
+        _settings(1.0, 32, momentum=0.9, nesterov=True),
+        _settings(1 / 8, 2, momentum=0.5),
+    ],
+    ids=["2 bits", "1 bit", "4 bits", "exact", "dense", "dense 2 bits", "nesterov", "momentum"],
+)
+def test_rounds_are_the_method_restated(settings: OuterSettings, tmp_path: Path) -> None:
+    snapshot = initial_snapshot(SHAPE, None, seed=2)
     replicas, plain = Replicas(snapshot, settings, tmp_path), Plain(snapshot, settings)
     for round_ in range(1, ROUNDS + 1):
         replicas.round(round_)

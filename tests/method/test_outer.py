@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_pp.outer.step import mean_of, outer_step, parameter_sha256, parameters_sha256
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import OuterOptimizer, mean_of, outer_step, parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 
 
@@ -61,6 +62,36 @@ def test_the_outer_step_is_two_rounded_operations() -> None:
     assert stepped.tolist() == expected.tolist()
     once = (start.double() - mean.double() * float(np.float32(0.7))).float()
     assert not torch.equal(stepped, once)  # what a fused multiply-add would give
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_outer_momentum_is_torchs(momentum: float, nesterov: bool) -> None:
+    """In float64 and to float32's error, as torch fuses multiply and add."""
+    settings = OuterSettings(rounds=1, learning_rate=0.7, momentum=momentum, nesterov=nesterov)
+    optimizer = OuterOptimizer(settings)
+    generator = torch.Generator().manual_seed(0)
+    ours = {name: torch.randn(30, generator=generator) for name in ("a", "b")}
+    plain = {name: torch.nn.Parameter(tensor.double()) for name, tensor in ours.items()}
+    sgd = torch.optim.SGD(plain.values(), lr=0.7, momentum=momentum, nesterov=nesterov)
+    for _ in range(4):
+        for name in ours:
+            mean = torch.randn(30, generator=generator)
+            plain[name].grad = mean.double()
+            ours[name] = optimizer.step(name, ours[name], mean)
+        sgd.step()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor.double(), plain[name].detach(), atol=2e-6, rtol=0)
+    assert optimizer.momentum.keys() == (ours.keys() if momentum else set())
+
+
+def test_a_method_fills_in_what_is_not_set() -> None:
+    plain, diloco = OuterSettings(rounds=1), OuterSettings(rounds=1, method="diloco")
+    assert (plain.learning_rate, plain.momentum, plain.compression.density) == (1.0, 0.0, 1 / 32)
+    assert (diloco.learning_rate, diloco.momentum, diloco.nesterov) == (0.7, 0.9, True)
+    assert (diloco.compression.density, diloco.compression.value_bits) == (1.0, 32)
+    changed = OuterSettings(rounds=1, method="diloco", momentum=0.0, compression={"value_bits": 4})
+    assert (changed.learning_rate, changed.momentum) == (0.7, 0.0)
+    assert (changed.compression.density, changed.compression.value_bits) == (1.0, 4)
 
 
 def test_hashes_by_hand() -> None:

@@ -278,6 +278,12 @@ def test_sizes_by_hand() -> None:
     )
 
 
+def test_a_dense_tensor_sends_no_positions() -> None:
+    assert payload_bytes((20, 13), CompressionSettings(density=1.0, value_bits=32)) == (0, 20 * 13 * 4)
+    # Of a chunk so small that its one kept value is all of it, neither: the last row of one column.
+    assert payload_bytes((9, 1), CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=2)) == (1, 1)
+
+
 def test_the_same_selection_gives_the_same_bytes() -> None:
     compression = _compression()
     selections = _selections(compression)

@@ -1,0 +1,95 @@
+"""A whole replica in one process: the model uncut, with its boundaries (if any) as operations inside it.
+
+The arithmetic of a crossing is that of two stages and a link (stages.boundary), so this replica and a group of
+stages with the same name, split and boundary compute the same thing; only the order of some sums differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
+from hetero_pp.model import Transformer, next_token_loss
+from stages.boundary import Boundary, noise_key
+
+
+LossFunction = Callable[[Transformer, Tensor, Boundary | None, Mapping[int, int], Sequence[Tensor]], Tensor]
+"""`whole_loss`, or a compiled form of it."""
+
+
+class WholeReplica:
+    """A model, its inner optimizer, and its boundaries: `boundary` applies after each layer of `cuts`."""
+
+    def __init__(
+        self,
+        name: str,
+        module: Transformer,
+        inner: InnerSettings,
+        total_steps: int,
+        micro_batches: int = 1,
+        boundary: Boundary | None = None,
+        cuts: Sequence[int] = (),
+        seed: int = 0,
+        forward: LossFunction | None = None,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.parameters = parameters_of(module)
+        self.optimizer = InnerOptimizer(self.parameters, inner, total_steps)
+        self.micro_batches = micro_batches
+        self.boundary = boundary
+        self.hops = {layer: hop for hop, layer in enumerate(cuts)}
+        self.seed = seed
+        self._forward = forward or whole_loss
+
+    def split_embedding(self) -> None:
+        """Derive T_perp [V, D] from the synced token embedding, after every outer round."""
+        if self.boundary is not None and self.hops:
+            self.boundary.split(self.parameters[EMBEDDING])
+            self.optimizer.perpendicular = self.boundary.perpendicular
+
+    def loss(self, tokens: Tensor, step: int = 0, micro_batch: int = 0) -> Tensor:
+        """Mean cross entropy of tokens [B, L + 1] in this replica's own forward."""
+        if self.boundary is None or not self.hops:
+            return self._forward(self.module, tokens, None, {}, [])
+        keys = [noise_key(self.seed, self.name, hop, step, micro_batch) for hop in self.hops.values()]
+        return self._forward(self.module, tokens, self.boundary, self.hops, keys)
+
+    def backward(self, tokens: Tensor, step: int) -> float:
+        """Accumulate the gradient of one inner step's batch; returns its loss. `step` counts over the whole run."""
+        total = 0.0
+        for index, micro_batch in enumerate(tokens.chunk(self.micro_batches)):
+            loss = self.loss(micro_batch, step, index) / self.micro_batches
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
+        """One inner step: (loss, gradient norm, learning rate)."""
+        loss = self.backward(tokens, step)
+        norm = self.optimizer.gradient_norm()
+        rate = self.optimizer.step(step, norm)
+        return loss, norm.item(), rate
+
+    @torch.no_grad()
+    def evaluate(self, validation: Sequence[Tensor]) -> float:
+        """Mean loss over batches [b, L + 1], by rows."""
+        rows = sum(len(tokens) for tokens in validation)
+        return sum(self.loss(tokens).item() * len(tokens) for tokens in validation) / rows
+
+
+def whole_loss(
+    module: Transformer, tokens: Tensor, boundary: Boundary | None, hops: Mapping[int, int], keys: Sequence[Tensor]
+) -> Tensor:
+    """The loss of a model with a boundary after each layer of `hops`; a key [] chooses each hop's rounding noise."""
+    inputs = tokens[:, :-1]
+
+    def after_layer(layer: int, x_BLD: Tensor) -> Tensor:
+        if boundary is None or layer not in hops:
+            return x_BLD
+        return boundary.cross(x_BLD, inputs, keys[hops[layer]])
+
+    return next_token_loss(module(inputs, after_layer if hops else None), tokens[:, 1:])

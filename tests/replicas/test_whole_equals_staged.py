@@ -1,0 +1,85 @@
+"""The fast engine's replica against the same replica cut into stages: one step's gradients, for every boundary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_pp.inner import EMBEDDING, InnerSettings
+from hetero_pp.model import ModelSettings, Transformer, initialise
+from hetero_pp.subspace import random_basis
+from hetero_pp.topology import BoundarySettings
+from replica_groups.whole import WholeReplica
+from stages.boundary import Boundary, format_of, noise_key
+from stages.stage import Stage, StagePlan, build_part
+
+SHAPE = ModelSettings(width=32, heads=2, feed_forward=48, layers=4).resolve(64)
+RANGES = [range(0, 1), range(1, 3), range(3, 4)]
+MICRO_BATCHES = 2
+SEED, STEP = 7, 11
+BOUNDARIES = {
+    "full fp32": {"rank": "full", "dtype": "fp32"},
+    "full bf16": {"rank": "full", "dtype": "bf16"},
+    "rank 8 fp32": {"rank": 8, "dtype": "fp32"},
+    "rank 8 bf16": {"rank": "1/4", "dtype": "bf16"},
+    "rank 16 in 4 bits": {"rank": "1/2", "bits": 4},
+    "rank 8 in 2 bits": {"rank": 8, "bits": 2},
+}
+
+
+def _boundary(settings: BoundarySettings) -> Boundary:
+    rank = settings.dimensions(SHAPE.width)
+    return Boundary(SHAPE.width, format_of(settings), None if rank is None else random_basis(SHAPE.width, rank, 1))
+
+
+def _staged_gradients(settings: BoundarySettings, tokens: Tensor, embedding: Tensor) -> dict[str, Tensor]:
+    stages = []
+    for index, layers in enumerate(RANGES):
+        plan = StagePlan(index, len(RANGES), layers)
+        stage = Stage(plan, build_part(SHAPE, plan), _boundary(settings), InnerSettings(), 100)
+        initialise(stage.module, 3)
+        stage.split_embedding(embedding)
+        stages.append(stage)
+    for number, micro_batch in enumerate(tokens.chunk(MICRO_BATCHES)):
+        came = None
+        for stage in stages:
+            output = stage.forward(number, micro_batch, came, MICRO_BATCHES)
+            came = None if stage.plan.is_last else stage.boundary.encode_activation(output)
+        came = None
+        for stage in reversed(stages):
+            came = stage.backward(number, came, noise_key(SEED, "home", stage.plan.index - 1, STEP, number))
+    return {name: p.grad for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_gradients_agree(name: str) -> None:
+    settings = BoundarySettings.model_validate(BOUNDARIES[name])
+    tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(5))
+    module = Transformer(SHAPE)
+    initialise(module, 3)
+    cuts = [layers.stop - 1 for layers in RANGES[:-1]]
+    whole = WholeReplica("home", module, InnerSettings(), 100, MICRO_BATCHES, _boundary(settings), cuts, SEED)
+    whole.split_embedding()
+    whole.backward(tokens, STEP)
+
+    staged = _staged_gradients(settings, tokens, module.state_dict()[EMBEDDING].clone())
+    assert set(staged) == set(whole.parameters)
+    for key, gradient in staged.items():
+        expected = whole.parameters[key].grad
+        assert expected is not None
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_the_boundaries_matter() -> None:
+    """The comparison above would be empty if crossings changed nothing."""
+    tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(5))
+    losses = set()
+    for settings in BOUNDARIES.values():
+        module = Transformer(SHAPE)
+        initialise(module, 3)
+        boundary = _boundary(BoundarySettings.model_validate(settings))
+        whole = WholeReplica("home", module, InnerSettings(), 100, MICRO_BATCHES, boundary, [0, 2], SEED)
+        whole.split_embedding()
+        losses.add(whole.backward(tokens, STEP))
+    assert len(losses) == len(BOUNDARIES)
