@@ -111,6 +111,8 @@ class Exchange:
         self._expect_member(member)
         if self.roster.members[member] != address.replica or address.block not in self.roster.blocks[member]:
             raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's")
+        if address.run != self.run:
+            raise self._refused(member, "a contribution to another run")
         if address.round != self._open_round():
             raise self._refused(member, f"found round {address.round}, expected {self._open_round()}")
         try:
@@ -118,13 +120,16 @@ class Exchange:
         except MalformedContribution as error:
             raise self._refused(member, str(error)) from None
         entry = entry_of(address, data, sum(tensor.values.numel() for tensor in decoded.values()))
-        self.log.write_blob(address, data)
+        slot = (address.replica, address.block)
         with self._changed:
             self._check_alive()
-            slot = (address.replica, address.block)
-            if self._entries[address.round].setdefault(slot, entry) != entry:
+            known = self._entries[address.round].get(slot)
+            if known is not None and known != entry:
                 raise self._refused(member, f"a second, different `{address.block}` for round {address.round}")
-            self._close_if_whole(address.round)
+            if known is None:
+                self.log.write_blob(address, data)
+                self._entries[address.round][slot] = entry
+                self._close_if_whole(address.round)
 
     def record(self, round_: int) -> RoundRecord:
         """See ExchangePort."""

@@ -41,8 +41,8 @@ class Keeper:
                 self._follow(round_)
         except RunFailed:
             return
-        except HeteroPPError as error:
-            self.exchange.fail(str(error))
+        except (HeteroPPError, OSError) as error:
+            self.exchange.fail(f"the keeper cannot replay the log: {error}")
 
     @torch.no_grad()
     def _follow(self, round_: int) -> None:

@@ -103,11 +103,13 @@ def pack_tokens(tokens: Tensor, vocabulary: int) -> Tensor:
 def unpack_tokens(packed: Tensor, vocabulary: int, batch: int, length: int) -> Tensor:
     """The ids [B, L + 1] packed above; MalformedMessage if they cannot be that."""
     count = batch * (length + 1)
+    if packed.dtype != torch.uint8:
+        raise MalformedMessage(f"token ids: found a tensor of {packed.dtype}, expected packed bytes")
     try:
         ids = bits.unpack(packed.numpy(), bits.width_of(vocabulary), count)
     except ValueError as error:
         raise MalformedMessage(f"token ids: {error}") from None
-    if packed.dtype != torch.uint8 or int(ids.max()) >= vocabulary:
+    if int(ids.max()) >= vocabulary:
         raise MalformedMessage(f"token ids: found {ids.max()}, expected less than {vocabulary}")
     return torch.from_numpy(ids.astype("int64")).view(batch, length + 1)
 

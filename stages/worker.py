@@ -58,7 +58,7 @@ class _Step:
     came: dict[int, Symbols] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Symbols | None] = field(default_factory=dict)
-    squared_norm_after: float = 0.0
+    squared_norm_after: float | None = None
     loss: float = 0.0
     rows: int = 0
     backwards_left: int = 0
@@ -99,17 +99,19 @@ class StageWorker:
         if tokens is not None:
             under_way.tokens = dict(enumerate(tokens.chunk(self.settings.micro_batches)))
         self._run(self._train_events, under_way)
+        if self._downstream is not None and under_way.squared_norm_after is None:
+            raise MalformedMessage("found no squared norm on the last gradient of a step")
         self._pending_step = global_step
         if self.stage.plan.is_first:
             own = self._own_squared_norm()
-            self._apply(math.sqrt(own + under_way.squared_norm_after))
+            self._apply(math.sqrt(own + (under_way.squared_norm_after or 0.0)))
         return under_way.loss if self.stage.plan.is_last else None
 
     def flush(self, round_: int) -> None:
         """End the inner loop: pass the last gradient norm on, so that every stage has stepped."""
         if self._upstream is not None:
             header = self._receive(self._upstream, FLUSH, round_, 0, 0).header
-            self._apply(header.gradient_norm)
+            self._apply(_a_norm(header.gradient_norm))
         if self._downstream is not None:
             self._downstream.send(Message(self._header(FLUSH, round_, 0, 0, announces_norm=True)))
         self._norm_to_announce = None
@@ -189,7 +191,9 @@ class StageWorker:
         under_way.came[index] = self.stage.boundary.format.from_wire(tuple(wire), shape)
         under_way.received[index] = message
         if message.header.HasField("gradient_norm"):
-            self._apply(message.header.gradient_norm)
+            self._apply(_a_norm(message.header.gradient_norm))
+        elif under_way.purpose == ACTIVATION and self._pending_step is not None:
+            raise MalformedMessage("found no gradient norm on the first activation after a step")
 
     def _send_activation(self, under_way: _Step, index: int) -> None:
         assert self._downstream is not None
@@ -208,7 +212,7 @@ class StageWorker:
         under_way.came[index] = self.stage.boundary.format.from_wire(message.tensors, shape)
         under_way.received[index] = message
         if message.header.HasField("squared_norm"):
-            under_way.squared_norm_after = message.header.squared_norm
+            under_way.squared_norm_after = _a_norm(message.header.squared_norm)
 
     def _send_gradient(self, under_way: _Step, index: int) -> None:
         assert self._upstream is not None
@@ -216,7 +220,7 @@ class StageWorker:
         assert symbols is not None
         header = self._header(GRADIENT, under_way.round, under_way.step, index)
         if under_way.backwards_left == 0:
-            header.squared_norm = self._own_squared_norm() + under_way.squared_norm_after
+            header.squared_norm = self._own_squared_norm() + (under_way.squared_norm_after or 0.0)
         self._upstream.send(Message(header, self.stage.boundary.format.to_wire(symbols)))
 
     def _header(
@@ -240,3 +244,10 @@ class StageWorker:
                 f"expected {(purpose, round_, step, micro_batch)}"
             )
         return message
+
+
+def _a_norm(value: float) -> float:
+    """The value, if a norm can have it: a NaN here would become every weight."""
+    if not math.isfinite(value) or value < 0:
+        raise MalformedMessage(f"found a gradient norm of {value}: training diverged, or the message is damaged")
+    return value

@@ -39,6 +39,15 @@ ROSTER = Roster(
 )
 
 
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """As many threads as there are members are enough."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def snapshot() -> Snapshot:
     return initial_snapshot(SHAPE, rank=4, seed=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ def test_stages_start_with_the_whole_models_bits(cuts: tuple[int, ...]) -> None:
     whole = dict(_model().named_parameters())
     stages = len(cuts) - 1
     seen: list[str] = []
-    for stage, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for stage, (first, end) in enumerate(pairwise(cuts)):
         part = Transformer(SHAPE, range(first, end), embeds=stage == 0, predicts=stage == stages - 1)
         initialise(part, 3)
         for name, parameter in part.named_parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -63,7 +64,7 @@ def test_messages_surround_the_compute_that_needs_or_makes_them(stages: int, mic
 @given(STAGES, MICRO_BATCHES, EXTRA)
 def test_neighbours_agree_on_the_sequence_of_messages(stages: int, micro_batches: int, extra: int) -> None:
     group = _group(stages, micro_batches, extra)
-    for above, below in zip(group, group[1:], strict=False):
+    for above, below in pairwise(group):
         sent = _of(above, Action.SEND_ACTIVATION)
         assert sent == _of(below, Action.RECEIVE_ACTIVATION) == list(range(micro_batches))
         sent = _of(below, Action.SEND_GRADIENT)

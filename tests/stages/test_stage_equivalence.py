@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.coefficients import Floats
+from hetero_pp.coefficients import Bits, CoefficientFormat, Floats
 from hetero_pp.errors import HeteroPPError, MalformedMessage
 from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
 from hetero_pp.link.in_process import in_process_pair
@@ -21,7 +21,7 @@ from hetero_pp.model import ModelShape, Transformer, initialise, next_token_loss
 from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
 from hetero_pp.subspace import random_basis
 from hetero_pp.topology import LinkPlan, LinkShape
-from stages.boundary import Boundary, pack_tokens
+from stages.boundary import Boundary, noise_key, pack_tokens
 from stages.stage import Stage, StagePlan, build_part
 from stages.worker import StageWorker, WorkerSettings
 
@@ -35,6 +35,15 @@ T = TypeVar("T")
 Gradients = dict[str, Tensor]
 
 
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """As many threads as there are stages are enough."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class Setup:
     """How a group is cut and what crosses its links."""
@@ -44,6 +53,11 @@ class Setup:
     extra_in_flight: int = 1
     rank: int | None = None
     dtype: torch.dtype = torch.float32
+    bits: int | None = None
+
+    @property
+    def format(self) -> CoefficientFormat:
+        return Floats(self.dtype) if self.bits is None else Bits(self.bits)
 
     @property
     def stages(self) -> int:
@@ -76,7 +90,7 @@ class Group:
         self, index: int, upstream: LinkEnd | None, downstream: LinkEnd | None, inner: InnerSettings
     ) -> StageWorker:
         stage = _stage(self.setup, index, inner)
-        self._record(stage.optimizer, {name: p for name, p in stage.parameters.items()})
+        self._record(stage.optimizer, stage.parameters)
         return StageWorker(stage, _worker_settings(self.setup), upstream, downstream)
 
     def _record(self, optimizer: InnerOptimizer, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -143,7 +157,7 @@ def _stage(setup: Setup, index: int, inner: InnerSettings = INNER) -> Stage:
     plan = StagePlan(index, setup.stages, range(setup.cuts[index], setup.cuts[index + 1]))
     module = build_part(SHAPE, plan)
     initialise(module, SEED)
-    return Stage(plan, module, Boundary(SHAPE.width, Floats(setup.dtype), setup.basis), inner, TOTAL)
+    return Stage(plan, module, Boundary(SHAPE.width, setup.format, setup.basis), inner, TOTAL)
 
 
 def _worker_settings(setup: Setup) -> WorkerSettings:
@@ -310,6 +324,41 @@ def test_compressed_it_is_one_graph_with_the_closed_formula(setup: Setup) -> Non
     plain.backward(tokens)
     name = "layers.0.attention.wv.weight"
     assert (group.gradients[0][name] - plain.named[name].grad).abs().max() > 1e-3  # compression does something
+
+
+class WholeInFewBits(Whole):
+    """One graph with the rounding of the wire at the cuts: codes, scales and the noise of gradients by their keys."""
+
+    def backward(self, tokens: Tensor) -> float:
+        total = 0.0
+        for index, part in enumerate(tokens.chunk(self.setup.micro_batches)):
+            inputs = part[:, :-1]
+            x = self.model.tok_embeddings(inputs)
+            rope = self.model.rope(LENGTH, x.device)
+            for layer, block in enumerate(self.model.layers.values()):
+                if layer in self.setup.cuts[1:-1]:
+                    hop = self.setup.cuts.index(layer) - 1
+                    boundary = Boundary(SHAPE.width, self.setup.format, self.setup.basis, self.rest)
+                    x = boundary.cross(x, inputs, noise_key(SEED, "g", hop, len(self.norms), index))
+                x = block(x, rope)
+            loss = next_token_loss(self.model.lm_head(self.model.norm(x)), part[:, 1:]) / self.setup.micro_batches
+            loss.backward()
+            total += loss.item()
+        return total
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_few_bits_are_rounded_by_the_link_and_by_nothing_else(bits: int) -> None:
+    """Over two steps, so that the noise of each step is its own."""
+    setup = Setup(rank=12, cuts=(0, 1, 3, 4), micro_batches=2, bits=bits)
+    group, whole, exact = Group(setup), WholeInFewBits(setup), Whole(replace(setup, bits=None))
+    batches = [_batch(0), _batch(1)]
+    assert group.train(batches) == pytest.approx(whole.train(batches), abs=1e-5)
+    exact.train(batches)
+    for name, parameter in group.parameters().items():
+        torch.testing.assert_close(parameter, whole.named[name].detach(), atol=1e-5, rtol=0, msg=name)
+    name = "layers.0.attention.wv.weight"
+    assert (group.parameters()[name] - exact.named[name]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("setup", COMPRESSED, ids=str)
