@@ -79,6 +79,8 @@ class Floats:
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in wire]
         if found != [(shape, self.dtype)]:
             raise MalformedMessage(f"found {found}, expected one tensor {shape} of {self.dtype}")
+        if not bool(torch.isfinite(wire[0]).all()):
+            raise MalformedMessage("a coefficient is not finite: training diverged, or the message is damaged")
         return wire
 
     def wire_bytes(self, shape: tuple[int, int, int]) -> int:
@@ -131,8 +133,8 @@ class Bits:
         if found != expected:
             raise MalformedMessage(f"found {found}, expected {expected}")
         packed, exponents, largest = wire
-        if not bool(torch.isfinite(largest).all()):
-            raise MalformedMessage("the scale of a message is not finite")
+        if not bool(torch.isfinite(largest).all()) or bool((largest < 0).any()):
+            raise MalformedMessage(f"found a scale of {largest.item()}, expected a finite one")
         codes = bits.unpack(packed.numpy(), self.width, count).astype("uint8")
         return torch.from_numpy(codes).view(shape), exponents.clone(), largest.clone()
 

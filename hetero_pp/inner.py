@@ -7,12 +7,14 @@ learning rate of a step is the same function of (round, step) in every process.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSecondMomentAdamW, project_weights
 from hetero_pp.settings import Settings
 
 EMBEDDING = "tok_embeddings.weight"
@@ -43,30 +45,72 @@ class InnerOptimizer:
     """AdamW over the parameters of one replica, or of one stage of it.
 
     In a replica with compressed boundaries T_perp is fixed during the inner loop, so the embedding's weight decay
-    acts on T_S = TE - T_perp only; set `perpendicular` to T_perp [V, D] after every outer round.
+    acts on T_S = TE - T_perp only; set `perpendicular` to T_perp [V, D] after every outer round. `ablations` need the
+    basis U [D, K].
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: InnerSettings, total_steps: int) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: InnerSettings,
+        total_steps: int,
+        basis: Tensor | None = None,
+        ablations: AblationSettings | None = None,
+    ) -> None:
         self.settings = settings
         self.total_steps = total_steps
-        self.perpendicular: Tensor | None = None
-        self._embedding = parameters.get(EMBEDDING)
+        self._named = parameters
         self._parameters = list(parameters.values())
-        decayed = [p for name, p in parameters.items() if p.ndim > 1 and name != EMBEDDING]
-        undecayed = [p for p in self._parameters if p.ndim <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": undecayed, "weight_decay": 0.0},
+        self._embedding = parameters.get(EMBEDDING)
+        self._perpendicular: Tensor | None = None
+        self.basis = basis
+        """U [D, K] of the replica's boundaries, for ablations; it may only change with a new split."""
+        self._ablations = ablations if ablations is not None and basis is not None else AblationSettings()
+        self._coefficients: nn.Parameter | None = None
+        if self._ablations.embedding == "coefficients" and self._embedding is not None and basis is not None:
+            self._coefficients = nn.Parameter(self._embedding.detach() @ basis)
+        self.optimizers = self._build()
+
+    def _build(self) -> list[torch.optim.Optimizer]:
+        groups = list(self._groups())
+        rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon
+        shared = [group for group in groups if "shared_dim" in group] if self._ablations.modified_adamw else []
+        plain = [{k: v for k, v in group.items() if k != "shared_dim"} for group in groups if group not in shared]
+        optimizers: list[torch.optim.Optimizer] = []
+        if plain:
+            optimizers.append(torch.optim.AdamW(plain, lr=rate, betas=betas, eps=epsilon, fused=True))
+        if shared:
+            optimizers.append(SharedSecondMomentAdamW(shared, lr=rate, betas=betas, eps=epsilon))
+        return optimizers
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        """Matrices, norms, and what trains the embedding; `shared_dim` marks what modified AdamW treats apart."""
+        decay = self.settings.weight_decay
+        matrices = {name: p for name, p in self._named.items() if p.ndim > 1 and name != EMBEDDING}
+        special = [p for name, p in matrices.items() if name.endswith(OUTPUT_PROJECTIONS)]
+        if not self._ablations.modified_adamw:
+            special = []
+        found: list[dict[str, Any]] = [
+            {"params": [p for p in matrices.values() if not any(p is s for s in special)], "weight_decay": decay},
+            {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": special, "weight_decay": decay, "shared_dim": 0},
         ]
-        if self._embedding is not None:
-            groups.append({"params": [self._embedding], "weight_decay": settings.weight_decay})
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.epsilon,
-            fused=True,
-        )
+        trained = self._coefficients if self._coefficients is not None else self._embedding
+        if trained is not None:
+            found.append({"params": [trained], "weight_decay": decay, "shared_dim": 1, "embeds": True})
+        return (group for group in found if group["params"])
+
+    @property
+    def perpendicular(self) -> Tensor | None:
+        """T_perp [V, D] of the synced embedding; None in a replica without compressed boundaries."""
+        return self._perpendicular
+
+    @perpendicular.setter
+    def perpendicular(self, table: Tensor | None) -> None:
+        self._perpendicular = table
+        if self._coefficients is not None and self._embedding is not None and self.basis is not None:
+            with torch.no_grad():
+                self._coefficients.copy_(self._embedding @ self.basis)
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of all gradients here."""
@@ -77,18 +121,45 @@ class InnerOptimizer:
         if self.settings.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self._parameters, self.settings.clip_norm, replica_norm)
         rate = self.settings.learning_rate_at(step, self.total_steps)
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
-        if self._embedding is not None and self.perpendicular is not None:
-            self._decay_within_subspace(self._embedding, self.perpendicular, rate)
-        self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        self._before(rate)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._after()
+        for parameter in self._parameters:
+            parameter.grad = None
         return rate
 
-    def _decay_within_subspace(self, embedding: nn.Parameter, perpendicular: Tensor, rate: float) -> None:
-        self.adamw.param_groups[-1]["weight_decay"] = 0.0
-        with torch.no_grad():
-            embedding.sub_((embedding - perpendicular).mul_(rate * self.settings.weight_decay))
+    @torch.no_grad()
+    def _before(self, rate: float) -> None:
+        """What a replica with compressed boundaries does differently with its embedding's gradient and decay."""
+        embedding, table = self._embedding, self._perpendicular
+        if embedding is None or table is None:
+            return
+        if self._coefficients is not None and embedding.grad is not None and self.basis is not None:
+            self._coefficients.grad = embedding.grad @ self.basis
+            return
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if group.get("embeds"):
+                    group["weight_decay"] = 0.0
+        embedding.sub_((embedding - table).mul_(rate * self.settings.weight_decay))
+
+    @torch.no_grad()
+    def _after(self) -> None:
+        embedding, table, basis = self._embedding, self._perpendicular, self.basis
+        if basis is None:
+            return
+        if self._ablations.weight_projection:
+            project_weights(self._named, basis)
+        if embedding is None or table is None:
+            return
+        if self._coefficients is not None:
+            embedding.copy_(table + self._coefficients @ basis.T)
+        elif self._ablations.embedding == "projected":
+            embedding.copy_(table + ((embedding - table) @ basis) @ basis.T)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -17,11 +17,12 @@ from hetero_pp.seeds import seed_of
 def random_basis(width: int, rank: int, seed: int) -> Tensor:
     """U [D, K], orthonormal columns: QR of a Gaussian matrix.
 
-    The first k columns are the basis of rank k, so replicas of different ranks share one U. Drawn once, for the
-    first snapshot: random numbers and QR may differ between machines, so nobody draws it again.
+    The first k columns are the basis of rank k, so replicas and runs of different ranks share one U. Drawn once, for
+    the first snapshot: random numbers and QR may differ between machines, so nobody draws it again.
     """
     generator = torch.Generator().manual_seed(seed_of(seed, "subspace"))
-    basis, _ = torch.linalg.qr(torch.randn(width, rank, generator=generator, dtype=torch.float64))
+    directions = torch.randn(rank, width, generator=generator, dtype=torch.float64)  # rows: a larger rank adds some
+    basis, _ = torch.linalg.qr(directions.T)
     return basis.to(torch.float32).contiguous()
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from hetero_pp.ablations import AblationSettings
 from hetero_pp.errors import ConfigError
 from hetero_pp.settings import Bandwidth, Duration, Settings
 from hetero_pp.units import parse_fraction
@@ -95,6 +96,7 @@ class BoundarySettings(Settings):
 
     rank: Rank = "full"
     dtype: Literal["fp32", "bf16"] = "bf16"
+    ablations: AblationSettings = AblationSettings()
     bits: int | None = Field(None, ge=2, le=8, description="send each number in so few bits, instead of `dtype`")
 
     def dimensions(self, width: int) -> int | None:

@@ -64,6 +64,7 @@ class Exchange:
         self.refusals = 0
         self._snapshot = snapshot
         self._shapes: dict[str, Shapes] = shapes_by_block(shapes_of(snapshot.parameters))
+        self._names = frozenset(snapshot.parameters)
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._addresses: dict[str, str] = {}
@@ -172,6 +173,8 @@ class Exchange:
             self._expect_member(member)
         with self._changed:
             self._check_alive()
+            if not 1 <= round_ <= self.settings.rounds or not sha256.keys() <= self._names:
+                raise self._refused(member, f"hashes of unknown parameters, or of the unknown round {round_}")
             known = self._hashes[round_]
             for name, value in sha256.items():
                 first, holder = known.setdefault(name, (value, member))
@@ -180,18 +183,17 @@ class Exchange:
                     self._fail(cause)
                     raise ReplicasDiffer(cause)
             self._confirmed[round_][member] = sha256
-        if member != EXCHANGE:
-            self._report_verified(round_, self.roster.members[member])
+            if member != EXCHANGE:
+                self._report_verified(round_, self.roster.members[member])
 
     def _report_verified(self, round_: int, replica: str) -> None:
-        """Once all members of a replica have confirmed, tell the replica's hash."""
+        """Once all members of a replica have confirmed, tell the replica's hash. Call with the lock held."""
         members = [member for member, owner in self.roster.members.items() if owner == replica]
-        with self._changed:
-            confirmed = self._confirmed[round_]
-            if not all(member in confirmed for member in members):
-                return
-            hashes = {name: value for member in members for name, value in confirmed[member].items()}
-        missing = {name for shapes in self._shapes.values() for name in shapes} - hashes.keys()
+        confirmed = self._confirmed[round_]
+        if not all(member in confirmed for member in members):
+            return
+        hashes = {name: value for member in members for name, value in confirmed[member].items()}
+        missing = self._names - hashes.keys()
         if missing:
             self.fail(f"nobody in {replica} confirmed {sorted(missing)} in round {round_}")
             return

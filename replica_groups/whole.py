@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hetero_pp.ablations import AblationSettings
 from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
 from hetero_pp.model import Transformer, next_token_loss
 from stages.boundary import Boundary, noise_key
-
 
 LossFunction = Callable[[Transformer, Tensor, Boundary | None, Mapping[int, int], Sequence[Tensor]], Tensor]
 """`whole_loss`, or a compiled form of it."""
@@ -33,12 +33,15 @@ class WholeReplica:
         boundary: Boundary | None = None,
         cuts: Sequence[int] = (),
         seed: int = 0,
+        ablations: AblationSettings | None = None,
         forward: LossFunction | None = None,
     ) -> None:
         self.name = name
         self.module = module
         self.parameters = parameters_of(module)
-        self.optimizer = InnerOptimizer(self.parameters, inner, total_steps)
+        self.optimizer = InnerOptimizer(
+            self.parameters, inner, total_steps, None if boundary is None else boundary.basis, ablations
+        )
         self.micro_batches = micro_batches
         self.boundary = boundary
         self.hops = {layer: hop for hop, layer in enumerate(cuts)}

@@ -27,6 +27,20 @@ def format_of(settings: BoundarySettings) -> CoefficientFormat:
     return Floats(WIRE_DTYPES[settings.dtype]) if settings.bits is None else Bits(settings.bits)
 
 
+def boundary_of(settings: BoundarySettings, width: int, basis: Tensor | None) -> Boundary:
+    """The boundary of a model of this width; `basis` [D, K'] has at least the columns that it needs."""
+    rank = settings.dimensions(width)
+    own = None if rank is None or basis is None else basis[:, :rank].contiguous()
+    ablations = settings.ablations
+    return Boundary(
+        width,
+        format_of(settings),
+        own,
+        is_stale=ablations.adaptation == "stale",
+        keeps_gradient=ablations.grassmann_every is not None,
+    )
+
+
 @dataclass
 class Boundary:
     """Both sides of a boundary. `basis` [D, K] is None if it is not compressed."""
@@ -36,6 +50,11 @@ class Boundary:
     basis: Tensor | None = None
     perpendicular: Tensor | None = None
     """T_perp [V, D], at a receiver of compressed activations."""
+    is_stale: bool = False
+    """Whether T_perp stays that of the first split (an ablation)."""
+    keeps_gradient: bool = False
+    last_gradient: Tensor | None = None
+    """The newest gradient [B, L, D] that crossed, if `keeps_gradient` (for Grassmann updates of U, an ablation)."""
 
     @property
     def dimensions(self) -> int:
@@ -44,8 +63,12 @@ class Boundary:
 
     def split(self, embedding: Tensor) -> None:
         """Derive T_perp from the synced token embedding [V, D]."""
-        if self.basis is not None:
+        if self.basis is not None and not (self.is_stale and self.perpendicular is not None):
             self.perpendicular = perpendicular(embedding.detach(), self.basis)
+
+    def move(self, basis_DK: Tensor) -> None:
+        """Change to another basis, at an outer round; the embedding has to be split again."""
+        self.basis, self.perpendicular, self.last_gradient = basis_DK, None, None
 
     def encode_activation(self, x_BLD: Tensor) -> Symbols:
         """What the receiver will be able to tell of the sender's output."""
@@ -87,6 +110,8 @@ class _Crossing(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (key,) = ctx.saved_tensors
         boundary: Boundary = ctx.boundary
+        if boundary.keeps_gradient:
+            boundary.last_gradient = gradients[0].detach()
         return boundary.decode_gradient(boundary.encode_gradient(gradients[0], key)), None, None, None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hetero_pp.ablations import AblationSettings
 from hetero_pp.coefficients import Symbols
 from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
 from hetero_pp.model import ModelShape, Transformer, next_token_loss
@@ -51,13 +52,19 @@ class Stage:
     """A part of the model that computes one micro-batch at a time."""
 
     def __init__(
-        self, plan: StagePlan, module: Transformer, boundary: Boundary, inner: InnerSettings, total_steps: int
+        self,
+        plan: StagePlan,
+        module: Transformer,
+        boundary: Boundary,
+        inner: InnerSettings,
+        total_steps: int,
+        ablations: AblationSettings | None = None,
     ) -> None:
         self.plan = plan
         self.module = module
         self.boundary = boundary
         self.parameters = parameters_of(module)
-        self.optimizer = InnerOptimizer(self.parameters, inner, total_steps)
+        self.optimizer = InnerOptimizer(self.parameters, inner, total_steps, boundary.basis, ablations)
         self._in_flight: dict[int, _InFlight] = {}
 
     @property

@@ -111,6 +111,8 @@ class StageWorker:
         """End the inner loop: pass the last gradient norm on, so that every stage has stepped."""
         if self._upstream is not None:
             header = self._receive(self._upstream, FLUSH, round_, 0, 0).header
+            if not header.HasField("gradient_norm"):
+                raise MalformedMessage("found no gradient norm on the flush of an inner loop")
             self._apply(_a_norm(header.gradient_norm))
         if self._downstream is not None:
             self._downstream.send(Message(self._header(FLUSH, round_, 0, 0, announces_norm=True)))

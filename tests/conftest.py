@@ -5,7 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# A deadline is a timing assertion, which shared machines fail at random.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

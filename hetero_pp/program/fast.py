@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hetero_pp.ablations import grassmann_step
 from hetero_pp.data.batches import Batches
 from hetero_pp.data.tokens import TokenStore
+from hetero_pp.inner import EMBEDDING
 from hetero_pp.model import Transformer
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.program.check import contribution_bytes
@@ -25,7 +27,7 @@ from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.whole import WholeReplica
-from stages.boundary import Boundary, format_of
+from stages.boundary import boundary_of, format_of
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class _Group:
         self.theta = {name: tensor.clone() for name, tensor in snapshot.parameters.items()}
         self.errors = [{name: torch.zeros_like(tensor) for name, tensor in self.theta.items()} for _ in members]
         self.outer = OuterOptimizer(plan.config.outer)
+        self.own_embeddings: dict[int, Tensor] = {}
+        """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
         self.tokens_per_round = plan.config.inner.steps * sum(
             member.replica.batch_size * plan.config.data.sequence_length for member in members
         )
@@ -103,6 +107,7 @@ class _Group:
                     replica.inner_step(batches.train(step), step)
         if self.outer.settings.source == "difference":
             self._synchronise()
+        self._move_basis(round_)
         self._split()
 
     @torch.no_grad()
@@ -111,8 +116,9 @@ class _Group:
         compression = self.outer.settings.compression
         for name, start in self.theta.items():
             total = torch.zeros(start.numel())
-            for replica, errors in zip(self.replicas, self.errors, strict=True):
-                sent = select(errors[name], start - replica.parameters[name], compression)
+            for index, replica in enumerate(self.replicas):
+                own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
+                sent = select(self.errors[index][name], own_start - replica.parameters[name], compression)
                 total[sent.indices] += sent.values
             mean = total.view_as(start).div_(len(self.replicas))
             start.copy_(self.outer.step(name, start, mean))
@@ -139,9 +145,33 @@ class _Group:
                     other.parameters[name].copy_(parameter)
         self._split()
 
+    @torch.no_grad()
     def _split(self) -> None:
-        for replica in self.replicas:
+        for index, (replica, settings) in enumerate(zip(self.replicas, self.plan.config.replicas, strict=True)):
+            boundary, embedding = replica.boundary, replica.parameters[EMBEDDING]
+            drops = isinstance(settings, ParticipantsReplica) and settings.boundary.ablations.adaptation == "discarded"
+            if drops and boundary is not None and boundary.basis is not None and boundary.perpendicular is not None:
+                inside = (embedding @ boundary.basis) @ boundary.basis.T
+                embedding.copy_(boundary.perpendicular + inside)
+                self.own_embeddings[index] = embedding.clone()
             replica.split_embedding()
+
+    @torch.no_grad()
+    def _move_basis(self, round_: int) -> None:
+        """Grassmann update of the one U that all replicas share (an ablation)."""
+        for replica, settings in zip(self.replicas, self.plan.config.replicas, strict=True):
+            if not isinstance(settings, ParticipantsReplica):
+                continue
+            every, boundary = settings.boundary.ablations.grassmann_every, replica.boundary
+            if every is None or round_ % every or boundary is None or boundary.basis is None:
+                continue
+            assert boundary.last_gradient is not None
+            moved = grassmann_step(boundary.basis, boundary.last_gradient.flatten(0, 1))
+            for other in self.replicas:
+                if other.boundary is not None and other.boundary.basis is not None:
+                    other.boundary.move(moved)
+                    other.optimizer.basis = moved
+            return
 
     def evaluate(self) -> float:
         """Mean over replicas of the validation loss in each one's own forward; equal forwards are run once."""
@@ -179,12 +209,11 @@ def build_whole(plan: RunPlan, member: MemberPlan, snapshot: Snapshot) -> WholeR
     replica = member.replica
     module = Transformer(plan.shape)
     _load(module, snapshot.parameters)
-    boundary, cuts = None, []
+    boundary, cuts, ablations = None, [], None
     if isinstance(replica, ParticipantsReplica):
-        rank = replica.boundary.dimensions(plan.shape.width)
-        basis = None if rank is None or snapshot.basis is None else snapshot.basis[:, :rank].contiguous()
-        boundary = Boundary(plan.shape.width, format_of(replica.boundary), basis)
+        boundary = boundary_of(replica.boundary, plan.shape.width, snapshot.basis)
         cuts = [layers.stop - 1 for layers in replica.layer_ranges(plan.shape.layers)[:-1]]
+        ablations = replica.boundary.ablations
     return WholeReplica(
         replica.name,
         module,
@@ -194,6 +223,7 @@ def build_whole(plan: RunPlan, member: MemberPlan, snapshot: Snapshot) -> WholeR
         boundary,
         cuts,
         plan.config.seed,
+        ablations,
     )
 
 

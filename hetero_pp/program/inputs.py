@@ -33,6 +33,7 @@ def prepare(file: ConfigFile, runs: Path) -> Prepared:
     config = file.config.with_absolute_paths()
     cache = runs / CACHE
     try:
+        require_launchable(config)
         plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
         store = prepare_tokens(config.data, cache)
         for member in plan.members.values():
@@ -42,6 +43,20 @@ def prepare(file: ConfigFile, runs: Path) -> Prepared:
     except ConfigError as error:
         raise file.located(error) from None
     return Prepared(plan, store, cache)
+
+
+def require_launchable(config: RunConfig) -> None:
+    """Raise ConfigError for parts that only the fast engine has: they need what members do not exchange."""
+    expected = "expected a part that members can keep equal; `hetero-pp reproduce` runs this one"
+    if config.outer.source == "gradient":
+        raise ConfigError(("outer", "source"), f"found `gradient` (method {config.outer.method}), {expected}")
+    for index, replica in enumerate(config.replicas):
+        if isinstance(replica, ParticipantsReplica):
+            here, ablations = ("replicas", index, "boundary", "ablations"), replica.boundary.ablations
+            if ablations.adaptation == "discarded":
+                raise ConfigError((*here, "adaptation"), f"found `discarded`, {expected}")
+            if ablations.grassmann_every is not None:
+                raise ConfigError((*here, "grassmann_every"), f"found {ablations.grassmann_every}, {expected}")
 
 
 def _fixed_addresses(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str]]:

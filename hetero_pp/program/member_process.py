@@ -28,7 +28,7 @@ from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.exchange_host import start_exchange
 from hetero_pp.program.train import train_member
 from hetero_pp.program.yaml_file import ConfigFile
-from hetero_pp.rpc.channels import make_server
+from hetero_pp.rpc.channels import keep_freed_memory, make_server
 from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.rpc.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
@@ -59,6 +59,7 @@ def process_main(launcher: Connection, job: Job) -> NoReturn:
     """Run one member of the run until it is over, then end the process."""
     os.setsid()  # Ctrl-C reaches the launcher only, which then ends the others
     _redirect_output(log_path(job.folder, job.member))
+    keep_freed_memory()
     code = FAILED
     try:
         words = json.loads(launcher.recv_bytes())

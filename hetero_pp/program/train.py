@@ -24,7 +24,7 @@ from replica_groups.paced_exchange import PacedExchange
 from replica_groups.participants import StageMember
 from replica_groups.reporter import Reporter
 from replica_groups.whole import WholeReplica
-from stages.boundary import Boundary, format_of
+from stages.boundary import boundary_of
 from stages.stage import Stage, StagePlan, build_part
 from stages.worker import StageWorker, WorkerSettings
 
@@ -126,10 +126,8 @@ def _build_worker(
     downstream: LinkEnd | None,
 ) -> StageWorker:
     config = plan.config
-    rank = replica.boundary.dimensions(plan.shape.width)
-    own_basis = None if rank is None or basis is None else basis[:, :rank].contiguous()
-    boundary = Boundary(plan.shape.width, format_of(replica.boundary), own_basis)
-    stage = Stage(stage_plan, module, boundary, config.inner, plan.total_steps)
+    boundary = boundary_of(replica.boundary, plan.shape.width, basis)
+    stage = Stage(stage_plan, module, boundary, config.inner, plan.total_steps, replica.boundary.ablations)
     settings = WorkerSettings(
         micro_batches=replica.micro_batches,
         micro_batch_size=replica.batch_size // replica.micro_batches,

@@ -170,7 +170,7 @@ def test_the_log_holds_the_record_and_the_blobs(exchange: Exchange, snapshot: Sn
 # ---- refusals ----
 
 
-def _expect_refusal(exchange: Exchange, match: str, work: Callable[[], object]) -> None:
+def _expect_refusal(exchange: Exchange, match: str | None, work: Callable[[], object]) -> None:
     before = exchange.refusals
     with pytest.raises(Refused, match=match):
         work()
@@ -188,8 +188,8 @@ def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, snaps
         ("not this member's", "dc", replace(good, block="layers.9"), blob),
         ("no member", "stranger", good, blob),
         ("not a blob", "dc", good, b"\xff" * 40),
-        ("", "dc", good, blob[:-1]),
-        ("", "dc", good, b""),
+        (None, "dc", good, blob[:-1]),
+        ("expected", "dc", good, b""),
         ("expected", "dc", good, _blob(snapshot, _address("home", "norm"))),
         ("expected", "dc", good, _blob(snapshot, _address("dc", "norm", round_=2))),
     ):
@@ -205,7 +205,7 @@ def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, snaps
 def test_a_blob_of_another_run_is_refused(exchange: Exchange, snapshot: Snapshot) -> None:
     """Else it would be counted, and nobody could decode it."""
     address = BlobAddress("another run", 1, "dc", "norm")
-    _expect_refusal(exchange, "", lambda: exchange.deposit("dc", address, _blob(snapshot, address)))
+    _expect_refusal(exchange, "another run", lambda: exchange.deposit("dc", address, _blob(snapshot, address)))
 
 
 def test_a_round_that_has_closed_takes_nothing_more(exchange: Exchange, snapshot: Snapshot) -> None:
@@ -253,7 +253,7 @@ def _deposit_all_others(exchange: Exchange, snapshot: Snapshot, but: BlobAddress
 def test_fetches_that_are_refused(exchange: Exchange, snapshot: Snapshot) -> None:
     _deposit_all(exchange, snapshot)
     for round_, replica, block in ((2, "dc", "norm"), (1, "nobody", "norm"), (1, "dc", "../../log")):
-        _expect_refusal(exchange, "", lambda r=round_, n=replica, b=block: exchange.fetch("dc", r, n, b))
+        _expect_refusal(exchange, "closed round", lambda r=round_, n=replica, b=block: exchange.fetch("dc", r, n, b))
 
 
 def test_joining_locating_and_the_snapshot(exchange: Exchange, snapshot: Snapshot) -> None:
@@ -349,6 +349,18 @@ def test_whoever_waits_wakes_when_the_run_fails(exchange: Exchange) -> None:
         fail,
     )
     assert [(type(error), str(error)) for error in errors] == [(RunFailed, "exchange: a cause")] * 3
+
+
+def test_whoever_waits_wakes_when_replicas_differ(exchange: Exchange) -> None:
+    exchange._changed = condition = _Counted()
+
+    def differ() -> None:
+        assert condition.waiting.acquire(timeout=TIMEOUT)
+        exchange.confirm("home.0", 1, {"norm.weight": bytes(32)})
+        exchange.confirm("home.1", 1, {"norm.weight": b"\1" * 32})
+
+    errors = _in_threads(lambda: exchange.record(1) and None, differ)
+    assert {type(error) for error in errors} == {RunFailed, ReplicasDiffer}
 
 
 def test_a_members_failure_is_the_runs(exchange: Exchange) -> None:

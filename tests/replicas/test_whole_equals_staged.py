@@ -15,7 +15,7 @@ from stages.boundary import Boundary, format_of, noise_key
 from stages.stage import Stage, StagePlan, build_part
 
 SHAPE = ModelSettings(width=32, heads=2, feed_forward=48, layers=4).resolve(64)
-RANGES = [range(0, 1), range(1, 3), range(3, 4)]
+RANGES = [range(1), range(1, 3), range(3, 4)]
 MICRO_BATCHES = 2
 SEED, STEP = 7, 11
 BOUNDARIES = {

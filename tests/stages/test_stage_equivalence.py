@@ -631,6 +631,16 @@ def test_a_step_must_not_be_lost_for_want_of_a_norm() -> None:
         last.step(1)
 
 
+def test_a_flush_must_bring_the_norm_that_a_step_waits_for() -> None:
+    """Taken as 0, it would let the step go through unclipped."""
+    last = Alone(1)
+    last.far.send(_activation())
+    last.step()
+    last.far.send(Message(LinkHeader(purpose=FLUSH, round=1)))
+    with pytest.raises(MalformedMessage):
+        last.worker.flush(1)
+
+
 def test_the_last_gradient_of_a_step_must_bring_a_squared_norm() -> None:
     first, message = Alone(0), _gradient()
     message.header.ClearField("squared_norm")

@@ -1,0 +1,96 @@
+"""What the papers tried beside the method: parts of a compressed replica that are off by default.
+
+Source: Het-PP section 2.4 and Table 5; Subspace Networks (Ramasinghe et al. 2025) for the last three. Each is one cell
+of a participant group's `boundary.ablations`. Shapes: V vocabulary, D width, K rank, F any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from hetero_pp.settings import Settings
+
+OUTPUT_PROJECTIONS = ("attention.wo.weight", "feed_forward.w2.weight")
+"""W_p1 and W_p2 [D, F]: what they add to the residual stream should lie in the subspace."""
+
+
+class AblationSettings(Settings):
+    """Parts of a compressed replica, as the papers vary them."""
+
+    embedding: Literal["free", "coefficients", "projected"] = Field(
+        "free",
+        description="how T_S trains: freely (it leaves the subspace until the next split), as coefficients C of "
+        "T_S = C U^T, or projected after each step",
+    )
+    adaptation: Literal["on", "stale", "discarded"] = Field(
+        "on",
+        description="after an outer round: split the embedding again, keep the first T_perp, or drop what of T_S left "
+        "the subspace (replicas then differ: only in the fast engine)",
+    )
+    weight_projection: bool = Field(False, description="project W_p1 and W_p2 onto the subspace after each step")
+    modified_adamw: bool = Field(
+        False, description="second moments shared across the width, so that an update stays in the subspace"
+    )
+    grassmann_every: int | None = Field(
+        None, ge=1, description="outer rounds between updates of U along the gradients (only in the fast engine)"
+    )
+
+
+@torch.no_grad()
+def project_weights(parameters: Mapping[str, nn.Parameter], basis_DK: Tensor) -> None:
+    """W <- U U^T W for the output projections."""
+    for name, parameter in parameters.items():
+        if name.endswith(OUTPUT_PROJECTIONS):
+            parameter.copy_(basis_DK @ (basis_DK.T @ parameter))
+
+
+class SharedSecondMomentAdamW(torch.optim.Optimizer):
+    """AdamW whose second moment is averaged along one dimension of each matrix.
+
+    All entries along `shared_dim` (0 for output projections, 1 for the embedding) are divided by the same number, so
+    an update of a gradient in the subspace stays in it. Groups hold `params`, `lr`, `weight_decay`, `shared_dim`.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "shared_dim": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step over all groups."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, (first, second) = self.state[parameter], group["betas"]
+        if not state:
+            state["step"] = 0
+            state["mean"] = torch.zeros_like(parameter)
+            state["square"] = torch.zeros_like(parameter.sum(group["shared_dim"], keepdim=True))
+        state["step"] += 1
+        state["mean"].lerp_(gradient, 1 - first)
+        state["square"].lerp_(gradient.square().mean(group["shared_dim"], keepdim=True), 1 - second)
+        scale = (state["square"] / (1 - second ** state["step"])).sqrt() + group["eps"]
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(state["mean"] / (1 - first ** state["step"]) / scale * group["lr"])
+
+
+def grassmann_step(basis_DK: Tensor, gradients_ND: Tensor, step_share: float = 0.1) -> Tensor:
+    """U after a step on the Grassmann manifold towards the directions that the gradients [N, D] lie in.
+
+    The ascent direction of |G U|^2 is (I - U U^T) G^T G U, scaled to `step_share` of a unit step; QR returns to
+    orthonormal columns. What differs: Subspace Networks tune the step, which the papers leave open.
+    """
+    toward = gradients_ND.T @ (gradients_ND @ basis_DK)
+    toward = toward - basis_DK @ (basis_DK.T @ toward)
+    size = torch.linalg.matrix_norm(toward, ord=2)
+    if not bool(size > 0):
+        return basis_DK
+    moved, upper = torch.linalg.qr((basis_DK + toward * (step_share / size)).double())
+    return (moved * upper.diagonal().sign()).float().contiguous()

@@ -1,0 +1,96 @@
+"""Coefficients on the wire: what a receiver decodes against the definition, and what a stranger may send."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hetero_pp.coefficients import STEP_OF_BITS, Bits, CoefficientFormat, Floats, noise
+from hetero_pp.errors import MalformedMessage
+
+SHAPE = (3, 5, 12)
+KEY = torch.tensor(1234567)
+FORMATS: list[CoefficientFormat] = [Floats(torch.float32), Floats(torch.bfloat16), *map(Bits, STEP_OF_BITS)]
+
+
+def _coefficients(seed: int = 0, shape: tuple[int, int, int] = SHAPE) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.rand(*shape[:2], 1, generator=generator).mul(6).exp()
+
+
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+def test_the_wire_keeps_every_symbol(format_: CoefficientFormat) -> None:
+    for symbols in (format_.activation(_coefficients()), format_.gradient(_coefficients(1), KEY)):
+        wire = format_.to_wire(symbols)
+        assert sum(tensor.numel() * tensor.element_size() for tensor in wire) == format_.wire_bytes(SHAPE)
+        back = format_.from_wire(wire, SHAPE)
+        assert all(one.equal(other) for one, other in zip(symbols, back, strict=True))
+        assert format_.coefficients(back).equal(format_.coefficients(symbols))
+
+
+@pytest.mark.parametrize("width", STEP_OF_BITS)
+def test_activations_follow_the_definition(width: int) -> None:
+    """q = (clamp(floor(c / step), -L/2, L/2 - 1) + 1/2) step, step = a s, s the rms to an eighth of an octave."""
+    coefficients, levels = _coefficients(), 1 << width
+    decoded = Bits(width).coefficients(Bits(width).activation(coefficients))
+    wanted = [
+        [STEP_OF_BITS[width] * math.sqrt(float(token.double().square().mean())) for token in row]
+        for row in coefficients
+    ]
+    largest = max(map(max, wanted))
+    for row in range(SHAPE[0]):
+        for column in range(SHAPE[1]):
+            octaves = round(8 * math.log2(largest / wanted[row][column])) / 8
+            step = largest * 2.0**-octaves
+            for found, value in zip(decoded[row, column].tolist(), coefficients[row, column].tolist(), strict=True):
+                expected = (min(max(math.floor(value / step), -levels // 2), levels // 2 - 1) + 0.5) * step
+                assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("width", STEP_OF_BITS)
+def test_gradients_are_right_in_the_mean(width: int) -> None:
+    coefficients, format_ = _coefficients(), Bits(width)
+    decoded = torch.stack(
+        [format_.coefficients(format_.gradient(coefficients, torch.tensor(key))) for key in range(4000)]
+    )
+    step = 2 * coefficients.abs().amax(-1, keepdim=True) / ((1 << width) - 1) * 2 ** (1 / 8)
+    error = (decoded.mean(0) - coefficients).abs() / step
+    assert float(error.max()) < 4.5 * 0.5 / math.sqrt(4000)  # noise of a mean of 4000, each within half a step
+    assert float(((decoded - coefficients).abs() / step).max()) <= 1.0001  # nothing is cut off
+
+
+def test_noise_is_uniform_and_depends_on_the_key_alone() -> None:
+    like = torch.zeros(200_000)
+    values = noise(KEY, like)
+    assert values.equal(noise(KEY.clone(), like.view(1000, 200)).view(-1))
+    assert float(values.min()) > -0.5 and float(values.max()) < 0.5
+    counts = torch.histc(values, bins=20, min=-0.5, max=0.5)
+    assert float((counts - 10_000).abs().max()) < 5 * math.sqrt(10_000)
+    for other in (noise(KEY + 1, like), values.roll(1)):
+        assert abs(float((values * other).mean())) < 5 / 12 / math.sqrt(len(like))
+
+
+def test_zeros_stay_small_and_finite() -> None:
+    for width in STEP_OF_BITS:
+        format_ = Bits(width)
+        for symbols in (format_.activation(torch.zeros(SHAPE)), format_.gradient(torch.zeros(SHAPE), KEY)):
+            assert float(format_.coefficients(symbols).abs().max()) < 1e-30
+
+
+@given(st.integers(2, 8), st.lists(st.binary(max_size=300), max_size=4))
+def test_strange_bytes_are_refused_or_decode(width: int, parts: list[bytes]) -> None:
+    wire = tuple(torch.tensor(list(part), dtype=torch.uint8) for part in parts)
+    with pytest.raises(MalformedMessage):
+        Bits(width).from_wire(wire, SHAPE)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf])
+def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
+    packed, exponents, _ = Bits(4).to_wire(Bits(4).activation(_coefficients()))
+    with pytest.raises(MalformedMessage):
+        Bits(4).from_wire((packed, exponents, torch.tensor([scale])), SHAPE)
