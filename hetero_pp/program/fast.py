@@ -56,12 +56,12 @@ def train_fast(
     group = _Group(plan, store)
     losses: list[float] = []
     for round_ in range(1, plan.config.outer.rounds + 1):
-        group.round(round_)
-        losses.append(group.evaluate())
-        on_round(round_, losses[-1])
-        if not math.isfinite(losses[-1]):
+        loss = group.evaluate() if group.round(round_) else math.nan
+        if not math.isfinite(loss):
             break
-    diverged = not math.isfinite(losses[-1])
+        losses.append(loss)
+        on_round(round_, loss)
+    diverged = len(losses) < plan.config.outer.rounds
     return FastResult(
         validation_loss=losses,
         uncompressed=math.nan if diverged else group.evaluate_uncompressed(),
@@ -96,19 +96,22 @@ class _Group:
         )
         self._split()
 
-    def round(self, round_: int) -> None:
-        """H inner steps on every replica, and the outer round."""
+    def round(self, round_: int) -> bool:
+        """H inner steps on every replica, and the outer round; False if it diverged."""
         steps = self.plan.config.inner.steps
         for step in range((round_ - 1) * steps, round_ * steps):
             if self.outer.settings.source == "gradient":
                 self._step_together(step)
             else:
                 for replica, batches in zip(self.replicas, self.batches, strict=True):
-                    replica.inner_step(batches.train(step), step)
+                    _, norm, _ = replica.inner_step(batches.train(step), step)
+                    if not math.isfinite(norm):
+                        return False
         if self.outer.settings.source == "difference":
             self._synchronise()
         self._move_basis(round_)
         self._split()
+        return True
 
     @torch.no_grad()
     def _synchronise(self) -> None:

@@ -1,0 +1,130 @@
+"""The fast engine: AdamW DDP against one model, every method against a golden run, and the staged run beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetero_pp.data.batches import Batches, validation_batches
+from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.errors import ConfigError
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import Transformer, initialise
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.fast import FastResult, train_fast
+from hetero_pp.program.in_process import run_in_process
+from hetero_pp.program.inputs import require_launchable
+from hetero_pp.rpc.messages_pb2 import Report
+from replica_groups.whole import WholeReplica
+
+GOLDEN = Path(__file__).with_name("golden.json")
+HOME = {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4}
+DC = {"name": "dc", "kind": "datacenter", "batch_size": 4}
+METHODS = {
+    "sparseloco": ({}, {"rank": "1/4"}),
+    "sparseloco 2 bits": ({"compression": {"value_bits": 2}}, {"rank": "1/4"}),
+    "diloco": ({"method": "diloco"}, {"rank": "1/4"}),
+    "adamw_ddp": ({"method": "adamw_ddp"}, {"rank": "1/4"}),
+    "rank for bits": ({}, {"rank": "1/2", "bits": 4}),
+    "coefficients": ({}, {"rank": "1/4", "ablations": {"embedding": "coefficients"}}),
+    "projected": ({}, {"rank": "1/4", "ablations": {"embedding": "projected"}}),
+    "stale": ({}, {"rank": "1/4", "ablations": {"adaptation": "stale"}}),
+    "discarded": ({}, {"rank": "1/4", "ablations": {"adaptation": "discarded"}}),
+    "weight projection": ({}, {"rank": "1/4", "ablations": {"weight_projection": True}}),
+    "modified adamw": ({}, {"rank": "1/4", "ablations": {"modified_adamw": True}}),
+    "grassmann": ({}, {"rank": "1/4", "ablations": {"grassmann_every": 1}}),
+}
+
+
+def _config(corpus: Path, outer: dict[str, object], replicas: list[dict[str, object]]) -> RunConfig:
+    compression = {"density": 1 / 16, "value_bits": 32} if outer.get("method", "sparseloco") == "sparseloco" else {}
+    own = outer.get("compression", {})
+    assert isinstance(own, dict)
+    return RunConfig.model_validate(
+        {
+            "name": "t",
+            "seed": 2,
+            "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
+            "data": {
+                "corpus": str(corpus),
+                "sequence_length": 32,
+                "validation_share": 0.2,
+                "validation_sequences": 8,
+            },
+            "inner": {"steps": 4, "warmup_steps": 3, "learning_rate": 0.01},
+            "outer": {"rounds": 3, **outer, "compression": {**compression, **own}},
+            "replicas": replicas,
+        }
+    )
+
+
+def _train(config: RunConfig, folder: Path) -> tuple[FastResult, RunPlan, TokenStore]:
+    torch.set_num_threads(1)
+    plan, store = RunPlan(config, 256), prepare_tokens(config.data, folder)
+    return train_fast(plan, store), plan, store
+
+
+def test_adamw_ddp_is_one_model_on_the_joined_batch(corpus: Path, tmp_path: Path) -> None:
+    replicas = [{**DC, "name": name} for name in ("a", "b", "c")]
+    result, plan, store = _train(_config(corpus, {"method": "adamw_ddp"}, replicas), tmp_path)
+    model = Transformer(plan.shape)
+    initialise(model, 2)
+    one = WholeReplica("one", model, InnerSettings(steps=4, warmup_steps=3, learning_rate=0.01), plan.total_steps)
+    data = [
+        Batches(store=store, sequence_length=32, seed=2, replica=index, replicas=3, batch_size=4) for index in range(3)
+    ]
+    losses = []
+    for step in range(plan.total_steps):
+        one.inner_step(torch.cat([batches.train(step) for batches in data]), step)
+        if step % 4 == 3:
+            losses.append(one.evaluate(validation_batches(store, 32, 8, 4)))
+    assert result.validation_loss == pytest.approx(losses, abs=2e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_golden_run(method: str, corpus: Path, tmp_path: Path) -> None:
+    """Three rounds of one compressed and one uncompressed replica; differences between CPUs stay far below 1e-2."""
+    outer, boundary = METHODS[method]
+    result, _, _ = _train(_config(corpus, outer, [DC, {**HOME, "boundary": boundary}]), tmp_path)
+    found = [*result.validation_loss, result.uncompressed, result.compressed]
+    assert found == pytest.approx(json.loads(GOLDEN.read_text())[method], abs=1e-2)
+    assert not result.diverged
+    assert result.tokens == 3 * 4 * 2 * 4 * 32
+
+
+def test_it_ends_where_the_staged_run_ends(corpus: Path, tmp_path: Path) -> None:
+    """Not to the bit: sums are grouped differently, and Adam makes much of little."""
+    config = _config(corpus, {}, [DC, {**HOME, "micro_batches": 2, "boundary": {"rank": "1/4"}}])
+    fast, plan, _ = _train(config, tmp_path)
+    reports: list[Report] = []
+    run_in_process(plan, tmp_path / "run", tmp_path, reports.append)
+    for round_ in (1, 2, 3):
+        told = [r.evaluation.loss for r in reports if r.HasField("evaluation") and r.evaluation.round == round_]
+        assert len(told) == 2
+        assert fast.validation_loss[round_ - 1] == pytest.approx(sum(told) / 2, abs=2e-2)
+
+
+def test_a_run_that_diverges_says_so(corpus: Path, tmp_path: Path) -> None:
+    config = _config(corpus, {"learning_rate": 1e30}, [DC])
+    result, _, _ = _train(config, tmp_path)
+    assert result.diverged
+    assert len(result.validation_loss) < 3
+
+
+@pytest.mark.parametrize(
+    ("outer", "boundary", "key"),
+    [
+        ({"method": "adamw_ddp"}, {}, ("outer", "source")),
+        ({}, {"ablations": {"adaptation": "discarded"}}, ("replicas", 0, "boundary", "ablations", "adaptation")),
+        ({}, {"ablations": {"grassmann_every": 2}}, ("replicas", 0, "boundary", "ablations", "grassmann_every")),
+    ],
+)
+def test_what_members_cannot_keep_equal_is_not_launched(
+    outer: dict[str, object], boundary: dict[str, object], key: tuple[str | int, ...], corpus: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        require_launchable(_config(corpus, outer, [{**HOME, "boundary": boundary}]))
+    assert error.value.key == key
