@@ -14,6 +14,7 @@ from hetero_pp.inner import EMBEDDING
 from hetero_pp.link.ledger import FRAME_BYTES, wire_bytes
 from hetero_pp.model import block_of
 from hetero_pp.program.config import MemberPlan, RunPlan
+from hetero_pp.program.display import format_bandwidths, plain_table, wide
 from hetero_pp.program.inputs import Prepared, prepare
 from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
@@ -25,9 +26,12 @@ from hetero_pp.topology import (
     exchange_link_name,
     stage_link_name,
 )
-from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
+from hetero_pp.units import format_bytes, format_seconds
 from replica_groups.replay import Shapes, shapes_by_block
 from stages.boundary import format_of, packed_tokens_bytes
+
+WIDTH_OF_FILES = 120
+"""Columns of the tables where they go to a file."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +103,15 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     """Validate and print to the terminal."""
     file = ConfigFile(path, overrides)
     prepared = prepare(file, runs.absolute())
-    console = Console()
+    console = wide(Console(), WIDTH_OF_FILES)
     _print_run(console, path, prepared)
     console.print(_members_table(prepared.plan))
     console.print(_links_table(prepared.plan))
-    console.print("Sizes are of tensors and contributions; message headers and framing come on top.", style="dim")
+    notes = (
+        "→ is from the first named to the second. Sizes are of tensors and contributions; headers and framing come on "
+        "top. `takes` is the least time that a round's bytes occupy the link."
+    )
+    console.print(notes, style="dim")
 
 
 def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
@@ -133,11 +141,7 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
 
 
 def _members_table(plan: RunPlan) -> Table:
-    table = Table(title="Members", title_justify="left")
-    for column in ("member", "kind", "owns"):
-        table.add_column(column)
-    table.add_column("parameters", justify="right")
-    table.add_column("micro-batches", justify="right")
+    table = plain_table(["member", "kind", "owns"], ["parameters", "micro-batches"])
     for member in plan.members.values():
         replica, stage = member.replica, member.stage
         if stage is None or isinstance(replica, DatacenterReplica):
@@ -156,10 +160,8 @@ def _members_table(plan: RunPlan) -> Table:
 
 
 def _links_table(plan: RunPlan) -> Table:
-    table = Table(title="Links (forward / backward)", title_justify="left")
-    table.add_column("link")
-    for column in ("bandwidth", "latency", "a step", "a round", "takes at least, a round"):
-        table.add_column(column, justify="right")
+    columns = ["bandwidth", "latency", "a step →", "a step ←", "a round →", "a round ←", "takes →", "takes ←"]
+    table = plain_table(["link"], columns, widest=max(map(len, plan.links)))
     steps = plan.config.inner.steps
     for name, loads in _loads(plan):
         link = plan.links[name]
@@ -168,11 +170,11 @@ def _links_table(plan: RunPlan) -> Table:
         rounds = [steps * load.step + load.evaluation + load.outer_round for load in both]
         table.add_row(
             name,
-            _pair([format_bits_per_second(shape.bandwidth) for shape in shapes]),
+            format_bandwidths({"forward": link.forward.bandwidth, "backward": link.backward.bandwidth}),
             _pair([format_seconds(shape.latency) for shape in shapes]),
-            _pair([format_bytes(load.step) for load in both]) if any(load.step for load in both) else "",
-            _pair([format_bytes(size) for size in rounds]),
-            _pair([_least_time(shape, size) for shape, size in zip(shapes, rounds, strict=True)]),
+            *(format_bytes(load.step) if load.step else "" for load in both),
+            *(format_bytes(size) for size in rounds),
+            *(_least_time(shape, size) for shape, size in zip(shapes, rounds, strict=True)),
         )
     return table
 

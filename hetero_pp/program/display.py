@@ -165,7 +165,7 @@ def _progress(state: RunState) -> Table:
 
 
 def _live_replicas(state: RunState, now: float) -> Table:
-    table = _table(("replica", "kind"), ("inner step", "loss", "validation loss", "tokens/s"))
+    table = plain_table(("replica", "kind"), ("inner step", "loss", "validation loss", "tokens/s"))
     for replica in state.replicas.values():
         validation = replica.validation_loss
         table.add_row(
@@ -180,13 +180,13 @@ def _live_replicas(state: RunState, now: float) -> Table:
 
 
 def _live_links(state: RunState, links: list[LinkState], now: float) -> Table:
-    table = _table(("link", "bandwidth"), ("now →", "now ←", "busy →", "busy ←", "total →", "total ←"))
+    table = plain_table(("link", "bandwidth"), ("now →", "now ←", "busy →", "busy ←", "total →", "total ←"))
     seconds = state.training_seconds(now)
     for link in links:
         ways = [link.directions[way] for way in DIRECTIONS]
         table.add_row(
             _ends(link.plan.source, link.plan.target),
-            _bandwidth({way: link.directions[way].bandwidth for way in DIRECTIONS}),
+            format_bandwidths({way: link.directions[way].bandwidth for way in DIRECTIONS}),
             *(f"{format_bytes(way.recent_bytes_per_second(now))}/s" for way in ways),
             *(format_share(way.busy_share(seconds)) for way in ways),
             *(format_bytes(way.wire_bytes) for way in ways),
@@ -199,8 +199,7 @@ def _live_links(state: RunState, links: list[LinkState], now: float) -> Table:
 
 def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """What a run brought, from its summary; `folder` is where its files are."""
-    if not console.is_terminal:
-        console = Console(file=console.file, width=max(WIDTH_OF_FILES, console.width))
+    console = wide(console)
     console.print(_result_replicas(summary))
     console.print(_result_links(summary))
     for line in _result_lines(summary, folder):
@@ -211,7 +210,7 @@ def _result_replicas(summary: Mapping[str, Any]) -> Table:
     """Validation loss at first, after the first round and after the last; those between are in the files."""
     rounds = sorted({1, summary["rounds"]} - {0})
     validation = ["validation\ninitial", *(f"validation\nround {round_}" for round_ in rounds)]
-    table = _table(("replica", "kind"), ("tokens", "training\nloss", *validation))
+    table = plain_table(("replica", "kind"), ("tokens", "training\nloss", *validation))
     replicas = summary["replicas"]
     whole = {"name": "mean", "kind": "", "tokens": sum(replica["tokens"] for replica in replicas), "loss": None}
     for replica in [*replicas, dict(summary) | whole] if len(replicas) > 1 else replicas:
@@ -229,11 +228,11 @@ def _result_replicas(summary: Mapping[str, Any]) -> Table:
 
 def _result_links(summary: Mapping[str, Any]) -> Table:
     columns = ("payload →", "payload ←", "wire →", "wire ←", "busy →", "busy ←")
-    table = _table(("link", "bandwidth"), columns)
+    table = plain_table(("link", "bandwidth"), columns)
     for link in summary["links"]:
         table.add_row(
             _ends(link["from"], link["to"]),
-            _bandwidth(link["bandwidth_bits_per_second"]),
+            format_bandwidths(link["bandwidth_bits_per_second"]),
             *(format_bytes(link["payload_bytes"][way]) for way in DIRECTIONS),
             *(format_bytes(link["wire_bytes"][way]) for way in DIRECTIONS),
             *(format_share(link["busy_share"][way]) for way in DIRECTIONS),
@@ -271,11 +270,16 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
 # ---- words and numbers ----
 
 
-def _table(left: Sequence[str], right: Sequence[str]) -> Table:
-    """A table with text columns first and number columns after them."""
+def wide(console: Console, width: int = WIDTH_OF_FILES) -> Console:
+    """A terminal as it is; a file or a pipe with room for a table."""
+    return console if console.is_terminal else Console(file=console.file, width=max(width, console.width))
+
+
+def plain_table(left: Sequence[str], right: Sequence[str], widest: int | None = None) -> Table:
+    """A table with text columns first (the first one never narrower than `widest`) and number columns after them."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in left:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", min_width=widest if column == left[0] else None)
     for column in right:
         table.add_column(column, justify="right", no_wrap=True)
     return table
@@ -293,7 +297,7 @@ def _ends(source: str, target: str) -> str:
     return f"{source} → {target}"
 
 
-def _bandwidth(ways: Mapping[Any, float | None]) -> str:
+def format_bandwidths(ways: Mapping[Any, float | None]) -> str:
     """`100 Mbit/s`; if the directions differ, `20 / 50 Mbit/s` or `50 Mbit/s / 1 Gbit/s`."""
     there, back = (format_bits_per_second(ways[way]) for way in DIRECTIONS)
     if there == back:
