@@ -59,6 +59,49 @@ def check(config: ConfigPath, runs: RunsFolder = Path("runs"), overrides: Overri
 
 
 @app.command()
+def reproduce(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="Such as `het-pp/table2`; all by default.")
+    ] = None,
+    scale: Annotated[str, typer.Option(help="The size at which rows are trained: micro, small or paper.")] = "micro",
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds a row is trained with.")] = 3,
+    workers: Annotated[int, typer.Option(min=1, help="Rows trained at once, one core each.")] = 1,
+    show_list: Annotated[bool, typer.Option("--list", help="List the experiments, their claims and state.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="With --list: write the list to a file.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Validate every row and print what it would cost.")
+    ] = False,
+    sweep: Annotated[
+        list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row, as `outer.compression.density=1/128,1/32`.")
+    ] = [],  # noqa: B006 (typer copies it)
+    corpus: Annotated[str | None, typer.Option(help="Your own text instead of the experiment's.")] = None,
+    runs: RunsFolder = Path("runs"),
+    results: Annotated[Path, typer.Option(help="Where tables go.")] = Path("benchmarks/results"),
+    experiments: Annotated[Path, typer.Option(help="The experiments' folder.")] = Path("configs/experiments"),
+    docs: Annotated[Path | None, typer.Option(help="Also write an overview of all results to this file.")] = None,
+) -> None:
+    """Train the rows of a paper's tables; write the tables with the paper's numbers beside ours, and verdicts.
+
+    Rows that were trained before are not trained again, so this can be stopped and resumed at any time.
+    """
+    with readable_errors():
+        from hetero_pp.program.experiments import command
+        from hetero_pp.program.experiments.definition import Catalog
+
+        request = command.Request(
+            names or [], scale, seeds, workers, corpus, sweep, runs, results, Catalog(experiments)
+        )
+        if show_list or json_path is not None:
+            command.list_experiments(request, json_path)
+        elif dry_run:
+            command.dry_run(request)
+        else:
+            command.reproduce(request)
+        if docs is not None:
+            command.write_docs(request, docs)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the YAML, for editors."""
     from hetero_pp.program.config import RunConfig

@@ -1,0 +1,87 @@
+"""From paired seeds to a verdict: holds, does not hold, or within noise, with the interval shown.
+
+A claim is a quantity that should be positive (or, for equality, small). Its values at the seeds that all its rows
+share give a mean and a 95 % interval (Student's t). Rows of one seed share initial weights and data order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
+
+from hetero_pp.program.experiments.definition import Claim
+
+T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
+"""Student's t, 97.5 %, for 1 to 10 degrees of freedom."""
+
+ONE_SEED_NOISE = 0.03
+"""With one seed, differences below this many nats decide nothing (the spread over seeds that was found)."""
+
+Losses = Mapping[str, Mapping[int, float]]
+"""row -> seed -> final loss"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a claim. `interval` is of the difference in nats that the claim is about."""
+
+    text: str
+    verdict: str
+    interval: tuple[float, float] | None
+    seeds: int
+
+
+def judge(claim: Claim, losses: Losses) -> Verdict:
+    """The verdict on a claim; `not run` if a row of it has no loss."""
+    seeds = sorted(set.intersection(*(set(losses.get(row, {})) for row in claim.rows())))
+    if not seeds:
+        return Verdict(claim.text, "not run", None, 0)
+    if claim.equal is not None:
+        return _equality(claim, _differences(losses, claim.equal, seeds))
+    if claim.lower is not None:
+        return _positive(claim, [_differences(losses, claim.lower, seeds)])
+    gaps = [_differences(losses, pair, seeds) for pair in claim.grows or []]
+    growth = [[b - a for a, b in zip(one, other, strict=True)] for one, other in pairwise(gaps)]
+    return _positive(claim, growth)
+
+
+def _differences(losses: Losses, pair: tuple[str, str], seeds: Sequence[int]) -> list[float]:
+    """Second minus first, by seed."""
+    return [losses[pair[1]][seed] - losses[pair[0]][seed] for seed in seeds]
+
+
+def _positive(claim: Claim, steps: Sequence[Sequence[float]]) -> Verdict:
+    """All steps should be positive; the least one decides."""
+    intervals = [interval_of(values) for values in steps]
+    low, high = min(intervals)
+    if all(one[0] > 0 for one in intervals):
+        verdict = "holds"
+    elif any(one[1] < 0 for one in intervals):
+        verdict = "does not hold"
+    else:
+        verdict = "within noise"
+    return Verdict(claim.text, verdict, (low, high), len(steps[0]))
+
+
+def _equality(claim: Claim, values: Sequence[float]) -> Verdict:
+    low, high = interval_of(values)
+    if -claim.margin < low and high < claim.margin:
+        verdict = "holds"
+    elif low > claim.margin or high < -claim.margin:
+        verdict = "does not hold"
+    else:
+        verdict = "within noise"
+    return Verdict(claim.text, verdict, (low, high), len(values))
+
+
+def interval_of(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean; with one value, plus or minus what one seed cannot tell."""
+    if len(values) == 1:
+        return values[0] - ONE_SEED_NOISE, values[0] + ONE_SEED_NOISE
+    freedom = len(values) - 1
+    quantile = T_975[freedom - 1] if freedom <= len(T_975) else 1.96 + 2.5 / freedom
+    half = quantile * stdev(values) / math.sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
