@@ -1,0 +1,247 @@
+"""Experiments as data: every row validates, keys, resuming, verdicts against numbers worked out by hand, tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.cli import app
+from hetero_pp.program.experiments.command import swept
+from hetero_pp.program.experiments.definition import Catalog, Claim, Experiment, Row, Scale
+from hetero_pp.program.experiments.report import markdown, result_of, write_overview, write_result
+from hetero_pp.program.experiments.rows import row_config, why_not
+from hetero_pp.program.experiments.verdict import interval_of, judge
+from hetero_pp.topology import ParticipantsReplica
+
+FOLDER = Path(__file__).parents[2] / "configs" / "experiments"
+CATALOG = Catalog(FOLDER)
+NAMES = [f"het-pp/table{name}" for name in ("1", "2", "3", "4", "5a", "5b", "5c", "5d", "7", "8")]
+TINY = """\
+name: tiny
+about: a few seconds
+replicas: 2
+stages: 2
+batch_size: 2
+vocabulary: 300
+trains: true
+base:
+  model: {preset: micro, width: 16, heads: 2, feed_forward: 16, layers: 2}
+  data: {corpus: CORPUS, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}
+  inner: {steps: 2, learning_rate: 1.0e-2, warmup_steps: 2}
+  outer: {rounds: 2, compression: {density: 1/32, value_bits: 32}}
+"""
+EXPERIMENT = """\
+name: toy/one
+title: Toy
+paper: nowhere
+baseline: none
+rows:
+  - {name: none, paper: 2.0}
+  - {name: all, compressed: all, rank: 1/4, paper: 2.2}
+  - {name: too small, compressed: all, rank: 1/64}
+  - {name: explodes, cells: {outer.learning_rate: 1.0e+30}}
+claims:
+  - {text: costs, lower: [none, all]}
+  - {text: never trained, lower: [none, too small]}
+"""
+
+
+def test_the_tables_are_there() -> None:
+    assert {*NAMES, "het-pp/alpha", "beyond/rank_for_bits"} <= set(CATALOG.experiments)
+    assert set(CATALOG.scales) == {"micro", "small", "paper"}
+
+
+@pytest.mark.parametrize("scale", CATALOG.scales.values(), ids=lambda scale: scale.name)
+@pytest.mark.parametrize("experiment", CATALOG.experiments.values(), ids=lambda experiment: experiment.name)
+def test_every_row_validates_at_every_scale(experiment: Experiment, scale: Scale) -> None:
+    for row in experiment.rows:
+        reason = why_not(scale, row)
+        if reason is not None and reason.startswith("not representable"):
+            assert isinstance(row.rank, float)
+            continue
+        config = row_config(scale, row, 1, None, "bytes")
+        compressed = [replica for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
+        assert len(compressed) == row.compressed_replicas(len(config.replicas))
+        assert all(replica.boundary.rank == row.rank for replica in compressed)
+    assert row_config(scale, experiment.rows[0], 1, None, "bytes").seed == 1
+
+
+def _losses(**rows: list[float]) -> dict[str, dict[int, float]]:
+    return {name: dict(enumerate(values)) for name, values in rows.items()}
+
+
+def test_intervals_are_students_t() -> None:
+    low, high = interval_of([1.0, 2.0, 3.0])  # mean 2, deviation 1, t(2) = 4.303, 4.303 / sqrt(3) = 2.484
+    assert (low, high) == pytest.approx((2 - 2.4843, 2 + 2.4843), abs=1e-3)
+    assert interval_of([0.5]) == pytest.approx((0.47, 0.53))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "verdict"),
+    [
+        ([4.0, 4.1, 4.2], [4.2, 4.3, 4.4], "holds"),
+        ([4.2, 4.3, 4.4], [4.0, 4.1, 4.2], "does not hold"),
+        ([4.0, 4.1, 4.2], [4.1, 4.0, 4.3], "within noise"),
+        ([4.0], [4.02], "within noise"),
+        ([4.0], [4.04], "holds"),
+    ],
+)
+def test_lower(a: list[float], b: list[float], verdict: str) -> None:
+    assert judge(Claim(text="", lower=("a", "b")), _losses(a=a, b=b)).verdict == verdict
+
+
+def test_pairs_of_seeds_count_not_their_spread() -> None:
+    """Seeds differ by far more than the rows do; the difference is the same at each."""
+    losses = _losses(a=[1.0, 2.0, 3.0], b=[1.01, 2.011, 3.01])
+    assert judge(Claim(text="", lower=("a", "b")), losses).verdict == "holds"
+
+
+@pytest.mark.parametrize(("b", "verdict"), [(4.001, "holds"), (4.2, "does not hold")])
+def test_equal(b: float, verdict: str) -> None:
+    losses = _losses(a=[4.0, 4.1, 4.2], b=[b, b + 0.1, b + 0.2])
+    assert judge(Claim(text="", equal=("a", "b")), losses).verdict == verdict
+
+
+@pytest.mark.parametrize(("gaps", "verdict"), [((0.1, 0.3, 0.6), "holds"), ((0.1, 0.6, 0.3), "does not hold")])
+def test_grows(gaps: tuple[float, ...], verdict: str) -> None:
+    rows = {f"a{i}": [4.0, 4.1] for i in range(3)} | {f"b{i}": [4.0 + gap, 4.1 + gap] for i, gap in enumerate(gaps)}
+    claim = Claim(text="", grows=[(f"a{i}", f"b{i}") for i in range(3)])
+    assert judge(claim, _losses(**rows)).verdict == verdict
+
+
+def test_a_claim_without_its_rows_is_not_run() -> None:
+    assert judge(Claim(text="", lower=("a", "b")), _losses(a=[1.0])).verdict == "not run"
+    with pytest.raises(ValueError, match="exactly one"):
+        Claim(text="", lower=("a", "b"), equal=("a", "b"))
+
+
+def _outcome(loss: float, diverged: bool = False) -> dict[str, Any]:
+    return {
+        "validation_loss": [loss + 1, loss],
+        "uncompressed": loss,
+        "compressed": None,
+        "tokens": 10,
+        "boundary_bytes_per_token": 16.0,
+        "diverged": diverged,
+        "seconds": 1.0,
+    }
+
+
+def test_tables(tmp_path: Path) -> None:
+    experiment = Experiment(
+        name="toy/one",
+        title="Toy",
+        paper="nowhere",
+        baseline="none",
+        rows=[Row(name="none", paper=2.0), Row(name="all", compressed="all", rank=8, paper=2.2), Row(name="bad")],
+        claims=[Claim(text="costs", lower=("none", "all"), why="because")],
+    )
+    outcomes = {
+        "none": {1: _outcome(4.0), 2: _outcome(4.2)},
+        "all": {1: _outcome(4.4), 2: _outcome(4.62)},
+        "bad": {1: _outcome(7.0, diverged=True)},
+    }
+    result = result_of(experiment, CATALOG.scale("micro"), outcomes)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert rows["all"]["ours"]["mean"] == pytest.approx(4.51)
+    assert rows["all"]["ours"]["spread"] == pytest.approx(0.15556, abs=1e-4)
+    assert rows["all"]["delta_percent"] == pytest.approx(10.0)
+    assert rows["bad"]["ours"] is None
+    assert rows["bad"]["state"] == "diverged (seed: last finite loss {1: 7.0})"
+    assert result["claims"][0]["verdict"] == "holds"
+    text = "\n".join(markdown(result))
+    assert "| all | 2.200 | +10.0 | 4.510 | 0.156 | 2 | +10.0 | 16.0 | done |" in text
+    assert "| costs | **holds** |" in text
+    path = write_result(result, outcomes, tmp_path / "results")
+    assert json.loads(path.read_text())["claims"][0]["seeds"] == 2
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    write_overview(tmp_path / "results", tmp_path / "results.md")
+    assert "| toy/one | micro | 1 | 0 | 0 | 0 |" in (tmp_path / "results.md").read_text()
+
+
+def test_sweeps_repeat_rows() -> None:
+    experiment = swept(CATALOG.experiment("het-pp/table1"), ["outer.compression.density=1/128,1/8", "inner.steps=5,20"])
+    assert len(experiment.rows) == 3 * 4
+    config = row_config(CATALOG.scale("micro"), experiment.rows[-1], 1, None, "bytes")
+    assert (config.outer.compression.density, config.inner.steps) == (1 / 8, 20)
+    with pytest.raises(ConfigError, match="expected CELL=A,B"):
+        swept(CATALOG.experiment("het-pp/table1"), ["density"])
+
+
+@pytest.fixture
+def toys(tmp_path: Path, corpus: Path) -> Path:
+    folder = tmp_path / "experiments"
+    (folder / "scales").mkdir(parents=True)
+    (folder / "toy").mkdir()
+    (folder / "scales" / "tiny.yaml").write_text(TINY.replace("CORPUS", str(corpus)))
+    (folder / "toy" / "one.yaml").write_text(EXPERIMENT)
+    return folder
+
+
+def _reproduce(tmp_path: Path, toys: Path, *arguments: str) -> tuple[int, str, str]:
+    options = ["--experiments", str(toys), "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    result = CliRunner().invoke(app, ["reproduce", "--scale", "tiny", *options, *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_table_is_made_and_resumed(tmp_path: Path, toys: Path) -> None:
+    code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2", "--docs", str(tmp_path / "results.md"))
+    assert code == 0, errors
+    result = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())
+    rows = {row["name"]: row for row in result["rows"]}
+    assert set(rows["all"]["ours"]["seeds"]) == {"1", "2"}
+    assert rows["too small"]["state"] == "not representable: k = 0.25 of 16 dimensions"
+    assert rows["explodes"]["state"].startswith("diverged")
+    assert [claim["verdict"] for claim in result["claims"]][1] == "not run"
+    assert (tmp_path / "results.md").exists()
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "rows").iterdir()}
+    assert len(kept) == 3 * 2
+    code, _, _ = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2")
+    assert code == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "rows").iterdir()} == kept
+    next(iter(kept)).unlink()
+    assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "2")[0] == 0
+    changed = [path for path in kept if path.stat().st_mtime_ns != kept[path]]
+    assert len(changed) == 1
+
+
+def test_the_list_and_the_dry_run(tmp_path: Path, toys: Path) -> None:
+    code, out, _ = _reproduce(tmp_path, toys, "--list", "--json", str(tmp_path / "list.json"))
+    assert code == 0
+    [entry] = json.loads((tmp_path / "list.json").read_text())
+    assert (entry["name"], entry["paper"], len(entry["claims"])) == ("toy/one", "nowhere", 2)
+    assert entry["state"] == "0 of 3 rows at scale tiny"
+    code, out, _ = _reproduce(tmp_path, toys, "--dry-run")
+    assert code == 0
+    assert "not representable" in out
+    assert not (tmp_path / "runs" / "rows").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["toy/two"], "found no experiment `toy/two`, expected one of toy/one"),
+        (["toy/one", "--scale", "huge"], "found no scale `huge`, expected one of tiny"),
+    ],
+)
+def test_unknown_names_list_the_known_ones(arguments: list[str], words: str, tmp_path: Path, toys: Path) -> None:
+    code, _, errors = _reproduce(tmp_path, toys, *arguments)
+    assert code == 2
+    assert errors == f"hetero-pp: {words}\n"
+
+
+def test_a_small_corpus_says_what_it_lacks(tmp_path: Path, toys: Path) -> None:
+    scale = toys / "scales" / "tiny.yaml"
+    scale.write_text(
+        scale.read_text()
+        .replace("validation_share", "repeat: false, validation_share")
+        .replace("rounds: 2", "rounds: 2000")
+    )
+    code, _, errors = _reproduce(tmp_path, toys, "toy/one")
+    assert code == 2
+    assert "are lacking" in errors
