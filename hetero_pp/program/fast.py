@@ -53,7 +53,7 @@ def train_fast(
 ) -> FastResult:
     """Train a whole topology in this thread. `on_round` is told each round's validation loss."""
     started = time.monotonic()
-    group = _Group(plan, store)
+    group = Group(plan, store)
     losses: list[float] = []
     for round_ in range(1, plan.config.outer.rounds + 1):
         loss = group.evaluate() if group.round(round_) else math.nan
@@ -74,7 +74,7 @@ def train_fast(
     )
 
 
-class _Group:
+class Group:
     """All replicas of a run, and theta."""
 
     def __init__(self, plan: RunPlan, store: TokenStore) -> None:

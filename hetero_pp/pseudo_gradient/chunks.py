@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -48,10 +49,18 @@ class Group:
 
     def flat_indices(self, positions: Tensor) -> Tensor:
         """Indices into the flattened tensor of positions [count, k] within the chunks."""
-        first_row = torch.arange(self.top, self.bottom, self.rows, device=positions.device)
-        first_column = torch.arange(self.left, self.right, self.columns, device=positions.device)
-        origin = (first_row[:, None] * self.stride + first_column[None, :]).reshape(-1, 1)
-        return origin + positions // self.columns * self.stride + positions % self.columns
+        origins, offsets = _tables(self, positions.device)
+        return origins + offsets[positions]
+
+
+@lru_cache(maxsize=1024)
+def _tables(group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Flat indices of the chunks' first elements [count, 1], and of a chunk's elements from there [size]."""
+    first_row = torch.arange(group.top, group.bottom, group.rows, device=device)
+    first_column = torch.arange(group.left, group.right, group.columns, device=device)
+    origins = (first_row[:, None] * group.stride + first_column[None, :]).reshape(-1, 1)
+    within = torch.arange(group.size, device=device)
+    return origins, within // group.columns * group.stride + within % group.columns
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

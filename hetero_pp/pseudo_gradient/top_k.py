@@ -9,13 +9,24 @@ from torch import Tensor
 def top_k_positions(chunks: Tensor, kept: int) -> Tensor:
     """Positions [n, k] of the k largest magnitudes of each row of [n, size], ascending.
 
-    Among equal magnitudes the lower index is kept.
+    Among equal magnitudes the lower index is kept: torch.topk leaves that open, so rows with a tie at the edge are
+    selected again.
     """
     if kept == chunks.shape[1]:
         return torch.arange(kept, device=chunks.device).expand(len(chunks), kept)
     magnitudes = chunks.abs()
-    least = magnitudes.topk(kept, dim=1).values[:, -1:]
+    values, positions = magnitudes.topk(kept, dim=1, sorted=False)
+    least = values.amin(dim=1, keepdim=True)
+    is_tied = (magnitudes == least).sum(dim=1) > (values == least).sum(dim=1)
+    positions = positions.sort(dim=1).values
+    if bool(is_tied.any()):
+        positions[is_tied] = _by_order(magnitudes[is_tied], least[is_tied], kept)
+    return positions
+
+
+def _by_order(magnitudes: Tensor, least: Tensor, kept: int) -> Tensor:
+    """The same for rows [n, size] whose k-th largest magnitude `least` [n, 1] occurs more often than it is needed."""
     above, equal = magnitudes > least, magnitudes == least
     room = kept - above.sum(dim=1, keepdim=True)
     keep = above | (equal & (equal.cumsum(dim=1) <= room))
-    return torch.nonzero(keep)[:, 1].view(len(chunks), kept)
+    return torch.nonzero(keep)[:, 1].view(len(magnitudes), kept)

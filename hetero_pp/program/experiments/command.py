@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -129,7 +130,7 @@ def _cost(scale: Scale, row: Row) -> Iterator[str]:
         yield from ("", "", "", "", "", reason)
         return
     plan = RunPlan(row_config(scale, row, 0, None, "bytes"), scale.vocabulary)
-    parameters = sum(_size(shape) for shape in plan.parameter_shapes.values())
+    parameters = sum(math.prod(shape) for shape in plan.parameter_shapes.values())
     per_step = sum(replica.batch_size for replica in plan.config.replicas) * plan.config.data.sequence_length
     tokens = per_step * plan.total_steps
     flops = 6 * parameters * tokens
@@ -137,13 +138,6 @@ def _cost(scale: Scale, row: Row) -> Iterator[str]:
     yield from (f"{parameters:,}", f"{tokens:,}", f"{flops:.2g}", format_bytes(sent))
     yield f"{flops * SECONDS_PER_FLOP / 3600:.2g}"
     yield reason or "can be trained"
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for dimension in shape:
-        size *= dimension
-    return size
 
 
 def reproduce(request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -167,8 +168,6 @@ def _draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
 
 def machine() -> dict[str, Any]:
     """What this ran on."""
-    import os
-
     import torch
 
     return {
