@@ -20,6 +20,7 @@ from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.experiments.definition import Experiment, Row, Scale
+from hetero_pp.topology import ParticipantsReplica
 
 ENGINE_VERSION = 1
 """Raised when a change alters what a row comes to: rows of another version are trained again."""
@@ -104,6 +105,10 @@ def make_job(
         meaning.pop(irrelevant)
     for path in ("corpus", "tokenizer"):
         meaning["data"].pop(path)
+    width = config.model.resolve(store.vocabulary).width
+    for replica, settings in zip(meaning["replicas"], config.replicas, strict=True):
+        if isinstance(settings, ParticipantsReplica):
+            replica["boundary"]["rank"] = settings.boundary.dimensions(width)  # 1/8 of 64 is 8
     text = json.dumps([ENGINE_VERSION, store.digest, meaning], sort_keys=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:24]
     return Job(row.name, seed, config, cache, cache.parent / "rows", key)
