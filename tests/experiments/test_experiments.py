@@ -43,6 +43,7 @@ baseline: none
 rows:
   - {name: none, paper: 2.0}
   - {name: all, compressed: all, rank: 1/4, paper: 2.2}
+  - {name: the same, compressed: all, rank: 4}
   - {name: too small, compressed: all, rank: 1/64}
   - {name: explodes, cells: {outer.learning_rate: 1.0e+30}}
 claims:
@@ -200,7 +201,8 @@ def test_a_table_is_made_and_resumed(tmp_path: Path, toys: Path) -> None:
     assert [claim["verdict"] for claim in result["claims"]][1] == "not run"
     assert (tmp_path / "results.md").exists()
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "rows").iterdir()}
-    assert len(kept) == 3 * 2
+    assert len(kept) == 3 * 2  # 1/4 of 16 is 4: one row serves both
+    assert rows["the same"]["ours"] == rows["all"]["ours"]
     code, _, _ = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2")
     assert code == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "rows").iterdir()} == kept
@@ -215,7 +217,7 @@ def test_the_list_and_the_dry_run(tmp_path: Path, toys: Path) -> None:
     assert code == 0
     [entry] = json.loads((tmp_path / "list.json").read_text())
     assert (entry["name"], entry["paper"], len(entry["claims"])) == ("toy/one", "nowhere", 2)
-    assert entry["state"] == "0 of 3 rows at scale tiny"
+    assert entry["state"] == "0 of 4 rows at scale tiny"
     code, out, _ = _reproduce(tmp_path, toys, "--dry-run")
     assert code == 0
     assert "not representable" in out
