@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
@@ -71,6 +72,7 @@ def reproduce(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Validate every row and print what it would cost.")
     ] = False,
+    train: Annotated[bool, typer.Option(help="--no-train writes the tables from what was trained so far.")] = True,
     sweep: Annotated[
         list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row, as `outer.compression.density=1/128,1/32`.")
     ] = [],  # noqa: B006 (typer copies it)
@@ -89,7 +91,7 @@ def reproduce(
         from hetero_pp.program.experiments.definition import Catalog
 
         request = command.Request(
-            names or [], scale, seeds, workers, corpus, sweep, runs, results, Catalog(experiments)
+            names or [], scale, seeds, workers, corpus, sweep, runs, results, Catalog(experiments), train
         )
         if show_list or json_path is not None:
             command.list_experiments(request, json_path)
@@ -114,7 +116,7 @@ def readable_errors() -> Iterator[None]:
     """One line instead of a traceback for what the user can mend or has caused."""
     from hetero_pp.errors import ConfigError, HeteroPPError
 
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     except ConfigError as error:
@@ -123,6 +125,10 @@ def readable_errors() -> Iterator[None]:
         _leave(str(error), FAILED)
     except KeyboardInterrupt:
         _leave("interrupted; every process of the run has ended", INTERRUPTED)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt  # not by way of SIGINT, which a shell's background jobs ignore
 
 
 def _leave(message: str, code: int) -> NoReturn:

@@ -207,6 +207,8 @@ def test_a_table_is_made_and_resumed(tmp_path: Path, toys: Path) -> None:
     assert code == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "rows").iterdir()} == kept
     next(iter(kept)).unlink()
+    assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "2", "--no-train")[0] == 0
+    assert len(list((tmp_path / "runs" / "rows").iterdir())) == len(kept) - 1
     assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "2")[0] == 0
     changed = [path for path in kept if path.stat().st_mtime_ns != kept[path]]
     assert len(changed) == 1

@@ -72,8 +72,9 @@ def launched(corpus: Path, tmp_path: Path) -> Iterator[Launched]:
                 process.kill()
 
 
-def test_interrupt_ends_everything(launched: Launched) -> None:
-    launched.process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_everything(launched: Launched, number: signal.Signals) -> None:
+    launched.process.send_signal(number)
     launched.assert_all_end()
     errors = launched.process.communicate()[1]
     assert launched.process.returncode == 130

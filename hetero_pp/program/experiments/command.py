@@ -54,6 +54,8 @@ class Request:
     runs: Path
     results: Path
     catalog: Catalog
+    trains: bool = True
+    """False: write the tables from what was trained so far."""
 
     def experiments(self) -> list[Experiment]:
         """The experiments by name (all, if none is named), with the rows of sweeps added."""
@@ -146,7 +148,7 @@ def reproduce(request: Request) -> None:
     experiments = request.experiments()
     jobs = {experiment.name: _jobs(experiment, scale, request, console) for experiment in experiments}
     missing = {job.key: job for rows in jobs.values() for _, job in rows if job.outcome() is None}
-    failures = _train(list(missing.values()), request.workers, console)
+    failures = _train(list(missing.values()), request.workers, console) if request.trains else {}
     for experiment in experiments:
         outcomes: dict[str, dict[int, Outcome]] = defaultdict(dict)
         for row, job in jobs[experiment.name]:
