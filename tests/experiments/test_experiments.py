@@ -200,15 +200,15 @@ def test_a_table_is_made_and_resumed(tmp_path: Path, toys: Path) -> None:
     assert rows["explodes"]["state"].startswith("diverged")
     assert [claim["verdict"] for claim in result["claims"]][1] == "not run"
     assert (tmp_path / "results.md").exists()
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "rows").iterdir()}
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "results" / "tiny" / "rows").iterdir()}
     assert len(kept) == 3 * 2  # 1/4 of 16 is 4: one row serves both
     assert rows["the same"]["ours"] == rows["all"]["ours"]
     code, _, _ = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2")
     assert code == 0
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs" / "rows").iterdir()} == kept
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results" / "tiny" / "rows").iterdir()} == kept
     next(iter(kept)).unlink()
     assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "2", "--no-train")[0] == 0
-    assert len(list((tmp_path / "runs" / "rows").iterdir())) == len(kept) - 1
+    assert len(list((tmp_path / "results" / "tiny" / "rows").iterdir())) == len(kept) - 1
     assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "2")[0] == 0
     changed = [path for path in kept if path.stat().st_mtime_ns != kept[path]]
     assert len(changed) == 1
@@ -223,7 +223,7 @@ def test_the_list_and_the_dry_run(tmp_path: Path, toys: Path) -> None:
     code, out, _ = _reproduce(tmp_path, toys, "--dry-run")
     assert code == 0
     assert "not representable" in out
-    assert not (tmp_path / "runs" / "rows").exists()
+    assert not (tmp_path / "results" / "tiny" / "rows").exists()
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def _jobs(experiment: Experiment, scale: Scale, request: Request, console: Conso
         tokenizer = prepare_tokenizer(data, scale.vocabulary, cache)
         store = prepare_tokens(data.model_copy(update={"tokenizer": str(tokenizer)}), cache)
     jobs = [
-        (row, make_job(scale, experiment, row, seed, corpus, store, tokenizer))
+        (row, make_job(scale, experiment, row, seed, corpus, store, tokenizer, request.results / scale.name / "rows"))
         for seed in range(1, request.seeds + 1)
         for row in rows
     ]

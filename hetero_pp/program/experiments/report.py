@@ -119,7 +119,9 @@ def markdown(result: Mapping[str, Any]) -> Iterator[str]:
 
 def write_overview(folder: Path, path: Path) -> None:
     """docs/results.md: every table of every scale, generated from the committed results."""
-    results = [json.loads(found.read_text()) for found in sorted(folder.glob("*/*/*.json"))]
+    results = [
+        json.loads(found.read_text()) for found in sorted(folder.glob("*/*/*.json")) if found.parent.name != "rows"
+    ]
     lines = [
         "# Results",
         "",

@@ -95,11 +95,17 @@ def row_config(scale: Scale, row: Row, seed: int, corpus: str | None, tokenizer:
 
 
 def make_job(
-    scale: Scale, experiment: Experiment, row: Row, seed: int, corpus: str | None, store: TokenStore, tokenizer: Path
+    scale: Scale,
+    experiment: Experiment,
+    row: Row,
+    seed: int,
+    corpus: str | None,
+    store: TokenStore,
+    tokenizer: Path,
+    rows: Path,
 ) -> Job:
-    """The job of a row; `store` holds the encoded corpus."""
+    """The job of a row; `store` holds the encoded corpus, `rows` is where outcomes are kept."""
     config = row_config(scale, row, seed, corpus or experiment.corpus, str(tokenizer))
-    cache = store.path.parent
     meaning = json.loads(config.model_dump_json())
     for irrelevant in ("name", "links", "exchange", "snapshots"):
         meaning.pop(irrelevant)
@@ -111,7 +117,7 @@ def make_job(
             replica["boundary"]["rank"] = settings.boundary.dimensions(width)  # 1/8 of 64 is 8
     text = json.dumps([ENGINE_VERSION, store.digest, meaning], sort_keys=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:24]
-    return Job(row.name, seed, config, cache, cache.parent / "rows", key)
+    return Job(row.name, seed, config, store.path.parent, rows, key)
 
 
 def train_job(job: Job) -> Outcome:
