@@ -108,6 +108,11 @@ class InnerOptimizer:
     @perpendicular.setter
     def perpendicular(self, table: Tensor | None) -> None:
         self._perpendicular = table
+        if self._coefficients is None:
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    if group.get("embeds"):
+                        group["weight_decay"] = self.settings.weight_decay if table is None else 0.0
         if self._coefficients is not None and self._embedding is not None and self.basis is not None:
             with torch.no_grad():
                 self._coefficients.copy_(self._embedding @ self.basis)
@@ -141,10 +146,6 @@ class InnerOptimizer:
         if self._coefficients is not None and embedding.grad is not None and self.basis is not None:
             self._coefficients.grad = embedding.grad @ self.basis
             return
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                if group.get("embeds"):
-                    group["weight_decay"] = 0.0
         embedding.sub_((embedding - table).mul_(rate * self.settings.weight_decay))
 
     @torch.no_grad()

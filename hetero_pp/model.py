@@ -165,7 +165,7 @@ class Transformer(nn.Module):
         return x_BLD if self.lm_head is None else self.lm_head(x_BLD)
 
     def rope(self, length: int, device: torch.device) -> Tensor:
-        """The rotations [L, E / 2] as complex numbers, kept between calls."""
+        """The rotations [L, E / 2, 2], kept between calls."""
         if self._rope_LE is None or len(self._rope_LE) < length or self._rope_LE.device != device:
             self._rope_LE = rope_table(length, self.shape.width // self.shape.heads, self.shape.rope_theta, device)
         return self._rope_LE[:length]
@@ -177,16 +177,20 @@ def _empty_embedding(shape: ModelShape) -> nn.Embedding:
 
 
 def rope_table(length: int, head_width: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """exp(i position theta^(-2 j / E)), [L, E / 2], complex64 (RoFormer, equation 15)."""
+    """Cosine and sine of position theta^(-2 j / E), [L, E / 2, 2] (RoFormer, equation 15)."""
     frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device=device) / head_width)
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), frequencies)
-    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
 
 
 def rotate(x_BLNE: Tensor, rope_LE: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of a head's dimensions by the position's angles."""
-    pairs = torch.view_as_complex(x_BLNE.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rope_LE[:, None, :]).flatten(-2).type_as(x_BLNE)
+    """Rotate neighbouring pairs of a head's dimensions by the position's angles, [L, E / 2, 2].
+
+    In real numbers, with the bits of complex ones: a compiler can fuse these.
+    """
+    even, odd = x_BLNE.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = rope_LE[:, None].unbind(-1)
+    return torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], dim=-1).flatten(-2).type_as(x_BLNE)
 
 
 def next_token_loss(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ stages with the same name, split and boundary compute the same thing; only the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from hetero_pp.ablations import AblationSettings
 from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
 from hetero_pp.model import Transformer, next_token_loss
 from stages.boundary import Boundary, noise_key
-
-LossFunction = Callable[[Transformer, Tensor, Boundary | None, Mapping[int, int], Sequence[Tensor]], Tensor]
-"""`whole_loss`, or a compiled form of it."""
 
 
 class WholeReplica:
@@ -34,7 +31,6 @@ class WholeReplica:
         cuts: Sequence[int] = (),
         seed: int = 0,
         ablations: AblationSettings | None = None,
-        forward: LossFunction | None = None,
     ) -> None:
         self.name = name
         self.module = module
@@ -46,7 +42,6 @@ class WholeReplica:
         self.boundary = boundary
         self.hops = {layer: hop for hop, layer in enumerate(cuts)}
         self.seed = seed
-        self._forward = forward or whole_loss
 
     def split_embedding(self) -> None:
         """Derive T_perp [V, D] from the synced token embedding, after every outer round."""
@@ -57,9 +52,9 @@ class WholeReplica:
     def loss(self, tokens: Tensor, step: int = 0, micro_batch: int = 0) -> Tensor:
         """Mean cross entropy of tokens [B, L + 1] in this replica's own forward."""
         if self.boundary is None or not self.hops:
-            return self._forward(self.module, tokens, None, {}, [])
+            return whole_loss(self.module, tokens, None, {}, [])
         keys = [noise_key(self.seed, self.name, hop, step, micro_batch) for hop in self.hops.values()]
-        return self._forward(self.module, tokens, self.boundary, self.hops, keys)
+        return whole_loss(self.module, tokens, self.boundary, self.hops, keys)
 
     def backward(self, tokens: Tensor, step: int) -> float:
         """Accumulate the gradient of one inner step's batch; returns its loss. `step` counts over the whole run."""

@@ -77,6 +77,9 @@ def reproduce(
         list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row, as `outer.compression.density=1/128,1/32`.")
     ] = [],  # noqa: B006 (typer copies it)
     corpus: Annotated[str | None, typer.Option(help="Your own text instead of the experiment's.")] = None,
+    repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus that is too small more than once.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: what the scale wants, if it is here.")] = "auto",
+    compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile, if it works.")] = True,
     runs: RunsFolder = Path("runs"),
     results: Annotated[Path, typer.Option(help="Where tables go.")] = Path("benchmarks/results"),
     experiments: Annotated[Path, typer.Option(help="The experiments' folder.")] = Path("configs/experiments"),
@@ -87,20 +90,36 @@ def reproduce(
     Rows that were trained before are not trained again, so this can be stopped and resumed at any time.
     """
     with readable_errors():
-        from hetero_pp.program.experiments import command
+        from hetero_pp.program.experiments.command import reproduce as train_and_write
         from hetero_pp.program.experiments.definition import Catalog
+        from hetero_pp.program.experiments.jobs import Engine
+        from hetero_pp.program.experiments.listing import dry_run as print_costs
+        from hetero_pp.program.experiments.listing import list_experiments
+        from hetero_pp.program.experiments.report import write_overview
+        from hetero_pp.program.experiments.request import Request, with_device
 
-        request = command.Request(
-            names or [], scale, seeds, workers, corpus, sweep, runs, results, Catalog(experiments), train
+        request = Request(
+            catalog=Catalog(experiments),
+            names=names or [],
+            scale=scale,
+            seeds=seeds,
+            workers=workers,
+            corpus=corpus,
+            repeat=repeat,
+            sweeps=sweep,
+            runs=runs,
+            results=results,
+            trains=train,
+            engine=Engine(compiles=compiles),
         )
         if show_list or json_path is not None:
-            command.list_experiments(request, json_path)
+            list_experiments(request, json_path)
         elif dry_run:
-            command.dry_run(request)
+            print_costs(with_device(request, device))
         else:
-            command.reproduce(request)
+            train_and_write(with_device(request, device))
         if docs is not None:
-            command.write_docs(request, docs)
+            write_overview(results, docs)
 
 
 @app.command()

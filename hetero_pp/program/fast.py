@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from hetero_pp.ablations import grassmann_step
+from hetero_pp.compiler import can_compile, compile_layers
 from hetero_pp.data.batches import Batches
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.inner import EMBEDDING
 from hetero_pp.model import Transformer
 from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.program.bias import BiasMeter
 from hetero_pp.program.check import contribution_bytes
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.train import replica_batches
@@ -45,15 +47,24 @@ class FastResult:
     boundary_bytes_per_token: float
     """Tensor bytes of a token at one hop, in one direction, in the replica that sends most; 0 without a hop."""
     diverged: bool = False
-    embedding_bias: list[float] = field(default_factory=list)
+    bias: list[tuple[int, float]] = field(default_factory=list)
+    """Of equation 5, as a share of the unbiased pseudo-gradient: (round, share), where it was measured."""
 
 
 def train_fast(
-    plan: RunPlan, store: TokenStore, on_round: Callable[[int, float], None] = lambda round_, loss: None
+    plan: RunPlan,
+    store: TokenStore,
+    on_round: Callable[[int, float], None] = lambda round_, loss: None,
+    compiles: bool = False,
+    bias_every: int | None = None,
 ) -> FastResult:
-    """Train a whole topology in this thread. `on_round` is told each round's validation loss."""
+    """Train a whole topology in this thread. `on_round` is told each round's validation loss.
+
+    `compiles`: with torch.compile, where it works. Losses then differ by what rounding makes of them.
+    `bias_every`: rounds between measurements of equation 5's bias, which run those rounds twice.
+    """
     started = time.monotonic()
-    group = Group(plan, store)
+    group = Group(plan, store, compiles, bias_every)
     losses: list[float] = []
     for round_ in range(1, plan.config.outer.rounds + 1):
         loss = group.evaluate() if group.round(round_) else math.nan
@@ -71,13 +82,14 @@ def train_fast(
         contribution_bytes=len(losses) * contribution_bytes(plan),
         boundary_bytes_per_token=max(boundary_bytes_per_token(replica, plan) for replica in plan.config.replicas),
         diverged=diverged,
+        bias=group.bias,
     )
 
 
 class Group:
     """All replicas of a run, and theta."""
 
-    def __init__(self, plan: RunPlan, store: TokenStore) -> None:
+    def __init__(self, plan: RunPlan, store: TokenStore, compiles: bool = False, bias_every: int | None = None) -> None:
         self.plan = plan
         snapshot = initial_snapshot(plan.shape, plan.largest_rank, plan.config.seed)
         firsts = {member.replica.name: member for member in reversed(plan.members.values())}
@@ -86,9 +98,14 @@ class Group:
         self.batches: list[Batches] = [batches for batches, _ in data]
         self.validation: Sequence[Tensor] = data[0][1]
         self.replicas = [build_whole(plan, member, snapshot) for member in members]
+        self.is_compiled = compiles and can_compile(torch.device("cpu"))
+        if self.is_compiled:
+            compile_layers(replica.module for replica in self.replicas)
         self.theta = {name: tensor.clone() for name, tensor in snapshot.parameters.items()}
         self.errors = [{name: torch.zeros_like(tensor) for name, tensor in self.theta.items()} for _ in members]
         self.outer = OuterOptimizer(plan.config.outer)
+        self.bias_every = bias_every
+        self.bias: list[tuple[int, float]] = []
         self.own_embeddings: dict[int, Tensor] = {}
         """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
         self.tokens_per_round = plan.config.inner.steps * sum(
@@ -98,8 +115,22 @@ class Group:
 
     def round(self, round_: int) -> bool:
         """H inner steps on every replica, and the outer round; False if it diverged."""
-        steps = self.plan.config.inner.steps
-        for step in range((round_ - 1) * steps, round_ * steps):
+        count = self.plan.config.inner.steps
+        steps = range((round_ - 1) * count, round_ * count)
+        measures = self.bias_every is not None and round_ % self.bias_every == 0
+        meter = BiasMeter(self.replicas, self.batches, steps) if measures else None
+        if not self._inner_steps(steps):
+            return False
+        if meter is not None:
+            self.bias.append((round_, meter.share(self.theta)))
+        if self.outer.settings.source == "difference":
+            self._synchronise()
+        self._move_basis(round_)
+        self._split()
+        return True
+
+    def _inner_steps(self, steps: range) -> bool:
+        for step in steps:
             if self.outer.settings.source == "gradient":
                 self._step_together(step)
             else:
@@ -107,10 +138,6 @@ class Group:
                     _, norm, _ = replica.inner_step(batches.train(step), step)
                     if not math.isfinite(norm):
                         return False
-        if self.outer.settings.source == "difference":
-            self._synchronise()
-        self._move_basis(round_)
-        self._split()
         return True
 
     @torch.no_grad()

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.cli import app
-from hetero_pp.program.experiments.command import swept
 from hetero_pp.program.experiments.definition import Catalog, Claim, Experiment, Row, Scale
 from hetero_pp.program.experiments.report import markdown, result_of, write_overview, write_result
-from hetero_pp.program.experiments.rows import row_config, why_not
+from hetero_pp.program.experiments.request import swept
+from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import interval_of, judge
 from hetero_pp.topology import ParticipantsReplica
 
@@ -28,7 +28,7 @@ replicas: 2
 stages: 2
 batch_size: 2
 vocabulary: 300
-trains: true
+hardware: cpu
 base:
   model: {preset: micro, width: 16, heads: 2, feed_forward: 16, layers: 2}
   data: {corpus: CORPUS, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}
@@ -60,16 +60,46 @@ def test_the_tables_are_there() -> None:
 @pytest.mark.parametrize("scale", CATALOG.scales.values(), ids=lambda scale: scale.name)
 @pytest.mark.parametrize("experiment", CATALOG.experiments.values(), ids=lambda experiment: experiment.name)
 def test_every_row_validates_at_every_scale(experiment: Experiment, scale: Scale) -> None:
+    setting = Setting(scale, experiment)
     for row in experiment.rows:
-        reason = why_not(scale, row)
-        if reason is not None and reason.startswith("not representable"):
-            assert isinstance(row.rank, float)
+        reason = setting.not_representable(row)
+        if reason is not None:
+            assert isinstance(row.rank, float) or row.replicas is not None
             continue
-        config = row_config(scale, row, 1, None, "bytes")
+        config = setting.config(row, 1)
         compressed = [replica for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
-        assert len(compressed) == row.compressed_replicas(len(config.replicas))
+        assert len(compressed) == row.compressed_share * len(config.replicas)
         assert all(replica.boundary.rank == row.rank for replica in compressed)
-    assert row_config(scale, experiment.rows[0], 1, None, "bytes").seed == 1
+        assert config.seed == 1
+
+
+def test_shares_of_replicas_are_what_they_say_at_every_scale() -> None:
+    alpha = CATALOG.experiment("het-pp/alpha")
+    for scale, per_quarter in (("micro", 1), ("small", 2), ("paper", 2)):
+        setting = Setting(CATALOG.scale(scale), alpha)
+        kinds = [[replica.kind for replica in setting.config(row).replicas] for row in alpha.rows]
+        assert [row.count("participants") for row in kinds] == [0, per_quarter, *(n * per_quarter for n in (2, 3, 4))]
+    two = alpha.model_copy(update={"rows": [Row(name="a", compressed=0.25, rank=4, replicas=2)]})
+    reason = Setting(CATALOG.scale("micro"), two).not_representable(two.rows[0])
+    assert reason == "not representable: 0.25 of 2 replicas"
+
+
+def test_the_papers_models_are_those_of_its_table_9() -> None:
+    """Learning rates, sequence lengths, tokens and M of 512M, 178M and 1B, and of the AdamW baseline."""
+    found = {}
+    for name in ("table1", "table1_178m", "table7", "table4"):
+        experiment = CATALOG.experiment(f"het-pp/{name}")
+        config = Setting(CATALOG.scale("paper"), experiment).config(experiment.rows[0])
+        tokens = config.outer.rounds * config.inner.steps * config.data.sequence_length
+        tokens *= sum(replica.batch_size for replica in config.replicas)
+        length, rate = config.data.sequence_length, config.inner.learning_rate
+        found[name] = (config.model.preset, len(config.replicas), length, rate, round(tokens / 1e9))
+    assert found == {
+        "table1": ("512m", 8, 2048, 1e-3, 10),
+        "table1_178m": ("178m", 8, 2048, 1e-3, 3),
+        "table7": ("1b", 2, 1024, 1e-3, 10),
+        "table4": ("512m", 8, 2048, 3e-4, 10),
+    }
 
 
 def _losses(**rows: list[float]) -> dict[str, dict[int, float]]:
@@ -140,38 +170,76 @@ def test_tables(tmp_path: Path) -> None:
         paper="nowhere",
         baseline="none",
         rows=[Row(name="none", paper=2.0), Row(name="all", compressed="all", rank=8, paper=2.2), Row(name="bad")],
-        claims=[Claim(text="costs", lower=("none", "all"), why="because")],
+        claims=[
+            Claim(text="costs", lower=("none", "all"), why="because"),
+            Claim(text="bias", of="bias", lower=("none", "all")),
+        ],
     )
     outcomes = {
         "none": {1: _outcome(4.0), 2: _outcome(4.2)},
-        "all": {1: _outcome(4.4), 2: _outcome(4.62)},
+        "all": {seed: _outcome(loss) | {"bias": [(1, 0.2), (2, 0.4)]} for seed, loss in ((1, 4.4), (2, 4.62))},
         "bad": {1: _outcome(7.0, diverged=True)},
     }
-    result = result_of(experiment, CATALOG.scale("micro"), outcomes)
+    result = result_of(Setting(CATALOG.scale("micro"), experiment), None, outcomes)
     rows = {row["name"]: row for row in result["rows"]}
     assert rows["all"]["ours"]["mean"] == pytest.approx(4.51)
     assert rows["all"]["ours"]["spread"] == pytest.approx(0.15556, abs=1e-4)
     assert rows["all"]["delta_percent"] == pytest.approx(10.0)
     assert rows["bad"]["ours"] is None
     assert rows["bad"]["state"] == "diverged (seed: last finite loss {1: 7.0})"
-    assert result["claims"][0]["verdict"] == "holds"
+    assert rows["all"]["bias"]["mean"] == pytest.approx(0.3)
+    assert rows["all"]["k_over_d"] == pytest.approx(1 / 8)
+    assert [claim["verdict"] for claim in result["claims"]] == ["holds", "not run"]
     text = "\n".join(markdown(result))
-    assert "| all | 2.200 | +10.0 | 4.510 | 0.156 | 2 | +10.0 | 16.0 | done |" in text
+    assert "| all | 2.200 | +10.0 | 4.510 | 0.156 | 2 | +10.0 | 4.510 |  | 16.0 | 30.00 | done |" in text
     assert "| costs | **holds** |" in text
-    path = write_result(result, outcomes, tmp_path / "results")
+    path = tmp_path / "results" / "micro" / "toy" / "one.json"
+    write_result(result, outcomes, path)
     assert json.loads(path.read_text())["claims"][0]["seeds"] == 2
     assert path.with_suffix(".png").stat().st_size > 10_000
     write_overview(tmp_path / "results", tmp_path / "results.md")
-    assert "| toy/one | micro | 1 | 0 | 0 | 0 |" in (tmp_path / "results.md").read_text()
+    assert "| toy/one | micro | 1 | 0 | 0 | 1 |" in (tmp_path / "results.md").read_text()
+
+
+def _swept(*sweeps: str) -> Setting:
+    return Setting(CATALOG.scale("micro"), swept(CATALOG.experiment("het-pp/table3"), sweeps))
 
 
 def test_sweeps_repeat_rows() -> None:
-    experiment = swept(CATALOG.experiment("het-pp/table1"), ["outer.compression.density=1/128,1/8", "inner.steps=5,20"])
-    assert len(experiment.rows) == 3 * 4
-    config = row_config(CATALOG.scale("micro"), experiment.rows[-1], 1, None, "bytes")
+    setting = _swept("outer.compression.density=1/128,1/8", "inner.steps=5,20")
+    assert len(setting.experiment.rows) == 5 * 4
+    config = setting.config(setting.experiment.rows[-1])
     assert (config.outer.compression.density, config.inner.steps) == (1 / 8, 20)
-    with pytest.raises(ConfigError, match="expected CELL=A,B"):
-        swept(CATALOG.experiment("het-pp/table1"), ["density"])
+
+
+def test_sweeps_change_replicas_and_the_rows_own_cells() -> None:
+    setting = _swept("replicas.batch_size=2", "replicas.boundary.dtype=fp32", "bits=4", "replicas=2", "rank=1/4")
+    config = setting.config(setting.experiment.rows[1])
+    assert [replica.batch_size for replica in config.replicas] == [2, 2]
+    for replica in config.replicas:
+        assert isinstance(replica, ParticipantsReplica)
+        assert (replica.boundary.bits, replica.boundary.rank, replica.boundary.dtype) == (4, 1 / 4, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("sweep", "words"),
+    [
+        ("density", "expected CELL=A,B"),
+        ("rank=many", "--sweep rank=many"),
+        ("inner.stepz=1", "row `SparseLoCo, inner.stepz=1`: inner.stepz: Extra inputs"),
+        ("outer.rounds.x=1", "cell `outer.rounds.x`: found no section"),
+        ("replicas.batch_size=x", "replicas.0"),
+        ("inner.steps=0", "inner.steps: Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_bad_sweep_is_one_line(sweep: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        setting = _swept(sweep)
+        for row in setting.experiment.rows:
+            setting.why_not(row)
+            setting.config(row)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.fixture
@@ -186,7 +254,7 @@ def toys(tmp_path: Path, corpus: Path) -> Path:
 
 def _reproduce(tmp_path: Path, toys: Path, *arguments: str) -> tuple[int, str, str]:
     options = ["--experiments", str(toys), "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    result = CliRunner().invoke(app, ["reproduce", "--scale", "tiny", *options, *arguments])
+    result = CliRunner().invoke(app, ["reproduce", "--scale", "tiny", "--no-compile", *options, *arguments])
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -239,13 +307,63 @@ def test_unknown_names_list_the_known_ones(arguments: list[str], words: str, tmp
     assert errors == f"hetero-pp: {words}\n"
 
 
-def test_a_small_corpus_says_what_it_lacks(tmp_path: Path, toys: Path) -> None:
+def test_more_seeds_than_asked_for_stay_in_the_table(tmp_path: Path, toys: Path) -> None:
+    table = tmp_path / "results" / "tiny" / "toy" / "one.json"
+    for seeds in ("2", "1"):
+        assert _reproduce(tmp_path, toys, "toy/one", "--seeds", seeds)[0] == 0
+        assert set(json.loads(table.read_text())["rows"][0]["ours"]["seeds"]) == {"1", "2"}
+
+
+def test_another_corpus_gets_a_table_of_its_own(tmp_path: Path, toys: Path) -> None:
+    own = tmp_path / "mine.txt"
+    own.write_text("some other text " * 5000)
+    assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "1")[0] == 0
+    kept = (tmp_path / "results" / "tiny" / "toy" / "one.json").read_text()
+    code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--seeds", "1", "--corpus", str(own))
+    assert code == 0, errors
+    assert (tmp_path / "results" / "tiny" / "toy" / "one.json").read_text() == kept
+    other = json.loads((tmp_path / "results" / "tiny" / "toy" / "one-mine.json").read_text())
+    assert other["corpus"]["name"] == str(own)
+    assert other["corpus"]["sha256"] != json.loads(kept)["corpus"]["sha256"]
+
+
+def test_a_table_is_kept_if_nothing_of_it_is_known(tmp_path: Path, toys: Path) -> None:
+    assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "1")[0] == 0
+    table = tmp_path / "results" / "tiny" / "toy" / "one.json"
+    kept = table.read_text()
+    for path in (tmp_path / "results" / "tiny" / "rows").iterdir():
+        path.unlink()
+    code, out, _ = _reproduce(tmp_path, toys, "toy/one", "--no-train")
+    assert code == 0
+    assert "is kept" in out
+    assert table.read_text() == kept
+
+
+def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: Path) -> None:
     scale = toys / "scales" / "tiny.yaml"
-    scale.write_text(
-        scale.read_text()
-        .replace("validation_share", "repeat: false, validation_share")
-        .replace("rounds: 2", "rounds: 2000")
-    )
+    scale.write_text(scale.read_text().replace("rounds: 2", "rounds: 2000"))
     code, _, errors = _reproduce(tmp_path, toys, "toy/one")
     assert code == 2
-    assert "are lacking" in errors
+    assert "are lacking (--repeat reads the corpus more than once)" in errors
+    scale.write_text(scale.read_text().replace("rounds: 2000", "rounds: 100"))
+    code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--seeds", "1", "--repeat")
+    assert code == 0, errors
+    table = tmp_path / "results" / "tiny" / "toy" / "one.md"
+    epochs = float(table.read_text().partition("read ")[2].partition(" times")[0])
+    assert epochs > 1
+
+
+def test_a_scale_without_its_hardware_is_validated_only(tmp_path: Path, toys: Path) -> None:
+    scale = toys / "scales" / "tiny.yaml"
+    scale.write_text(scale.read_text().replace("hardware: cpu", "hardware: gpu"))
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "1")[0] == 0
+        rows = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())["rows"]
+        assert rows[0]["state"] == "validated only: this scale needs a GPU"
+        code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--device", "cuda")
+        assert (code, errors) == (2, "hetero-pp: --device cuda: found no GPU that torch can use\n")
+        assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "1", "--device", "cpu")[0] == 0
+    rows = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())["rows"]
+    assert rows[0]["state"] == "done"

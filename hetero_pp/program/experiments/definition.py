@@ -11,8 +11,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.settings import Settings
+from hetero_pp.settings import Ratio, Settings
 from hetero_pp.topology import Rank
+
+Cells = dict[str, Any]
+"""Changed cells by dotted name: those of a run, as `outer.method: diloco`; `replicas.batch_size` is every replica's."""
 
 
 class Scale(Settings):
@@ -24,7 +27,7 @@ class Scale(Settings):
     stages: int = Field(ge=1, description="of a compressed replica")
     batch_size: int = Field(ge=1, description="sequences of a replica and inner step")
     vocabulary: int = Field(description="of a byte-pair encoding trained on the corpus")
-    trains: bool = Field(description="whether rows of this scale can be trained here, or only validated")
+    hardware: Literal["cpu", "gpu"] = Field(description="without it, rows of this scale are validated, not trained")
     base: dict[str, Any]
 
 
@@ -32,34 +35,36 @@ class Row(Settings):
     """One line of a table: which replicas are compressed, how, and other changed cells."""
 
     name: str
-    compressed: Literal["none", "half", "all"] | int = "none"
+    compressed: Literal["none", "half", "all"] | Ratio = Field("none", description="share of the replicas")
     rank: Rank = "full"
     bits: int | None = None
     ablations: dict[str, Any] = Field(default_factory=dict, description="cells of `boundary.ablations`")
-    cells: dict[str, Any] = Field(default_factory=dict, description="cells of the run, as `outer.method: diloco`")
+    cells: Cells = Field(default_factory=dict)
+    at: dict[str, Cells] = Field(default_factory=dict, description="more cells, by scale")
     budget: float = Field(1.0, gt=0, description="tokens, as a multiple of the scale's")
     replicas: int | None = Field(None, ge=1, description="M, instead of the scale's")
     paper: float | None = Field(None, description="the paper's loss")
 
-    def compressed_replicas(self, replicas: int) -> int:
-        """How many of `replicas` are compressed."""
-        if isinstance(self.compressed, int):
-            return min(self.compressed, replicas)
-        return {"none": 0, "half": replicas // 2, "all": replicas}[self.compressed]
+    @property
+    def compressed_share(self) -> float:
+        """The share of the replicas that is compressed: 1 - alpha in equation 5."""
+        named = {"none": 0.0, "half": 0.5, "all": 1.0}
+        return named[self.compressed] if isinstance(self.compressed, str) else self.compressed
 
 
 class Claim(Settings):
-    """A statement about losses; exactly one of `lower`, `equal` and `grows` is set.
+    """A statement about losses (or biases); exactly one of `lower`, `equal` and `grows` is set.
 
     lower: [a, b] says that a's loss is lower than b's. equal: [a, b] says that they differ by less than `margin`.
     grows: [[a, b], [c, d], ...] says that b - a is smaller than d - c, and so on.
     """
 
     text: str
+    of: Literal["loss", "bias"] = Field("loss", description="bias: of equation 5, as the experiment measures it")
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None
     grows: list[tuple[str, str]] | None = None
-    margin: float = Field(0.03, gt=0, description="nats")
+    margin: float = Field(0.03, gt=0, description="nats, or a share for a bias")
     why: str = Field("", description="what we think, where the verdict is not the paper's")
 
     @model_validator(mode="after")
@@ -82,6 +87,8 @@ class Experiment(Settings):
     paper: str = Field(description="where its numbers stand")
     note: str = ""
     corpus: str | None = Field(None, description="instead of the scale's")
+    at: dict[str, Cells] = Field(default_factory=dict, description="changed cells of every row, by scale")
+    bias_every: int | None = Field(None, ge=1, description="rounds between measurements of equation 5's bias")
     baseline: str
     rows: list[Row] = Field(min_length=1)
     claims: list[Claim]

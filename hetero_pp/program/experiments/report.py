@@ -1,4 +1,4 @@
-"""An experiment's result as JSON, as a markdown table and as pictures; and docs/results.md from all of them."""
+"""An experiment's result as JSON, as a markdown table and on the screen; and docs/results.md from all of them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,37 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from hetero_pp.program.experiments.definition import Experiment, Row, Scale
-from hetero_pp.program.experiments.rows import Outcome, why_not
-from hetero_pp.program.experiments.verdict import judge
+from rich.console import Console
+
+from hetero_pp.program.display import plain_table
+from hetero_pp.program.experiments.corpus import Corpus
+from hetero_pp.program.experiments.definition import Row
+from hetero_pp.program.experiments.jobs import Outcome
+from hetero_pp.program.experiments.plots import draw
+from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.program.experiments.verdict import Values, judge
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
 """row -> seed -> outcome"""
 
 
-def result_of(experiment: Experiment, scale: Scale, outcomes: Outcomes) -> dict[str, Any]:
+def result_of(setting: Setting, corpus: Corpus | None, outcomes: Outcomes) -> dict[str, Any]:
     """Everything that is known of an experiment at a scale, ready for JSON."""
+    experiment, scale = setting.experiment, setting.scale
     losses = {
         row: {seed: one["validation_loss"][-1] for seed, one in seeds.items() if not one["diverged"]}
         for row, seeds in outcomes.items()
     }
-    baseline = losses.get(experiment.baseline, {})
-    rows = [
-        _row_result(row, scale, outcomes.get(row.name, {}), losses.get(row.name, {}), baseline)
-        for row in experiment.rows
+    values = {"loss": losses, "bias": {row: _biases(seeds) for row, seeds in outcomes.items()}}
+    claims = [
+        asdict(judge(claim, values[claim.of])) | {"of": claim.of, "why": claim.why} for claim in experiment.claims
     ]
-    claims = [asdict(judge(claim, losses)) | ({"why": claim.why} if claim.why else {}) for claim in experiment.claims]
     return {
         "name": experiment.name,
         "title": experiment.title,
@@ -39,52 +44,80 @@ def result_of(experiment: Experiment, scale: Scale, outcomes: Outcomes) -> dict[
         "note": experiment.note,
         "scale": scale.name,
         "about": scale.about,
+        "corpus": None if corpus is None else _corpus_result(setting, corpus),
         "baseline": experiment.baseline,
-        "rows": rows,
+        "rows": [_row_result(setting, row, outcomes.get(row.name, {}), values) for row in experiment.rows],
         "claims": claims,
         "machine": machine(),
         "commit": commit(),
     }
 
 
+def _biases(seeds: Mapping[int, Outcome]) -> dict[int, float]:
+    """The mean over the measured rounds, by seed."""
+    return {seed: fmean(share for _, share in one["bias"]) for seed, one in seeds.items() if one.get("bias")}
+
+
+def _corpus_result(setting: Setting, corpus: Corpus) -> dict[str, Any]:
+    return {
+        "name": corpus.data.corpus,
+        "sha256": corpus.store.digest,
+        "tokens": len(corpus.store.train),
+        "epochs": max(corpus.epochs(setting.config(row)) for row in setting.rows()),
+    }
+
+
 def _row_result(
-    row: Row, scale: Scale, outcomes: Mapping[int, Outcome], losses: Mapping[int, float], baseline: Mapping[int, float]
+    setting: Setting, row: Row, outcomes: Mapping[int, Outcome], values: Mapping[str, Values]
 ) -> dict[str, Any]:
+    losses = values["loss"].get(row.name, {})
     result: dict[str, Any] = {"name": row.name, "paper": row.paper, "ours": None, "delta_percent": None}
-    reason = why_not(scale, row)
-    diverged = sorted(seed for seed, one in outcomes.items() if one["diverged"])
-    result["state"] = reason or ("done" if outcomes else "not run")
-    if diverged:
+    result |= {"compressed_share": row.compressed_share, "k_over_d": _k_over_d(setting, row), "bits": row.bits}
+    result["state"] = setting.why_not(row) or ("done" if outcomes else "not run")
+    if diverged := sorted(seed for seed, one in outcomes.items() if one["diverged"]):
         last = {seed: (outcomes[seed]["validation_loss"] or [None])[-1] for seed in diverged}
         result["state"] = f"diverged (seed: last finite loss {last})"
     if not losses:
         return result
-    values = [losses[seed] for seed in sorted(losses)]
-    result["ours"] = {
-        "mean": fmean(values),
-        "spread": stdev(values) if len(values) > 1 else None,
-        "seeds": {str(seed): losses[seed] for seed in sorted(losses)},
-    }
+    result["ours"] = _spread(losses)
+    baseline = values["loss"].get(setting.experiment.baseline, {})
     paired = [100 * (losses[seed] / baseline[seed] - 1) for seed in losses if seed in baseline]
     result["delta_percent"] = fmean(paired) if paired else None
     first = outcomes[min(outcomes)]
-    result["bytes_per_token"] = first["boundary_bytes_per_token"]
-    result["tokens"] = first["tokens"]
+    result |= {"bytes_per_token": first["boundary_bytes_per_token"], "tokens": first["tokens"]}
     for forward in ("uncompressed", "compressed"):
         known = [outcomes[seed][forward] for seed in losses if outcomes[seed][forward] is not None]
         result[forward] = fmean(known) if known else None
+    if biases := values["bias"].get(row.name, {}):
+        result["bias"] = _spread(biases)
     return result
 
 
-def write_result(result: Mapping[str, Any], outcomes: Outcomes, folder: Path) -> Path:
-    """Write <folder>/<scale>/<name>.json, .md and .png; returns the JSON's path."""
-    path = folder / result["scale"] / f"{result['name']}.json"
+def _spread(values: Mapping[int, float]) -> dict[str, Any]:
+    """Mean, standard deviation, and the value of each seed."""
+    ordered = {str(seed): values[seed] for seed in sorted(values)}
+    return {
+        "mean": fmean(ordered.values()),
+        "spread": stdev(ordered.values()) if len(ordered) > 1 else None,
+        "seeds": ordered,
+    }
+
+
+def _k_over_d(setting: Setting, row: Row) -> float | None:
+    """The share of the dimensions that crosses a compressed boundary, after rounding; None without one."""
+    if row.rank == "full" or row.compressed_share == 0 or setting.not_representable(row) is not None:
+        return None
+    width = setting.config(row).model.resolve(setting.scale.vocabulary).width
+    return (max(1, round(row.rank * width)) if isinstance(row.rank, float) else row.rank) / width
+
+
+def write_result(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
+    """Write the JSON to `path`, and .md and .png beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text("\n".join(markdown(result)) + "\n")
     if any(outcomes.values()):
-        _draw(result, outcomes, path.with_suffix(".png"))
-    return path
+        draw(result, outcomes, path.with_suffix(".png"))
 
 
 def markdown(result: Mapping[str, Any]) -> Iterator[str]:
@@ -94,27 +127,63 @@ def markdown(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"{result['paper']}. Scale `{result['scale']}`: {result['about']}."
     if result["note"]:
         yield f"{result['note']}"
+    corpus = result["corpus"]
+    if corpus is not None:
+        yield f"Corpus: {corpus['name']}, {corpus['tokens']:,} tokens, read {corpus['epochs']:.2g} times."
     yield ""
-    yield "| row | paper | paper, % | ours | spread | seeds | ours, % | bytes/token | state |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    measured = any("bias" in row for row in result["rows"])
+    yield "| row | paper | paper, % | ours | spread | seeds | ours, % | uncompressed | compressed | bytes/token |" + (
+        " bias, % | state |" if measured else " state |"
+    )
+    yield "|" + "---|" * (12 if measured else 11)
     base = next((row["paper"] for row in result["rows"] if row["name"] == result["baseline"]), None)
     for row in result["rows"]:
-        ours = row["ours"] or {"mean": None, "spread": None, "seeds": {}}
-        theirs = None if row["paper"] is None or base is None else 100 * (row["paper"] / base - 1)
-        cells = [row["name"], _number(row["paper"], 3), _signed(theirs), _number(ours["mean"], 3)]
-        cells += [_number(ours["spread"], 3), str(len(ours["seeds"])), _signed(row["delta_percent"])]
-        cells += [_number(row.get("bytes_per_token"), 1), row["state"]]
-        yield "| " + " | ".join(cells) + " |"
+        yield "| " + " | ".join(_cells(row, base, measured)) + " |"
     yield ""
-    yield "| claim | verdict | 95 % interval, nats | seeds |"
+    yield "| claim | verdict | 95 % interval | seeds |"
     yield "|---|---|---|---|"
     for claim in result["claims"]:
-        interval = "" if claim["interval"] is None else "{:+.3f} to {:+.3f}".format(*claim["interval"])
-        yield f"| {claim['text']} | **{claim['verdict']}** | {interval} | {claim['seeds']} |"
+        yield f"| {claim['text']} | **{claim['verdict']}** | {_interval(claim)} | {claim['seeds']} |"
     for claim in result["claims"]:
-        if claim.get("why"):
+        if claim["why"]:
             yield ""
-            yield f"{claim['text']}: {claim['why']}"
+            yield f"*{claim['text']}*: {claim['why']}"
+
+
+def _cells(row: Mapping[str, Any], base: float | None, measured: bool) -> Iterator[str]:
+    ours = row["ours"] or {"mean": None, "spread": None, "seeds": {}}
+    theirs = None if row["paper"] is None or base is None else 100 * (row["paper"] / base - 1)
+    yield from (row["name"], _number(row["paper"], 3), _signed(theirs), _number(ours["mean"], 3))
+    yield from (_number(ours["spread"], 3), str(len(ours["seeds"])), _signed(row["delta_percent"]))
+    yield from (_number(row.get("uncompressed"), 3), _number(row.get("compressed"), 3))
+    yield _number(row.get("bytes_per_token"), 1)
+    if measured:
+        yield _number(100 * row["bias"]["mean"], 2) if "bias" in row else ""
+    yield row["state"]
+
+
+def _interval(claim: Mapping[str, Any]) -> str:
+    """Of the difference that the claim is about, with its unit."""
+    if claim["interval"] is None:
+        return ""
+    scaled = [value * (100 if claim["of"] == "bias" else 1) for value in claim["interval"]]
+    return "{:+.3f} to {:+.3f} ".format(*scaled) + ("% points" if claim["of"] == "bias" else "nats")
+
+
+def print_result(console: Console, result: Mapping[str, Any], path: Path) -> None:
+    """The table on the screen."""
+    console.print(f"[bold]{result['name']}[/bold]: {result['title']} ({result['paper']}; scale {result['scale']})")
+    table = plain_table(["row"], ["paper", "ours", "spread", "seeds", "to baseline", "state"])
+    for row in result["rows"]:
+        ours = row["ours"] or {"mean": None, "spread": None, "seeds": {}}
+        numbers = (_number(value, 3) for value in (row["paper"], ours["mean"], ours["spread"]))
+        difference = "" if row["delta_percent"] is None else f"{row['delta_percent']:+.1f} %"
+        table.add_row(row["name"], *numbers, str(len(ours["seeds"])), difference, row["state"])
+    console.print(table)
+    for claim in result["claims"]:
+        interval = f" ({_interval(claim)})" if claim["interval"] else ""
+        console.print(f"  {claim['verdict']}: {claim['text']}{interval}", highlight=False)
+    console.print(f"  written to {path}", style="dim", highlight=False, soft_wrap=True)
 
 
 def write_overview(folder: Path, path: Path) -> None:
@@ -126,9 +195,10 @@ def write_overview(folder: Path, path: Path) -> None:
         "# Results",
         "",
         "Generated by `hetero-pp reproduce` from `benchmarks/results/`; not written by hand. Losses are validation "
-        "losses of the synced model in nats, each replica in its own forward, averaged. A percentage is the difference "
-        "to the baseline row, paired by seed. A verdict needs the 95 % interval over paired seeds to exclude zero; "
-        "with one seed, differences below 0.03 nats decide nothing.",
+        "losses of the synced model in nats: `ours` is each replica's own forward, averaged over replicas; "
+        "`uncompressed` and `compressed` are the same model without boundaries, and with those of a compressed "
+        "replica. A percentage is the difference to the baseline row, paired by seed. A verdict needs the 95 % "
+        "interval over paired seeds to exclude zero; with one seed, differences below 0.03 nats decide nothing.",
         "",
         "| experiment | scale | holds | does not hold | within noise | not run |",
         "|---|---|---|---|---|---|",
@@ -143,31 +213,6 @@ def write_overview(folder: Path, path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def _draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
-    """Loss curves (first seed of each row), and final loss against bytes per token."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 6), layout="constrained")
-    curves, against_bytes = figure.subplots(1, 2)
-    for number, row in enumerate(result["rows"]):
-        seeds = outcomes.get(row["name"], {})
-        if not seeds:
-            continue
-        color, losses = f"C{number % 10}", seeds[min(seeds)]["validation_loss"]
-        style = ["-", "--", ":"][number // 10 % 3]
-        curves.plot(range(1, len(losses) + 1), losses, style, color=color, label=row["name"])
-        if row["ours"] is not None:
-            size = max(row["bytes_per_token"], 1.0)
-            against_bytes.errorbar(size, row["ours"]["mean"], row["ours"]["spread"] or 0.0, fmt="o", color=color)
-            against_bytes.annotate(row["name"], (size, row["ours"]["mean"]), (6, 3), textcoords="offset points", size=8)
-    curves.set(title=f"{result['name']}, {result['scale']}", xlabel="outer round", ylabel="validation loss, nats")
-    curves.legend(fontsize=8)
-    against_bytes.set(xlabel="bytes a token, hop and direction (1: none)", ylabel="final loss, nats", xscale="log")
-    for axes in (curves, against_bytes):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=80)
-
-
 def machine() -> dict[str, Any]:
     """What this ran on."""
     import torch
@@ -175,6 +220,7 @@ def machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
@@ -202,8 +248,3 @@ def _number(value: float | None, digits: int) -> str:
 
 def _signed(value: float | None) -> str:
     return "" if value is None else f"{value:+.1f}"
-
-
-def rows_to_run(experiment: Experiment, scale: Scale) -> Sequence[Row]:
-    """The rows that can be trained at a scale."""
-    return [row for row in experiment.rows if why_not(scale, row) is None]

@@ -20,8 +20,8 @@ T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
 ONE_SEED_NOISE = 0.03
 """With one seed, differences below this many nats decide nothing (the spread over seeds that was found)."""
 
-Losses = Mapping[str, Mapping[int, float]]
-"""row -> seed -> final loss"""
+Values = Mapping[str, Mapping[int, float]]
+"""row -> seed -> final loss (or bias)"""
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ class Verdict:
     seeds: int
 
 
-def judge(claim: Claim, losses: Losses) -> Verdict:
+def judge(claim: Claim, values: Values) -> Verdict:
     """The verdict on a claim; `not run` if a row of it has no loss."""
-    seeds = sorted(set.intersection(*(set(losses.get(row, {})) for row in claim.rows())))
+    seeds = sorted(set.intersection(*(set(values.get(row, {})) for row in claim.rows())))
     if not seeds:
         return Verdict(claim.text, "not run", None, 0)
     if claim.equal is not None:
-        return _equality(claim, _differences(losses, claim.equal, seeds))
+        return _equality(claim, _differences(values, claim.equal, seeds))
     if claim.lower is not None:
-        return _positive(claim, [_differences(losses, claim.lower, seeds)])
-    gaps = [_differences(losses, pair, seeds) for pair in claim.grows or []]
+        return _positive(claim, [_differences(values, claim.lower, seeds)])
+    gaps = [_differences(values, pair, seeds) for pair in claim.grows or []]
     growth = [[b - a for a, b in zip(one, other, strict=True)] for one, other in pairwise(gaps)]
     return _positive(claim, growth)
 
 
-def _differences(losses: Losses, pair: tuple[str, str], seeds: Sequence[int]) -> list[float]:
+def _differences(values: Values, pair: tuple[str, str], seeds: Sequence[int]) -> list[float]:
     """Second minus first, by seed."""
-    return [losses[pair[1]][seed] - losses[pair[0]][seed] for seed in seeds]
+    return [values[pair[1]][seed] - values[pair[0]][seed] for seed in seeds]
 
 
 def _positive(claim: Claim, steps: Sequence[Sequence[float]]) -> Verdict:

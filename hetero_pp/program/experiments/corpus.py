@@ -1,0 +1,74 @@
+"""The corpus of an experiment: a byte-pair encoding trained on it, its tokens, and whether they suffice."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_pp.data.corpora import documents, fingerprint
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """An encoded corpus. `data` names its tokenizer, so any process can open it again."""
+
+    data: DataSettings
+    store: TokenStore
+
+    def tokens_needed(self, config: RunConfig) -> int:
+        """How many tokens a run reads."""
+        steps = config.outer.rounds * config.inner.steps
+        return steps * (config.data.sequence_length + 1) * sum(replica.batch_size for replica in config.replicas)
+
+    def epochs(self, config: RunConfig) -> float:
+        """How often a run reads the corpus."""
+        return self.tokens_needed(config) / len(self.store.train)
+
+    def require_enough(self, configs: Sequence[RunConfig]) -> None:
+        """Raise ConfigError, saying how many tokens are lacking, if a run may not repeat the corpus but would."""
+        needed = max((self.tokens_needed(config) for config in configs if not config.data.repeat), default=0)
+        known = len(self.store.train)
+        if needed > known:
+            raise ConfigError(
+                ("data", "corpus"),
+                f"found {known:,} tokens in {self.data.corpus}, expected {needed:,}: {needed - known:,} are lacking "
+                "(--repeat reads the corpus more than once)",
+            )
+
+
+def prepare_corpus(data: DataSettings, vocabulary: int, cache: Path) -> Corpus:
+    """Train the encoding and encode the corpus, or find both in `cache`."""
+    tokenizer = _prepare_tokenizer(data, vocabulary, cache)
+    named = data.model_copy(update={"tokenizer": str(tokenizer)})
+    return Corpus(named, prepare_tokens(named, cache))
+
+
+def _prepare_tokenizer(data: DataSettings, vocabulary: int, cache: Path) -> Path:
+    """A byte-pair encoding of the corpus with this many tokens, trained once and kept in `cache`."""
+    name = hashlib.sha256(f"{fingerprint(data)}/{vocabulary}".encode()).hexdigest()[:24]
+    path = cache / f"bpe-{vocabulary}-{name}.json"
+    if not path.exists():
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(documents(data), trainer)
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        tokenizer.save(str(temporary))
+        temporary.replace(path)
+    return path

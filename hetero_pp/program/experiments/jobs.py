@@ -1,0 +1,109 @@
+"""A row at a seed, to be trained once for all tables that need it: its key, its outcome, its training."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.experiments.corpus import Corpus
+from hetero_pp.program.experiments.definition import Row
+from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.topology import ParticipantsReplica
+
+ENGINE_VERSION = 1
+"""Raised when a change alters what a row comes to by more than rounding: rows are trained again."""
+
+Outcome = dict[str, Any]
+"""A FastResult as JSON, with `key` and `seed`."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a worker process needs to train a row."""
+
+    name: str
+    seed: int
+    config: RunConfig
+    bias_every: int | None
+    cache: Path
+    rows: Path
+    key: str
+
+    @property
+    def path(self) -> Path:
+        """Where its outcome is kept."""
+        return self.rows / f"{self.key}.json"
+
+    def outcome(self) -> Outcome | None:
+        """What it came to, if it was trained before."""
+        return json.loads(self.path.read_text()) if self.path.exists() else None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How rows are trained."""
+
+    device: str = "cpu"
+    compiles: bool = True
+
+
+def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) -> Job:
+    """The job of a row; `rows` is the folder where outcomes are kept."""
+    config = setting.config(row, seed)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
+    bias_every = setting.experiment.bias_every
+    key = _key(config, bias_every, corpus)
+    return Job(row.name, seed, config, bias_every, corpus.store.path.parent, rows, key)
+
+
+def _key(config: RunConfig, bias_every: int | None, corpus: Corpus) -> str:
+    """A hash of all that decides what a row comes to."""
+    meaning = json.loads(config.model_dump_json())
+    for irrelevant in ("name", "links", "exchange", "snapshots"):
+        meaning.pop(irrelevant)
+    for path in ("corpus", "tokenizer"):
+        meaning["data"].pop(path)
+    meaning["data"]["repeat"] = True  # says whether a row may be trained, not what it comes to
+    width = config.model.resolve(corpus.store.vocabulary).width
+    for replica, settings in zip(meaning["replicas"], config.replicas, strict=True):
+        if isinstance(settings, ParticipantsReplica):
+            replica["boundary"]["rank"] = settings.boundary.dimensions(width)  # 1/8 of 64 is 8
+    measured = [] if bias_every is None else [f"bias every {bias_every}"]
+    text = json.dumps([ENGINE_VERSION, corpus.store.digest, meaning, *measured], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def train_job(job: Job, engine: Engine) -> Outcome:
+    """Train a row in this process, unless that was done before; keeps its outcome."""
+    import torch
+
+    from hetero_pp.program.fast import train_fast
+
+    known = job.outcome()
+    if known is not None:
+        return known
+    torch.set_num_threads(job.config.threads)
+    store = prepare_tokens(job.config.data, job.cache)
+    plan = RunPlan(job.config, store.vocabulary)
+    result = train_fast(plan, store, compiles=engine.compiles, bias_every=job.bias_every)
+    outcome = {"key": job.key, "seed": job.seed} | _finite(dataclasses.asdict(result))
+    job.rows.mkdir(parents=True, exist_ok=True)
+    temporary = job.path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(outcome))
+    temporary.replace(job.path)
+    return outcome
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
+    }

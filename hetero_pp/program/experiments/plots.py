@@ -1,0 +1,84 @@
+"""An experiment as a picture: loss curves, final loss against bytes, and against k/d where rows differ in it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+Outcomes = Mapping[str, Mapping[int, Mapping[str, Any]]]
+"""row -> seed -> outcome"""
+
+
+def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
+    """Write the picture."""
+    from matplotlib.figure import Figure
+
+    lines = _by_rank(result)
+    panels = 3 if any(len(points) > 1 for points in lines.values()) else 2
+    figure = Figure(figsize=(7 * panels, 6), layout="constrained")
+    axes = figure.subplots(1, panels)
+    _draw_curves(axes[0], result, outcomes)
+    _draw_bytes(axes[1], result)
+    if panels == 3:
+        _draw_ranks(axes[2], result, lines)
+    for one in axes:
+        one.grid(alpha=0.3)
+    figure.savefig(path, dpi=80)
+
+
+def _style(number: int) -> dict[str, Any]:
+    return {"color": f"C{number % 10}", "linestyle": ["-", "--", ":"][number // 10 % 3]}
+
+
+def _draw_curves(
+    axes: Axes, result: Mapping[str, Any], outcomes: Mapping[str, Mapping[int, Mapping[str, Any]]]
+) -> None:
+    """The first seed of each row."""
+    for number, row in enumerate(result["rows"]):
+        if seeds := outcomes.get(row["name"]):
+            losses = seeds[min(seeds)]["validation_loss"]
+            axes.plot(range(1, len(losses) + 1), losses, **_style(number), label=row["name"])
+    axes.set(title=f"{result['name']}, {result['scale']}", xlabel="outer round", ylabel="validation loss, nats")
+    axes.legend(fontsize=8)
+
+
+def _draw_bytes(axes: Axes, result: Mapping[str, Any]) -> None:
+    for number, row in enumerate(result["rows"]):
+        if row["ours"] is not None:
+            size, loss = max(row["bytes_per_token"], 1.0), row["ours"]["mean"]
+            axes.errorbar(size, loss, row["ours"]["spread"] or 0.0, fmt="o", color=_style(number)["color"])
+            axes.annotate(row["name"], (size, loss), (6, 3), textcoords="offset points", size=8)
+    axes.set(xlabel="bytes a token, hop and direction (1: none)", ylabel="final loss, nats", xscale="log")
+
+
+Points = list[tuple[float, float, float]]
+"""(k/d, mean loss, spread)"""
+
+
+def _by_rank(result: Mapping[str, Any]) -> Mapping[str, Points]:
+    """The rows of each share of compressed replicas and number of bits."""
+    lines: dict[str, Points] = defaultdict(list)
+    for row in result["rows"]:
+        if row["ours"] is not None and row["k_over_d"] is not None:
+            kind = f"{row['compressed_share']:.0%} compressed" + (f", {row['bits']} bits" if row["bits"] else "")
+            ours = row["ours"]
+            lines[kind].append((row["k_over_d"], ours["mean"], ours["spread"] or 0.0))
+    return {kind: sorted(points) for kind, points in lines.items() if len({point[0] for point in points}) > 1}
+
+
+def _draw_ranks(axes: Axes, result: Mapping[str, Any], lines: Mapping[str, Points]) -> None:
+    """Final loss against k/d, with the loss of the baseline as a line."""
+    for kind, points in lines.items():
+        ranks, losses, spreads = zip(*points, strict=True)
+        axes.errorbar(ranks, losses, spreads, marker="o", capsize=3, label=kind)
+    base = next(row["ours"] for row in result["rows"] if row["name"] == result["baseline"])
+    if base is not None:
+        axes.axhline(base["mean"], color="gray", linestyle="--", label=result["baseline"])
+    axes.set(xlabel="k/d", ylabel="final loss, nats", xscale="log")
+    axes.legend(fontsize=8)
