@@ -41,6 +41,8 @@ class OuterRound:
         self.theta = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         self.theta |= {name: tensor.clone() for name, tensor in followed.items()}
         self.error = {name: torch.zeros_like(self.theta[name]) for name in parameters}
+        self.starts: dict[str, Tensor] = {}
+        """What this replica starts the round with, where that is not theta (an ablation of the embedding's split)."""
 
     @torch.no_grad()
     def synchronise(self, round_: int) -> None:
@@ -66,7 +68,7 @@ class OuterRound:
         for block, shapes in shapes_by_block(shapes_of(self.parameters)).items():
             selections = {}
             for name, shape in shapes.items():
-                delta = self.theta[name] - self.parameters[name]
+                delta = self.starts.get(name, self.theta[name]) - self.parameters[name]
                 if not bool(torch.isfinite(delta).all()):
                     raise HeteroPPError(f"{self.member} diverged: {name} is not finite after round {round_}")
                 selections[name] = (shape, select(self.error[name], delta, compression))

@@ -55,7 +55,10 @@ class StageMember:
     def start_round(self, outer: OuterRound) -> None:
         """See TrainingMember."""
         if EMBEDDING in outer.theta:
-            self.worker.stage.split_embedding(outer.theta[EMBEDDING])
+            stage = self.worker.stage
+            stage.split_embedding(outer.theta[EMBEDDING])
+            if stage.boundary.discards and EMBEDDING in self.parameters:
+                outer.starts[EMBEDDING] = self.parameters[EMBEDDING].detach().clone()
 
     def evaluate(self, round_: int) -> tuple[float, int] | None:
         """See TrainingMember."""

@@ -47,10 +47,12 @@ class WholeReplica:
         """Derive T_perp [V, D] from the synced token embedding, after every outer round."""
         if self.boundary is not None and self.hops:
             self.boundary.split(self.parameters[EMBEDDING])
+            self.boundary.discard(self.parameters[EMBEDDING])
             self.optimizer.perpendicular = self.boundary.perpendicular
 
     def loss(self, tokens: Tensor, step: int = 0, micro_batch: int = 0) -> Tensor:
-        """Mean cross entropy of tokens [B, L + 1] in this replica's own forward."""
+        """Mean cross entropy of tokens [B, L + 1], on any device, in this replica's own forward."""
+        tokens = tokens.to(self.parameters[EMBEDDING].device)
         if self.boundary is None or not self.hops:
             return whole_loss(self.module, tokens, None, {}, [])
         keys = [noise_key(self.seed, self.name, hop, step, micro_batch) for hop in self.hops.values()]

@@ -36,7 +36,8 @@ def boundary_of(settings: BoundarySettings, width: int, basis: Tensor | None) ->
         width,
         format_of(settings),
         own,
-        is_stale=ablations.adaptation == "stale",
+        is_stale=ablations.adaptation != "on",
+        discards=ablations.adaptation == "discarded",
         keeps_gradient=ablations.grassmann_every is not None,
     )
 
@@ -52,6 +53,8 @@ class Boundary:
     """T_perp [V, D], at a receiver of compressed activations."""
     is_stale: bool = False
     """Whether T_perp stays that of the first split (an ablation)."""
+    discards: bool = False
+    """Whether replicas also drop what the synced embedding has gained outside the subspace since (an ablation)."""
     keeps_gradient: bool = False
     last_gradient: Tensor | None = None
     """The newest gradient [B, L, D] that crossed, if `keeps_gradient` (for Grassmann updates of U, an ablation)."""
@@ -65,6 +68,12 @@ class Boundary:
         """Derive T_perp from the synced token embedding [V, D]."""
         if self.basis is not None and not (self.is_stale and self.perpendicular is not None):
             self.perpendicular = perpendicular(embedding.detach(), self.basis)
+
+    @torch.no_grad()
+    def discard(self, embedding: Tensor) -> None:
+        """Change the split embedding [V, D], in place, to what a replica starts a round with, if it `discards`."""
+        if self.discards and self.basis is not None and self.perpendicular is not None:
+            embedding.copy_(self.perpendicular + (embedding @ self.basis) @ self.basis.T)
 
     def move(self, basis_DK: Tensor) -> None:
         """Change to another basis, at an outer round; the embedding has to be split again."""

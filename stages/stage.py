@@ -78,6 +78,7 @@ class Stage:
             self.boundary.split(embedding)
         elif self.boundary.basis is not None and EMBEDDING in self.parameters and self.plan.count > 1:
             self.boundary.split(embedding)
+            self.boundary.discard(self.parameters[EMBEDDING])
             self.optimizer.perpendicular = self.boundary.perpendicular
 
     def forward(self, micro_batch: int, tokens: Tensor, came: Symbols | None, micro_batches: int) -> Tensor:

@@ -17,11 +17,13 @@ from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 
 
 def mean_of(shape: tuple[int, ...], weighted: Iterable[tuple[float, DecodedTensor]]) -> Tensor:
-    """The weighted mean of contributions to one tensor, in the order given, as a dense fp32 tensor."""
-    total, weights = torch.zeros(shape), 0.0
+    """The weighted mean of contributions (at least one) to one tensor, in the order given, as a dense fp32 tensor."""
+    total, weights = None, 0.0
     for weight, decoded in weighted:
+        total = torch.zeros(shape, device=decoded.values.device) if total is None else total
         decoded.add_to(total, weight)
         weights += weight
+    assert total is not None
     return total.div_(weights)
 
 

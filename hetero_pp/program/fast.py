@@ -177,14 +177,10 @@ class Group:
 
     @torch.no_grad()
     def _split(self) -> None:
-        for index, (replica, settings) in enumerate(zip(self.replicas, self.plan.config.replicas, strict=True)):
-            boundary, embedding = replica.boundary, replica.parameters[EMBEDDING]
-            drops = isinstance(settings, ParticipantsReplica) and settings.boundary.ablations.adaptation == "discarded"
-            if drops and boundary is not None and boundary.basis is not None and boundary.perpendicular is not None:
-                inside = (embedding @ boundary.basis) @ boundary.basis.T
-                embedding.copy_(boundary.perpendicular + inside)
-                self.own_embeddings[index] = embedding.clone()
+        for index, replica in enumerate(self.replicas):
             replica.split_embedding()
+            if replica.boundary is not None and replica.boundary.discards:
+                self.own_embeddings[index] = replica.parameters[EMBEDDING].detach().clone()
 
     @torch.no_grad()
     def _move_basis(self, round_: int) -> None:

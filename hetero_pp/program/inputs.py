@@ -53,8 +53,6 @@ def require_launchable(config: RunConfig) -> None:
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, ParticipantsReplica):
             here, ablations = ("replicas", index, "boundary", "ablations"), replica.boundary.ablations
-            if ablations.adaptation == "discarded":
-                raise ConfigError((*here, "adaptation"), f"found `discarded`, {expected}")
             if ablations.grassmann_every is not None:
                 raise ConfigError((*here, "grassmann_every"), f"found {ablations.grassmann_every}, {expected}")
 

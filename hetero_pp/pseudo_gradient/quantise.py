@@ -21,8 +21,8 @@ def quantise(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scale = RANGE_IN_DEVIATIONS * deviation / count
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     codes = ((values - centre) / scale + count / 2).round_().clamp_(0, count - 1).to(torch.int64)
-    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, codes, values.double())
-    members = torch.bincount(codes, minlength=count)
+    sums = torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(0, codes, values.double())
+    members = torch.zeros_like(sums).index_add_(0, codes, torch.ones_like(values, dtype=torch.float64))
     levels = torch.where(members > 0, sums / members.clamp(min=1), torch.zeros_like(sums))
     return codes.to(torch.uint8), levels.float()
 

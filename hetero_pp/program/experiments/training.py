@@ -41,9 +41,11 @@ def train(jobs: Sequence[Job], engine: Engine, workers: int, console: Console) -
                 progress.advance(task)
                 if not console.is_terminal:
                     console.print(f"{done}/{len(jobs)} {name}: {_end(future)}", soft_wrap=True)
-        finally:
+        except KeyboardInterrupt:
             for process in multiprocessing.active_children():
-                process.terminate()  # idle after all rows, at work after Ctrl-C
+                process.terminate()  # they would finish their rows first
+            raise
+        finally:
             pool.shutdown(cancel_futures=True)
     return failures
 
