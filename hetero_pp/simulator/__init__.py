@@ -1,0 +1,1 @@
+"""Predicts the time and bytes of a topology; trains nothing."""

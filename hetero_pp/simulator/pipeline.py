@@ -1,0 +1,181 @@
+"""The time of inner steps on many groups at once: the events that stage workers run, as a recurrence on arrays.
+
+Shapes: S stages, G groups of equal shape. Every event ends at max(what it waits for) + its duration, so one pass over
+a step's events in an order that all groups share gives exact times for all of them; nothing is sampled or averaged.
+
+What is timed is what stages.worker does: compute in the order of the schedule, sends that return at once, each
+direction of a link as a queue of its own, and an optimizer step as soon as the norm of the whole replica is known (on
+the first stage at the end of a step, elsewhere with the next step's first activation, or with the flush).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from hetero_pp.schedule import Action, Event, one_forward_one_backward
+
+Array = np.ndarray
+OnSpan = Callable[[str, str, int, Array, Array], None]
+"""(track, what, micro-batch, starts [G], ends [G])"""
+
+
+@dataclass(frozen=True)
+class Hops:
+    """One direction of the links between neighbouring stages, [S - 1, G] each. Hop s joins stages s and s + 1."""
+
+    seconds: Array
+    """That one message occupies the link: its bits over the bandwidth."""
+    latency: Array
+    jitter: Array
+    """A message takes a time drawn uniformly from [0, jitter] longer."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """G groups of S stages with one schedule. Seconds, [S, G] each."""
+
+    micro_batches: int
+    extra_in_flight: int
+    forward: Array
+    """Of one micro-batch."""
+    backward: Array
+    update: Array
+    """Of one optimizer step."""
+    activations: Hops
+    gradients: Hops
+
+    @property
+    def stages(self) -> int:
+        return len(self.forward)
+
+    @property
+    def count(self) -> int:
+        return self.forward.shape[1]
+
+
+@dataclass
+class StepTimes:
+    """What came of some inner steps that began at time 0."""
+
+    ends: Array
+    """[S, G]: when each stage had made its last optimizer step."""
+    steps: list[Array] = field(default_factory=list)
+    """[G] each: when the first stage had made the optimizer step."""
+
+
+def time_steps(
+    groups: Groups, steps: int, random: np.random.Generator | None = None, on_span: OnSpan | None = None
+) -> StepTimes:
+    """Run `steps` inner steps and the flush. `random` draws jitter (none without it); `on_span` is told everything."""
+    clock = _Clock(groups, random, on_span)
+    order = step_order(groups.stages, groups.micro_batches, groups.extra_in_flight)
+    result = StepTimes(clock.free)
+    for step in range(steps):
+        clock.updates_due = set(range(1, groups.stages)) if step > 0 else set()
+        for stage, event in order:
+            clock.run(stage, event)
+        clock.update(0)
+        result.steps.append(clock.free[0].copy())
+    clock.flush()
+    return result
+
+
+@lru_cache(maxsize=64)
+def step_order(stages: int, micro_batches: int, extra_in_flight: int) -> Sequence[tuple[int, Event]]:
+    """All stages' events of one step, so that every message is sent before it is received."""
+    left = [
+        list(reversed(one_forward_one_backward(stage, stages, micro_batches, extra_in_flight)))
+        for stage in range(stages)
+    ]
+    sent: set[tuple[Action, int, int]] = set()
+    order: list[tuple[int, Event]] = []
+    while any(left):
+        before = len(order)
+        for stage, events in enumerate(left):
+            while events and _is_ready(stage, events[-1], sent):
+                event = events.pop()
+                sent.add((event.action, stage, event.micro_batch))
+                order.append((stage, event))
+        assert len(order) > before, "the schedule waits for itself"
+    return order
+
+
+def _is_ready(stage: int, event: Event, sent: set[tuple[Action, int, int]]) -> bool:
+    if event.action is Action.RECEIVE_ACTIVATION:
+        return (Action.SEND_ACTIVATION, stage - 1, event.micro_batch) in sent
+    if event.action is Action.RECEIVE_GRADIENT:
+        return (Action.SEND_GRADIENT, stage + 1, event.micro_batch) in sent
+    return True
+
+
+class _Clock:
+    """When every stage and every direction of a link is free, and when messages arrive, [G] each."""
+
+    def __init__(self, groups: Groups, random: np.random.Generator | None, on_span: OnSpan | None) -> None:
+        stages, count = groups.stages, groups.count
+        self.groups = groups
+        self.random = random
+        self.on_span = on_span
+        self.free = np.zeros((stages, count))
+        self.updates_due: set[int] = set()
+        """Stages that wait for the norm of the step before."""
+        self._link_free = {"activation": np.zeros((stages - 1, count)), "gradient": np.zeros((stages - 1, count))}
+        self._last = {"activation": np.zeros((stages - 1, count)), "gradient": np.zeros((stages - 1, count))}
+        """When the newest message of each hop arrives: none overtakes another."""
+        self._arrivals: dict[tuple[str, int, int], Array] = {}
+
+    def run(self, stage: int, event: Event) -> None:
+        match event.action:
+            case Action.FORWARD:
+                self._compute(stage, "forward", event.micro_batch, self.groups.forward[stage])
+            case Action.BACKWARD:
+                self._compute(stage, "backward", event.micro_batch, self.groups.backward[stage])
+            case Action.SEND_ACTIVATION:
+                self._send("activation", stage, stage, event.micro_batch, self.groups.activations)
+            case Action.SEND_GRADIENT:
+                self._send("gradient", stage, stage - 1, event.micro_batch, self.groups.gradients)
+            case Action.RECEIVE_ACTIVATION:
+                self._receive("activation", stage, stage - 1, event.micro_batch)
+                if stage in self.updates_due:
+                    self.updates_due.discard(stage)
+                    self.update(stage)
+            case Action.RECEIVE_GRADIENT:
+                self._receive("gradient", stage, stage, event.micro_batch)
+
+    def update(self, stage: int) -> None:
+        """The optimizer step."""
+        self._compute(stage, "update", 0, self.groups.update[stage])
+
+    def flush(self) -> None:
+        """Pass the last norm on, in a message too small to occupy a link, so that every stage has stepped."""
+        hops = self.groups.activations
+        for stage in range(1, self.groups.stages):
+            sent = np.maximum(self.free[stage - 1], self._link_free["activation"][stage - 1])
+            np.maximum(self.free[stage], sent + hops.latency[stage - 1], out=self.free[stage])
+            self.update(stage)
+
+    def _compute(self, stage: int, what: str, micro_batch: int, seconds: Array) -> None:
+        free = self.free[stage]
+        if self.on_span is not None:
+            self.on_span(f"stage {stage}", what, micro_batch, free.copy(), free + seconds)
+        free += seconds
+
+    def _send(self, kind: str, stage: int, hop: int, micro_batch: int, hops: Hops) -> None:
+        link = self._link_free[kind][hop]
+        np.maximum(link, self.free[stage], out=link)
+        if self.on_span is not None:
+            self.on_span(f"hop {hop} {kind}", kind, micro_batch, link.copy(), link + hops.seconds[hop])
+        link += hops.seconds[hop]
+        arrival = link + hops.latency[hop]
+        if self.random is not None:
+            arrival += self.random.random(len(arrival)) * hops.jitter[hop]
+            np.maximum(arrival, self._last[kind][hop], out=arrival)
+            self._last[kind][hop] = arrival
+        self._arrivals[kind, hop, micro_batch] = arrival
+
+    def _receive(self, kind: str, stage: int, hop: int, micro_batch: int) -> None:
+        np.maximum(self.free[stage], self._arrivals.pop((kind, hop, micro_batch)), out=self.free[stage])
