@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
 
-from hetero_pp.units import BITS_PER_SECOND, BYTES, SECONDS, parse_fraction, parse_quantity
+from hetero_pp.units import BITS_PER_SECOND, BYTES, FLOPS, SECONDS, parse_fraction, parse_quantity
 
 
 class Settings(BaseModel):
@@ -26,6 +26,7 @@ def _quantity(units: dict[str, float], base_unit: str, example: str) -> tuple[ob
 Bandwidth = Annotated[float, *_quantity(BITS_PER_SECOND, "bit/s", "100 Mbit/s")]
 Duration = Annotated[float, *_quantity(SECONDS, "s", "20 ms")]
 Size = Annotated[float, *_quantity(BYTES, "B", "512 MiB")]
+Speed = Annotated[float, *_quantity(FLOPS, "FLOP/s", "989 TFLOP/s")]
 Ratio = Annotated[
     float,
     BeforeValidator(parse_fraction),

@@ -114,6 +114,7 @@ class StageSettings(Settings):
     layers: int = Field(ge=1, description="how many consecutive layers this stage owns")
     listen: Address | None = Field(None, description="HOST:PORT to listen on; by default a free port on loopback")
     uplink: str | None = Field(None, description="the kind of link to the exchange; by default that of the group")
+    hardware: str | None = Field(None, description="for predictions; by default that of the group")
 
 
 class _Replica(Settings):
@@ -121,6 +122,8 @@ class _Replica(Settings):
     batch_size: int = Field(8, ge=1, description="sequences per inner step")
     micro_batches: int = Field(1, ge=1, description="equal parts that an inner step's batch is cut into")
     uplink: str | None = Field(None, description="the kind of link to the exchange, from `links`")
+    hardware: str | None = Field(None, description="for predictions: from the catalog, or from `simulate.hardware`")
+    accelerators: int = Field(1, ge=1, description="for predictions: how many of them a member has")
 
     @property
     def members(self) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from hetero_pp.link.ledger import FRAME_BYTES, Ledger, wire_bytes
+from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
 from hetero_pp.link.shaping import Pacer
 from hetero_pp.outer.exchange_port import ExchangePort
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
@@ -67,6 +67,5 @@ class PacedExchange:
 
 
 def _carry(pacer: Pacer, ledger: Ledger, round_: int, size: int) -> None:
-    frames = [FRAME_BYTES] * (size // FRAME_BYTES) + [size % FRAME_BYTES]
-    wire = wire_bytes(frames)
+    wire = wire_bytes(raw_frames(size))
     ledger.add(round_, size, wire, pacer.start_message().pace(wire))

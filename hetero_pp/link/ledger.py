@@ -24,6 +24,12 @@ def frame_sizes(header_bytes: int, payload_bytes: int) -> list[int]:
     return [FRAME_BYTES] * whole + [last] * (last > 0)
 
 
+def raw_frames(n_bytes: int) -> list[int]:
+    """The frames of bytes that have no header: contributions and snapshots."""
+    whole, last = divmod(n_bytes, FRAME_BYTES)
+    return [FRAME_BYTES] * whole + [last]
+
+
 def wire_bytes(frames: Sequence[int]) -> int:
     """Bytes on the wire of frames of these sizes: with gRPC's prefix and HTTP/2's frame headers.
 

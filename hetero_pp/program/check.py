@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero_pp.inner import EMBEDDING
-from hetero_pp.link.ledger import FRAME_BYTES, wire_bytes
+from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.model import block_of
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.display import format_bandwidths, plain_table, wide
@@ -62,16 +62,31 @@ def stage_link_loads(plan: RunPlan, replica: ParticipantsReplica) -> dict[Direct
     }
 
 
-def exchange_link_loads(plan: RunPlan, member: MemberPlan) -> dict[Direction, LinkLoad]:
-    """What the link of a member to the exchange carries: its own blobs up, those of the others down."""
+Messages = dict[Direction, list[tuple[int, int]]]
+"""direction -> (bytes, how many of them)"""
+
+
+def exchange_messages(plan: RunPlan, member: MemberPlan, counts: Mapping[str, int] | None = None) -> Messages:
+    """The blobs that a member sends to the exchange in a round, and fetches: its own up, those of others down.
+
+    `counts` says how many replicas stand behind a name, if not one.
+    """
     sizes = _blob_sizes(plan)
-    owned = sum(sizes[member.replica.name][block] for block in {block_of(name) for name in member.owned})
-    others = [name for name in sizes if name != member.replica.name]
-    blocks = {block_of(name) for name in member.owned}
-    down = sum(sizes[name][block] for name in others for block in blocks)
-    if member.follows_embedding:
-        down += sum(blobs[block_of(EMBEDDING)] for blobs in sizes.values())
-    return {"forward": LinkLoad(outer_round=owned), "backward": LinkLoad(outer_round=down)}
+    own, blocks = member.replica.name, {block_of(name) for name in member.owned}
+    down = []
+    for name, blobs in sizes.items():
+        count = 1 if counts is None else counts.get(name, 1)
+        others = count - 1 if name == own else count
+        down += [(blobs[block], others) for block in blocks]
+        if member.follows_embedding:
+            down.append((blobs[block_of(EMBEDDING)], count))
+    return {"forward": [(sizes[own][block], 1) for block in blocks], "backward": [one for one in down if one[1]]}
+
+
+def exchange_link_loads(plan: RunPlan, member: MemberPlan) -> dict[Direction, LinkLoad]:
+    """What the link of a member to the exchange carries."""
+    messages = exchange_messages(plan, member)
+    return {way: LinkLoad(outer_round=sum(size * times for size, times in messages[way])) for way in messages}
 
 
 def snapshot_bytes(plan: RunPlan, member: MemberPlan) -> int:
@@ -194,8 +209,7 @@ def _loads(plan: RunPlan) -> list[tuple[str, dict[Direction, LinkLoad]]]:
 def _least_time(shape: LinkShape, size: int) -> str:
     if shape.bandwidth is None:
         return "-"
-    frames = [FRAME_BYTES] * (size // FRAME_BYTES) + [size % FRAME_BYTES]
-    return format_seconds(wire_bytes(frames) * 8 / shape.bandwidth)
+    return format_seconds(wire_bytes(raw_frames(size)) * 8 / shape.bandwidth)
 
 
 def _pair(both: list[str]) -> str:

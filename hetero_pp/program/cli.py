@@ -60,6 +60,29 @@ def check(config: ConfigPath, runs: RunsFolder = Path("runs"), overrides: Overri
 
 
 @app.command()
+def simulate(
+    config: ConfigPath,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the prediction to a file.")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write a trace that ui.perfetto.dev opens.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Write a picture (.png).")] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="KEY=A..B", help="Predict at many values, as `links.home.bandwidth=10Mbit/s..10Gbit/s`."),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Predict times, utilization, bytes and memory of a topology, without training."""
+    with readable_errors():
+        from hetero_pp.program.simulation import command
+
+        outputs = command.Outputs(json_path, timeline, chart)
+        if sweep is None:
+            command.simulate(config, overrides, outputs)
+        else:
+            command.simulate_sweep(config, overrides, sweep, outputs)
+
+
+@app.command()
 def reproduce(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="Such as `het-pp/table2`; all by default.")

@@ -15,6 +15,7 @@ from hetero_pp.inner import EMBEDDING, InnerSettings, parameters_of
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, block_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.settings import Settings
+from hetero_pp.simulator.settings import SimulateSettings
 from hetero_pp.topology import (
     DatacenterReplica,
     ExchangeSettings,
@@ -49,6 +50,7 @@ class RunConfig(Settings):
     replicas: list[ReplicaSettings] = Field(min_length=1)
     exchange: ExchangeSettings = ExchangeSettings()
     snapshots: SnapshotSettings = SnapshotSettings()
+    simulate: SimulateSettings = SimulateSettings()
 
     def check(self) -> None:
         """Raise ConfigError for what no single field can see. Reads no files."""

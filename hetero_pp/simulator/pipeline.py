@@ -11,12 +11,12 @@ the first stage at the end of a step, elsewhere with the next step's first activ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from hetero_pp.schedule import Action, Event, one_forward_one_backward
+from hetero_pp.schedule import Action, Event, forward_only, one_forward_one_backward
 
 Array = np.ndarray
 OnSpan = Callable[[str, str, int, Array, Array], None]
@@ -63,7 +63,7 @@ class StepTimes:
 
     ends: Array
     """[S, G]: when each stage had made its last optimizer step."""
-    steps: list[Array] = field(default_factory=list)
+    steps: list[Array]
     """[G] each: when the first stage had made the optimizer step."""
 
 
@@ -71,26 +71,25 @@ def time_steps(
     groups: Groups, steps: int, random: np.random.Generator | None = None, on_span: OnSpan | None = None
 ) -> StepTimes:
     """Run `steps` inner steps and the flush. `random` draws jitter (none without it); `on_span` is told everything."""
-    clock = _Clock(groups, random, on_span)
-    order = step_order(groups.stages, groups.micro_batches, groups.extra_in_flight)
-    result = StepTimes(clock.free)
-    for step in range(steps):
-        clock.updates_due = set(range(1, groups.stages)) if step > 0 else set()
-        for stage, event in order:
-            clock.run(stage, event)
-        clock.update(0)
-        result.steps.append(clock.free[0].copy())
-    clock.flush()
-    return result
+    clock = GroupClock(groups, random, on_span)
+    ends = clock.inner_loop(steps)
+    return StepTimes(clock.free, ends)
 
 
 @lru_cache(maxsize=64)
 def step_order(stages: int, micro_batches: int, extra_in_flight: int) -> Sequence[tuple[int, Event]]:
     """All stages' events of one step, so that every message is sent before it is received."""
-    left = [
-        list(reversed(one_forward_one_backward(stage, stages, micro_batches, extra_in_flight)))
-        for stage in range(stages)
-    ]
+    return _merged([one_forward_one_backward(s, stages, micro_batches, extra_in_flight) for s in range(stages)])
+
+
+@lru_cache(maxsize=64)
+def evaluation_order(stages: int, batches: int) -> Sequence[tuple[int, Event]]:
+    """The same of an evaluation."""
+    return _merged([forward_only(stage, stages, batches) for stage in range(stages)])
+
+
+def _merged(events_of_stages: Sequence[Sequence[Event]]) -> Sequence[tuple[int, Event]]:
+    left = [list(reversed(events)) for events in events_of_stages]
     sent: set[tuple[Action, int, int]] = set()
     order: list[tuple[int, Event]] = []
     while any(left):
@@ -112,51 +111,72 @@ def _is_ready(stage: int, event: Event, sent: set[tuple[Action, int, int]]) -> b
     return True
 
 
-class _Clock:
-    """When every stage and every direction of a link is free, and when messages arrive, [G] each."""
+class GroupClock:
+    """When every stage and every direction of a link is free, and when messages arrive, [G] each; from 0 on."""
 
-    def __init__(self, groups: Groups, random: np.random.Generator | None, on_span: OnSpan | None) -> None:
+    def __init__(
+        self, groups: Groups, random: np.random.Generator | None = None, on_span: OnSpan | None = None
+    ) -> None:
         stages, count = groups.stages, groups.count
         self.groups = groups
         self.random = random
         self.on_span = on_span
         self.free = np.zeros((stages, count))
-        self.updates_due: set[int] = set()
+        """[S, G]; what happens between inner loops is added to it from outside."""
+        self._updates_due: set[int] = set()
         """Stages that wait for the norm of the step before."""
-        self._link_free = {"activation": np.zeros((stages - 1, count)), "gradient": np.zeros((stages - 1, count))}
-        self._last = {"activation": np.zeros((stages - 1, count)), "gradient": np.zeros((stages - 1, count))}
+        self._link_free = {kind: np.zeros((stages - 1, count)) for kind in ("activation", "gradient")}
+        self._last = {kind: np.zeros((stages - 1, count)) for kind in ("activation", "gradient")}
         """When the newest message of each hop arrives: none overtakes another."""
         self._arrivals: dict[tuple[str, int, int], Array] = {}
 
-    def run(self, stage: int, event: Event) -> None:
+    def inner_loop(self, steps: int) -> list[Array]:
+        """H inner steps and the flush; when the first stage had made each optimizer step, [G] each."""
+        groups, ends = self.groups, []
+        order = step_order(groups.stages, groups.micro_batches, groups.extra_in_flight)
+        for step in range(steps):
+            self._updates_due = set(range(1, groups.stages)) if step > 0 else set()
+            for stage, event in order:
+                self._run(stage, event, groups.forward[stage], groups.activations)
+            self._update(0)
+            ends.append(self.free[0].copy())
+        self._flush()
+        return ends
+
+    def evaluate(self, batches: int, forward: Array, activations: Hops) -> None:
+        """Forwards only, with times of their own."""
+        for stage, event in evaluation_order(self.groups.stages, batches):
+            self._run(stage, event, forward[stage], activations)
+
+    def _run(self, stage: int, event: Event, forward: Array, activations: Hops) -> None:
         match event.action:
             case Action.FORWARD:
-                self._compute(stage, "forward", event.micro_batch, self.groups.forward[stage])
+                self._compute(stage, "forward", event.micro_batch, forward)
             case Action.BACKWARD:
                 self._compute(stage, "backward", event.micro_batch, self.groups.backward[stage])
             case Action.SEND_ACTIVATION:
-                self._send("activation", stage, stage, event.micro_batch, self.groups.activations)
+                self._send("activation", stage, stage, event.micro_batch, activations)
             case Action.SEND_GRADIENT:
                 self._send("gradient", stage, stage - 1, event.micro_batch, self.groups.gradients)
             case Action.RECEIVE_ACTIVATION:
                 self._receive("activation", stage, stage - 1, event.micro_batch)
-                if stage in self.updates_due:
-                    self.updates_due.discard(stage)
-                    self.update(stage)
+                if stage in self._updates_due:
+                    self._updates_due.discard(stage)
+                    self._update(stage)
             case Action.RECEIVE_GRADIENT:
                 self._receive("gradient", stage, stage, event.micro_batch)
 
-    def update(self, stage: int) -> None:
+    def _update(self, stage: int) -> None:
         """The optimizer step."""
         self._compute(stage, "update", 0, self.groups.update[stage])
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Pass the last norm on, in a message too small to occupy a link, so that every stage has stepped."""
         hops = self.groups.activations
         for stage in range(1, self.groups.stages):
             sent = np.maximum(self.free[stage - 1], self._link_free["activation"][stage - 1])
             np.maximum(self.free[stage], sent + hops.latency[stage - 1], out=self.free[stage])
-            self.update(stage)
+            self._update(stage)
 
     def _compute(self, stage: int, what: str, micro_batch: int, seconds: Array) -> None:
         free = self.free[stage]

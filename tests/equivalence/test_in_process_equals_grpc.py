@@ -11,6 +11,7 @@ import pytest
 
 from hetero_pp.program.check import exchange_link_loads, snapshot_bytes, stage_link_loads
 from hetero_pp.program.config import RunPlan
+from hetero_pp.program.simulation.prediction import predict
 from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.snapshot import load_snapshot
 from hetero_pp.topology import ParticipantsReplica
@@ -111,3 +112,20 @@ def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
         link = measured[f"{member.name}-exchange"]
         assert link["forward"] == rounds * loads["forward"].outer_round
         assert link["backward"] == rounds * loads["backward"].outer_round + snapshot_bytes(plan, member)
+
+
+def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
+    """Bytes on the wire, headers and framing included; the first fetch of the snapshot is not a round's."""
+    plan = RunPlan(ConfigFile(both["grpc"] / "config.yaml").config, 256)
+    summary = json.loads((both["grpc"] / "summary.json").read_text())
+    measured = {link["name"]: link["wire_bytes"] for link in summary["links"]}
+    first_evaluation = 1 + 1 / plan.config.outer.rounds
+    for link in (link for replica in predict(plan).replicas for link in replica.links):
+        rounds = plan.config.outer.rounds
+        if link.name.endswith("exchange"):
+            assert measured[link.name]["forward"] == rounds * link.forward_bytes
+        else:
+            assert measured[link.name]["backward"] == pytest.approx(rounds * link.backward_bytes, rel=0.01)
+            assert measured[link.name]["forward"] == pytest.approx(
+                rounds * link.forward_bytes, rel=0.01 + (first_evaluation - 1)
+            )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from hetero_pp.program.display import wide
@@ -15,8 +17,9 @@ from hetero_pp.program.experiments.jobs import Job, Outcome, make_job
 from hetero_pp.program.experiments.report import print_result, result_of, write_result
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.program.experiments.training import train
+from hetero_pp.program.experiments.training import train, train_on_ranks
 from hetero_pp.program.inputs import CACHE
+from hetero_pp.program.ranks import init_ranks
 
 
 def reproduce(request: Request) -> None:
@@ -24,8 +27,19 @@ def reproduce(request: Request) -> None:
     console = wide(Console(), 120)
     settings = request.settings()
     tables = {setting.experiment.name: _Table(setting, request, console) for setting in settings}
-    missing = {job.key: job for table in tables.values() for job in table.missing()}
-    failures = train(list(missing.values()), request.engine, request.workers, console) if request.trains else {}
+    asked = {job.key: job for table in tables.values() for _, job in table.asked}
+    wanted = [(job, not job.path.exists()) for job in asked.values()]
+    failures: Mapping[str, str] = {}
+    ranks = init_ranks(torch.device(request.engine.device))
+    if request.trains and ranks.world > 1:
+        # Which rows are missing is for the first rank to say: the others may not see its files.
+        agreed = [job for job, is_missing in wanted if ranks.gather(is_missing)[0]]
+        train_on_ranks(agreed, request.engine, ranks, console)
+    elif request.trains:
+        failures = train([job for job, is_missing in wanted if is_missing], request.engine, request.workers, console)
+    ranks.close()
+    if ranks.rank > 0:
+        return
     for table in tables.values():
         table.write(request.results, console)
     for name, cause in failures.items():
@@ -57,9 +71,6 @@ class _Table:
             else:
                 self.known += done
 
-    def missing(self) -> Iterator[Job]:
-        return (job for _, job in self.asked if not job.path.exists())
-
     def write(self, folder: Path, console: Console) -> None:
         outcomes: dict[str, dict[int, Outcome]] = {}
         for row, job in self.asked + self.known:
@@ -67,8 +78,13 @@ class _Table:
                 outcomes.setdefault(row.name, {})[job.seed] = outcome
         result = result_of(self.setting, self.corpus, outcomes)
         path = folder / self.setting.scale.name / f"{self.setting.experiment.name}.json"
-        if not outcomes and path.exists():
+        if not outcomes and _has_losses(path):
             console.print(f"{path} is kept: no row of it was trained on this corpus", style="yellow")
             return
         write_result(result, outcomes, path)
         print_result(console, result, path)
+
+
+def _has_losses(path: Path) -> bool:
+    """Whether a table was written there that knows something."""
+    return path.exists() and any(row["ours"] is not None for row in json.loads(path.read_text())["rows"])

@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.program.fast import train_fast
+from hetero_pp.program.ranks import ALONE, Ranks
 from hetero_pp.topology import ParticipantsReplica
 
 ENGINE_VERSION = 1
 """Raised when a change alters what a row comes to by more than rounding: rows are trained again."""
+
+UNFINISHED = ".rows"
+"""Checkpoints of rows under way, beside the runs."""
 
 Outcome = dict[str, Any]
 """A FastResult as JSON, with `key` and `seed`."""
@@ -68,8 +75,11 @@ def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) 
 def _key(config: RunConfig, bias_every: int | None, corpus: Corpus) -> str:
     """A hash of all that decides what a row comes to."""
     meaning = json.loads(config.model_dump_json())
-    for irrelevant in ("name", "links", "exchange", "snapshots"):
+    for irrelevant in ("name", "links", "exchange", "snapshots", "simulate"):
         meaning.pop(irrelevant)
+    for replica in meaning["replicas"]:
+        for irrelevant in ("hardware", "accelerators"):
+            replica.pop(irrelevant)
     for path in ("corpus", "tokenizer"):
         meaning["data"].pop(path)
     meaning["data"]["repeat"] = True  # says whether a row may be trained, not what it comes to
@@ -82,25 +92,36 @@ def _key(config: RunConfig, bias_every: int | None, corpus: Corpus) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def train_job(job: Job, engine: Engine) -> Outcome:
-    """Train a row in this process, unless that was done before; keeps its outcome."""
-    import torch
+def train_job(job: Job, engine: Engine, ranks: Ranks = ALONE) -> Outcome:
+    """Train a row in this process, or with the other ranks of torchrun; the first of them keeps its outcome.
 
-    from hetero_pp.program.fast import train_fast
-
-    known = job.outcome()
-    if known is not None:
-        return known
+    What was interrupted goes on from its last checkpoint.
+    """
     torch.set_num_threads(job.config.threads)
+    device = torch.device(engine.device) if ranks.world == 1 else ranks.device
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32: more digits than bf16, at its speed on large matrices
     store = prepare_tokens(job.config.data, job.cache)
-    plan = RunPlan(job.config, store.vocabulary)
-    result = train_fast(plan, store, compiles=engine.compiles, bias_every=job.bias_every)
+    result = train_fast(
+        RunPlan(job.config, store.vocabulary),
+        store,
+        compiles=engine.compiles,
+        bias_every=job.bias_every,
+        device=device,
+        ranks=ranks,
+        checkpoint=job.cache.parent / UNFINISHED / f"{job.key}.pt",
+    )
     outcome = {"key": job.key, "seed": job.seed} | _finite(dataclasses.asdict(result))
+    if ranks.rank == 0:
+        _write(job, outcome)
+    return outcome
+
+
+def _write(job: Job, outcome: Outcome) -> None:
     job.rows.mkdir(parents=True, exist_ok=True)
     temporary = job.path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(outcome))
     temporary.replace(job.path)
-    return outcome
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

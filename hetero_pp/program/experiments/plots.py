@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,4 +82,7 @@ def _draw_ranks(axes: Axes, result: Mapping[str, Any], lines: Mapping[str, Point
     if base is not None:
         axes.axhline(base["mean"], color="gray", linestyle="--", label=result["baseline"])
     axes.set(xlabel="k/d", ylabel="final loss, nats", xscale="log")
+    shares = sorted({share for points in lines.values() for share, _, _ in points})
+    axes.set_xticks(shares, [str(Fraction(share).limit_denominator(1000)) for share in shares])
+    axes.minorticks_off()
     axes.legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""Trains rows on as many processes as asked, and shows how far it is."""
+"""Trains rows on as many processes as asked, or on the ranks of torchrun, and shows how far it is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hetero_pp.program.experiments.jobs import Engine, Job, Outcome, train_job
 from hetero_pp.program.launch import PRELOADED
+from hetero_pp.program.ranks import Ranks
 
 COLUMNS = (
     TextColumn("{task.description}"),
@@ -40,7 +41,8 @@ def train(jobs: Sequence[Job], engine: Engine, workers: int, console: Console) -
                     failures[name] = f"{type(cause).__name__}: {cause}"
                 progress.advance(task)
                 if not console.is_terminal:
-                    console.print(f"{done}/{len(jobs)} {name}: {_end(future)}", soft_wrap=True)
+                    end = "failed" if cause is not None else _end(future.result())
+                    console.print(f"{done}/{len(jobs)} {name}: {end}", soft_wrap=True)
         except KeyboardInterrupt:
             for process in multiprocessing.active_children():
                 process.terminate()  # they would finish their rows first
@@ -50,10 +52,15 @@ def train(jobs: Sequence[Job], engine: Engine, workers: int, console: Console) -
     return failures
 
 
-def _end(future: Future[Outcome]) -> str:
-    if future.exception() is not None:
-        return "failed"
-    outcome = future.result()
+def train_on_ranks(jobs: Sequence[Job], engine: Engine, ranks: Ranks, console: Console) -> None:
+    """Train every job together with the other ranks of torchrun, one after the other."""
+    for done, job in enumerate(jobs, start=1):
+        outcome = train_job(job, engine, ranks)
+        if ranks.rank == 0:
+            console.print(f"{done}/{len(jobs)} {job.name}, seed {job.seed}: {_end(outcome)}", soft_wrap=True)
+
+
+def _end(outcome: Outcome) -> str:
     if outcome["diverged"]:
         return f"diverged after {len(outcome['validation_loss'])} rounds"
     return f"loss {outcome['validation_loss'][-1]:.4f}, {outcome['seconds']:.0f} s"

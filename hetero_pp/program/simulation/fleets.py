@@ -1,0 +1,274 @@
+"""From a plan to arrays: every replica of the topology, or the many that stand for it, as groups with times.
+
+Shapes: S stages (1 for a datacenter replica), G replicas of one kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.inner import EMBEDDING
+from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.link.protocol import Message, sealed, wire_frames
+from hetero_pp.model import block_of
+from hetero_pp.program.check import exchange_messages
+from hetero_pp.program.config import MemberPlan, RunPlan
+from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
+from hetero_pp.simulator.costs import Part, cost_on, memory_of
+from hetero_pp.simulator.hardware import Hardware, hardware_named
+from hetero_pp.simulator.pipeline import Array, Groups, Hops
+from hetero_pp.simulator.settings import FleetSettings, MeasuredCost
+from hetero_pp.topology import (
+    Direction,
+    ParticipantsReplica,
+    ReplicaSettings,
+    exchange_link_name,
+    stage_link_name,
+)
+from hetero_pp.units import format_bytes
+from stages.boundary import format_of, noise_key, packed_tokens_bytes
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Replicas of one kind."""
+
+    replica: ReplicaSettings
+    members: Sequence[MemberPlan]
+    """Of the replica that the topology names, stage by stage."""
+    accelerators: Sequence[int]
+    groups: Groups
+    message_bytes: dict[str, float]
+    """On the wire, of one message between stages: `activation`, `gradient` and `evaluation`."""
+    evaluation_batches: int
+    evaluation_forward: Array
+    evaluation_hops: Hops
+    up: Array
+    """[S, G] seconds that a member's contribution occupies its uplink, with latencies."""
+    down: Array
+    contribute: Array
+    """[S, G] seconds of compute."""
+    apply: Array
+    up_bytes: Array
+    """[S] on the wire, in a round."""
+    down_bytes: Array
+    stays: Array
+    """[G]: whether all members were there to the end of the round."""
+    memory: Sequence[dict[str, float]]
+    memory_capacity: Sequence[float]
+
+    @property
+    def count(self) -> int:
+        return self.groups.count
+
+    def without_communication(self) -> Groups:
+        """The same groups with infinite bandwidth and no latency."""
+        none = Hops(*(np.zeros_like(self.groups.activations.seconds) for _ in range(3)))
+        groups = self.groups
+        return Groups(
+            groups.micro_batches,
+            groups.extra_in_flight,
+            groups.forward,
+            groups.backward,
+            groups.update,
+            none,
+            none,
+        )
+
+
+def fleets_of(plan: RunPlan, random: np.random.Generator) -> Iterator[Fleet]:
+    """Every replica of the plan. Raises ConfigError for unknown hardware, a name that is no replica, or too little
+    memory, saying by how much."""
+    names = [replica.name for replica in plan.config.replicas]
+    for name in plan.config.simulate.fleets:
+        if name not in names:
+            raise ConfigError(
+                ("simulate", "fleets", name), f"found no such replica, expected one of {', '.join(names)}"
+            )
+    for name in plan.config.simulate.measured:
+        if name not in plan.members:
+            raise ConfigError(
+                ("simulate", "measured", name), f"found no such member, expected one of {', '.join(plan.members)}"
+            )
+    for index, replica in enumerate(plan.config.replicas):
+        fleet = _fleet_of(plan, index, replica, random)
+        _require_memory(fleet, index)
+        yield fleet
+
+
+def _require_memory(fleet: Fleet, index: int) -> None:
+    for stage, (member, held) in enumerate(zip(fleet.members, fleet.memory, strict=True)):
+        needed, there = sum(held.values()), fleet.memory_capacity[stage]
+        if needed > there:
+            raise ConfigError(
+                ("replicas", index),
+                f"{member.name} needs {format_bytes(needed)} of memory and has {format_bytes(there)}: "
+                f"{format_bytes(needed - there)} too much",
+            )
+
+
+def _fleet_of(plan: RunPlan, index: int, replica: ReplicaSettings, random: np.random.Generator) -> Fleet:
+    settings = plan.config.simulate.fleets.get(replica.name, FleetSettings(count=1))
+    members = [member for member in plan.members.values() if member.replica is replica]
+    costs = [_cost_of(plan, index, member) for member in members]
+    shape = (len(members), settings.count)
+    slow = np.where(random.random(shape) < settings.stragglers, settings.slowdown, 1.0)
+
+    def seconds(values: Sequence[float]) -> Array:
+        return np.array(values)[:, None] * slow
+
+    rows = replica.batch_size // replica.micro_batches
+    batches = -(-plan.config.data.validation_sequences // rows)
+    bandwidth = _drawn(settings.bandwidth, (shape[0] - 1, shape[1]), random)
+    sizes = message_bytes(plan, replica)
+    uplink = _drawn(settings.uplink, shape, random)
+    up, up_bytes = _exchange_seconds(plan, members, "forward", uplink)
+    down, down_bytes = _exchange_seconds(plan, members, "backward", uplink)
+    return Fleet(
+        replica=replica,
+        members=members,
+        accelerators=[replica.accelerators] * len(members),
+        groups=Groups(
+            replica.micro_batches,
+            replica.extra_in_flight if isinstance(replica, ParticipantsReplica) else 0,
+            seconds([cost.forward for cost in costs]),
+            seconds([cost.backward for cost in costs]),
+            seconds([cost.update for cost in costs]),
+            _hops(plan, replica, "forward", sizes["activation"], bandwidth),
+            _hops(plan, replica, "backward", sizes["gradient"], bandwidth),
+        ),
+        message_bytes=sizes,
+        evaluation_batches=batches,
+        evaluation_forward=seconds([cost.evaluate for cost in costs]),
+        evaluation_hops=_hops(plan, replica, "forward", sizes["evaluation"], bandwidth),
+        up=up,
+        down=down,
+        contribute=seconds([cost.contribute for cost in costs]),
+        apply=seconds([cost.apply for cost in costs]),
+        up_bytes=up_bytes,
+        down_bytes=down_bytes,
+        stays=np.all(random.random(shape) >= settings.churn, axis=0),
+        memory=[_memory_of(plan, member) for member in members],
+        memory_capacity=[_hardware_of(plan, index, member).memory * replica.accelerators for member in members],
+    )
+
+
+def message_bytes(plan: RunPlan, replica: ReplicaSettings) -> dict[str, float]:
+    """On the wire, of one message between stages: what links count of an empty one of the same shapes."""
+    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
+        return {"activation": 0.0, "gradient": 0.0, "evaluation": 0.0}
+    config, format_ = plan.config, format_of(replica.boundary)
+    rows, length = replica.batch_size // replica.micro_batches, config.data.sequence_length
+    rank = replica.boundary.dimensions(plan.shape.width) or plan.shape.width
+    # Floats need no memory to have a size; few bits are packed for real.
+    empty = torch.zeros(rows, length, rank, device="meta" if replica.boundary.bits is None else "cpu")
+    ids = torch.empty(packed_tokens_bytes(rows, length, plan.shape.vocabulary), dtype=torch.uint8, device="meta")
+    header = LinkHeader(rows=rows)
+    header.round, header.step = config.outer.rounds // 2, config.inner.steps // 2
+    header.micro_batch = replica.micro_batches // 2
+    activation = (ids, *format_.to_wire(format_.activation(empty)))
+    gradient = format_.to_wire(format_.gradient(empty, noise_key(0, replica.name, 0, 0, 0)))
+    sizes = {"activation": (ACTIVATION, activation), "gradient": (GRADIENT, gradient)}
+    sizes["evaluation"] = (EVALUATION, activation)
+    found = {}
+    for kind, (purpose, tensors) in sizes.items():
+        header.purpose = purpose
+        found[kind] = float(sum(wire_frames(sealed(Message(header, tuple(tensors))))))
+    return found
+
+
+def part_of(plan: RunPlan, member: MemberPlan) -> Part:
+    """What a member owns of the model."""
+    parameters = sum(math.prod(plan.parameter_shapes[name]) for name in member.owned)
+    layers = len({block_of(name) for name in member.owned if name.startswith("layers.")})
+    predicts = any(name.startswith("lm_head") for name in member.owned)
+    return Part(layers, EMBEDDING in member.owned, predicts, parameters)
+
+
+def _hardware_of(plan: RunPlan, index: int, member: MemberPlan) -> Hardware:
+    simulate, replica = plan.config.simulate, member.replica
+    key: tuple[str | int, ...] = ("simulate", "machine")
+    name = simulate.machine
+    if replica.hardware is not None:
+        name, key = replica.hardware, ("replicas", index, "hardware")
+    if member.stage is not None and isinstance(replica, ParticipantsReplica):
+        own = replica.stage_settings(member.stage.index)
+        if own is not None and own.hardware is not None:
+            name, key = own.hardware, ("replicas", index, "stages", member.stage.index, "hardware")
+    return hardware_named(name, simulate.hardware, key)
+
+
+def _cost_of(plan: RunPlan, index: int, member: MemberPlan) -> MeasuredCost:
+    """Measured, or from what the member owns and its hardware can do."""
+    if member.name in plan.config.simulate.measured:
+        return plan.config.simulate.measured[member.name]
+    replica = member.replica
+    hardware = _hardware_of(plan, index, member)
+    rows, length = replica.batch_size // replica.micro_batches, plan.config.data.sequence_length
+    cost = cost_on(plan.shape, part_of(plan, member), hardware, replica.accelerators, rows, length)
+    return MeasuredCost.model_construct(**asdict(cost), evaluate=cost.forward)
+
+
+def _memory_of(plan: RunPlan, member: MemberPlan) -> dict[str, float]:
+    replica, stage = member.replica, member.stage
+    in_flight = 1
+    if stage is not None and isinstance(replica, ParticipantsReplica):
+        ahead = (stage.count - 1 - stage.index) * (1 + replica.extra_in_flight)
+        in_flight = min(replica.micro_batches, ahead + 1)
+    rows, length = replica.batch_size // replica.micro_batches, plan.config.data.sequence_length
+    return memory_of(plan.shape, part_of(plan, member), rows, length, in_flight)
+
+
+def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: np.random.Generator) -> Array | None:
+    """Evenly on a logarithmic scale."""
+    if between is None:
+        return None
+    low, high = (math.log(one) for one in between)
+    return np.exp(random.uniform(low, high, shape))
+
+
+def _hops(
+    plan: RunPlan, replica: ReplicaSettings, direction: Direction, n_bytes: float, bandwidth: Array | None
+) -> Hops:
+    """One direction of a group's links, for messages of so many bytes on the wire."""
+    links = [plan.links[stage_link_name(replica.name, hop)] for hop in range(len(replica.members) - 1)]
+    shapes = [link.shape(direction) for link in links]
+    bits = 8.0 * n_bytes
+    count = plan.config.simulate.fleets.get(replica.name, FleetSettings(count=1)).count
+
+    def rows(values: Sequence[float]) -> Array:
+        return np.repeat(np.array(values, dtype=float).reshape(-1, 1), count, axis=1)
+
+    own = rows([0.0 if shape.bandwidth is None else bits / shape.bandwidth for shape in shapes])
+    seconds = own if bandwidth is None else bits / bandwidth
+    return Hops(seconds, rows([shape.latency for shape in shapes]), rows([shape.jitter for shape in shapes]))
+
+
+def _exchange_seconds(
+    plan: RunPlan, members: Sequence[MemberPlan], direction: Direction, bandwidth: Array | None
+) -> tuple[Array, Array]:
+    """[S, G] seconds of a round's contributions on each member's link to the exchange, and [S] bytes on the wire.
+
+    Every blob is a message of its own, one after the other, and waits for the latency.
+    """
+    fleets = plan.config.simulate.fleets
+    counts = {name: fleet.count for name, fleet in fleets.items()}
+    seconds, sizes = [], []
+    for row, member in enumerate(members):
+        shape = plan.links[exchange_link_name(member.name)].shape(direction)
+        blobs = exchange_messages(plan, member, counts)[direction]
+        wire = sum(times * wire_bytes(raw_frames(size)) for size, times in blobs)
+        delay = sum(times for _, times in blobs) * (shape.latency + shape.jitter / 2)
+        if bandwidth is not None:
+            seconds.append(delay + wire * 8 / bandwidth[row])
+        else:
+            seconds.append(np.array([delay + (0.0 if shape.bandwidth is None else wire * 8 / shape.bandwidth)]))
+        sizes.append(float(wire))
+    count = counts.get(members[0].replica.name, 1)
+    return np.stack([np.broadcast_to(one, (count,)) for one in seconds]), np.array(sizes)

@@ -1,0 +1,272 @@
+"""Some rounds of a topology on a clock of its own, and what they say of times, utilization, bytes and memory.
+
+A round is what `launch` runs: every replica's inner loop, contributions to the exchange, which closes the round when
+the last has arrived, what others sent, an evaluation. Rounds overlap a little, as a stage goes on as soon as it can,
+so times are those of a later round, not of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.simulation.fleets import Fleet, fleets_of
+from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
+from hetero_pp.topology import exchange_link_name, stage_link_name
+
+ROUNDS = 3
+"""That are timed; the last one counts."""
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """One member of a replica (the mean, where many replicas stand behind a name)."""
+
+    member: str
+    utilization: float
+    """Share of a round that it trains: forward, backward, optimizer."""
+    memory_bytes: dict[str, float]
+    memory_capacity_bytes: float
+    sent_seconds: float
+    """Of an outer round: its contribution, on its link to the exchange."""
+    received_seconds: float
+    sent_bytes: float
+    received_bytes: float
+
+
+@dataclass(frozen=True)
+class LinkPrediction:
+    """One link between stages; bytes of a round on the wire, and the share of it that the link is busy, each way."""
+
+    name: str
+    forward_bytes: float
+    backward_bytes: float
+    forward_busy: float
+    backward_busy: float
+
+
+@dataclass(frozen=True)
+class ReplicaPrediction:
+    """A replica, or the mean of the many behind its name."""
+
+    name: str
+    count: int
+    lost: int
+    """Of those, how many had a member leave within the round, so that their contribution is missing."""
+    step_seconds: float
+    inner_seconds: float
+    bubble: float
+    """Share of the inner loop that stages would stand still with links that cost nothing."""
+    exposed_communication: float
+    """Share of the inner loop that links add to that."""
+    stages: list[StagePrediction]
+    links: list[LinkPrediction]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a topology comes to."""
+
+    step_seconds: float
+    """Of the slowest replica."""
+    round_seconds: float
+    outer_seconds: float
+    """From the end of the slowest inner loop until the last member goes on, without the evaluation."""
+    utilization: dict[str, float]
+    """absolute: share of a round that members train, over all of them; relative: round time with links that cost
+    nothing over the round time."""
+    tokens_per_second: float
+    tokens: int
+    days: float
+    """To that many tokens."""
+    accelerator_hours: float
+    members: int
+    replicas: list[ReplicaPrediction]
+
+    def as_json(self) -> dict[str, Any]:
+        """As `--json` writes it: `stages` and `links` of all replicas beside the nested ones."""
+        stages = [asdict(stage) for replica in self.replicas for stage in replica.stages]
+        links = [asdict(link) for replica in self.replicas for link in replica.links]
+        return asdict(self) | {"stages": stages, "links": links}
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """What the clocks told of the last round. Per fleet: [G] or [S, G]."""
+
+    round_seconds: float
+    outer_seconds: float
+    inner_seconds: list[Array]
+    step_seconds: list[Array]
+
+
+def predict(plan: RunPlan, watch: Callable[[str], OnSpan] | None = None) -> Prediction:
+    """Time the plan's topology. `watch` gives, for a replica's name, who is told what its members and links do.
+
+    Raises ConfigError for hardware that is not known, and for members whose part does not fit their memory.
+    """
+    simulate = plan.config.simulate
+    fleets = list(fleets_of(plan, np.random.default_rng(simulate.seed)))
+    timed = _run(plan, fleets, True, watch)
+    ideal = _run(plan, fleets, False, None)
+    tokens_per_round = sum(
+        _tokens_per_step(plan, fleet) * int(fleet.stays.sum()) * plan.config.inner.steps for fleet in fleets
+    )
+    total = simulate.tokens or sum(_tokens_per_step(plan, fleet) * fleet.count for fleet in fleets) * plan.total_steps
+    rate = tokens_per_round / timed.round_seconds
+    members = sum(len(fleet.members) * fleet.count for fleet in fleets)
+    accelerators = sum(sum(fleet.accelerators) * fleet.count for fleet in fleets)
+    trained = sum(float(_training_seconds(plan, fleet).sum()) for fleet in fleets)
+    return Prediction(
+        step_seconds=max(float(steps.max()) for steps in timed.step_seconds),
+        round_seconds=timed.round_seconds,
+        outer_seconds=timed.outer_seconds,
+        utilization={
+            "absolute": trained / members / timed.round_seconds,
+            "relative": ideal.round_seconds / timed.round_seconds,
+        },
+        tokens_per_second=rate,
+        tokens=total,
+        days=total / rate / 86400,
+        accelerator_hours=accelerators * total / rate / 3600,
+        members=members,
+        replicas=[_replica(plan, fleet, timed, ideal, index) for index, fleet in enumerate(fleets)],
+    )
+
+
+def _run(plan: RunPlan, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None) -> _Timed:
+    random = np.random.default_rng(plan.config.simulate.seed + 1) if communicates else None
+    clocks = [
+        GroupClock(
+            fleet.groups if communicates else fleet.without_communication(),
+            random,
+            None if watch is None else watch(fleet.replica.name),
+        )
+        for fleet in fleets
+    ]
+    steps, ends = plan.config.inner.steps, [0.0]
+    for _ in range(ROUNDS):
+        starts = [clock.free[0].copy() for clock in clocks]
+        step_ends = [clock.inner_loop(steps) for clock in clocks]
+        inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
+        trained = max(float(clock.free.max()) for clock in clocks)
+        _outer_round(plan, fleets, clocks, communicates)
+        outer = max(float(clock.free.max()) for clock in clocks) - trained
+        for fleet, clock in zip(fleets, clocks, strict=True):
+            hops = fleet.evaluation_hops if communicates else clock.groups.activations
+            clock.evaluate(fleet.evaluation_batches, fleet.evaluation_forward, hops)
+        ends.append(max(float(clock.free.max()) for clock in clocks))
+    step_seconds = [(one[-1] - one[0]) / (steps - 1) if steps > 1 else one[0] for one in step_ends]
+    if steps == 1:
+        step_seconds = inner
+    return _Timed(ends[-1] - ends[-2], outer, inner, step_seconds)
+
+
+def _outer_round(plan: RunPlan, fleets: Sequence[Fleet], clocks: Sequence[GroupClock], communicates: bool) -> None:
+    """Advance every member to the end of the outer round; only those that stay are waited for.
+
+    The exchange's own link is shared without loss: it is never idle while somebody could use it, so a round takes at
+    least its bytes over its bandwidth.
+    """
+    shared = plan.config.simulate.exchange_bandwidth if communicates else None
+    closed = 0.0
+    for fleet, clock in zip(fleets, clocks, strict=True):
+        _spend(clock, "contribute", fleet.contribute)
+        if communicates:
+            _spend(clock, "send contribution", fleet.up)
+        closed = max(closed, float(np.where(fleet.stays, clock.free, 0.0).max()))
+    if shared is not None:
+        closed = max(closed, _drained(fleets, clocks, shared))
+    slowest = closed
+    for fleet, clock in zip(fleets, clocks, strict=True):
+        clock.free[:] = closed
+        if communicates:
+            _spend(clock, "receive contributions", fleet.down)
+        _spend(clock, "apply", fleet.apply)
+        slowest = max(slowest, float(clock.free.max()))
+    if shared is not None:
+        total = sum(float(fleet.down_bytes.sum()) * fleet.count for fleet in fleets)
+        late = closed + total * 8 / shared - slowest
+        for clock in clocks:
+            clock.free += max(0.0, late)
+
+
+def _spend(clock: GroupClock, what: str, seconds: Array) -> None:
+    """Every member is busy for so long, [S, G]."""
+    if clock.on_span is not None:
+        for stage, starts in enumerate(clock.free):
+            clock.on_span(f"stage {stage}", what, 0, starts.copy(), starts + seconds[stage])
+    clock.free += seconds
+
+
+def _drained(fleets: Sequence[Fleet], clocks: Sequence[GroupClock], bandwidth: float) -> float:
+    """When the exchange has taken in all contributions: the largest of (start + bytes of all that start later)."""
+    starts = np.concatenate([(clock.free - fleet.up).ravel() for fleet, clock in zip(fleets, clocks, strict=True)])
+    sizes = np.concatenate([np.repeat(fleet.up_bytes, fleet.count) for fleet in fleets])
+    order = np.argsort(-starts)
+    return float((starts[order] + np.cumsum(sizes[order]) * 8 / bandwidth).max())
+
+
+def _tokens_per_step(plan: RunPlan, fleet: Fleet) -> int:
+    return fleet.replica.batch_size * plan.config.data.sequence_length
+
+
+def _training_seconds(plan: RunPlan, fleet: Fleet) -> Array:
+    """[S, G] of a round."""
+    groups = fleet.groups
+    return plan.config.inner.steps * (groups.micro_batches * (groups.forward + groups.backward) + groups.update)
+
+
+def _replica(plan: RunPlan, fleet: Fleet, timed: _Timed, ideal: _Timed, index: int) -> ReplicaPrediction:
+    trained = _training_seconds(plan, fleet)
+    inner, free = timed.inner_seconds[index], ideal.inner_seconds[index]
+    return ReplicaPrediction(
+        name=fleet.replica.name,
+        count=fleet.count,
+        lost=fleet.count - int(fleet.stays.sum()),
+        step_seconds=float(timed.step_seconds[index].mean()),
+        inner_seconds=float(inner.mean()),
+        bubble=float((1 - trained.mean(axis=0) / free).mean()),
+        exposed_communication=float((1 - free / inner).mean()),
+        stages=[
+            StagePrediction(
+                member=member.name,
+                utilization=float(trained[stage].mean()) / timed.round_seconds,
+                memory_bytes=fleet.memory[stage],
+                memory_capacity_bytes=fleet.memory_capacity[stage],
+                sent_seconds=float(fleet.up[stage].mean()),
+                received_seconds=float(fleet.down[stage].mean()),
+                sent_bytes=float(fleet.up_bytes[stage]),
+                received_bytes=float(fleet.down_bytes[stage]),
+            )
+            for stage, member in enumerate(fleet.members)
+        ],
+        links=list(_links(plan, fleet, timed.round_seconds)),
+    )
+
+
+def _links(plan: RunPlan, fleet: Fleet, round_seconds: float) -> Iterator[LinkPrediction]:
+    """Between neighbouring stages, then to the exchange."""
+    groups, size = fleet.groups, fleet.message_bytes
+    messages = plan.config.inner.steps * groups.micro_batches
+    for hop in range(groups.stages - 1):
+        evaluation = fleet.evaluation_batches * float(fleet.evaluation_hops.seconds[hop].mean())
+        yield LinkPrediction(
+            name=stage_link_name(fleet.replica.name, hop),
+            forward_bytes=messages * size["activation"] + fleet.evaluation_batches * size["evaluation"],
+            backward_bytes=messages * size["gradient"],
+            forward_busy=(messages * float(groups.activations.seconds[hop].mean()) + evaluation) / round_seconds,
+            backward_busy=messages * float(groups.gradients.seconds[hop].mean()) / round_seconds,
+        )
+    for stage, member in enumerate(fleet.members):
+        yield LinkPrediction(
+            name=exchange_link_name(member.name),
+            forward_bytes=float(fleet.up_bytes[stage]),
+            backward_bytes=float(fleet.down_bytes[stage]),
+            forward_busy=float(fleet.up[stage].mean()) / round_seconds,
+            backward_busy=float(fleet.down[stage].mean()) / round_seconds,
+        )

@@ -1,0 +1,93 @@
+"""A prediction on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.display import plain_table
+from hetero_pp.program.simulation.prediction import Prediction
+from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
+
+
+def print_prediction(console: Console, path: Path, plan: RunPlan, prediction: Prediction) -> None:
+    """What it comes to, then members and links."""
+    use = prediction.utilization
+    parameters = sum(_numbers(shape) for shape in plan.parameter_shapes.values())
+    console.print(
+        f"[bold]{path}[/bold]: {parameters:,} parameters, {sum(r.count for r in prediction.replicas):,} replicas, "
+        f"{prediction.members:,} members."
+    )
+    times = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
+    step, round_, outer = map(format_seconds, times)
+    console.print(
+        f"A step takes {step}, a round of {plan.config.inner.steps} steps {round_}, of which the outer round {outer}."
+    )
+    console.print(
+        f"Members train {use['absolute']:.1%} of the time, {use['relative']:.1%} of what links that cost nothing "
+        f"would allow."
+    )
+    console.print(
+        f"{prediction.tokens_per_second:,.0f} tokens a second: {prediction.tokens:,} tokens in {prediction.days:.3g} "
+        f"days, {prediction.accelerator_hours:,.3g} accelerator-hours."
+    )
+    _print_replicas(console, prediction)
+    _print_members(console, prediction)
+    _print_links(console, prediction)
+
+
+def _numbers(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _print_replicas(console: Console, prediction: Prediction) -> None:
+    table = plain_table(["replica"], ["count", "lost", "a step", "inner loop", "bubble", "exposed communication"])
+    for replica in prediction.replicas:
+        times = format_seconds(replica.step_seconds), format_seconds(replica.inner_seconds)
+        shares = f"{replica.bubble:.1%}", f"{replica.exposed_communication:.1%}"
+        table.add_row(replica.name, f"{replica.count:,}", f"{replica.lost:,}", *times, *shares)
+    console.print(table)
+
+
+def _print_members(console: Console, prediction: Prediction) -> None:
+    table = plain_table(["member"], ["trains", "memory", "of", "sends", "in", "receives", "in"])
+    for replica in prediction.replicas:
+        for stage in replica.stages:
+            memory = format_bytes(sum(stage.memory_bytes.values())), format_bytes(stage.memory_capacity_bytes)
+            sent = format_bytes(stage.sent_bytes), format_seconds(stage.sent_seconds)
+            received = format_bytes(stage.received_bytes), format_seconds(stage.received_seconds)
+            table.add_row(stage.member, f"{stage.utilization:.1%}", *memory, *sent, *received)
+    console.print(table)
+
+
+def _print_links(console: Console, prediction: Prediction) -> None:
+    table = plain_table(["link"], ["a round →", "a round ←", "busy →", "busy ←"])
+    for replica in prediction.replicas:
+        for link in replica.links:
+            sizes = format_bytes(link.forward_bytes), format_bytes(link.backward_bytes)
+            table.add_row(link.name, *sizes, f"{link.forward_busy:.1%}", f"{link.backward_busy:.1%}")
+    console.print(table)
+
+
+def print_sweep(console: Console, key: str, predictions: Mapping[str, Prediction]) -> None:
+    """A line for each value."""
+    table = plain_table([key], ["a step", "a round", "trains", "of the possible", "tokens a second"])
+    for value, prediction in predictions.items():
+        use = prediction.utilization
+        times = format_seconds(prediction.step_seconds), format_seconds(prediction.round_seconds)
+        shares = f"{use['absolute']:.1%}", f"{use['relative']:.1%}"
+        table.add_row(_short(value), *times, *shares, f"{prediction.tokens_per_second:,.0f}")
+    console.print(table)
+
+
+def _short(value: str) -> str:
+    """`1234567.8 bit/s` as people write it."""
+    number, _, unit = value.partition(" ")
+    formats = {"bit/s": format_bits_per_second, "s": format_seconds, "B": format_bytes}
+    return formats[unit](float(number)) if unit in formats else value

@@ -1,0 +1,56 @@
+"""What machines can do, as data: a catalog, and entries of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.settings import Bandwidth, Ratio, Settings, Size, Speed
+
+
+class Hardware(Settings):
+    """One accelerator, or one machine that computes as one."""
+
+    flops: Speed = Field(gt=0, description="peak dense bf16 (fp32 for a CPU) operations a second")
+    mfu: Ratio = Field(0.4, gt=0, le=1, description="share of the peak that training reaches")
+    memory: Size = Field(gt=0)
+    memory_bandwidth: Bandwidth = Field(gt=0, description="such as `3.35 TB/s`")
+    source: str = ""
+
+    @property
+    def achieved_flops(self) -> float:
+        """Operations a second in training."""
+        return self.flops * self.mfu
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        return self.memory_bandwidth / 8
+
+
+def _entry(flops: str, memory: str, memory_bandwidth: str, mfu: float, source: str) -> Hardware:
+    return Hardware.model_validate(
+        {"flops": flops, "memory": memory, "memory_bandwidth": memory_bandwidth, "mfu": mfu, "source": source}
+    )
+
+
+CATALOG: Mapping[str, Hardware] = {
+    "h200": _entry("989 TFLOP/s", "141 GB", "4.8 TB/s", 0.4, "NVIDIA H200 SXM data sheet, without sparsity"),
+    "h100": _entry("989 TFLOP/s", "80 GB", "3.35 TB/s", 0.4, "NVIDIA H100 SXM data sheet, without sparsity"),
+    "a100": _entry("312 TFLOP/s", "80 GB", "2.039 TB/s", 0.5, "NVIDIA A100 80GB SXM data sheet"),
+    "l40s": _entry("362 TFLOP/s", "48 GB", "864 GB/s", 0.35, "NVIDIA L40S data sheet, without sparsity"),
+    "rtx-4090": _entry("165 TFLOP/s", "24 GB", "1008 GB/s", 0.4, "NVIDIA Ada white paper, fp32 accumulation"),
+    "rtx-3090": _entry("71 TFLOP/s", "24 GB", "936 GB/s", 0.4, "NVIDIA GA102 white paper, fp32 accumulation"),
+    "cpu-core": _entry("45 GFLOP/s", "4 GB", "10 GB/s", 0.5, "one core of a 2020s server, fp32; see `calibrate`"),
+}
+"""Peaks are the makers'; the MFU is an assumption: what tuned training code reaches at these models' sizes."""
+
+
+def hardware_named(name: str, own: Mapping[str, Hardware], key: tuple[str | int, ...]) -> Hardware:
+    """An entry of the YAML or of the catalog; ConfigError at `key` lists both."""
+    found = own.get(name) or CATALOG.get(name)
+    if found is None:
+        known = ", ".join([*own, *CATALOG])
+        raise ConfigError(key, f"found `{name}`, expected one of {known}, or an entry under simulate.hardware")
+    return found

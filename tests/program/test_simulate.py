@@ -1,0 +1,193 @@
+"""`simulate` and `--sweep`: closed forms, what the files hold, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+from typer.testing import CliRunner
+
+from hetero_pp.program.cli import app
+from hetero_pp.program.simulation.command import plan_of
+from hetero_pp.program.simulation.prediction import Prediction, predict
+from hetero_pp.program.simulation.sweep import parse_sweep
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.simulator.costs import Part, forward_flops, memory_of
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+YAML = """\
+name: t
+model: {preset: micro, vocabulary: 512}
+data: {sequence_length: 32, validation_sequences: 8}
+inner: {steps: 5}
+outer: {rounds: 4}
+links:
+  home: {bandwidth: 1 Mbit/s, latency: 10 ms}
+replicas:
+  - {name: dc, kind: datacenter, batch_size: 8, micro_batches: 2}
+  - {name: home, kind: participants, stages: 4, batch_size: 8, micro_batches: 8, link: home, uplink: home,
+     boundary: {rank: 1/8}}
+simulate:
+  measured:
+"""
+COST = "{forward: 1 s, backward: 2 s, update: 0.5 s, contribute: 3 s, apply: 4 s, evaluate: 1 s}"
+
+
+@pytest.fixture
+def yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "t.yaml"
+    members = ("dc", "home.0", "home.1", "home.2", "home.3")
+    path.write_text(YAML + "".join(f"    {member}: {COST}\n" for member in members))
+    return path
+
+
+def _predict(path: Path, *overrides: str) -> Prediction:
+    return predict(plan_of(ConfigFile(path, overrides)))
+
+
+def _invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_without_links_a_round_is_arithmetic(yaml: Path) -> None:
+    """Inner loop, contribution, application, evaluation; the group's stages run 1F1B with its bubble."""
+    free = ("links.home.bandwidth=1000 Tbit/s", "links.home.latency=0 s")
+    found = _predict(yaml, *free)
+    dc, home = found.replicas
+    assert dc.step_seconds == pytest.approx(2 * 3 + 0.5)
+    # 8 micro-batches of 3 s on the first stage, the bubble of 3 more stages, and a chain of 4 updates: a stage makes
+    # its own when the next step's first activation arrives.
+    step = 3 * (8 + 3) + 4 * 0.5
+    assert home.step_seconds == pytest.approx(step)
+    assert home.inner_seconds == pytest.approx(5 * step)
+    assert home.bubble == pytest.approx(1 - (8 * 3 + 0.5) / step)
+    assert home.exposed_communication == pytest.approx(0, abs=1e-6)
+    assert found.utilization["relative"] == pytest.approx(1, abs=1e-6)
+    evaluation = 8 + 3
+    assert found.round_seconds == pytest.approx(5 * step + 3 + 4 + evaluation, rel=0.02)
+    assert found.tokens_per_second == pytest.approx(5 * 2 * 8 * 32 / found.round_seconds)
+    assert found.days == pytest.approx(4 * 5 * 2 * 8 * 32 / found.tokens_per_second / 86400)
+    assert found.accelerator_hours == pytest.approx(5 * found.days * 24)
+
+
+@pytest.mark.parametrize("key", ["links.home.bandwidth={} Mbit/s", "links.home.latency={} ms"])
+def test_slower_links_never_help(yaml: Path, key: str) -> None:
+    values = [0.1, 1, 10, 100] if "bandwidth" in key else [1000, 100, 10, 1]
+    rounds = [_predict(yaml, key.format(value)).round_seconds for value in values]
+    assert rounds == sorted(rounds, reverse=True)
+    assert rounds[0] > rounds[-1]
+
+
+def test_more_rank_never_helps(yaml: Path) -> None:
+    uses = [
+        _predict(yaml, f"replicas.1.boundary.rank={rank}", "links.home.bandwidth=20 kbit/s").utilization["absolute"]
+        for rank in (1, 4, 16, "full")
+    ]
+    assert uses == sorted(uses, reverse=True)
+    assert uses[0] > uses[-1]
+
+
+def test_a_shared_exchange_delays_all(yaml: Path) -> None:
+    """At least its bytes over its bandwidth, in and out."""
+    found = _predict(yaml, "simulate.exchange_bandwidth=10 kbit/s")
+    received = sum(stage.received_bytes for replica in found.replicas for stage in replica.stages)
+    assert found.outer_seconds > received * 8 / 10e3 > 5 * _predict(yaml).outer_seconds
+
+
+def test_fleets_draw_their_links_and_lose_members(yaml: Path) -> None:
+    fleet = "simulate.fleets={home: {count: 400, bandwidth: [1 Mbit/s, 100 Mbit/s], stragglers: 10 %, churn: 1 %}}"
+    found = _predict(yaml, fleet)
+    home = found.replicas[1]
+    assert (home.count, found.members) == (400, 1601)
+    assert 5 <= home.lost <= 35  # 4 members of each leave with 1 %: 15.8 expected
+    again, other = _predict(yaml, fleet), _predict(yaml, fleet, "simulate.seed=1")
+    assert again == found
+    assert other.replicas[1].lost != home.lost or other.round_seconds != found.round_seconds
+    assert home.step_seconds < found.step_seconds  # the mean, and the slowest
+
+
+def test_flops_are_six_a_parameter_and_token() -> None:
+    """Forward is a third of that; attention comes on top, the embedding costs nothing."""
+    shape = plan_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
+    whole = Part(shape.layers, True, True, 0)
+    matrices = 512_398_848 - 32000 * 1536 - 25 * 1536
+    attention = 12 * 2 * 2048 * 1536
+    assert forward_flops(shape, whole, 1, 2048) == 2048 * (2 * matrices + attention)
+    halves = [forward_flops(shape, Part(6, not last, last, 0), 1, 2048) for last in (False, True)]
+    assert sum(halves) == forward_flops(shape, whole, 1, 2048)
+
+
+def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
+    shape = plan_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
+    held = memory_of(shape, Part(3, False, False, 1000), 2, 2048, in_flight=5)
+    assert sum(held.values()) - held["activations"] == 24_000
+    assert held["activations"] == 5 * 2 * 2048 * 3 * (8 * 1536 + 3 * 5440) * 2
+
+
+def test_json_timeline_and_chart(yaml: Path, tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"out.{name}" for name in ("json", "pftrace", "png")}
+    options = ["--json", paths["json"], "--timeline", paths["pftrace"], "--chart", paths["png"]]
+    code, out, errors = _invoke(str(yaml), *map(str, options))
+    assert code == 0, errors
+    assert "tokens a second" in out
+    content: dict[str, Any] = json.loads(paths["json"].read_text())
+    assert content["round_seconds"] > content["step_seconds"] > 0
+    assert set(content["utilization"]) == {"absolute", "relative"}
+    assert [stage["member"] for stage in content["stages"]] == ["dc", "home.0", "home.1", "home.2", "home.3"]
+    assert len(content["links"]) == 3 + 5
+    assert paths["png"].stat().st_size > 10_000
+    trace = Trace.FromString(paths["pftrace"].read_bytes())
+    names = {p.track_descriptor.uuid: p.track_descriptor.name for p in trace.packet if p.HasField("track_descriptor")}
+    assert {"dc", "home", "stage 3", "hop 2 activation", "hop 0 gradient"} <= set(names.values())
+    events = [packet for packet in trace.packet if packet.HasField("track_event")]
+    begins = [packet for packet in events if packet.track_event.type == TrackEvent.TYPE_SLICE_BEGIN]
+    assert len(events) == 2 * len(begins)
+    last = max(packet.timestamp for packet in events) / 1e9
+    assert last == pytest.approx(3 * content["round_seconds"], rel=0.05)
+
+
+def test_sweeps(yaml: Path, tmp_path: Path) -> None:
+    path, chart = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    sweep = "links.home.bandwidth=100kbit/s..100Mbit/s"
+    code, out, errors = _invoke(str(yaml), "--sweep", sweep, "--json", str(path), "--chart", str(chart))
+    assert code == 0, errors
+    assert "100 kbit/s" in out
+    points = json.loads(path.read_text())["points"]
+    assert len(points) == 25
+    uses = [point["utilization"]["relative"] for point in points]
+    assert uses == sorted(uses)
+    assert chart.stat().st_size > 10_000
+    key, values = parse_sweep("replicas.1.boundary.rank=1/8,1/32")
+    assert (key, values) == ("replicas.1.boundary.rank", ["1/8", "1/32"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sweep", "links.home.bandwidth=1..10"], "expected ends with one kind of unit"),
+        (["--sweep", "links.home.bandwidth=1ms..10Mbit/s"], "expected ends with one kind of unit"),
+        (["--sweep", "links.home.bandwidth=10Mbit/s..1Mbit/s"], "expected a range that grows"),
+        (["--sweep", "links.home.bandwidth=10,20"], "expected a number and a unit such as"),
+        (["--sweep", "links.home.bandwidth"], "expected KEY=FROM..TO"),
+        (["--set", "links.home.bandwidth=0 Mbit/s"], "links.home.bandwidth: found"),
+        (["--set", "replicas.1.hardware=abacus"], "replicas[1].hardware: found `abacus`, expected one of h200"),
+        (["--set", "simulate.fleets={homes: {count: 2}}"], "found no such replica, expected one of dc, home"),
+        (["--set", "simulate.hardware={tiny: {flops: 1 GFLOP/s, memory: 1 MB, memory_bandwidth: 1 GB/s}}",
+          "--set", "simulate.machine=tiny"], "dc needs"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(yaml: Path, arguments: list[str], words: str) -> None:
+    code, _, errors = _invoke(str(yaml), *arguments)
+    assert code == 2
+    assert words in errors
+    assert errors.count("\n") == 1
+
+
+def test_ten_thousand_members_are_predicted() -> None:
+    found = _predict(CONFIGS / "simulate" / "ten_thousand.yaml")
+    assert found.members == 10_000
+    assert 0 < found.utilization["relative"] < 1
