@@ -49,6 +49,9 @@ class InnerOptimizer:
     basis U [D, K].
     """
 
+    leading_dimensions = 0
+    """Of every parameter, before those of the model."""
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -86,19 +89,22 @@ class InnerOptimizer:
     def _groups(self) -> Iterator[dict[str, Any]]:
         """Matrices, norms, and what trains the embedding; `shared_dim` marks what modified AdamW treats apart."""
         decay = self.settings.weight_decay
-        matrices = {name: p for name, p in self._named.items() if p.ndim > 1 and name != EMBEDDING}
+        matrices = {name: p for name, p in self._named.items() if self._is_matrix(p) and name != EMBEDDING}
         special = [p for name, p in matrices.items() if name.endswith(OUTPUT_PROJECTIONS)]
         if not self._ablations.modified_adamw:
             special = []
         found: list[dict[str, Any]] = [
             {"params": [p for p in matrices.values() if not any(p is s for s in special)], "weight_decay": decay},
-            {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in self._parameters if not self._is_matrix(p)], "weight_decay": 0.0},
             {"params": special, "weight_decay": decay, "shared_dim": 0},
         ]
         trained = self._coefficients if self._coefficients is not None else self._embedding
         if trained is not None:
             found.append({"params": [trained], "weight_decay": decay, "shared_dim": 1, "embeds": True})
         return (group for group in found if group["params"])
+
+    def _is_matrix(self, parameter: Tensor) -> bool:
+        return parameter.ndim - self.leading_dimensions > 1
 
     @property
     def perpendicular(self) -> Tensor | None:
@@ -117,6 +123,15 @@ class InnerOptimizer:
             with torch.no_grad():
                 self._coefficients.copy_(self._embedding @ self.basis)
 
+    def state(self) -> list[dict[str, Any]]:
+        """Moments and counts of steps, as tensors that are still in use."""
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Go on from what `state` gave, in an optimizer of the same parameters."""
+        for optimizer, saved in zip(self.optimizers, state, strict=True):
+            optimizer.load_state_dict(saved)
+
     def gradient_norm(self) -> Tensor:
         """The 2-norm of all gradients here."""
         return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
@@ -124,7 +139,7 @@ class InnerOptimizer:
     def step(self, step: int, replica_norm: Tensor) -> float:
         """Clip by the whole replica's norm, step, clear the gradients; returns the learning rate."""
         if self.settings.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self._parameters, self.settings.clip_norm, replica_norm)
+            self._clip(self.settings.clip_norm, replica_norm)
         rate = self.settings.learning_rate_at(step, self.total_steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -136,6 +151,9 @@ class InnerOptimizer:
         for parameter in self._parameters:
             parameter.grad = None
         return rate
+
+    def _clip(self, largest: float, norm: Tensor) -> None:
+        nn.utils.clip_grads_with_norm_(self._parameters, largest, norm)
 
     @torch.no_grad()
     def _before(self, rate: float) -> None:

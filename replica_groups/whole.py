@@ -7,6 +7,7 @@ stages with the same name, split and boundary compute the same thing; only the o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,33 @@ class WholeReplica:
         norm = self.optimizer.gradient_norm()
         rate = self.optimizer.step(step, norm)
         return loss, norm.item(), rate
+
+    def state(self) -> dict[str, Any]:
+        """All that its next step depends on, between an outer round and that step, as tensors that are still in use."""
+        boundary = self.boundary
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in self.parameters.items()},
+            "optimizer": self.optimizer.state(),
+            "basis": None if boundary is None else boundary.basis,
+            "perpendicular": boundary.perpendicular if boundary is not None and boundary.is_stale else None,
+        }
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, in a replica of the same settings."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(state["parameters"][name])
+        self.optimizer.load(state["optimizer"])
+        embedding, boundary = self.parameters[EMBEDDING], self.boundary
+        if boundary is None or not self.hops:
+            return
+        if state["basis"] is not None:
+            boundary.move(state["basis"].to(embedding.device))
+            self.optimizer.basis = boundary.basis
+        if state["perpendicular"] is not None:
+            boundary.perpendicular = state["perpendicular"].to(embedding.device)
+        boundary.split(embedding)  # without `discard`: that was done before it was saved
+        self.optimizer.perpendicular = boundary.perpendicular
 
     @torch.no_grad()
     def evaluate(self, validation: Sequence[Tensor]) -> float:

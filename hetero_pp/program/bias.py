@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches
+from hetero_pp.program.ranks import Ranks
 from replica_groups.whole import WholeReplica
 
 
@@ -32,7 +33,7 @@ class BiasMeter:
                 self.unbiased[index] = twin.parameters
 
     @torch.no_grad()
-    def share(self, theta: Mapping[str, Tensor]) -> float:
+    def share(self, theta: Mapping[str, Tensor], ranks: Ranks) -> float:
         """|| mean (Delta* - Delta) || / || mean Delta* ||, where Delta = theta - parameters after the inner steps."""
         bias = squared = 0.0
         for name, start in theta.items():
@@ -40,6 +41,8 @@ class BiasMeter:
             for index, replica in enumerate(self.replicas):
                 own += start - replica.parameters[name]
                 unbiased += start - self.unbiased.get(index, replica.parameters)[name]
+            ranks.sum(own)
+            ranks.sum(unbiased)
             bias += (unbiased - own).double().square().sum().item()
             squared += unbiased.double().square().sum().item()
         return (bias / squared) ** 0.5

@@ -1,0 +1,90 @@
+"""The ranks of torchrun: which replicas are this process's, and sums over all of them.
+
+One process without torchrun is one rank that holds every replica; nothing here then does anything.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetero_pp.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `world` others; every method but `mine` and `owner` has to be called by all of them."""
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = CPU
+    """Where this rank's tensors live."""
+
+    def mine(self, replicas: int) -> range:
+        """The indices of this rank's replicas: contiguous, and one more on the first ranks if they do not divide.
+
+        Raises ConfigError if there are fewer replicas than ranks.
+        """
+        if replicas < self.world:
+            raise ConfigError(
+                ("replicas",), f"found {replicas} replicas for {self.world} ranks, expected at least one for each rank"
+            )
+        return range(self._first(self.rank, replicas), self._first(self.rank + 1, replicas))
+
+    def owner(self, index: int, replicas: int) -> int:
+        """The rank that holds a replica."""
+        return next(rank for rank in range(self.world) if index < self._first(rank + 1, replicas))
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum over ranks, in place; all ranks get the same bits."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite with what rank `source` has."""
+        if self.world > 1:
+            dist.broadcast(tensor, source)
+
+    def gather(self, value: float) -> list[float]:
+        """Every rank's number, in the order of ranks, the same list everywhere."""
+        if self.world == 1:
+            return [value]
+        own = torch.tensor([value], dtype=torch.float64, device=self.device)
+        values = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(values, own)
+        return torch.cat(values).tolist()
+
+    def close(self) -> None:
+        """Leave the group that `init_ranks` joined."""
+        if self.world > 1:
+            dist.destroy_process_group()
+
+    def _first(self, rank: int, replicas: int) -> int:
+        share, more = divmod(replicas, self.world)
+        return rank * share + min(rank, more)
+
+
+ALONE = Ranks()
+
+
+def init_ranks(device: torch.device) -> Ranks:
+    """Join the other processes that torchrun started, over gloo on a CPU and NCCL on GPUs, one GPU a process.
+
+    Without torchrun, or with one process, the only rank. `close` it at the end.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Ranks(device=device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    return Ranks(dist.get_rank(), world, device)

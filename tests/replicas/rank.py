@@ -1,0 +1,106 @@
+"""What one rank of test_replicas_on_ranks.py runs: `python rank.py CORPUS FOLDER METHOD`, alone or by torchrun.
+
+Writes FOLDER/<rank>-of-<world>.json: losses, hashes after each round, and the embedding after the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.inner import EMBEDDING
+from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.fast import Group, train_fast
+from hetero_pp.program.ranks import Ranks, init_ranks
+
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sparseloco": ({"compression": {"density": 1 / 16}}, {}),
+    "adamw_ddp": ({"method": "adamw_ddp"}, {}),
+    "grassmann": ({"method": "diloco"}, {"ablations": {"grassmann_every": 2}}),
+}
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def _plan(corpus: str, method: str) -> RunPlan:
+    """Two uncompressed replicas and two compressed ones, in this order, so that the latter are on the last rank."""
+    outer, boundary = METHODS[method]
+    home = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4", "dtype": "fp32", **boundary}}
+    config = RunConfig.model_validate(
+        {
+            "name": "t",
+            "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
+            "data": {"corpus": corpus, "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
+            "inner": {"steps": 3, "warmup_steps": 3, "learning_rate": 0.01},
+            "outer": {"rounds": 3, **outer},
+            "replicas": [
+                {"name": f"r{index}", "batch_size": 4} | (home if index > 1 else {"kind": "datacenter"})
+                for index in range(4)
+            ],
+        }
+    )
+    return RunPlan(config, 256)
+
+
+def _rounds(group: Group, rounds: int) -> dict[str, Any]:
+    """The hash of each replica's parameters after each round, and the embedding after the first."""
+    hashes, embedding = [], None
+    for round_ in range(1, rounds + 1):
+        assert group.round(round_)
+        hashes.append(
+            [
+                parameters_sha256({name: parameter_sha256(p) for name, p in replica.parameters.items()}).hex()
+                for replica in group.replicas
+            ]
+        )
+        embedding = group.replicas[0].parameters[EMBEDDING].tolist() if embedding is None else embedding
+    return {"hashes": hashes, "embedding": embedding, "uncompressed": group.evaluate_uncompressed()}
+
+
+def _resumed(plan: RunPlan, folder: Path, ranks: Ranks) -> list[float]:
+    """The losses of a run that ended after two rounds and went on."""
+
+    def interrupt(round_: int, loss: float) -> None:
+        if round_ == 2:
+            raise _Interrupted
+
+    store, path = prepare_tokens(plan.config.data, folder), folder / "checkpoint"
+    try:
+        train_fast(plan, store, interrupt, ranks=ranks, checkpoint=path, checkpoint_seconds=0)
+    except _Interrupted:
+        assert list(folder.glob("checkpoint*"))
+    return train_fast(plan, store, ranks=ranks, checkpoint=path).validation_loss
+
+
+def _stops_if_one_diverges(plan: RunPlan, folder: Path, ranks: Ranks) -> bool:
+    group = Group(plan, prepare_tokens(plan.config.data, folder), ranks=ranks)
+    if ranks.rank == ranks.world - 1:
+        group.replicas[0].inner_step = lambda tokens, step: (0.0, math.nan, 0.0)  # type: ignore[method-assign]
+    return not group.round(1)
+
+
+def main(corpus: str, folder: Path, method: str) -> None:
+    """Train, and write what came of it."""
+    torch.set_num_threads(1)
+    ranks, plan = init_ranks(torch.device("cpu")), _plan(corpus, method)
+    store = prepare_tokens(plan.config.data, folder / f"tokens-{ranks.rank}")
+    found = dataclasses.asdict(train_fast(plan, store, ranks=ranks, bias_every=2))
+    found |= _rounds(Group(plan, store, ranks=ranks), plan.config.outer.rounds)
+    found["resumed"] = _resumed(plan, folder, ranks)
+    found["stops"] = method == "adamw_ddp" or _stops_if_one_diverges(plan, folder, ranks)
+    (folder / f"{ranks.rank}-of-{ranks.world}.json").write_text(json.dumps(found))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,88 @@
+"""A run of the fast engine that is interrupted goes on to the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.fast import FastResult, train_fast
+
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sparseloco": ({}, {"ablations": {"adaptation": "stale"}}),
+    "diloco": ({"method": "diloco"}, {}),
+    "adamw_ddp": ({"method": "adamw_ddp"}, {}),
+    "coefficients": ({}, {"ablations": {"embedding": "coefficients", "modified_adamw": True}}),
+    "discarded": ({}, {"ablations": {"adaptation": "discarded", "embedding": "coefficients"}}),
+    "grassmann": ({}, {"ablations": {"grassmann_every": 1}}),
+}
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def _plan(corpus: Path, method: str) -> RunPlan:
+    torch.set_num_threads(1)
+    outer, boundary = METHODS[method]
+    home = {"name": "home", "kind": "participants", "stages": 2, "boundary": {"rank": "1/4", **boundary}}
+    config = RunConfig.model_validate(
+        {
+            "name": "t",
+            "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
+            "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
+            "inner": {"steps": 3, "warmup_steps": 3, "learning_rate": 0.01},
+            "outer": {"rounds": 4, **outer},
+            "replicas": [home | {"batch_size": 4}, {"name": "dc", "kind": "datacenter", "batch_size": 4}],
+        }
+    )
+    return RunPlan(config, 256)
+
+
+def _interrupt_after(round_: int) -> Any:
+    def on_round(number: int, loss: float) -> None:
+        if number == round_:
+            raise _Interrupted
+
+    return on_round
+
+
+def _told(result: FastResult) -> tuple[object, ...]:
+    return result.validation_loss, result.uncompressed, result.compressed, result.tokens, result.bias
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_it_goes_on_to_the_same_bits(method: str, corpus: Path, tmp_path: Path) -> None:
+    plan, path = _plan(corpus, method), tmp_path / "rows" / "checkpoint"
+    store = prepare_tokens(plan.config.data, tmp_path)
+    expected = train_fast(plan, store)
+    for round_ in (1, 3):
+        with pytest.raises(_Interrupted):
+            train_fast(plan, store, _interrupt_after(round_), checkpoint=path, checkpoint_seconds=0)
+        assert [file.name for file in path.parent.iterdir()] == ["checkpoint"]
+    rounds: list[int] = []
+    result = train_fast(plan, store, lambda round_, loss: rounds.append(round_), checkpoint=path)
+    assert rounds == [4]
+    assert _told(result) == _told(expected)
+    assert not list(path.parent.iterdir())
+
+
+def test_it_is_saved_when_it_is_time(corpus: Path, tmp_path: Path) -> None:
+    plan, path = _plan(corpus, "diloco"), tmp_path / "checkpoint"
+    with pytest.raises(_Interrupted):
+        train_fast(plan, prepare_tokens(plan.config.data, tmp_path), _interrupt_after(2), checkpoint=path)
+    assert not path.exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused(corpus: Path, tmp_path: Path) -> None:
+    plan, other, path = _plan(corpus, "diloco"), _plan(corpus, "sparseloco"), tmp_path / "checkpoint"
+    store = prepare_tokens(plan.config.data, tmp_path)
+    with pytest.raises(_Interrupted):
+        train_fast(plan, store, _interrupt_after(1), checkpoint=path, checkpoint_seconds=0)
+    with pytest.raises(ConfigError, match="found the checkpoint of another configuration"):
+        train_fast(other, store, checkpoint=path)

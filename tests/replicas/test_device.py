@@ -1,0 +1,90 @@
+"""The fast engine on another device than the CPU: a run on `meta`, whose tensors hold no data."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.fast import Group
+
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sparseloco": ({"compression": {"value_bits": 2}}, {}),
+    "diloco": ({"method": "diloco"}, {}),
+    "adamw_ddp": ({"method": "adamw_ddp"}, {}),
+    "few bits": ({}, {"bits": 4}),
+    "coefficients": ({}, {"ablations": {"embedding": "coefficients", "weight_projection": True}}),
+    "modified adamw": ({}, {"ablations": {"modified_adamw": True, "adaptation": "discarded"}}),
+    "grassmann": ({}, {"ablations": {"grassmann_every": 1}}),
+}
+
+
+class _OneDevice(TorchFunctionMode):
+    """Fails where a GPU would, or worse would copy: at operations between tensors of two devices.
+
+    Answers what a tensor without data cannot be asked: a loss is 1, nothing is tied.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.item:
+            return 1.0
+        if func is torch.Tensor.__bool__:
+            return False
+        found = tree_leaves((args, kwargs))
+        devices = {value.device for value in found if isinstance(value, torch.Tensor) and value.ndim > 0}
+        assert len(devices) < 2 or func is torch.Tensor.copy_, (func, devices)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def fused_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has this kernel for `meta`, but does not say so."""
+    module = importlib.import_module("torch.optim.optimizer")
+    monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+
+
+@pytest.mark.usefixtures("fused_on_meta")
+@pytest.mark.parametrize(
+    ("method", "stacks"), [*((method, False) for method in METHODS), ("sparseloco", True), ("adamw_ddp", True)]
+)
+def test_nothing_stays_behind_on_the_cpu(method: str, stacks: bool, corpus: Path, tmp_path: Path) -> None:
+    outer, boundary = METHODS[method]
+    home = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4", **boundary}}
+    config = RunConfig.model_validate(
+        {
+            "name": "t",
+            "model": {"width": 32, "heads": 2, "feed_forward": 48, "layers": 2},
+            "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
+            "inner": {"steps": 1, "warmup_steps": 3, "learning_rate": 0.01},
+            "outer": {"rounds": 2, **outer},
+            "replicas": [
+                home | {"name": "a", "batch_size": 4},
+                home | {"name": "b", "batch_size": 4},
+                {"name": "dc", "kind": "datacenter", "batch_size": 4},
+            ],
+        }
+    )
+    plan, store = RunPlan(config, 256), prepare_tokens(config.data, tmp_path)
+    device = torch.device("meta")
+    with _OneDevice():
+        group = Group(plan, store, device=device, stacks=stacks)
+        assert group.is_stacked == stacks
+        assert group.round(1)
+        assert group.round(2)
+        assert group.evaluate() == group.evaluate_compressed() == 1.0
+        held = [*group.theta.values(), *group.errors[0].values(), *group.outer.momentum.values(), *group.validation]
+        held += [parameter for replica in group.replicas for parameter in replica.parameters.values()]
+        for holder in (*group.replicas, *group.stacks):
+            for optimizer in holder.optimizer.optimizers:
+                held += [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        assert {tensor.device for tensor in held} == {device}

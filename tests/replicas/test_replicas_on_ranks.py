@@ -1,0 +1,59 @@
+"""Replicas spread over processes that torchrun starts: the same run as in one process, and the same bits in all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.ranks import ALONE, Ranks
+
+SCRIPT = Path(__file__).with_name("rank.py")
+
+
+def _run(world: int, corpus: Path, folder: Path, method: str) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder.mkdir()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    command = [sys.executable, *(torchrun if world > 1 else []), str(SCRIPT), str(corpus), str(folder), method]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}-of-{world}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize(("method", "world"), [("sparseloco", 3), ("adamw_ddp", 2), ("grassmann", 2)])
+def test_ranks_train_what_one_process_trains(method: str, world: int, corpus: Path, tmp_path: Path) -> None:
+    """To rounding: the sums over replicas are grouped differently."""
+    (one,) = _run(1, corpus, tmp_path / "one", method)
+    found = _run(world, corpus, tmp_path / "several", method)
+    for key in ("validation_loss", "compressed", "tokens", "contribution_bytes", "stops", "resumed"):
+        assert all(rank[key] == found[0][key] for rank in found), key
+    for rank in found:
+        assert rank["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-4)
+        assert rank["compressed"] == pytest.approx(one["compressed"], rel=1e-4)
+        assert rank["uncompressed"] == pytest.approx(one["uncompressed"], rel=1e-4)
+        assert rank["bias"][0] == pytest.approx(one["bias"][0], rel=1e-2)
+        assert rank["tokens"] == one["tokens"]
+        assert rank["stops"]
+        assert rank["resumed"] == rank["validation_loss"]
+        for ours, expected in zip(rank["embedding"], one["embedding"], strict=True):
+            assert ours == pytest.approx(expected, abs=1e-6)
+    for round_ in range(3):
+        assert len({sha for rank in found for sha in rank["hashes"][round_]}) == 1
+    assert not list(tmp_path.glob("*/checkpoint*"))
+
+
+def test_replicas_are_split_evenly() -> None:
+    assert [list(Ranks(rank, 3).mine(8)) for rank in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert [Ranks(0, 3).owner(index, 8) for index in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert list(ALONE.mine(2)) == [0, 1]
+
+
+def test_more_ranks_than_replicas_are_refused() -> None:
+    with pytest.raises(ConfigError, match="found 2 replicas for 3 ranks"):
+        Ranks(0, 3).mine(2)
