@@ -1,10 +1,12 @@
 """The fast in-process engine beside a plain PyTorch loop over one uncompressed model, on the same tokens.
 
-    python benchmarks/in_process.py [--rounds N] [--json FILE]
+    python benchmarks/in_process.py [--scale micro|small] [--device cpu|cuda] [--rounds N] [--json FILE]
 
-Both run in this process on one thread, in turns, and are timed in CPU seconds, so that neighbours on the machine
-matter little. The engine's share includes its outer rounds; the plain loop has none. Memory: tensors that the engine
-holds between steps, against M x (weights + two moments + error feedback) + theta.
+On a CPU the engine runs eager and compiled; on a GPU also with equal replicas stacked. All run in this process, in
+turns. On a CPU they have one thread and are timed in CPU seconds, so that neighbours on the machine matter little; on
+a GPU by the wall clock, until the device is idle. The engine's share includes its outer rounds; the plain loop has
+none. Memory: tensors that the eager engine holds between steps, against M x (weights + two moments + error feedback)
++ theta.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,23 +29,49 @@ from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.experiments.report import commit, machine
 from hetero_pp.program.fast import Group
 
-H = 10
-REPLICAS = 4
+
+@dataclass(frozen=True)
+class Scale:
+    """A setting of the experiments (with bytes instead of a BPE)."""
+
+    model: dict[str, Any]
+    length: int
+    replicas: int
+    batch_size: int
+    steps: int
 
 
-def plan_of(compressed: int) -> RunPlan:
-    """The micro setting with so many of the four replicas compressed at k/d = 1/8 (bytes instead of a BPE)."""
+SCALES = {
+    "micro": Scale({"preset": "micro", "vocabulary": 1024}, 128, 4, 4, 10),
+    "small": Scale({"width": 256, "layers": 8, "heads": 4, "feed_forward": 704, "vocabulary": 4096}, 512, 8, 8, 25),
+}
+ENGINES: dict[str, dict[str, bool]] = {
+    "eager": {"stacks": False},
+    "compiled": {"stacks": False, "compiles": True},
+    "stacked": {"stacks": True},
+    "stacked, compiled": {"stacks": True, "compiles": True},
+}
+
+
+class Runner(Protocol):
+    """What trains a round."""
+
+    def round(self, round_: int) -> object: ...
+
+
+def plan_of(scale: Scale, compressed: int) -> RunPlan:
+    """The setting with so many of its replicas compressed at k/d = 1/8."""
     home = {"kind": "participants", "stages": 4, "boundary": {"rank": "1/8"}}
     replicas = [
-        {"name": f"r{index}", "batch_size": 4} | (home if index < compressed else {"kind": "datacenter"})
-        for index in range(REPLICAS)
+        {"name": f"r{index}", "batch_size": scale.batch_size} | (home if index < compressed else {"kind": "datacenter"})
+        for index in range(scale.replicas)
     ]
     config = RunConfig.model_validate(
         {
             "name": "benchmark",
-            "model": {"preset": "micro", "vocabulary": 1024},
-            "data": {"sequence_length": 128},
-            "inner": {"steps": H, "warmup_steps": 10},
+            "model": scale.model,
+            "data": {"sequence_length": scale.length},
+            "inner": {"steps": scale.steps, "warmup_steps": 10},
             "outer": {"rounds": 1000, "compression": {"density": 1 / 32, "value_bits": 32}},
             "replicas": replicas,
         }
@@ -52,56 +82,72 @@ def plan_of(compressed: int) -> RunPlan:
 class PlainLoop:
     """What anybody would write: one model, AdamW, clipping."""
 
-    def __init__(self, plan: RunPlan, group: Group) -> None:
-        self.model = Transformer(plan.shape)
-        initialise(self.model, 0)
+    def __init__(self, plan: RunPlan, group: Group, device: torch.device) -> None:
+        model = Transformer(plan.shape)
+        initialise(model, 0)
+        self.model = model.to(device)
         self.adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-2, betas=(0.9, 0.95), fused=True)
         self.batches = group.batches
+        self.steps = plan.config.inner.steps
+        self.device = device
 
     def round(self, round_: int) -> None:
         """As many tokens as a round of the engine."""
-        for step in range((round_ - 1) * H, round_ * H):
+        for step in range((round_ - 1) * self.steps, round_ * self.steps):
             for batches in self.batches:
-                tokens = batches.train(step)
+                tokens = batches.train(step).to(self.device)
                 next_token_loss(self.model(tokens[:, :-1]), tokens[:, 1:]).backward()
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                 self.adamw.step()
                 self.adamw.zero_grad()
 
 
-def compare(compressed: int, rounds: int, store: TokenStore) -> dict[str, Any]:
-    """CPU seconds a round of both, in turns; the medians and their ratio."""
-    plan = plan_of(compressed)
-    before = _held()
-    group = Group(plan, store)
-    group.round(1)
-    held = _held() - before
-    plain = PlainLoop(plan, group)
-    plain.round(1)
-    seconds: dict[str, list[float]] = {"engine": [], "plain": []}
+def compare(
+    plan: RunPlan, compressed: int, engines: Sequence[str], rounds: int, store: TokenStore, device: torch.device
+) -> dict[str, Any]:
+    """Seconds a round of every engine and of the plain loop, in turns; the medians and their ratios."""
+    before = _held(device)
+    eager = Group(plan, store, device=device, **ENGINES["eager"])
+    eager.round(1)
+    held = _held(device) - before
+    runners: dict[str, Runner] = {"plain": PlainLoop(plan, eager, device), "eager": eager}
+    runners |= {name: Group(plan, store, device=device, **ENGINES[name]) for name in engines if name != "eager"}
+    for name, runner in runners.items():
+        if name != "eager":
+            runner.round(1)
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
     for round_ in range(2, rounds + 2):
-        for name, runner in (("engine", group), ("plain", plain)):
-            started = time.process_time()
+        for name, runner in runners.items():
+            started = _now(device)
             runner.round(round_)
-            seconds[name].append(time.process_time() - started)
-    tokens = group.tokens_per_round
-    weights = sum(tensor.numel() for tensor in group.theta.values()) * 4
+            seconds[name].append(_now(device) - started)
+    speeds = {name: eager.tokens_per_round / median(values) for name, values in seconds.items()}
+    weights = sum(tensor.numel() for tensor in eager.theta.values()) * 4
+    expected = weights * (4 * len(eager.replicas) + 1)
     return {
         "compressed_replicas": compressed,
-        "tokens_per_cpu_second": {name: tokens / median(values) for name, values in seconds.items()},
-        "engine_over_plain": median(seconds["plain"]) / median(seconds["engine"]),
+        "tokens_per_second": speeds,
+        "over_plain": {name: speed / speeds["plain"] for name, speed in speeds.items() if name != "plain"},
         "held_bytes": held,
-        "expected_bytes": weights * (4 * REPLICAS + 1),
-        "held_over_expected": held / (weights * (4 * REPLICAS + 1)),
+        "expected_bytes": expected,
+        "held_over_expected": held / expected,
     }
 
 
-def _held() -> int:
+def _now(device: torch.device) -> float:
+    """CPU seconds of this process; on a GPU seconds of the wall clock, at which all that was asked for is done."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.monotonic()
+
+
+def _held(device: torch.device) -> int:
     """Bytes of all live tensors' storages, each counted once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == device.type:
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())
 
@@ -109,23 +155,28 @@ def _held() -> int:
 def main() -> None:
     """Run and print; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scale", choices=SCALES, default="micro")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    store = prepare_tokens(plan_of(0).config.data, Path("runs/.tokens"))
-    results = [compare(compressed, arguments.rounds, store) for compressed in (0, 2, 4)]
-    print(f"{'compressed':>10} {'engine tok/s':>14} {'plain tok/s':>14} {'ratio':>7} {'held / expected':>16}")
+    scale, device = SCALES[arguments.scale], torch.device(arguments.device)
+    engines = [name for name in ENGINES if device.type == "cuda" or not ENGINES[name]["stacks"]]
+    store = prepare_tokens(plan_of(scale, 0).config.data, Path("runs/.tokens"))
+    results = []
+    for compressed in (0, scale.replicas // 2, scale.replicas):
+        results.append(compare(plan_of(scale, compressed), compressed, engines, arguments.rounds, store, device))
+    unit = "CPU second" if device.type == "cpu" else "second"
+    print(f"{arguments.scale}, {arguments.device}: tokens a {unit}, and over the plain loop's")
+    print("compressed" + "".join(f"{name:>26}" for name in ("plain", *engines)) + f"{'held / expected':>18}")
     for result in results:
-        speeds = result["tokens_per_cpu_second"]
-        print(
-            f"{result['compressed_replicas']:>7} of {REPLICAS} {speeds['engine']:>13,.0f} {speeds['plain']:>14,.0f} "
-            f"{result['engine_over_plain']:>7.3f} {result['held_over_expected']:>16.3f}"
-        )
+        speeds, ratios = result["tokens_per_second"], {"plain": 1.0} | result["over_plain"]
+        cells = "".join(f"{speeds[name]:>17,.0f} ({ratios[name]:.3f})" for name in ("plain", *engines))
+        print(f"{result['compressed_replicas']:>5} of {scale.replicas}{cells}{result['held_over_expected']:>18.3f}")
     if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps({"machine": machine(), "commit": commit(), "results": results}, indent=1) + "\n"
-        )
+        measured = {"scale": arguments.scale, "device": arguments.device, "results": results}
+        arguments.json.write_text(json.dumps({"machine": machine(), "commit": commit(), **measured}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -69,17 +69,17 @@ def simulate(
         str | None,
         typer.Option(metavar="KEY=A..B", help="Predict at many values, as `links.home.bandwidth=10Mbit/s..10Gbit/s`."),
     ] = None,
+    curves: Annotated[
+        str | None, typer.Option(metavar="KEY=A,B", help="With a sweep: a curve for each, as `inner.steps=10,50`.")
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
     """Predict times, utilization, bytes and memory of a topology, without training."""
     with readable_errors():
-        from hetero_pp.program.simulation import command
+        from hetero_pp.program.simulation.command import Outputs
+        from hetero_pp.program.simulation.command import simulate as predict_and_print
 
-        outputs = command.Outputs(json_path, timeline, chart)
-        if sweep is None:
-            command.simulate(config, overrides, outputs)
-        else:
-            command.simulate_sweep(config, overrides, sweep, outputs)
+        predict_and_print(config, overrides, sweep, curves, Outputs(json_path, timeline, chart))
 
 
 @app.command()

@@ -176,11 +176,17 @@ def blob_bytes(address: BlobAddress, shapes: Mapping[str, Shape], settings: Comp
     """The size of a blob of tensors of these shapes, which does not depend on their values."""
     blob = Blob(version=FORMAT_VERSION, run=address.run, round=address.round, replica=address.replica)
     blob.block = address.block
-    for name, shape in sorted(shapes.items()):
-        payload = blob.tensors.add(name=name, shape=shape, tile=settings.tile, density=settings.density)
+    size = blob.ByteSize()
+    for name, shape in shapes.items():
+        payload = TensorPayload(name=name, shape=shape, tile=settings.tile, density=settings.density)
         payload.code_bits = settings.value_bits
-        positions, codes = payload_bytes(shape, settings)
-        payload.positions, payload.codes = bytes(positions), bytes(codes)
         if settings.value_bits < 32:
             payload.levels.extend([0.0] * (1 << settings.value_bits))
-    return blob.ByteSize()
+        # The two large fields are only counted: those of a 70B model would fill the memory.
+        size += _field_bytes(payload.ByteSize() + sum(map(_field_bytes, payload_bytes(shape, settings))))
+    return size
+
+
+def _field_bytes(length: int) -> int:
+    """What protobuf writes of bytes or a message of this length: a tag (fields up to 15), the length, itself."""
+    return 1 + max(1, -(-length.bit_length() // 7)) + length if length else 0

@@ -42,5 +42,7 @@ class SimulateSettings(Settings):
     exchange_bandwidth: Bandwidth | None = Field(
         None, gt=0, description="of the exchange itself, each way, shared by all members; unlimited by default"
     )
+    sweep: str | None = Field(None, description="KEY=FROM..TO or KEY=A,B: predict at these values, as --sweep does")
+    curves: str | None = Field(None, description="KEY=A,B: a curve of the sweep for each, as --curves does")
     tokens: int | None = Field(None, ge=1, description="token budget; by default that of the run")
     seed: int = Field(0, ge=0, description="of jitter and fleets")

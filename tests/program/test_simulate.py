@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hetero_pp.program.cli import app
 from hetero_pp.program.simulation.command import plan_of
 from hetero_pp.program.simulation.prediction import Prediction, predict
-from hetero_pp.program.simulation.sweep import parse_sweep
+from hetero_pp.program.simulation.sweep import Sweep
 from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import Part, forward_flops, memory_of
 
@@ -147,7 +147,7 @@ def test_json_timeline_and_chart(yaml: Path, tmp_path: Path) -> None:
     begins = [packet for packet in events if packet.track_event.type == TrackEvent.TYPE_SLICE_BEGIN]
     assert len(events) == 2 * len(begins)
     last = max(packet.timestamp for packet in events) / 1e9
-    assert last == pytest.approx(3 * content["round_seconds"], rel=0.05)
+    assert last == pytest.approx(2 * content["round_seconds"], rel=0.05)
 
 
 def test_sweeps(yaml: Path, tmp_path: Path) -> None:
@@ -156,13 +156,26 @@ def test_sweeps(yaml: Path, tmp_path: Path) -> None:
     code, out, errors = _invoke(str(yaml), "--sweep", sweep, "--json", str(path), "--chart", str(chart))
     assert code == 0, errors
     assert "100 kbit/s" in out
-    points = json.loads(path.read_text())["points"]
-    assert len(points) == 25
-    uses = [point["utilization"]["relative"] for point in points]
+    [points] = json.loads(path.read_text())["curves"].values()
+    assert len(points) == 13
+    assert (points[0]["bandwidth"], points[-1]["bandwidth"]) == (pytest.approx(1e5), pytest.approx(1e8))
+    uses = [point["utilization"] for point in points]
     assert uses == sorted(uses)
     assert chart.stat().st_size > 10_000
-    key, values = parse_sweep("replicas.1.boundary.rank=1/8,1/32")
-    assert (key, values) == ("replicas.1.boundary.rank", ["1/8", "1/32"])
+
+
+def test_a_sweep_of_the_yaml_with_curves(yaml: Path, tmp_path: Path) -> None:
+    text = yaml.read_text().replace("simulate:\n", "simulate:\n  sweep: links.home.bandwidth=10kbit/s,1Mbit/s\n")
+    yaml.write_text(text)
+    path, chart = tmp_path / "sweep.json", tmp_path / "sweep.png"
+    options = ["--curves", "replicas.1.boundary.rank=full,1/8", "--json", str(path), "--chart", str(chart)]
+    code, _, errors = _invoke(str(yaml), *options)
+    assert code == 0, errors
+    curves = json.loads(path.read_text())["curves"]
+    assert list(curves) == ["full", "1/8"]
+    assert [point["bandwidth"] for point in curves["full"]] == [1e4, 1e6]
+    assert curves["full"][0]["utilization"] < curves["1/8"][0]["utilization"]
+    assert Sweep.parse("a.b=1/8,1/32").values == ["1/8", "1/32"]
 
 
 @pytest.mark.parametrize(
@@ -173,6 +186,7 @@ def test_sweeps(yaml: Path, tmp_path: Path) -> None:
         (["--sweep", "links.home.bandwidth=10Mbit/s..1Mbit/s"], "expected a range that grows"),
         (["--sweep", "links.home.bandwidth=10,20"], "expected a number and a unit such as"),
         (["--sweep", "links.home.bandwidth"], "expected KEY=FROM..TO"),
+        (["--curves", "inner.steps=1,2"], "expected a --sweep beside it"),
         (["--set", "links.home.bandwidth=0 Mbit/s"], "links.home.bandwidth: found"),
         (["--set", "replicas.1.hardware=abacus"], "replicas[1].hardware: found `abacus`, expected one of h200"),
         (["--set", "simulate.fleets={homes: {count: 2}}"], "found no such replica, expected one of dc, home"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hetero_pp.program.simulation.prediction import Prediction
+from hetero_pp.program.simulation.sweep import Sweep
 
 
 def draw_prediction(prediction: Prediction, path: Path) -> None:
@@ -31,30 +32,31 @@ def draw_prediction(prediction: Prediction, path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def draw_sweep(key: str, predictions: Mapping[str, Prediction], path: Path) -> None:
-    """Utilization and the time of a round against the swept value."""
+def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]], path: Path) -> None:
+    """Utilization and the time of a round against the swept value, a line for each curve."""
     from matplotlib.figure import Figure
 
-    values: list[float] | list[str]
-    try:
-        values = [float(value.partition(" ")[0]) for value in predictions]
-    except ValueError:
-        values = list(predictions)
-    unit = next(iter(predictions)).partition(" ")[2]
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for kind in ("absolute", "relative"):
-        left.plot(values, [100 * one.utilization[kind] for one in predictions.values()], marker="o", label=kind)
-    left.set(ylabel="utilization, %", ylim=(0, 105))
-    left.legend()
-    for kind in ("step", "round"):
-        times = [getattr(one, f"{kind}_seconds") for one in predictions.values()]
-        right.plot(values, times, marker="o", label=f"a {kind}")
-    right.set(ylabel="seconds", yscale="log")
-    right.legend()
+    units = {number[1] if (number := sweep.number(value)) else "" for value in sweep.values}
+    unit = units.pop() if len(units) == 1 else ""
+    for curve, predictions in found.items():
+        name = f"{curves.key.rpartition('.')[2]} {curve}" if curves is not None else ""
+        numbers = [sweep.number(value) for value in predictions]
+        places = [number[0] if number and unit else value for number, value in zip(numbers, predictions, strict=True)]
+        relative = [100 * one.utilization["relative"] for one in predictions.values()]
+        left.plot(places, relative, marker=".", label=name or "of what free links allow")
+        if curves is None:
+            absolute = [100 * one.utilization["absolute"] for one in predictions.values()]
+            left.plot(places, absolute, marker=".", label="of all time")
+        right.plot(places, [one.round_seconds for one in predictions.values()], marker=".", label=name or None)
+    left.set(ylabel="members train, % of what free links allow" if curves is not None else "members train, %")
+    left.set_ylim(0, 105)
+    right.set(ylabel="a round, seconds", yscale="log")
     for axes in (left, right):
-        axes.set_xlabel(f"{key}, {unit}" if unit else key)
+        axes.set_xlabel(f"{sweep.key}, {unit}" if unit else sweep.key)
         if unit:
             axes.set_xscale("log")
         axes.grid(alpha=0.3)
+    left.legend()
     figure.savefig(path, dpi=90)

@@ -17,7 +17,7 @@ from hetero_pp.program.display import wide
 from hetero_pp.program.simulation.charts import draw_prediction, draw_sweep
 from hetero_pp.program.simulation.prediction import Prediction, predict
 from hetero_pp.program.simulation.show import print_prediction, print_sweep
-from hetero_pp.program.simulation.sweep import parse_sweep
+from hetero_pp.program.simulation.sweep import Sweep
 from hetero_pp.program.simulation.timeline import Timeline
 from hetero_pp.program.yaml_file import ConfigFile
 
@@ -41,9 +41,16 @@ def plan_of(file: ConfigFile) -> RunPlan:
         raise file.located(error) from None
 
 
-def simulate(path: Path, overrides: Sequence[str], outputs: Outputs) -> None:
-    """Predict once."""
+def simulate(path: Path, overrides: Sequence[str], sweep: str | None, curves: str | None, outputs: Outputs) -> None:
+    """Predict once, or at every value of a key if the user or the YAML asks for a sweep."""
     file = ConfigFile(path, overrides)
+    settings = file.config.simulate
+    sweep, curves = sweep or settings.sweep, curves or settings.curves
+    if sweep is not None:
+        _simulate_sweep(path, overrides, Sweep.parse(sweep), None if curves is None else Sweep.parse(curves), outputs)
+        return
+    if curves is not None:
+        raise ConfigError((), f"--curves {curves}: expected a --sweep beside it")
     plan = plan_of(file)
     timeline = None if outputs.timeline is None else Timeline()
     prediction = _predict(file, plan, timeline)
@@ -55,20 +62,24 @@ def simulate(path: Path, overrides: Sequence[str], outputs: Outputs) -> None:
         draw_prediction(prediction, outputs.chart)
 
 
-def simulate_sweep(path: Path, overrides: Sequence[str], sweep: str, outputs: Outputs) -> None:
-    """Predict at every value of a key; curves of what it does."""
+def _simulate_sweep(path: Path, overrides: Sequence[str], sweep: Sweep, curves: Sweep | None, outputs: Outputs) -> None:
     if outputs.timeline is not None:
         raise ConfigError((), "--timeline: a sweep has no single timeline; leave one of both out")
-    key, values = parse_sweep(sweep)
-    predictions: dict[str, Prediction] = {}
-    for value in values:
-        file = ConfigFile(path, [*overrides, f"{key}={value}"])
-        predictions[value] = _predict(file, plan_of(file), None)
-    print_sweep(wide(Console(), 120), key, predictions)
-    points = [{"value": value, **prediction.as_json()} for value, prediction in predictions.items()]
-    _write_json(outputs.json, {"key": key, "points": points})
+    found: dict[str, dict[str, Prediction]] = {}
+    for curve in [""] if curves is None else curves.values:
+        changed = [*overrides, f"{curves.key}={curve}"] if curves is not None else list(overrides)
+        for value in sweep.values:
+            file = ConfigFile(path, [*changed, f"{sweep.key}={value}"])
+            found.setdefault(curve, {})[value] = _predict(file, plan_of(file), None)
+    print_sweep(wide(Console(), 120), sweep, curves, found)
+    points = {
+        curve: [sweep.point(value) | prediction.as_point() for value, prediction in predictions.items()]
+        for curve, predictions in found.items()
+    }
+    content = {"sweep": sweep.key, "curves_of": None if curves is None else curves.key, "curves": points}
+    _write_json(outputs.json, content)
     if outputs.chart is not None:
-        draw_sweep(key, predictions, outputs.chart)
+        draw_sweep(sweep, curves, found, outputs.chart)
 
 
 def _predict(file: ConfigFile, plan: RunPlan, timeline: Timeline | None) -> Prediction:

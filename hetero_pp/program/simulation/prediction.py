@@ -18,8 +18,8 @@ from hetero_pp.program.simulation.fleets import Fleet, fleets_of
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.topology import exchange_link_name, stage_link_name
 
-ROUNDS = 3
-"""That are timed; the last one counts."""
+ROUNDS = 2
+"""That are timed; the last one counts, as those after it are the same."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,17 @@ class Prediction:
         stages = [asdict(stage) for replica in self.replicas for stage in replica.stages]
         links = [asdict(link) for replica in self.replicas for link in replica.links]
         return asdict(self) | {"stages": stages, "links": links}
+
+    def as_point(self) -> dict[str, float]:
+        """As a sweep writes it: `utilization` is the relative one."""
+        return {
+            "utilization": self.utilization["relative"],
+            "absolute_utilization": self.utilization["absolute"],
+            "step_seconds": self.step_seconds,
+            "round_seconds": self.round_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "days": self.days,
+        }
 
 
 @dataclass(frozen=True)

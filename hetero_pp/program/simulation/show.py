@@ -10,6 +10,7 @@ from rich.console import Console
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.display import plain_table
 from hetero_pp.program.simulation.prediction import Prediction
+from hetero_pp.program.simulation.sweep import Sweep
 from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
 
 
@@ -75,15 +76,20 @@ def _print_links(console: Console, prediction: Prediction) -> None:
     console.print(table)
 
 
-def print_sweep(console: Console, key: str, predictions: Mapping[str, Prediction]) -> None:
-    """A line for each value."""
-    table = plain_table([key], ["a step", "a round", "trains", "of the possible", "tokens a second"])
-    for value, prediction in predictions.items():
-        use = prediction.utilization
-        times = format_seconds(prediction.step_seconds), format_seconds(prediction.round_seconds)
-        shares = f"{use['absolute']:.1%}", f"{use['relative']:.1%}"
-        table.add_row(_short(value), *times, *shares, f"{prediction.tokens_per_second:,.0f}")
-    console.print(table)
+def print_sweep(
+    console: Console, sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]]
+) -> None:
+    """A table for each curve, with a line for each value."""
+    for curve, predictions in found.items():
+        if curves is not None:
+            console.print(f"[bold]{curves.key} = {curve}[/bold]")
+        table = plain_table([sweep.key], ["a step", "a round", "trains", "of the possible", "tokens a second"])
+        for value, prediction in predictions.items():
+            use = prediction.utilization
+            times = format_seconds(prediction.step_seconds), format_seconds(prediction.round_seconds)
+            shares = f"{use['absolute']:.1%}", f"{use['relative']:.1%}"
+            table.add_row(_short(value), *times, *shares, f"{prediction.tokens_per_second:,.0f}")
+        console.print(table)
 
 
 def _short(value: str) -> str:

@@ -4,25 +4,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.units import BITS_PER_SECOND, BYTES, SECONDS, parse_quantity
 
-POINTS = 25
+POINTS = 13
 """Of a range, evenly on a logarithmic scale."""
 
+_NAMES = {"bit/s": "bandwidth", "s": "seconds", "B": "bytes"}
 _UNITS = ((BITS_PER_SECOND, "bit/s", "100 Mbit/s"), (SECONDS, "s", "20 ms"), (BYTES, "B", "512 MiB"))
 
 
-def parse_sweep(text: str) -> tuple[str, Sequence[str]]:
-    """The key and the values, as the YAML would say them. Raises ConfigError."""
-    key, separator, values = text.partition("=")
-    if not separator or not key.strip() or not values.strip():
-        raise ConfigError((), f"--sweep {text}: expected KEY=FROM..TO or KEY=A,B,C")
-    low, dots, high = values.partition("..")
-    if not dots:
-        return key.strip(), [value.strip() for value in values.split(",")]
-    return key.strip(), list(_between(text, low, high))
+@dataclass(frozen=True)
+class Sweep:
+    """A key and the values that it takes, as the YAML would say them."""
+
+    key: str
+    values: Sequence[str]
+
+    @classmethod
+    def parse(cls, text: str) -> Sweep:
+        """From KEY=FROM..TO or KEY=A,B,C. Raises ConfigError."""
+        key, separator, values = text.partition("=")
+        if not separator or not key.strip() or not values.strip():
+            raise ConfigError((), f"--sweep {text}: expected KEY=FROM..TO or KEY=A,B,C")
+        low, dots, high = values.partition("..")
+        found = _between(text, low, high) if dots else [value.strip() for value in values.split(",")]
+        return cls(key.strip(), list(found))
+
+    def number(self, value: str) -> tuple[float, str] | None:
+        """A value in base units, and their name; None if it is no quantity."""
+        for units, base, example in _UNITS:
+            with suppress(ValueError):
+                return parse_quantity(_spaced(value), units, example), base
+        return None
+
+    def point(self, value: str) -> dict[str, Any]:
+        """The value as JSON: as it was given, and as a number under what it is."""
+        found = self.number(value)
+        return {"value": value} | ({} if found is None else {_NAMES[found[1]]: found[0]})
 
 
 def _between(text: str, low: str, high: str) -> Sequence[str]:
