@@ -25,9 +25,9 @@ import torch
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.model import Transformer, initialise, next_token_loss
+from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.experiments.report import commit, machine
-from hetero_pp.program.fast import Group
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def plan_of(scale: Scale, compressed: int) -> RunPlan:
 class PlainLoop:
     """What anybody would write: one model, AdamW, clipping."""
 
-    def __init__(self, plan: RunPlan, group: Group, device: torch.device) -> None:
+    def __init__(self, plan: RunPlan, group: AllReplicas, device: torch.device) -> None:
         model = Transformer(plan.shape)
         initialise(model, 0)
         self.model = model.to(device)
@@ -107,11 +107,11 @@ def compare(
 ) -> dict[str, Any]:
     """Seconds a round of every engine and of the plain loop, in turns; the medians and their ratios."""
     before = _held(device)
-    eager = Group(plan, store, device=device, **ENGINES["eager"])
+    eager = AllReplicas(plan, store, device=device, **ENGINES["eager"])
     eager.round(1)
     held = _held(device) - before
     runners: dict[str, Runner] = {"plain": PlainLoop(plan, eager, device), "eager": eager}
-    runners |= {name: Group(plan, store, device=device, **ENGINES[name]) for name in engines if name != "eager"}
+    runners |= {name: AllReplicas(plan, store, device=device, **ENGINES[name]) for name in engines if name != "eager"}
     for name, runner in runners.items():
         if name != "eager":
             runner.round(1)

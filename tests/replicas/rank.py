@@ -17,8 +17,9 @@ import torch
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.inner import EMBEDDING
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.fast import Group, train_fast
+from hetero_pp.program.fast import train_fast
 from hetero_pp.program.ranks import Ranks, init_ranks
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -52,7 +53,7 @@ def _plan(corpus: str, method: str) -> RunPlan:
     return RunPlan(config, 256)
 
 
-def _rounds(group: Group, rounds: int) -> dict[str, Any]:
+def _rounds(group: AllReplicas, rounds: int) -> dict[str, Any]:
     """The hash of each replica's parameters after each round, and the embedding after the first."""
     hashes, embedding = [], None
     for round_ in range(1, rounds + 1):
@@ -83,7 +84,7 @@ def _resumed(plan: RunPlan, folder: Path, ranks: Ranks) -> list[float]:
 
 
 def _stops_if_one_diverges(plan: RunPlan, folder: Path, ranks: Ranks) -> bool:
-    group = Group(plan, prepare_tokens(plan.config.data, folder), ranks=ranks)
+    group = AllReplicas(plan, prepare_tokens(plan.config.data, folder), ranks=ranks)
     if ranks.rank == ranks.world - 1:
         group.replicas[0].inner_step = lambda tokens, step: (0.0, math.nan, 0.0)  # type: ignore[method-assign]
     return not group.round(1)
@@ -95,7 +96,7 @@ def main(corpus: str, folder: Path, method: str) -> None:
     ranks, plan = init_ranks(torch.device("cpu")), _plan(corpus, method)
     store = prepare_tokens(plan.config.data, folder / f"tokens-{ranks.rank}")
     found = dataclasses.asdict(train_fast(plan, store, ranks=ranks, bias_every=2))
-    found |= _rounds(Group(plan, store, ranks=ranks), plan.config.outer.rounds)
+    found |= _rounds(AllReplicas(plan, store, ranks=ranks), plan.config.outer.rounds)
     found["resumed"] = _resumed(plan, folder, ranks)
     found["stops"] = method == "adamw_ddp" or _stops_if_one_diverges(plan, folder, ranks)
     (folder / f"{ranks.rank}-of-{ranks.world}.json").write_text(json.dumps(found))

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.fast import Group
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparseloco": ({"compression": {"value_bits": 2}}, {}),
@@ -77,7 +77,7 @@ def test_nothing_stays_behind_on_the_cpu(method: str, stacks: bool, corpus: Path
     plan, store = RunPlan(config, 256), prepare_tokens(config.data, tmp_path)
     device = torch.device("meta")
     with _OneDevice():
-        group = Group(plan, store, device=device, stacks=stacks)
+        group = AllReplicas(plan, store, device=device, stacks=stacks)
         assert group.is_stacked == stacks
         assert group.round(1)
         assert group.round(2)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.fast import Group, train_fast
+from hetero_pp.program.fast import train_fast
 from replica_groups.stacked import is_faster
 
 
@@ -48,7 +49,7 @@ def _plan(
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_gradients_agree(compressed: int, dtype: str, corpus: Path, tmp_path: Path) -> None:
     plan, store = _plan(corpus, tmp_path, compressed, boundary={"dtype": dtype})
-    looped, stacked = Group(plan, store), Group(plan, store, stacks=True)
+    looped, stacked = AllReplicas(plan, store), AllReplicas(plan, store, stacks=True)
     assert [len(stack.replicas) for stack in stacked.stacks] == ([4] if compressed in (0, 4) else [2, 2])
     assert stacked.loose == []
     for replica, batches in zip(looped.replicas, looped.batches, strict=True):
@@ -75,17 +76,17 @@ def test_losses_agree(method: str, compressed: int, corpus: Path, tmp_path: Path
 def test_what_cannot_be_stacked_is_not(corpus: Path, tmp_path: Path) -> None:
     """Few bits have one scale for a whole message; and one replica is no stack."""
     plan, store = _plan(corpus, tmp_path, 3, boundary={"bits": 4})
-    assert Group(plan, store, stacks=True).loose == [0, 1, 2, 3]
+    assert AllReplicas(plan, store, stacks=True).loose == [0, 1, 2, 3]
     plan, store = _plan(corpus, tmp_path, 2, boundary={"ablations": {"embedding": "projected"}})
-    group = Group(plan, store, stacks=True)
+    group = AllReplicas(plan, store, stacks=True)
     assert (group.loose, len(group.stacks)) == ([0, 1], 1)
     assert group.round(1)
-    assert not Group(plan, store).is_stacked
+    assert not AllReplicas(plan, store).is_stacked
 
 
 def test_nothing_is_held_twice(corpus: Path, tmp_path: Path) -> None:
     plan, store = _plan(corpus, tmp_path, 2)
-    group = Group(plan, store, stacks=True)
+    group = AllReplicas(plan, store, stacks=True)
     assert group.round(1)
     for stack in group.stacks:
         for name, whole in stack.parameters.items():
@@ -97,7 +98,7 @@ def test_nothing_is_held_twice(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_measurement_leaves_no_trace(corpus: Path, tmp_path: Path) -> None:
     plan, store = _plan(corpus, tmp_path, 2)
-    measured, plain = Group(plan, store, stacks=True), Group(plan, store, stacks=True)
+    measured, plain = AllReplicas(plan, store, stacks=True), AllReplicas(plan, store, stacks=True)
     assert is_faster(measured.stacks, measured.theta) in (True, False)
     for group in (measured, plain):
         assert group.round(1)

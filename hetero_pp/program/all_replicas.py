@@ -1,0 +1,322 @@
+"""All replicas of a run whole, in one process or over the ranks of torchrun: their inner steps and outer rounds.
+
+Held once per replica: weights, optimizer state and error feedback; once for all: theta at the start of the round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_pp.ablations import AblationSettings, grassmann_step
+from hetero_pp.compiler import can_compile, compile_layers
+from hetero_pp.data.batches import Batches
+from hetero_pp.data.tokens import TokenStore
+from hetero_pp.inner import EMBEDDING
+from hetero_pp.model import Transformer
+from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.program.bias import BiasMeter
+from hetero_pp.program.config import MemberPlan, RunPlan
+from hetero_pp.program.ranks import ALONE, CPU, Ranks
+from hetero_pp.program.train import replica_batches
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
+from replica_groups.stacked import Stack, is_faster
+from replica_groups.whole import WholeReplica
+from stages.boundary import boundary_of
+
+
+class AllReplicas:
+    """All replicas of a run, or this rank's, and theta."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        store: TokenStore,
+        compiles: bool = False,
+        bias_every: int | None = None,
+        device: torch.device = CPU,
+        ranks: Ranks = ALONE,
+        stacks: bool | None = None,
+    ) -> None:
+        self.plan = plan
+        self.ranks = ranks
+        self.count = len(plan.config.replicas)
+        """Replicas on all ranks."""
+        self.indices = ranks.mine(self.count)
+        """Of those that are here; everything below that has an index counts these only."""
+        snapshot = initial_snapshot(plan.shape, plan.largest_rank, plan.config.seed)
+        firsts = {member.replica.name: member for member in reversed(plan.members.values())}
+        everyone = [firsts[replica.name] for replica in plan.config.replicas]
+        members = [everyone[index] for index in self.indices]
+        self.settings: list[ReplicaSettings] = [member.replica for member in members]
+        self.batches: list[Batches] = [replica_batches(plan, member, store)[0] for member in members]
+        self.validation = [tokens.to(device) for tokens in replica_batches(plan, everyone[0], store)[1]]
+        self.replicas = [build_whole(plan, member, snapshot, device) for member in members]
+        self.is_compiled = compiles and can_compile(device)
+        if self.is_compiled:
+            compile_layers(replica.module for replica in self.replicas)
+        self.theta = {name: tensor.to(device, copy=True) for name, tensor in snapshot.parameters.items()}
+        self.errors = [{name: torch.zeros_like(tensor) for name, tensor in self.theta.items()} for _ in members]
+        self.outer = OuterOptimizer(plan.config.outer)
+        self.bias_every = bias_every
+        self.bias: list[tuple[int, float]] = []
+        self.own_embeddings: dict[int, Tensor] = {}
+        """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
+        self.tokens_per_round = plan.config.inner.steps * sum(
+            replica.batch_size * plan.config.data.sequence_length for replica in plan.config.replicas
+        )
+        """On all ranks."""
+        self.stacks: list[Stack] = []
+        self.loose = list(range(len(self.replicas)))
+        """Replicas in no stack, which take their steps one after the other."""
+        self._split()
+        if bias_every is None and (stacks or (stacks is None and device.type == "cuda")):
+            self._stack(is_measured=stacks is None)
+
+    @property
+    def is_stacked(self) -> bool:
+        return len(self.stacks) > 0
+
+    def _stack(self, is_measured: bool) -> None:
+        """Stack the replicas that can be; `is_measured`: only if that is faster."""
+        kinds: dict[object, list[int]] = {}
+        for index, settings in enumerate(self.settings):
+            if can_stack(settings):
+                kinds.setdefault((settings.batch_size, settings.micro_batches, _forward_of(settings)), []).append(index)
+        groups = [indices for indices in kinds.values() if len(indices) > 1]
+        stacks = [
+            Stack([self.replicas[i] for i in indices], [self.batches[i] for i in indices], self.is_compiled)
+            for indices in groups
+        ]
+        for stack in stacks:
+            stack.split_embedding()
+        if is_measured and stacks and not is_faster(stacks, self.theta):
+            return
+        self.stacks = stacks
+        self.loose = [index for index in self.loose if not any(index in indices for indices in groups)]
+
+    def round(self, round_: int) -> bool:
+        """H inner steps on every replica, and the outer round; False if it diverged."""
+        count = self.plan.config.inner.steps
+        steps = range((round_ - 1) * count, round_ * count)
+        measures = self.bias_every is not None and round_ % self.bias_every == 0
+        meter = BiasMeter(self.replicas, self.batches, steps) if measures else None
+        if not all(self.ranks.gather(self._inner_steps(steps))):
+            return False
+        if meter is not None:
+            self.bias.append((round_, meter.share(self.theta, self.ranks)))
+        if self.outer.settings.source == "difference":
+            self._synchronise()
+        self._move_basis(round_)
+        self._split()
+        return True
+
+    def _inner_steps(self, steps: range) -> bool:
+        for step in steps:
+            if self.outer.settings.source == "gradient":
+                self._step_together(step)
+            else:
+                for stack in self.stacks:
+                    if not math.isfinite(stack.inner_step(step).sum().item()):
+                        return False
+                for index in self.loose:
+                    _, norm, _ = self.replicas[index].inner_step(self.batches[index].train(step), step)
+                    if not math.isfinite(norm):
+                        return False
+        return True
+
+    @torch.no_grad()
+    def _synchronise(self) -> None:
+        """The outer round, parameter by parameter."""
+        compression = self.outer.settings.compression
+        for name, start in self.theta.items():
+            total = torch.zeros_like(start).view(-1)
+            for index, replica in enumerate(self.replicas):
+                own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
+                sent = select(self.errors[index][name], own_start - replica.parameters[name], compression)
+                total[sent.indices] += sent.values
+            self.ranks.sum(total)
+            mean = total.view_as(start).div_(self.count)
+            start.copy_(self.outer.step(name, start, mean))
+            for replica in self.replicas:
+                replica.parameters[name].copy_(start)
+
+    def _step_together(self, step: int) -> None:
+        """AdamW DDP: average the gradients, clip, one step that all replicas share: that of the very first."""
+        first, *others = self.replicas
+        for stack in self.stacks:
+            stack.backward(step)
+            stack.give_gradients()
+        for index in self.loose:
+            self.replicas[index].backward(self.batches[index].train(step), step)
+        with torch.no_grad():
+            for name, parameter in first.parameters.items():
+                assert parameter.grad is not None
+                for other in others:
+                    theirs = other.parameters[name].grad
+                    assert theirs is not None
+                    parameter.grad += theirs
+                    other.parameters[name].grad = None
+                self.ranks.sum(parameter.grad)
+                parameter.grad /= self.count
+            if self.ranks.rank == 0:
+                first.optimizer.step(step, first.optimizer.gradient_norm())
+            for name, parameter in first.parameters.items():
+                parameter.grad = None
+                self.ranks.broadcast(parameter, 0)
+                for other in others:
+                    other.parameters[name].copy_(parameter)
+        self._split()
+
+    @torch.no_grad()
+    def _split(self) -> None:
+        for stack in self.stacks:
+            stack.split_embedding()
+        for index in self.loose:
+            replica = self.replicas[index]
+            replica.split_embedding()
+            if replica.boundary is not None and replica.boundary.discards:
+                self.own_embeddings[index] = replica.parameters[EMBEDDING].detach().clone()
+
+    @torch.no_grad()
+    def _move_basis(self, round_: int) -> None:
+        """Grassmann update of the one U that all replicas share (an ablation), by the first that asks for it."""
+        first = next((i for i, settings in enumerate(self.plan.config.replicas) if _moves(settings, round_)), None)
+        if first is None:
+            return
+        moved = self._moved_basis(first)
+        for replica in self.replicas:
+            if replica.boundary is not None and replica.boundary.basis is not None:
+                replica.boundary.move(moved)
+                replica.optimizer.basis = moved
+
+    def _moved_basis(self, index: int) -> Tensor:
+        """The basis [D, K] that the gradients of the replica (counted over all ranks) ask for, on every rank."""
+        settings = self.plan.config.replicas[index]
+        assert isinstance(settings, ParticipantsReplica)
+        width = self.plan.shape.width
+        moved = self.theta[EMBEDDING].new_empty(width, settings.boundary.dimensions(width) or width)
+        if index in self.indices:
+            boundary = self.replicas[self.indices.index(index)].boundary
+            assert boundary is not None and boundary.basis is not None and boundary.last_gradient is not None
+            moved = grassmann_step(boundary.basis, boundary.last_gradient.flatten(0, 1))
+        self.ranks.broadcast(moved, self.ranks.owner(index, self.count))
+        return moved
+
+    def state(self) -> dict[str, Any]:
+        """All that the next round depends on, as tensors that are still in use: save it before going on."""
+        return {
+            "theta": self.theta,
+            "errors": self.errors,
+            "momentum": self.outer.momentum,
+            "own_embeddings": self.own_embeddings,
+            "bias": self.bias,
+            "replicas": [replica.state() for replica in self.replicas],
+            "is_stacked": self.is_stacked,
+            "stacks": [stack.optimizer.state() for stack in self.stacks],
+        }
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave, in a group of the same plan."""
+        _copy(state["theta"], self.theta)
+        for error, saved in zip(self.errors, state["errors"], strict=True):
+            _copy(saved, error)
+        device = self.theta[EMBEDDING].device
+        self.outer.momentum = {name: tensor.to(device) for name, tensor in state["momentum"].items()}
+        self.own_embeddings = {index: tensor.to(device) for index, tensor in state["own_embeddings"].items()}
+        self.bias = state["bias"]
+        for replica, saved in zip(self.replicas, state["replicas"], strict=True):
+            replica.load(saved)
+        for stack, saved in zip(self.stacks, state["stacks"], strict=True):
+            stack.optimizer.load(saved)
+            stack.split_embedding()
+
+    def evaluate(self) -> float:
+        """Mean over replicas of the validation loss in each one's own forward; equal forwards are run once a rank."""
+        losses: dict[object, float] = {}
+        own = []
+        for replica, settings in zip(self.replicas, self.settings, strict=True):
+            key = _forward_of(settings)
+            if key not in losses:
+                losses[key] = replica.evaluate(self.validation)
+            own.append(losses[key])
+        return sum(self.ranks.gather(sum(own))) / self.count
+
+    def evaluate_uncompressed(self) -> float:
+        """The loss without any boundary."""
+        plain = WholeReplica("plain", self.replicas[0].module, self.plan.config.inner, self.plan.total_steps)
+        return plain.evaluate(self.validation)
+
+    def evaluate_compressed(self) -> float | None:
+        """The loss in the forward of the first compressed replica, on every rank."""
+        first = next((i for i, settings in enumerate(self.plan.config.replicas) if _is_compressed(settings)), None)
+        if first is None:
+            return None
+        is_here = first in self.indices
+        loss = self.replicas[self.indices.index(first)].evaluate(self.validation) if is_here else math.nan
+        return self.ranks.gather(loss)[self.ranks.owner(first, self.count)]
+
+
+def _is_compressed(replica: ReplicaSettings) -> bool:
+    """Whether coefficients in a subspace cross in its forward."""
+    return isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full"
+
+
+def _moves(replica: ReplicaSettings, round_: int) -> bool:
+    """Whether it asks for another U after this round."""
+    if not isinstance(replica, ParticipantsReplica) or not _is_compressed(replica):
+        return False
+    every = replica.boundary.ablations.grassmann_every
+    return every is not None and round_ % every == 0
+
+
+def _forward_of(replica: ReplicaSettings) -> object:
+    """Equal for replicas whose forwards are equal."""
+    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
+        return None
+    return replica.boundary.model_dump_json(), str(replica.stages)
+
+
+def can_stack(replica: ReplicaSettings) -> bool:
+    """Whether several replicas with these settings can take their steps together."""
+    if not isinstance(replica, ParticipantsReplica):
+        return True
+    return replica.boundary.bits is None and replica.boundary.ablations == AblationSettings()
+
+
+def build_whole(plan: RunPlan, member: MemberPlan, snapshot: Snapshot, device: torch.device) -> WholeReplica:
+    """The whole replica that `member` is, or is a stage of, with the snapshot's parameters."""
+    replica = member.replica
+    with device:
+        module = Transformer(plan.shape)
+    _copy(snapshot.parameters, dict(module.named_parameters()))
+    boundary, cuts, ablations = None, [], None
+    if isinstance(replica, ParticipantsReplica):
+        basis = None if snapshot.basis is None else snapshot.basis.to(device)
+        boundary = boundary_of(replica.boundary, plan.shape.width, basis)
+        cuts = [layers.stop - 1 for layers in replica.layer_ranges(plan.shape.layers)[:-1]]
+        ablations = replica.boundary.ablations
+    return WholeReplica(
+        replica.name,
+        module,
+        plan.config.inner,
+        plan.total_steps,
+        replica.micro_batches,
+        boundary,
+        cuts,
+        plan.config.seed,
+        ablations,
+    )
+
+
+@torch.no_grad()
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
