@@ -21,7 +21,7 @@ BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
     "GiB": 2.0**30,
     "TiB": 2.0**40,
 }
-FLOPS = {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
+FLOPS = {"FLOP/s": 1.0, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]{1,3})?)\s*([^\s0-9].*?)?\s*")
 
 _FRACTION = re.compile(r"-?[0-9]{1,30}(/[0-9]{1,30}|(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})?)\s*%?")
