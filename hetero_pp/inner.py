@@ -62,6 +62,8 @@ class InnerOptimizer:
     ) -> None:
         self.settings = settings
         self.total_steps = total_steps
+        self.defers = False
+        """Whether steps are left to the outer round, where gradients are what is averaged."""
         self._named = parameters
         self._parameters = list(parameters.values())
         self._embedding = parameters.get(EMBEDDING)
@@ -137,7 +139,12 @@ class InnerOptimizer:
         return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
     def step(self, step: int, replica_norm: Tensor) -> float:
-        """Clip by the whole replica's norm, step, clear the gradients; returns the learning rate."""
+        """Clip by the whole replica's norm, step, clear the gradients; returns the learning rate.
+
+        If it `defers`, gradients stay as they are: the outer round takes the step.
+        """
+        if self.defers:
+            return self.settings.learning_rate_at(step, self.total_steps)
         if self.settings.clip_norm is not None:
             self._clip(self.settings.clip_norm, replica_norm)
         rate = self.settings.learning_rate_at(step, self.total_steps)

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from hetero_pp.errors import RunFailed
-from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, parameters_sha256
 from hetero_pp.snapshot import Snapshot, save_snapshot
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange import Exchange
@@ -17,12 +17,19 @@ from replica_groups.replay import replay
 class Keeper:
     """Replays each round as it closes, compares its hashes with the members', writes snapshots now and then."""
 
-    def __init__(self, exchange: Exchange, snapshot: Snapshot, rounds: int, snapshot_every: int) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        snapshot: Snapshot,
+        rounds: int,
+        snapshot_every: int,
+        optimizer: RoundOptimizer | None = None,
+    ) -> None:
         self.exchange = exchange
         self.rounds = rounds
         self.snapshot_every = snapshot_every
         self._basis = snapshot.basis
-        self._optimizer = OuterOptimizer(exchange.settings)
+        self._optimizer = optimizer or OuterOptimizer(exchange.settings)
         self._theta = {name: tensor.clone() for name, tensor in snapshot.parameters.items()}
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
@@ -59,5 +66,5 @@ class Keeper:
 
     def _save(self, round_: int) -> None:
         hashes: dict[str, bytes] = {name: parameter_sha256(tensor) for name, tensor in self._theta.items()}
-        snapshot = Snapshot(round_, self._theta, self._basis, self._optimizer.momentum)
+        snapshot = Snapshot(round_, self._theta, self._basis, self._optimizer.state)
         save_snapshot(snapshot, self.exchange.log.snapshot_path(round_), parameters_sha256(hashes))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.outer.exchange_port import ExchangePort
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.step import OuterOptimizer, parameter_sha256
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from replica_groups.replay import replay, shapes_by_block, shapes_of
@@ -32,11 +32,12 @@ class OuterRound:
         followed: Mapping[str, Tensor],
         exchange: ExchangePort,
         settings: OuterSettings,
+        optimizer: RoundOptimizer | None = None,
     ) -> None:
         self.run, self.member, self.replica = run, member, replica
         self.exchange = exchange
         self.settings = settings
-        self.optimizer = OuterOptimizer(settings)
+        self.optimizer = optimizer or OuterOptimizer(settings)
         self.parameters = parameters
         self.theta = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         self.theta |= {name: tensor.clone() for name, tensor in followed.items()}
@@ -61,6 +62,14 @@ class OuterRound:
         hashes = {name: parameter_sha256(tensor) for name, tensor in self.theta.items()}
         self.exchange.confirm(self.member, round_, hashes)
 
+    def _contributed(self, name: str) -> Tensor:
+        """The pseudo-gradient, or the gradient, which is then used up."""
+        parameter = self.parameters[name]
+        if self.settings.source == "difference":
+            return self.starts.get(name, self.theta[name]) - parameter
+        gradient, parameter.grad = parameter.grad, None
+        return torch.zeros_like(parameter) if gradient is None else gradient
+
     def _contribute(self, round_: int) -> dict[str, bytes]:
         """Compress and hand in every block; returns the blobs."""
         blobs: dict[str, bytes] = {}
@@ -68,7 +77,7 @@ class OuterRound:
         for block, shapes in shapes_by_block(shapes_of(self.parameters)).items():
             selections = {}
             for name, shape in shapes.items():
-                delta = self.starts.get(name, self.theta[name]) - self.parameters[name]
+                delta = self._contributed(name)
                 if not bool(torch.isfinite(delta).all()):
                     raise HeteroPPError(f"{self.member} diverged: {name} is not finite after round {round_}")
                 selections[name] = (shape, select(self.error[name], delta, compression))

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from hetero_pp.errors import MalformedContribution
 from hetero_pp.model import block_of
-from hetero_pp.outer.step import OuterOptimizer, mean_of
+from hetero_pp.outer.step import RoundOptimizer, Shapes, mean_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob
 from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
 from hetero_pp.rpc.messages_pb2 import RoundRecord
 
 FetchBlob = Callable[[str, str], bytes]
 """(replica, block) -> the bytes of a blob of the round."""
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def shapes_by_block(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
@@ -34,19 +32,19 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 def replay(
-    theta: Mapping[str, Tensor], run: str, record: RoundRecord, fetch: FetchBlob, optimizer: OuterOptimizer
+    theta: Mapping[str, Tensor], run: str, record: RoundRecord, fetch: FetchBlob, optimizer: RoundOptimizer
 ) -> None:
     """Apply one round, in place, to the parameters in `theta` and the optimizer's state.
 
-    Only the blobs of their blocks are fetched.
+    Only the blobs of the blocks that the optimizer needs are fetched: in most methods, those of `theta`.
 
     Whole blocks must be in `theta`. Raises MalformedContribution if a blob is not the one the record names.
     """
-    for block, shapes in shapes_by_block(shapes_of(theta)).items():
+    for block, shapes in shapes_by_block(optimizer.needs(theta)).items():
         decoded = list(_decode_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
-            mean = mean_of(shape, ((weight, tensors[name]) for weight, tensors in decoded))
-            theta[name].copy_(optimizer.step(name, theta[name], mean))
+            optimizer.take(theta, name, mean_of(shape, ((weight, tensors[name]) for weight, tensors in decoded)))
+    optimizer.finish(theta)
 
 
 def _decode_all(

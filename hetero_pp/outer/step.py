@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,28 @@ def outer_step(start: Tensor, direction: Tensor, learning_rate: float) -> Tensor
     return start - direction.mul(learning_rate)
 
 
+Shapes = dict[str, tuple[int, ...]]
+
+
+class RoundOptimizer(Protocol):
+    """Makes theta after a round from theta before it and the means of what was contributed."""
+
+    settings: OuterSettings
+
+    def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
+        """The tensors whose mean has to be told in a round, by name; whole layer blocks."""
+
+    def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
+        """The mean of one tensor; theta may be changed in place already."""
+
+    def finish(self, theta: Mapping[str, Tensor]) -> None:
+        """Every mean was taken: theta has to be that after the round now."""
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """What the next round depends on beside theta, for snapshots."""
+
+
 class OuterOptimizer:
     """SGD with momentum over named parameters: torch.optim.SGD's arithmetic, one elementwise operation at a time."""
 
@@ -39,6 +62,22 @@ class OuterOptimizer:
         self.settings = settings
         self.momentum: dict[str, Tensor] = {}
         """b [the parameter's shape], only if momentum is used."""
+
+    def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
+        """See RoundOptimizer: what is in theta."""
+        return {name: tuple(tensor.shape) for name, tensor in theta.items()}
+
+    def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
+        """See RoundOptimizer."""
+        theta[name].copy_(self.step(name, theta[name], mean))
+
+    def finish(self, theta: Mapping[str, Tensor]) -> None:
+        """See RoundOptimizer: every tensor was finished when it was taken."""
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """See RoundOptimizer: momentum."""
+        return self.momentum
 
     def step(self, name: str, start: Tensor, mean: Tensor) -> Tensor:
         """theta_start - eta (mean, or b, or mean + mu b for Nesterov), where b <- mu b + mean."""

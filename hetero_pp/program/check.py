@@ -73,13 +73,13 @@ def exchange_messages(plan: RunPlan, member: MemberPlan, counts: Mapping[str, in
     """
     sizes = _blob_sizes(plan)
     own, blocks = member.replica.name, {block_of(name) for name in member.owned}
+    wanted = blocks | ({block_of(EMBEDDING)} if member.follows_embedding else set())
+    if plan.config.outer.source == "gradient":  # the norm of the whole averaged gradient is needed
+        wanted = {block_of(name) for name in plan.parameter_shapes}
     down = []
     for name, blobs in sizes.items():
         count = 1 if counts is None else counts.get(name, 1)
-        others = count - 1 if name == own else count
-        down += [(blobs[block], others) for block in blocks]
-        if member.follows_embedding:
-            down.append((blobs[block_of(EMBEDDING)], count))
+        down += [(blobs[block], count - (name == own and block in blocks)) for block in wanted]
     return {"forward": [(sizes[own][block], 1) for block in blocks], "backward": [one for one in down if one[1]]}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetero_pp.program.config import RunPlan
+from hetero_pp.program.train import round_optimizer
 from hetero_pp.snapshot import initial_snapshot
 from replica_groups.exchange import Exchange
 from replica_groups.keeper import Keeper
@@ -16,6 +17,7 @@ def start_exchange(plan: RunPlan, folder: Path) -> tuple[Exchange, Keeper]:
     config = plan.config
     snapshot = initial_snapshot(plan.shape, plan.largest_rank, config.seed)
     exchange = Exchange(plan.run, plan.roster, snapshot, config.outer, ContributionLog(folder / "log"))
-    keeper = Keeper(exchange, snapshot, config.outer.rounds, config.snapshots.every)
+    optimizer = round_optimizer(plan, snapshot.basis)
+    keeper = Keeper(exchange, snapshot, config.outer.rounds, config.snapshots.every, optimizer)
     keeper.start()
     return exchange, keeper

@@ -48,8 +48,12 @@ def prepare(file: ConfigFile, runs: Path) -> Prepared:
 def require_launchable(config: RunConfig) -> None:
     """Raise ConfigError for parts that only the fast engine has: they need what members do not exchange."""
     expected = "expected a part that members can keep equal; `hetero-pp reproduce` runs this one"
-    if config.outer.source == "gradient":
-        raise ConfigError(("outer", "source"), f"found `gradient` (method {config.outer.method}), {expected}")
+    if config.outer.source == "gradient" and config.inner.steps != 1:
+        raise ConfigError(
+            ("inner", "steps"),
+            f"found {config.inner.steps}, expected 1: with method {config.outer.method} gradients are averaged after "
+            "every step, so each is an outer round",
+        )
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, ParticipantsReplica):
             here, ablations = ("replicas", index, "boundary", "ablations"), replica.boundary.ablations

@@ -14,6 +14,8 @@ from hetero_pp.inner import EMBEDDING, parameters_of
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.model import Transformer
 from hetero_pp.outer.exchange_port import ExchangePort
+from hetero_pp.outer.gradient import GradientOptimizer
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.snapshot import BASIS
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, exchange_link_name, stage_link_name
@@ -52,7 +54,16 @@ def train_member(
     basis = tensors.pop(BASIS, None)
     trainer = _build(plan, member, tensors, basis, upstream, downstream, cache)
     followed = {name: tensor for name, tensor in tensors.items() if name not in member.owned}
-    outer = OuterRound(plan.run, member.name, member.replica.name, trainer.parameters, followed, paced, config.outer)
+    outer = OuterRound(
+        plan.run,
+        member.name,
+        member.replica.name,
+        trainer.parameters,
+        followed,
+        paced,
+        config.outer,
+        round_optimizer(plan, basis),
+    )
     reporter = Reporter(exchange, member.name)
     ledgers = _ledgers(member, paced, upstream, downstream)
     try:
@@ -62,6 +73,17 @@ def train_member(
         reporter.tell(over)
     finally:
         reporter.close()
+
+
+def round_optimizer(plan: RunPlan, basis: Tensor | None) -> RoundOptimizer:
+    """What makes theta after a round; `basis` [D, K'] is the run's."""
+    config, first = plan.config, plan.config.replicas[0]
+    if config.outer.source == "difference":
+        return OuterOptimizer(config.outer)
+    own = None
+    if isinstance(first, ParticipantsReplica) and first.stage_count > 1:
+        own = boundary_of(first.boundary, plan.shape.width, basis).basis
+    return GradientOptimizer(config.outer, config.inner, plan.total_steps, plan.parameter_shapes, own)
 
 
 def _build(
@@ -89,6 +111,7 @@ def _build(
     if isinstance(replica, DatacenterReplica):
         assert batches is not None
         whole = WholeReplica(replica.name, module, config.inner, plan.total_steps, replica.micro_batches)
+        whole.optimizer.defers = config.outer.source == "gradient"
         return DatacenterMember(whole, batches, validation)
     assert member.stage is not None
     worker = _build_worker(plan, replica, member.stage, module, basis, upstream, downstream)
@@ -128,6 +151,7 @@ def _build_worker(
     config = plan.config
     boundary = boundary_of(replica.boundary, plan.shape.width, basis)
     stage = Stage(stage_plan, module, boundary, config.inner, plan.total_steps, replica.boundary.ablations)
+    stage.optimizer.defers = config.outer.source == "gradient"
     settings = WorkerSettings(
         micro_batches=replica.micro_batches,
         micro_batch_size=replica.batch_size // replica.micro_batches,

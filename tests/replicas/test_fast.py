@@ -95,6 +95,22 @@ def test_a_golden_run(method: str, corpus: Path, tmp_path: Path) -> None:
     assert result.tokens == 3 * 4 * 2 * 4 * 32
 
 
+@pytest.mark.parametrize("first", ["dc", "home"])
+def test_averaged_gradients_end_where_the_staged_run_ends(first: str, corpus: Path, tmp_path: Path) -> None:
+    """AdamW DDP: every step is a round; the first replica's kind decides how the embedding decays."""
+    home = {**HOME, "micro_batches": 2, "boundary": {"rank": "1/4"}}
+    config = _config(corpus, {"method": "adamw_ddp", "rounds": 6}, [DC, home] if first == "dc" else [home, DC])
+    config = config.model_copy(update={"inner": config.inner.model_copy(update={"steps": 1})})
+    require_launchable(config)
+    fast, plan, _ = _train(config, tmp_path)
+    reports: list[Report] = []
+    run_in_process(plan, tmp_path / "run", tmp_path, reports.append)
+    for round_ in range(1, 7):
+        told = [r.evaluation.loss for r in reports if r.HasField("evaluation") and r.evaluation.round == round_]
+        assert len(told) == 2
+        assert fast.validation_loss[round_ - 1] == pytest.approx(sum(told) / 2, abs=2e-3)
+
+
 @pytest.mark.parametrize(
     ("outer", "boundary"),
     [
@@ -132,7 +148,7 @@ def test_a_run_that_diverges_says_so(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("outer", "boundary", "key"),
     [
-        ({"method": "adamw_ddp"}, {}, ("outer", "source")),
+        ({"method": "adamw_ddp"}, {}, ("inner", "steps")),
         ({}, {"ablations": {"grassmann_every": 2}}, ("replicas", 0, "boundary", "ablations", "grassmann_every")),
     ],
 )

@@ -1,0 +1,77 @@
+"""The outer step where gradients are averaged after every step: one AdamW that all holders of theta take alike.
+
+Clipping is by the norm of the averaged gradient of the whole model, so every holder looks at all of it and keeps what
+it needs. Source: the AdamW baseline of Het-PP's Table 4, data parallel with gradients clipped after averaging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import Shapes
+from hetero_pp.subspace import perpendicular
+
+
+class GradientOptimizer:
+    """AdamW on theta by averaged gradients; the counterpart of OuterOptimizer.
+
+    `shapes` are those of the whole model. With `basis` U [D, K] the embedding's weight decay acts on T_S = TE - T_perp
+    only, as in a compressed replica (all replicas have to do the same: the first one's way).
+    """
+
+    def __init__(
+        self,
+        settings: OuterSettings,
+        inner: InnerSettings,
+        total_steps: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        basis: Tensor | None,
+    ) -> None:
+        self.settings = settings
+        self._inner, self._total_steps = inner, total_steps
+        self._shapes = dict(shapes)
+        self._basis = basis
+        self._adamw: InnerOptimizer | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._squares: dict[str, float] = {}
+        self._step = 0
+
+    def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
+        """The tensors whose mean has to be told in a round, by name."""
+        return self._shapes
+
+    def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
+        """The averaged gradient of one tensor."""
+        self._squares[name] = mean.double().square().sum().item()
+        if name in theta:
+            if name not in self._parameters:
+                self._parameters[name] = nn.Parameter(theta[name])  # shares its memory
+            self._parameters[name].grad = mean
+
+    @torch.no_grad()
+    def finish(self, theta: Mapping[str, Tensor]) -> None:
+        """Change theta, in place, once every tensor was taken."""
+        if self._adamw is None:
+            ordered = dict(sorted(self._parameters.items()))
+            self._adamw = InnerOptimizer(ordered, self._inner, self._total_steps, self._basis)
+        if self._basis is not None and EMBEDDING in theta:
+            self._adamw.perpendicular = perpendicular(theta[EMBEDDING], self._basis)
+        norm = sum(self._squares[name] for name in sorted(self._shapes)) ** 0.5
+        self._adamw.step(self._step, torch.tensor(norm))
+        self._squares.clear()
+        self._step += 1
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Both moments of each tensor of theta, for snapshots."""
+        found: dict[str, Tensor] = {}
+        for optimizer in () if self._adamw is None else self._adamw.optimizers:
+            for name, parameter in self._parameters.items():
+                moments = optimizer.state.get(parameter, {})
+                found |= {f"{name}.{moment}": moments[moment] for moment in ("exp_avg", "exp_avg_sq") if moments}
+        return found

@@ -1,0 +1,62 @@
+"""AdamW with gradients averaged after every step: over gRPC as in process, to the bit, in equal replicas."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero_pp.program.check import exchange_link_loads, snapshot_bytes
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.snapshot import load_snapshot
+
+YAML = Path(__file__).with_name("mixed.yaml")
+CHANGES = ("outer.method=adamw_ddp", "inner.steps=1", "outer.rounds=4", "replicas.1.boundary.rank=1/8")
+
+
+def _run(corpus: Path, runs: Path, *options: str) -> Path:
+    command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs), *options]
+    for change in (f"data.corpus={corpus}", *CHANGES):
+        command += ["--set", change]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return runs / "mixed"
+
+
+@pytest.fixture(scope="module")
+def both(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return [_run(corpus, folder / "grpc"), _run(corpus, folder / "in_process", "--in-process")]
+
+
+def test_the_same_weights_everywhere(both: list[Path]) -> None:
+    summaries = [json.loads((run / "summary.json").read_text()) for run in both]
+    assert len({sha for summary in summaries for sha in summary["parameters_sha256"].values()}) == 1
+    assert summaries[0]["validation_loss"] == summaries[1]["validation_loss"]
+    assert summaries[0]["validation_loss"][-1] < summaries[0]["initial_validation_loss"]
+
+
+def test_moments_are_in_the_snapshots(both: list[Path]) -> None:
+    """Of AdamW, for every parameter, as the keeper holds them."""
+    snapshots = [load_snapshot(run / "log" / "snapshot-000004.safetensors") for run in both]
+    expected = {f"{name}.{moment}" for name in snapshots[0].parameters for moment in ("exp_avg", "exp_avg_sq")}
+    assert set(snapshots[0].momentum) == expected
+    for name, tensor in snapshots[0].momentum.items():
+        assert tensor.equal(snapshots[1].momentum[name]), name
+        assert tensor.any(), name
+
+
+def test_links_carried_what_check_predicts(both: list[Path]) -> None:
+    """Every member sees all of the averaged gradient, as it is clipped by its norm."""
+    plan = RunPlan(ConfigFile(both[0] / "config.yaml").config, 256)
+    links = json.loads((both[0] / "summary.json").read_text())["links"]
+    measured = {link["name"]: link["payload_bytes"] for link in links}
+    for member in plan.members.values():
+        loads = exchange_link_loads(plan, member)
+        link = measured[f"{member.name}-exchange"]
+        assert link["forward"] == 4 * loads["forward"].outer_round
+        assert link["backward"] == 4 * loads["backward"].outer_round + snapshot_bytes(plan, member)
