@@ -72,6 +72,9 @@ def simulate(
     curves: Annotated[
         str | None, typer.Option(metavar="KEY=A,B", help="With a sweep: a curve for each, as `inner.steps=10,50`.")
     ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What `hetero-pp calibrate --write` measured, instead of the catalog.")
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
     """Predict times, utilization, bytes and memory of a topology, without training."""
@@ -79,7 +82,30 @@ def simulate(
         from hetero_pp.program.simulation.command import Outputs
         from hetero_pp.program.simulation.command import simulate as predict_and_print
 
-        predict_and_print(config, overrides, sweep, curves, Outputs(json_path, timeline, chart))
+        outputs = Outputs(json_path, timeline, chart)
+        predict_and_print(config, [*overrides, *_calibrated(calibration)], sweep, curves, outputs)
+
+
+def _calibrated(path: Path | None) -> Iterator[str]:
+    """A calibration as changes of the YAML."""
+    if path is not None:
+        from hetero_pp.program.simulation.calibrate import load_calibration
+
+        for key, value in load_calibration(path).items():
+            yield f"simulate.{key}={json.dumps(value)}"
+
+
+@app.command()
+def calibrate(
+    config: ConfigPath,
+    write: Annotated[Path | None, typer.Option(help="Write what `simulate --calibration` reads.")] = None,
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Measure on this machine what each member of a topology needs, and what the machine can do."""
+    with readable_errors():
+        from hetero_pp.program.simulation.calibrate import calibrate as measure
+
+        measure(config, overrides, write)
 
 
 @app.command()

@@ -1,0 +1,259 @@
+"""`hetero-pp calibrate`: measure what each member of a YAML needs on this machine, and what the machine can do.
+
+Every member's part is built with its real weights and boundaries and run in this process, one after the other: the
+same calls that a stage worker and an outer round make, without links. Times are medians.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from ruamel.yaml import YAML
+from torch import Tensor
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.inner import parameters_of
+from hetero_pp.model import Transformer
+from hetero_pp.outer.step import OuterOptimizer, mean_of
+from hetero_pp.program.config import MemberPlan, RunPlan
+from hetero_pp.program.display import plain_table, wide
+from hetero_pp.program.simulation.command import plan_of
+from hetero_pp.program.simulation.fleets import part_of
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.simulator.costs import forward_flops
+from hetero_pp.simulator.settings import MeasuredCost
+from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.topology import ParticipantsReplica
+from hetero_pp.units import format_seconds
+from replica_groups.replay import shapes_by_block, shapes_of
+from replica_groups.whole import WholeReplica
+from stages.boundary import boundary_of, noise_key, pack_tokens, unpack_tokens
+from stages.stage import Stage, build_part
+
+REPEATS = 9
+
+
+def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:
+    """Measure every member, print, and write a YAML that `simulate --calibration` reads."""
+    plan = plan_of(ConfigFile(path, overrides))
+    torch.set_num_threads(plan.config.threads)
+    measured = dict(measure_all(plan))
+    console = wide(Console(), 120)
+    names = list(MeasuredCost.model_fields)
+    table = plain_table(["member"], names)
+    for member, cost in measured.items():
+        table.add_row(member, *(format_seconds(getattr(cost, name)) for name in names))
+    console.print(table)
+    speed = _flops_per_second(plan, measured)
+    console.print(f"{speed / 1e9:.3g} GFLOP/s reached in forward and backward, with {plan.config.threads} thread(s).")
+    if write is not None:
+        costs = {member: cost.model_dump(mode="json") for member, cost in measured.items()}
+        hardware = {"this-machine": _machine_entry(speed)}
+        with write.open("w") as file:
+            YAML().dump({"hardware": hardware, "measured": costs}, file)
+        console.print(f"written to {write}", style="dim")
+
+
+def load_calibration(path: Path) -> dict[str, object]:
+    """What `calibrate` wrote, for the `simulate` section. Raises ConfigError if it is something else."""
+    try:
+        content = YAML(typ="safe").load(path)
+    except OSError as error:
+        raise ConfigError((), f"{path}: cannot be read ({error.strerror})") from None
+    if not isinstance(content, dict) or set(content) != {"hardware", "measured"}:
+        raise ConfigError((), f"{path}: expected what `hetero-pp calibrate --write` wrote, with `hardware`, `measured`")
+    return content
+
+
+def _machine_entry(speed: float) -> dict[str, str | float]:
+    copied = torch.empty(1 << 25)
+    other = torch.empty_like(copied)
+    seconds = _time(lambda: other.copy_(copied))
+    bandwidth = 2 * copied.numel() * copied.element_size() / seconds
+    memory = 0.0
+    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
+        if line.startswith("MemTotal"):
+            memory = float(line.split()[1]) * 1024
+    return {
+        "flops": f"{speed / 1e9:.4g} GFLOP/s",
+        "mfu": 1.0,
+        "memory": f"{memory / 1e9:.4g} GB",
+        "memory_bandwidth": f"{bandwidth / 1e9:.4g} GB/s",
+        "source": "measured by hetero-pp calibrate",
+    }
+
+
+def _flops_per_second(plan: RunPlan, measured: Mapping[str, MeasuredCost]) -> float:
+    """Over all members: operations of forward and backward over their time."""
+    operations = seconds = 0.0
+    for name, cost in measured.items():
+        member = plan.members[name]
+        rows = member.replica.batch_size // member.replica.micro_batches
+        length = plan.config.data.sequence_length
+        operations += 3 * forward_flops(plan.shape, part_of(plan, member), rows, length)
+        seconds += cost.forward + cost.backward
+    return operations / seconds
+
+
+def measure_all(plan: RunPlan) -> Iterator[tuple[str, MeasuredCost]]:
+    """What every member needs, by its name."""
+    snapshot = initial_snapshot(plan.shape, plan.largest_rank, plan.config.seed)
+    for replica in plan.config.replicas:
+        members = [member for member in plan.members.values() if member.replica is replica]
+        if isinstance(replica, ParticipantsReplica) and len(members) > 1:
+            yield from _measure_group(plan, replica, members, snapshot)
+        else:
+            yield members[0].name, _measure_whole(plan, members[0], snapshot)
+
+
+def _tokens(plan: RunPlan, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(plan.shape.vocabulary, (rows, plan.config.data.sequence_length + 1), generator=generator)
+
+
+def _measure_whole(plan: RunPlan, member: MemberPlan, snapshot: Snapshot) -> MeasuredCost:
+    replica, config = member.replica, plan.config
+    module = Transformer(plan.shape)
+    _load(module, snapshot)
+    whole = WholeReplica(replica.name, module, config.inner, plan.total_steps)
+    tokens = _tokens(plan, replica.batch_size // replica.micro_batches)
+    forward, backward, update = [], [], []
+    for step in range(REPEATS):
+        started = time.perf_counter()
+        loss = whole.loss(tokens)
+        middle = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+        whole.optimizer.step(step, whole.optimizer.gradient_norm())
+        forward.append(middle - started)
+        backward.append(ended - middle)
+        update.append(time.perf_counter() - ended)
+    evaluate = _time(lambda: whole.evaluate([tokens]))
+    contribute, apply = _measure_outer(plan, member, dict(whole.parameters))
+    return MeasuredCost.model_construct(
+        forward=median(forward),
+        backward=median(backward),
+        update=median(update),
+        contribute=contribute,
+        apply=apply,
+        evaluate=evaluate,
+    )
+
+
+def _measure_group(
+    plan: RunPlan, replica: ParticipantsReplica, members: list[MemberPlan], snapshot: Snapshot
+) -> Iterator[tuple[str, MeasuredCost]]:
+    stages = [_build_stage(plan, replica, member, snapshot) for member in members]
+    rows = replica.batch_size // replica.micro_batches
+    tokens = _tokens(plan, rows)
+    spent: dict[str, list[list[float]]] = {
+        kind: [[] for _ in stages] for kind in ("forward", "backward", "update", "evaluate")
+    }
+    for step in range(REPEATS):
+        _pass(stages, tokens, step, spent)
+    for index, (member, stage) in enumerate(zip(members, stages, strict=True)):
+        contribute, apply = _measure_outer(plan, member, dict(stage.parameters))
+        yield (
+            member.name,
+            MeasuredCost.model_construct(
+                forward=median(spent["forward"][index]),
+                backward=median(spent["backward"][index]),
+                update=median(spent["update"][index]),
+                contribute=contribute,
+                apply=apply,
+                evaluate=median(spent["evaluate"][index]),
+            ),
+        )
+
+
+def _build_stage(plan: RunPlan, replica: ParticipantsReplica, member: MemberPlan, snapshot: Snapshot) -> Stage:
+    assert member.stage is not None
+    module = build_part(plan.shape, member.stage)
+    _load(module, snapshot)
+    boundary = boundary_of(replica.boundary, plan.shape.width, snapshot.basis)
+    stage = Stage(member.stage, module, boundary, plan.config.inner, plan.total_steps, replica.boundary.ablations)
+    stage.split_embedding(snapshot.parameters["tok_embeddings.weight"])
+    return stage
+
+
+def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[list[float]]]) -> None:
+    """One micro-batch there and back, an optimizer step and an evaluation, timed by stage, messages included."""
+    vocabulary, (rows, length) = stages[0].module.shape.vocabulary, tokens.shape
+    packed, wire = pack_tokens(tokens, vocabulary), None
+    for evaluates in (True, False):
+        wire = None
+        for index, stage in enumerate(stages):
+            started = time.perf_counter()
+            shape = (rows, length - 1, stage.boundary.dimensions)
+            own = tokens if wire is None else unpack_tokens(packed, vocabulary, rows, length - 1)
+            came = None if wire is None else stage.boundary.format.from_wire(wire, shape)
+            output = stage.evaluate(own, came) if evaluates else stage.forward(0, own, came, 1)
+            if not stage.plan.is_last:
+                packed = pack_tokens(own, vocabulary)
+                wire = stage.boundary.format.to_wire(stage.boundary.encode_activation(output))
+            spent["evaluate" if evaluates else "forward"][index].append(time.perf_counter() - started)
+    wire = None
+    for index, stage in reversed(list(enumerate(stages))):
+        started = time.perf_counter()
+        shape = (rows, length - 1, stage.boundary.dimensions)
+        came = None if wire is None else stage.boundary.format.from_wire(wire, shape)
+        symbols = stage.backward(0, came, noise_key(0, "calibration", index, step, 0))
+        wire = None if symbols is None else stage.boundary.format.to_wire(symbols)
+        spent["backward"][index].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        stage.optimizer.step(step, stage.optimizer.gradient_norm())
+        spent["update"][index].append(time.perf_counter() - started)
+
+
+@torch.no_grad()
+def _measure_outer(plan: RunPlan, member: MemberPlan, parameters: dict[str, torch.nn.Parameter]) -> tuple[float, float]:
+    """Seconds to make a contribution, and to apply those of all replicas."""
+    compression = plan.config.outer.compression
+    blocks = shapes_by_block(shapes_of(parameters))
+    errors = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    deltas = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
+    blobs: dict[str, bytes] = {}
+
+    def address(block: str) -> BlobAddress:
+        return BlobAddress(plan.run, 1, member.replica.name, block)
+
+    def contribute() -> None:
+        for block, shapes in blocks.items():
+            chosen = {name: (shape, select(errors[name], deltas[name], compression)) for name, shape in shapes.items()}
+            blobs[block] = encode_blob(address(block), chosen, compression)
+
+    optimizer = OuterOptimizer(plan.config.outer)
+    count = len(plan.config.replicas)
+
+    def apply() -> None:
+        for block, shapes in blocks.items():
+            decoded = [decode_blob(blobs[block], address(block), shapes, compression) for _ in range(count)]
+            for name, shape in shapes.items():
+                mean = mean_of(shape, ((1.0, tensors[name]) for tensors in decoded))
+                optimizer.step(name, deltas[name], mean)
+
+    return _time(contribute), _time(apply)
+
+
+def _load(module: Transformer, snapshot: Snapshot) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters_of(module).items():
+            parameter.copy_(snapshot.parameters[name])
+
+
+def _time(run: Callable[[], object]) -> float:
+    """The median of some runs, after one that is not counted."""
+    run()
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds)
