@@ -11,6 +11,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
+from hetero_pp.program.simulation.calibrate import load_calibration
 from hetero_pp.program.simulation.command import plan_of
 from hetero_pp.program.simulation.prediction import Prediction, predict
 from hetero_pp.program.simulation.sweep import Sweep
@@ -205,3 +206,24 @@ def test_ten_thousand_members_are_predicted() -> None:
     found = _predict(CONFIGS / "simulate" / "ten_thousand.yaml")
     assert found.members == 10_000
     assert 0 < found.utilization["relative"] < 1
+
+
+def test_a_calibration_is_measured_and_used(tmp_path: Path) -> None:
+    path, out = tmp_path / "t.yaml", tmp_path / "calibration.yaml"
+    path.write_text(YAML.replace("  measured:\n", "  seed: 1\n"))
+    result = CliRunner().invoke(app, ["calibrate", str(path), "--write", str(out)])
+    assert result.exit_code == 0, result.stderr
+    assert "GFLOP/s reached" in result.stdout
+    measured = load_calibration(out)["measured"]
+    assert isinstance(measured, dict)
+    assert list(measured) == ["dc", "home.0", "home.1", "home.2", "home.3"]
+    content = tmp_path / "prediction.json"
+    code, _, errors = _invoke(str(path), "--calibration", str(out), "--json", str(content))
+    assert code == 0, errors
+    cost = {kind: float(value.split()[0]) for kind, value in measured["dc"].items()}
+    step = 2 * (cost["forward"] + cost["backward"]) + cost["update"]
+    assert json.loads(content.read_text())["replicas"][0]["step_seconds"] == pytest.approx(step)
+    used = ("--set", "simulate.machine=this-machine")
+    assert _invoke(str(path), "--calibration", str(out), *used)[0] == 0
+    out.write_text("a: 1\n")
+    assert "expected what `hetero-pp calibrate --write` wrote" in _invoke(str(path), "--calibration", str(out))[2]
