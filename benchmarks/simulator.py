@@ -84,8 +84,7 @@ TOPOLOGIES = [
 
 def compare(topology: Topology, folder: Path) -> dict[str, Any]:
     """Calibrate, predict, launch."""
-    words = " ".join(f"word{number % 97} stage{number % 13}" for number in range(40_000))
-    (folder / "corpus.txt").write_text(words)
+    (folder / "corpus.txt").write_text(words())
     yaml = folder / "topology.yaml"
     changes = asdict(topology) | {"corpus": folder / "corpus.txt", "steps": STEPS, "rounds": ROUNDS}
     yaml.write_text(YAML.format(**changes))
@@ -102,11 +101,16 @@ def compare(topology: Topology, folder: Path) -> dict[str, Any]:
         "topology": topology.name,
         "link_bound": replica.exposed_communication >= LINK_BOUND,
         "predicted": {"step_seconds": replica.step_seconds, "bytes": _predicted_bytes(prediction)},
-        "measured": {"step_seconds": _measured_step(events), "bytes": _measured_bytes(events)},
+        "measured": {"step_seconds": measured_step(events), "bytes": _measured_bytes(events)},
     }
 
 
-def _measured_step(events: list[dict[str, Any]]) -> float:
+def words() -> str:
+    """Text enough for any of these runs."""
+    return " ".join(f"word{number % 97} stage{number % 13}" for number in range(40_000))
+
+
+def measured_step(events: list[dict[str, Any]]) -> float:
     """The median over steps that follow one another in a round, as the first stage tells them."""
     times = defaultdict(list)
     for event in events:
