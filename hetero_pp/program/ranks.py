@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # its functions keep the group that exists when it is imported: later, none could close it
 from torch import Tensor
 
 from hetero_pp.errors import ConfigError

@@ -1,6 +1,7 @@
 """What one rank of test_replicas_on_ranks.py runs: `python rank.py CORPUS FOLDER METHOD`, alone or by torchrun.
 
-Writes FOLDER/<rank>-of-<world>.json: losses, hashes after each round, and the embedding after the first.
+Writes FOLDER/<rank>-of-<world>.json: losses, hashes after each round, the embedding after the first, and the
+threads of the process group that are left when it is closed: one that outlives it may abort the process as it ends.
 """
 
 from __future__ import annotations
@@ -90,6 +91,11 @@ def _stops_if_one_diverges(plan: RunPlan, folder: Path, ranks: Ranks) -> bool:
     return not group.round(1)
 
 
+def _threads() -> list[str]:
+    """Names of this process's threads, Python's or not."""
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
 def main(corpus: str, folder: Path, method: str) -> None:
     """Train, and write what came of it."""
     torch.set_num_threads(1)
@@ -99,8 +105,9 @@ def main(corpus: str, folder: Path, method: str) -> None:
     found |= _rounds(AllReplicas(plan, store, ranks=ranks), plan.config.outer.rounds)
     found["resumed"] = _resumed(plan, folder, ranks)
     found["stops"] = method == "adamw_ddp" or _stops_if_one_diverges(plan, folder, ranks)
-    (folder / f"{ranks.rank}-of-{ranks.world}.json").write_text(json.dumps(found))
     ranks.close()
+    found["threads"] = [name for name in _threads() if "gloo" in name]
+    (folder / f"{ranks.rank}-of-{ranks.world}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

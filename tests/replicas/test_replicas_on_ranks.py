@@ -41,6 +41,7 @@ def test_ranks_train_what_one_process_trains(method: str, world: int, corpus: Pa
         assert rank["tokens"] == one["tokens"]
         assert rank["stops"]
         assert rank["resumed"] == rank["validation_loss"]
+        assert rank["threads"] == []
         for ours, expected in zip(rank["embedding"], one["embedding"], strict=True):
             assert ours == pytest.approx(expected, abs=1e-6)
     for round_ in range(3):
