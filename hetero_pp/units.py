@@ -6,6 +6,7 @@ Everything inside the program is a plain number in base units: bits per second, 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -50,6 +51,18 @@ def parse_fraction(value: Any) -> float:
             raise ValueError
         return float(Fraction(text[:-1].strip()) / 100) if text.endswith("%") else float(Fraction(text))
     except (ValueError, ZeroDivisionError, OverflowError):
+        raise ValueError(f"found `{value}`, {expected}") from None
+
+
+def parse_any(value: Any) -> float:
+    """Parse a number, a ratio (`94.5 %`) or any quantity (`70 s`, `5.5 MB`) to base units."""
+    for units in (BITS_PER_SECOND, SECONDS, BYTES, FLOPS):
+        with suppress(ValueError):
+            return parse_quantity(value, units, "")
+    try:
+        return parse_fraction(value)
+    except ValueError:
+        expected = "expected a number, a ratio such as `94.5 %`, or a quantity such as `70 s` or `5.5 MB`"
         raise ValueError(f"found `{value}`, {expected}") from None
 
 

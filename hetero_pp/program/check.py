@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from rich.console import Console
@@ -27,7 +28,7 @@ from hetero_pp.topology import (
     stage_link_name,
 )
 from hetero_pp.units import format_bytes, format_seconds
-from replica_groups.replay import Shapes, shapes_by_block
+from replica_groups.replay import shapes_by_block
 from stages.boundary import format_of, packed_tokens_bytes
 
 WIDTH_OF_FILES = 120
@@ -96,6 +97,7 @@ def snapshot_bytes(plan: RunPlan, member: MemberPlan) -> int:
     return 4 * (numbers + plan.shape.width * (plan.largest_rank or 0))
 
 
+@lru_cache(maxsize=2)  # asked for by every member, in both directions
 def _blob_sizes(plan: RunPlan) -> dict[str, dict[str, int]]:
     """Bytes of each replica's blobs by block."""
     blocks = shapes_by_block(plan.parameter_shapes)
@@ -130,7 +132,7 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
 
 
 def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
-    plan, store = prepared.plan, prepared.store
+    plan = prepared.plan
     config, shape = plan.config, plan.shape
     rounds, steps = config.outer.rounds, config.inner.steps
     per_step = sum(replica.batch_size for replica in config.replicas) * config.data.sequence_length
@@ -145,10 +147,7 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
         f"Schedule: {rounds} outer rounds of {steps} inner steps, {per_step:,} tokens a step over all replicas, "
         f"{tokens:,} in all."
     )
-    console.print(
-        f"Data: {config.data.corpus}, {len(store.train):,} tokens to train on ({tokens / len(store.train):.2g} "
-        f"epochs), {len(store.validation):,} to validate on."
-    )
+    console.print(f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
     console.print(
         f"Contributions: density {compression.density:.3g}, {compression.value_bits} bits a value, "
         f"{format_bytes(max(sum(blobs.values()) for blobs in _blob_sizes(plan).values()))} a replica and round."
@@ -216,5 +215,5 @@ def _pair(both: list[str]) -> str:
     return both[0] if both[0] == both[1] else " / ".join(both)
 
 
-def _count(shapes: Shapes) -> int:
+def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())

@@ -22,6 +22,9 @@ Array = np.ndarray
 OnSpan = Callable[[str, str, int, Array, Array], None]
 """(track, what, micro-batch, starts [G], ends [G])"""
 
+COLUMNS = 8192
+"""That are timed side by side at most, where the order is free: their times stay in a core's cache."""
+
 
 @dataclass(frozen=True)
 class Hops:
@@ -32,6 +35,10 @@ class Hops:
     latency: Array
     jitter: Array
     """A message takes a time drawn uniformly from [0, jitter] longer."""
+
+    def columns(self, of: slice, times: int) -> Hops:
+        """Some of the groups, so many times side by side."""
+        return Hops(*(np.tile(rows[:, of], times) for rows in (self.seconds, self.latency, self.jitter)))
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,22 @@ class Groups:
     @property
     def count(self) -> int:
         return self.forward.shape[1]
+
+    @property
+    def has_jitter(self) -> bool:
+        return bool(self.activations.jitter.any() or self.gradients.jitter.any())
+
+    def columns(self, of: slice, times: int) -> Groups:
+        """Some of the groups, so many times side by side: [S, times * G]."""
+        return Groups(
+            self.micro_batches,
+            self.extra_in_flight,
+            np.tile(self.forward[:, of], times),
+            np.tile(self.backward[:, of], times),
+            np.tile(self.update[:, of], times),
+            self.activations.columns(of, times),
+            self.gradients.columns(of, times),
+        )
 
 
 @dataclass
@@ -103,16 +126,6 @@ def _merged(events_of_stages: Sequence[Sequence[Event]]) -> Sequence[tuple[int, 
     return order
 
 
-def _same_shift(before: Sequence[Array], after: Sequence[Array]) -> Array | None:
-    """The time [G] by which everything has moved, if it is one for all stages and links of a group; else None.
-
-    Then every further step is this one again, later.
-    """
-    period = after[0][0] - before[0][0]
-    close = (np.abs(new - old - period) <= 1e-12 * np.abs(new) for old, new in zip(before, after, strict=True))
-    return period if all(bool(one.all()) for one in close) else None
-
-
 def _is_ready(stage: int, event: Event, sent: set[tuple[Action, int, int]]) -> bool:
     if event.action is Action.RECEIVE_ACTIVATION:
         return (Action.SEND_ACTIVATION, stage - 1, event.micro_batch) in sent
@@ -142,29 +155,43 @@ class GroupClock:
 
     def inner_loop(self, steps: int) -> list[Array]:
         """H inner steps and the flush; when the first stage had made each optimizer step, [G] each."""
-        groups, ends = self.groups, []
-        order = step_order(groups.stages, groups.micro_batches, groups.extra_in_flight)
-        before: list[Array] = []
-        for step in range(steps):
-            self._updates_due = set(range(1, groups.stages)) if step > 0 else set()
-            for stage, event in order:
-                self._run(stage, event, groups.forward[stage], groups.activations)
-            self._update(0)
+        ends = []
+        for step in range(1 if self.on_span is None else steps):
+            self._step(updates=step > 0)
             ends.append(self.free[0].copy())
-            if self.random is None and self.on_span is None:
-                if before and (period := _same_shift(before, self._state())) is not None:
-                    left = steps - step - 1
-                    ends += [ends[-1] + period * (index + 1) for index in range(left)]
-                    for array in self._state():
-                        array += period * left
-                    break
-                before = [array.copy() for array in self._state()]
+        if len(ends) < steps:
+            ends += list(ends[0] + np.cumsum(self._further_steps(steps - 1), axis=0))
+            self.free[0] = ends[-1]
         self._flush()
         return ends
 
-    def _state(self) -> list[Array]:
-        """All that the next step depends on, [., G] each: a shift of all of it by one time shifts what follows."""
-        return [self.free, *self._link_free.values()]
+    def _step(self, updates: bool) -> None:
+        """One inner step; unless it is the first one, every later stage begins with the optimizer step before it."""
+        groups = self.groups
+        self._updates_due = set(range(1, groups.stages)) if updates else set()
+        for stage, event in step_order(groups.stages, groups.micro_batches, groups.extra_in_flight):
+            self._run(stage, event, groups.forward[stage], groups.activations)
+        self._update(0)
+
+    def _further_steps(self, count: int) -> Array:
+        """How long each further step takes, [count, G].
+
+        A step ends when all its gradients are back at the first stage, and the next one begins there: nothing of one
+        is under way in another. So how long it takes depends on nothing before it, and steps are timed side by side,
+        each from time 0. Without jitter one stands for all.
+        """
+        seconds = np.empty((count, self.groups.count))
+        drawn = count if self.random is not None and self.groups.has_jitter else 1
+        for left in range(0, self.groups.count, COLUMNS):
+            own = slice(left, min(left + COLUMNS, self.groups.count))
+            at_once = COLUMNS // (own.stop - own.start)
+            for first in range(0, drawn, at_once):
+                times = min(at_once, drawn - first)
+                clock = GroupClock(self.groups.columns(own, times), self.random)
+                clock._step(updates=True)
+                seconds[first : first + times, own] = clock.free[0].reshape(times, -1)
+        seconds[drawn:] = seconds[0]
+        return seconds
 
     def evaluate(self, batches: int, forward: Array, activations: Hops) -> None:
         """Forwards only, with times of their own."""

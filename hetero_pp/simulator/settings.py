@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from hetero_pp.settings import Bandwidth, Duration, Ratio, Settings
 from hetero_pp.simulator.hardware import Hardware
+from hetero_pp.units import parse_any
 
 
 class MeasuredCost(Settings):
@@ -32,6 +35,35 @@ class FleetSettings(Settings):
     churn: Ratio = Field(0.0, ge=0, lt=1, description="share of members that leave within a round")
 
 
+class SiteSettings(Settings):
+    """Members behind one link to the exchange, which replaces the uplinks of their own."""
+
+    members: list[str] = Field(min_length=1, description="members, or replicas with all of theirs")
+    uplink: str = Field(description="the kind of link that they share, from `links`")
+
+
+Figure = Annotated[
+    float,
+    BeforeValidator(parse_any),
+    WithJsonSchema({"type": ["number", "string"], "examples": [163, "94.5 %", "70 s", "5.5 MB"]}),
+]
+
+
+class PublishedNumber(Settings):
+    """A number of a paper, to be shown beside the prediction."""
+
+    what: str = Field(description="which number of `--json`: `outer_seconds`, `replicas.home.step_seconds`")
+    value: Figure = Field(gt=0)
+    bound: Literal["equal", "at least", "at most"] = Field("equal", description="what the paper says of the number")
+    where: str = Field(description="the paper, and where in it")
+    when: dict[str, Any] = Field(
+        default_factory=dict, description="keys of this file and their values: only compared where they have them"
+    )
+
+
+ExchangeKind = Literal["gather", "parameter_server", "ring_all_gather", "ring_all_reduce"]
+
+
 class SimulateSettings(Settings):
     """How machines, fleets and the exchange are in a prediction."""
 
@@ -39,10 +71,29 @@ class SimulateSettings(Settings):
     hardware: dict[str, Hardware] = Field(default_factory=dict, description="entries beside the catalog's")
     measured: dict[str, MeasuredCost] = Field(default_factory=dict, description="by member")
     fleets: dict[str, FleetSettings] = Field(default_factory=dict, description="by replica")
+    exchange: ExchangeKind = Field(
+        "gather",
+        description="how contributions are exchanged: `gather` is what `launch` does, and an object store; the others "
+        "are predicted only",
+    )
+    aggregate: Literal["union", "dense"] = Field(
+        "union", description="what a parameter server sends back: what any replica sent, or every parameter"
+    )
     exchange_bandwidth: Bandwidth | None = Field(
         None, gt=0, description="of the exchange itself, each way, shared by all members; unlimited by default"
+    )
+    sites: dict[str, SiteSettings] = Field(default_factory=dict, description="members that share an uplink")
+    published: list[PublishedNumber] = Field(default_factory=list, description="numbers of papers, shown beside ours")
+    rows: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="by name, keys of this file and values: a prediction with each, as a sweep"
     )
     sweep: str | None = Field(None, description="KEY=FROM..TO or KEY=A,B: predict at these values, as --sweep does")
     curves: str | None = Field(None, description="KEY=A,B: a curve of the sweep for each, as --curves does")
     tokens: int | None = Field(None, ge=1, description="token budget; by default that of the run")
     seed: int = Field(0, ge=0, description="of jitter and fleets")
+
+    @model_validator(mode="after")
+    def _one_sweep(self) -> SimulateSettings:
+        if self.rows and self.sweep is not None:
+            raise ValueError("found `rows` and `sweep`, expected one of both")
+        return self

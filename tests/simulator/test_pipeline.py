@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from reference import Group, simulate
 
 from hetero_pp.schedule import one_forward_one_backward
+from hetero_pp.simulator import pipeline
 from hetero_pp.simulator.pipeline import Groups, Hops, step_order, time_steps
 
 
@@ -57,7 +60,7 @@ def groups(draw: st.DrawFn) -> Group:
     return Group(*counts, per_stage(), per_stage(), per_stage(), per_hop(), per_hop())
 
 
-@given(group=groups(), steps=st.integers(1, 3))
+@given(group=groups(), steps=st.integers(1, 6))
 def test_it_agrees_with_an_event_queue(group: Group, steps: int) -> None:
     expected, expected_steps = simulate(group, steps)
     found = time_steps(_arrays(group), steps)
@@ -151,6 +154,58 @@ def test_jitter_delays_and_keeps_the_order() -> None:
     assert (drawn[0] != drawn[2]).any()
     assert (drawn[0] > steady).all()
     assert (drawn[0] <= steady + 4 * 16 * 2.0 * 2).all()
+
+
+class _Half:
+    """Draws one half, always."""
+
+    def random(self, count: int) -> np.ndarray:
+        return np.full(count, 0.5)
+
+
+@given(group=groups(), steps=st.integers(1, 6))
+def test_jitter_that_is_always_the_same_is_latency(group: Group, steps: int) -> None:
+    """Steps with jitter are timed side by side: against an event queue that goes from one to the next."""
+    jitter = 0.75
+
+    def later(hops: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(message, latency + jitter / 2) for message, latency in hops]
+
+    expected = simulate(replace(group, activations=later(group.activations), gradients=later(group.gradients)), steps)
+    found = time_steps(_arrays(group, jitter), steps, cast(np.random.Generator, _Half()))
+    assert [float(end[0]) for end in found.steps] == pytest.approx(expected[1], rel=1e-12, abs=1e-12)
+
+
+def test_steps_side_by_side_are_drawn_as_steps_in_turn() -> None:
+    """Mean and spread of a step with jitter; who listens to spans gets one step after the other."""
+    shaky = _arrays(_uniform(3, 4, 0, 0.5, 0.1), jitter=4.0)
+    steps = 2001
+    together = np.diff(np.stack(time_steps(shaky, steps, np.random.default_rng(5)).steps)[:, 0])
+    in_turn = np.diff(np.stack(time_steps(shaky, steps, np.random.default_rng(6), lambda *_: None).steps)[:, 0])
+    error = in_turn.std() * (2 / (steps - 1)) ** 0.5
+    assert in_turn.std() > 0.5
+    assert abs(together.mean() - in_turn.mean()) < 5 * error
+    assert together.std() == pytest.approx(in_turn.std(), rel=0.15)
+    assert abs(np.corrcoef(in_turn[1:], in_turn[:-1])[0, 1]) < 5 / (steps - 1) ** 0.5
+
+
+@pytest.mark.parametrize("columns", [1, 4, 5, 64])
+def test_blocks_of_columns_change_nothing(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(4)
+    stages, count = 3, 9
+
+    def draw(rows: int) -> np.ndarray:
+        return random.uniform(0, 2, (rows, count))
+
+    def hops() -> Hops:
+        return Hops(draw(stages - 1), draw(stages - 1), draw(stages - 1))
+
+    many = Groups(4, 1, draw(stages), draw(stages), draw(stages), hops(), hops())
+    whole = time_steps(many, 5, cast(np.random.Generator, _Half()))
+    monkeypatch.setattr(pipeline, "COLUMNS", columns)
+    blocks = time_steps(many, 5, cast(np.random.Generator, _Half()))
+    assert (whole.ends == blocks.ends).all()
+    assert (np.stack(whole.steps) == np.stack(blocks.steps)).all()
 
 
 def test_spans_are_the_whole_story() -> None:

@@ -35,6 +35,7 @@ def plan_of(file: ConfigFile) -> RunPlan:
     """The plan of a YAML whose corpus nobody reads; only its tokenizer's vocabulary is needed."""
     config = file.config.with_absolute_paths()
     try:
+        config.require_grouped()
         known = None if config.model.vocabulary is not None else load_tokenizer(config.data).vocabulary
         return RunPlan(config, known)
     except ConfigError as error:
@@ -42,12 +43,13 @@ def plan_of(file: ConfigFile) -> RunPlan:
 
 
 def simulate(path: Path, overrides: Sequence[str], sweep: str | None, curves: str | None, outputs: Outputs) -> None:
-    """Predict once, or at every value of a key if the user or the YAML asks for a sweep."""
+    """Predict once; or at every value of a key, if the user or the YAML asks for a sweep; or every row of the YAML."""
     file = ConfigFile(path, overrides)
     settings = file.config.simulate
     sweep, curves = sweep or settings.sweep, curves or settings.curves
-    if sweep is not None:
-        _simulate_sweep(path, overrides, Sweep.parse(sweep), None if curves is None else Sweep.parse(curves), outputs)
+    if sweep is not None or settings.rows:
+        values = Sweep.of_rows(settings.rows) if sweep is None else Sweep.parse(sweep)
+        _simulate_sweep(path, overrides, values, None if curves is None else Sweep.parse(curves), outputs)
         return
     if curves is not None:
         raise ConfigError((), f"--curves {curves}: expected a --sweep beside it")
@@ -69,7 +71,7 @@ def _simulate_sweep(path: Path, overrides: Sequence[str], sweep: Sweep, curves: 
     for curve in [""] if curves is None else curves.values:
         changed = [*overrides, f"{curves.key}={curve}"] if curves is not None else list(overrides)
         for value in sweep.values:
-            file = ConfigFile(path, [*changed, f"{sweep.key}={value}"])
+            file = ConfigFile(path, [*changed, *sweep.overrides(value)])
             found.setdefault(curve, {})[value] = _predict(file, plan_of(file), None)
     print_sweep(wide(Console(), 120), sweep, curves, found)
     points = {

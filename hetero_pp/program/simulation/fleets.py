@@ -14,11 +14,10 @@ import torch
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.inner import EMBEDDING
-from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.link.protocol import Message, sealed, wire_frames
 from hetero_pp.model import block_of
-from hetero_pp.program.check import exchange_messages
 from hetero_pp.program.config import MemberPlan, RunPlan
+from hetero_pp.program.simulation.volumes import Crossing, check_exchange, crossing, site_of
 from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.simulator.costs import Part, cost_on, memory_of
 from hetero_pp.simulator.hardware import Hardware, hardware_named
@@ -28,7 +27,6 @@ from hetero_pp.topology import (
     Direction,
     ParticipantsReplica,
     ReplicaSettings,
-    exchange_link_name,
     stage_link_name,
 )
 from hetero_pp.units import format_bytes
@@ -49,15 +47,14 @@ class Fleet:
     evaluation_batches: int
     evaluation_forward: Array
     evaluation_hops: Hops
-    up: Array
-    """[S, G] seconds that a member's contribution occupies its uplink, with latencies."""
-    down: Array
+    up: Crossing
+    """What members send in an outer round."""
+    down: Crossing
+    sites: Sequence[str | None]
+    """[S]: whose uplink each member shares."""
     contribute: Array
     """[S, G] seconds of compute."""
     apply: Array
-    up_bytes: Array
-    """[S] on the wire, in a round."""
-    down_bytes: Array
     stays: Array
     """[G]: whether all members were there to the end of the round."""
     memory: Sequence[dict[str, float]]
@@ -66,6 +63,10 @@ class Fleet:
     @property
     def count(self) -> int:
         return self.groups.count
+
+    def at_site(self, name: str) -> Array:
+        """[S] bool: which members share the uplink of this site."""
+        return np.array([site == name for site in self.sites])
 
     def without_communication(self) -> Groups:
         """The same groups with infinite bandwidth and no latency."""
@@ -83,8 +84,8 @@ class Fleet:
 
 
 def fleets_of(plan: RunPlan, random: np.random.Generator) -> Iterator[Fleet]:
-    """Every replica of the plan. Raises ConfigError for unknown hardware, a name that is no replica, or too little
-    memory, saying by how much."""
+    """Every replica of the plan. Raises ConfigError for unknown hardware, a name that is no replica, sites or a ring
+    that cannot be, or too little memory, saying by how much."""
     names = [replica.name for replica in plan.config.replicas]
     for name in plan.config.simulate.fleets:
         if name not in names:
@@ -96,6 +97,7 @@ def fleets_of(plan: RunPlan, random: np.random.Generator) -> Iterator[Fleet]:
             raise ConfigError(
                 ("simulate", "measured", name), f"found no such member, expected one of {', '.join(plan.members)}"
             )
+    check_exchange(plan)
     for index, replica in enumerate(plan.config.replicas):
         fleet = _fleet_of(plan, index, replica, random)
         _require_memory(fleet, index)
@@ -128,8 +130,6 @@ def _fleet_of(plan: RunPlan, index: int, replica: ReplicaSettings, random: np.ra
     bandwidth = _drawn(settings.bandwidth, (shape[0] - 1, shape[1]), random)
     sizes = message_bytes(plan, replica)
     uplink = _drawn(settings.uplink, shape, random)
-    up, up_bytes = _exchange_seconds(plan, members, "forward", uplink)
-    down, down_bytes = _exchange_seconds(plan, members, "backward", uplink)
     return Fleet(
         replica=replica,
         members=members,
@@ -147,15 +147,14 @@ def _fleet_of(plan: RunPlan, index: int, replica: ReplicaSettings, random: np.ra
         evaluation_batches=batches,
         evaluation_forward=seconds([cost.evaluate for cost in costs]),
         evaluation_hops=_hops(plan, replica, "forward", sizes["evaluation"], bandwidth),
-        up=up,
-        down=down,
+        up=crossing(plan, members, "forward", uplink),
+        down=crossing(plan, members, "backward", uplink),
+        sites=[site_of(plan, member) for member in members],
         contribute=seconds([cost.contribute for cost in costs]),
         apply=seconds([cost.apply for cost in costs]),
-        up_bytes=up_bytes,
-        down_bytes=down_bytes,
         stays=np.all(random.random(shape) >= settings.churn, axis=0),
         memory=[_memory_of(plan, member) for member in members],
-        memory_capacity=[_hardware_of(plan, index, member).memory * replica.accelerators for member in members],
+        memory_capacity=[hardware_of(plan, index, member).memory * replica.accelerators for member in members],
     )
 
 
@@ -191,7 +190,8 @@ def part_of(plan: RunPlan, member: MemberPlan) -> Part:
     return Part(layers, EMBEDDING in member.owned, predicts, parameters)
 
 
-def _hardware_of(plan: RunPlan, index: int, member: MemberPlan) -> Hardware:
+def hardware_of(plan: RunPlan, index: int, member: MemberPlan) -> Hardware:
+    """The machine of a member of the replica of this index. Raises ConfigError if nothing is known of it."""
     simulate, replica = plan.config.simulate, member.replica
     key: tuple[str | int, ...] = ("simulate", "machine")
     name = simulate.machine
@@ -209,7 +209,7 @@ def _cost_of(plan: RunPlan, index: int, member: MemberPlan) -> MeasuredCost:
     if member.name in plan.config.simulate.measured:
         return plan.config.simulate.measured[member.name]
     replica = member.replica
-    hardware = _hardware_of(plan, index, member)
+    hardware = hardware_of(plan, index, member)
     rows, length = replica.batch_size // replica.micro_batches, plan.config.data.sequence_length
     cost = cost_on(plan.shape, part_of(plan, member), hardware, replica.accelerators, rows, length)
     return MeasuredCost.model_construct(**asdict(cost), evaluate=cost.forward)
@@ -248,27 +248,3 @@ def _hops(
     own = rows([0.0 if shape.bandwidth is None else bits / shape.bandwidth for shape in shapes])
     seconds = own if bandwidth is None else bits / bandwidth
     return Hops(seconds, rows([shape.latency for shape in shapes]), rows([shape.jitter for shape in shapes]))
-
-
-def _exchange_seconds(
-    plan: RunPlan, members: Sequence[MemberPlan], direction: Direction, bandwidth: Array | None
-) -> tuple[Array, Array]:
-    """[S, G] seconds of a round's contributions on each member's link to the exchange, and [S] bytes on the wire.
-
-    Every blob is a message of its own, one after the other, and waits for the latency.
-    """
-    fleets = plan.config.simulate.fleets
-    counts = {name: fleet.count for name, fleet in fleets.items()}
-    seconds, sizes = [], []
-    for row, member in enumerate(members):
-        shape = plan.links[exchange_link_name(member.name)].shape(direction)
-        blobs = exchange_messages(plan, member, counts)[direction]
-        wire = sum(times * wire_bytes(raw_frames(size)) for size, times in blobs)
-        delay = sum(times for _, times in blobs) * (shape.latency + shape.jitter / 2)
-        if bandwidth is not None:
-            seconds.append(delay + wire * 8 / bandwidth[row])
-        else:
-            seconds.append(np.array([delay + (0.0 if shape.bandwidth is None else wire * 8 / shape.bandwidth)]))
-        sizes.append(float(wire))
-    count = counts.get(members[0].replica.name, 1)
-    return np.stack([np.broadcast_to(one, (count,)) for one in seconds]), np.array(sizes)

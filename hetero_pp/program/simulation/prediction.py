@@ -8,13 +8,15 @@ so times are those of a later round, not of the first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.simulation.fleets import Fleet, fleets_of
+from hetero_pp.program.simulation.outer_round import run_outer_round
+from hetero_pp.program.simulation.published import Comparison, compared
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.topology import exchange_link_name, stage_link_name
 
@@ -32,7 +34,7 @@ class StagePrediction:
     memory_bytes: dict[str, float]
     memory_capacity_bytes: float
     sent_seconds: float
-    """Of an outer round: its contribution, on its link to the exchange."""
+    """Of an outer round, on its link to the exchange; if a site shares it, as if nobody else used it."""
     received_seconds: float
     sent_bytes: float
     received_bytes: float
@@ -63,6 +65,9 @@ class ReplicaPrediction:
     """Share of the inner loop that stages would stand still with links that cost nothing."""
     exposed_communication: float
     """Share of the inner loop that links add to that."""
+    sent_bytes: float
+    """By all members of one replica, in an outer round."""
+    received_bytes: float
     stages: list[StagePrediction]
     links: list[LinkPrediction]
 
@@ -81,19 +86,26 @@ class Prediction:
     nothing over the round time."""
     tokens_per_second: float
     tokens: int
-    days: float
+    rounds: float
     """To that many tokens."""
+    days: float
     accelerator_hours: float
+    sent_bytes: float
+    """By one replica (the mean over all) in all outer rounds: the communication volume."""
+    received_bytes: float
     members: int
     replicas: list[ReplicaPrediction]
+    published: Sequence[Comparison] = ()
+    """Numbers of papers beside these."""
 
     def as_json(self) -> dict[str, Any]:
         """As `--json` writes it: `stages` and `links` of all replicas beside the nested ones."""
         stages = [asdict(stage) for replica in self.replicas for stage in replica.stages]
         links = [asdict(link) for replica in self.replicas for link in replica.links]
-        return asdict(self) | {"stages": stages, "links": links}
+        published = [one.as_json() for one in self.published]
+        return asdict(self) | {"stages": stages, "links": links, "published": published}
 
-    def as_point(self) -> dict[str, float]:
+    def as_point(self) -> dict[str, Any]:
         """As a sweep writes it: `utilization` is the relative one."""
         return {
             "utilization": self.utilization["relative"],
@@ -102,6 +114,10 @@ class Prediction:
             "round_seconds": self.round_seconds,
             "tokens_per_second": self.tokens_per_second,
             "days": self.days,
+            "outer_seconds": self.outer_seconds,
+            "sent_bytes": self.sent_bytes,
+            "received_bytes": self.received_bytes,
+            "published": [one.as_json() for one in self.published],
         }
 
 
@@ -118,7 +134,8 @@ class _Timed:
 def predict(plan: RunPlan, watch: Callable[[str], OnSpan] | None = None) -> Prediction:
     """Time the plan's topology. `watch` gives, for a replica's name, who is told what its members and links do.
 
-    Raises ConfigError for hardware that is not known, and for members whose part does not fit their memory.
+    Raises ConfigError for hardware that is not known, for members whose part does not fit their memory, and for
+    published numbers of what is not predicted.
     """
     simulate = plan.config.simulate
     fleets = list(fleets_of(plan, np.random.default_rng(simulate.seed)))
@@ -132,7 +149,10 @@ def predict(plan: RunPlan, watch: Callable[[str], OnSpan] | None = None) -> Pred
     members = sum(len(fleet.members) * fleet.count for fleet in fleets)
     accelerators = sum(sum(fleet.accelerators) * fleet.count for fleet in fleets)
     trained = sum(float(_training_seconds(plan, fleet).sum()) for fleet in fleets)
-    return Prediction(
+    replicas = [_replica(plan, fleet, timed, ideal, index) for index, fleet in enumerate(fleets)]
+    rounds = total / sum(_tokens_per_step(plan, fleet) * fleet.count * plan.config.inner.steps for fleet in fleets)
+    count = sum(replica.count for replica in replicas)
+    found = Prediction(
         step_seconds=max(float(steps.max()) for steps in timed.step_seconds),
         round_seconds=timed.round_seconds,
         outer_seconds=timed.outer_seconds,
@@ -142,11 +162,17 @@ def predict(plan: RunPlan, watch: Callable[[str], OnSpan] | None = None) -> Pred
         },
         tokens_per_second=rate,
         tokens=total,
+        rounds=rounds,
         days=total / rate / 86400,
         accelerator_hours=accelerators * total / rate / 3600,
+        sent_bytes=rounds * sum(one.sent_bytes * one.count for one in replicas) / count,
+        received_bytes=rounds * sum(one.received_bytes * one.count for one in replicas) / count,
         members=members,
-        replicas=[_replica(plan, fleet, timed, ideal, index) for index, fleet in enumerate(fleets)],
+        replicas=replicas,
     )
+    if not simulate.published:
+        return found
+    return replace(found, published=compared(plan.config, found.as_json()))
 
 
 def _run(plan: RunPlan, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None) -> _Timed:
@@ -165,7 +191,7 @@ def _run(plan: RunPlan, fleets: Sequence[Fleet], communicates: bool, watch: Call
         step_ends = [clock.inner_loop(steps) for clock in clocks]
         inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
         trained = max(float(clock.free.max()) for clock in clocks)
-        _outer_round(plan, fleets, clocks, communicates)
+        run_outer_round(plan, list(zip(fleets, clocks, strict=True)), communicates)
         outer = max(float(clock.free.max()) for clock in clocks) - trained
         for fleet, clock in zip(fleets, clocks, strict=True):
             hops = fleet.evaluation_hops if communicates else clock.groups.activations
@@ -175,51 +201,6 @@ def _run(plan: RunPlan, fleets: Sequence[Fleet], communicates: bool, watch: Call
     if steps == 1:
         step_seconds = inner
     return _Timed(ends[-1] - ends[-2], outer, inner, step_seconds)
-
-
-def _outer_round(plan: RunPlan, fleets: Sequence[Fleet], clocks: Sequence[GroupClock], communicates: bool) -> None:
-    """Advance every member to the end of the outer round; only those that stay are waited for.
-
-    The exchange's own link is shared without loss: it is never idle while somebody could use it, so a round takes at
-    least its bytes over its bandwidth.
-    """
-    shared = plan.config.simulate.exchange_bandwidth if communicates else None
-    closed = 0.0
-    for fleet, clock in zip(fleets, clocks, strict=True):
-        _spend(clock, "contribute", fleet.contribute)
-        if communicates:
-            _spend(clock, "send contribution", fleet.up)
-        closed = max(closed, float(np.where(fleet.stays, clock.free, 0.0).max()))
-    if shared is not None:
-        closed = max(closed, _drained(fleets, clocks, shared))
-    slowest = closed
-    for fleet, clock in zip(fleets, clocks, strict=True):
-        clock.free[:] = closed
-        if communicates:
-            _spend(clock, "receive contributions", fleet.down)
-        _spend(clock, "apply", fleet.apply)
-        slowest = max(slowest, float(clock.free.max()))
-    if shared is not None:
-        total = sum(float(fleet.down_bytes.sum()) * fleet.count for fleet in fleets)
-        late = closed + total * 8 / shared - slowest
-        for clock in clocks:
-            clock.free += max(0.0, late)
-
-
-def _spend(clock: GroupClock, what: str, seconds: Array) -> None:
-    """Every member is busy for so long, [S, G]."""
-    if clock.on_span is not None:
-        for stage, starts in enumerate(clock.free):
-            clock.on_span(f"stage {stage}", what, 0, starts.copy(), starts + seconds[stage])
-    clock.free += seconds
-
-
-def _drained(fleets: Sequence[Fleet], clocks: Sequence[GroupClock], bandwidth: float) -> float:
-    """When the exchange has taken in all contributions: the largest of (start + bytes of all that start later)."""
-    starts = np.concatenate([(clock.free - fleet.up).ravel() for fleet, clock in zip(fleets, clocks, strict=True)])
-    sizes = np.concatenate([np.repeat(fleet.up_bytes, fleet.count) for fleet in fleets])
-    order = np.argsort(-starts)
-    return float((starts[order] + np.cumsum(sizes[order]) * 8 / bandwidth).max())
 
 
 def _tokens_per_step(plan: RunPlan, fleet: Fleet) -> int:
@@ -243,16 +224,18 @@ def _replica(plan: RunPlan, fleet: Fleet, timed: _Timed, ideal: _Timed, index: i
         inner_seconds=float(inner.mean()),
         bubble=float((1 - trained.mean(axis=0) / free).mean()),
         exposed_communication=float((1 - free / inner).mean()),
+        sent_bytes=float(fleet.up.n_bytes.sum()),
+        received_bytes=float(fleet.down.n_bytes.sum()),
         stages=[
             StagePrediction(
                 member=member.name,
                 utilization=float(trained[stage].mean()) / timed.round_seconds,
                 memory_bytes=fleet.memory[stage],
                 memory_capacity_bytes=fleet.memory_capacity[stage],
-                sent_seconds=float(fleet.up[stage].mean()),
-                received_seconds=float(fleet.down[stage].mean()),
-                sent_bytes=float(fleet.up_bytes[stage]),
-                received_bytes=float(fleet.down_bytes[stage]),
+                sent_seconds=float(fleet.up.alone[stage].mean()),
+                received_seconds=float(fleet.down.alone[stage].mean()),
+                sent_bytes=float(fleet.up.n_bytes[stage]),
+                received_bytes=float(fleet.down.n_bytes[stage]),
             )
             for stage, member in enumerate(fleet.members)
         ],
@@ -276,8 +259,8 @@ def _links(plan: RunPlan, fleet: Fleet, round_seconds: float) -> Iterator[LinkPr
     for stage, member in enumerate(fleet.members):
         yield LinkPrediction(
             name=exchange_link_name(member.name),
-            forward_bytes=float(fleet.up_bytes[stage]),
-            backward_bytes=float(fleet.down_bytes[stage]),
-            forward_busy=float(fleet.up[stage].mean()) / round_seconds,
-            backward_busy=float(fleet.down[stage].mean()) / round_seconds,
+            forward_bytes=float(fleet.up.n_bytes[stage]),
+            backward_bytes=float(fleet.down.n_bytes[stage]),
+            forward_busy=float(fleet.up.alone[stage].mean()) / round_seconds,
+            backward_busy=float(fleet.down.alone[stage].mean()) / round_seconds,
         )

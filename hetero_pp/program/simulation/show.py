@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.console import Console
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.display import plain_table
 from hetero_pp.program.simulation.prediction import Prediction
+from hetero_pp.program.simulation.published import Comparison
 from hetero_pp.program.simulation.sweep import Sweep
 from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
 
@@ -35,9 +36,14 @@ def print_prediction(console: Console, path: Path, plan: RunPlan, prediction: Pr
         f"{prediction.tokens_per_second:,.0f} tokens a second: {prediction.tokens:,} tokens in {prediction.days:.3g} "
         f"days, {prediction.accelerator_hours:,.3g} accelerator-hours."
     )
+    console.print(
+        f"In {prediction.rounds:,.0f} outer rounds a replica sends {format_bytes(prediction.sent_bytes)} and receives "
+        f"{format_bytes(prediction.received_bytes)}."
+    )
     _print_replicas(console, prediction)
     _print_members(console, prediction)
     _print_links(console, prediction)
+    _print_published(console, "", {"": prediction.published})
 
 
 def _numbers(shape: tuple[int, ...]) -> int:
@@ -83,13 +89,43 @@ def print_sweep(
     for curve, predictions in found.items():
         if curves is not None:
             console.print(f"[bold]{curves.key} = {curve}[/bold]")
-        table = plain_table([sweep.key], ["a step", "a round", "trains", "of the possible", "tokens a second"])
+        columns = ["a step", "a round", "outer", "trains", "of the possible", "tokens a second", "days"]
+        table = plain_table([sweep.key], [*columns, "sends", "receives"])
         for value, prediction in predictions.items():
             use = prediction.utilization
-            times = format_seconds(prediction.step_seconds), format_seconds(prediction.round_seconds)
+            seconds = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
             shares = f"{use['absolute']:.1%}", f"{use['relative']:.1%}"
-            table.add_row(_short(value), *times, *shares, f"{prediction.tokens_per_second:,.0f}")
+            rate = f"{prediction.tokens_per_second:,.0f}", f"{prediction.days:.3g}"
+            volume = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
+            table.add_row(_short(value), *map(format_seconds, seconds), *shares, *rate, *volume)
         console.print(table)
+        _print_published(console, sweep.key, {_short(value): one.published for value, one in predictions.items()})
+    console.print("`sends` and `receives`: a replica, in all outer rounds.", style="dim")
+
+
+def _print_published(console: Console, key: str, found: Mapping[str, Sequence[Comparison]]) -> None:
+    """By value of a sweep (one without a name, where there is none)."""
+    if not any(found.values()):
+        return
+    table = plain_table([*([key] if key else []), "what"], ["published", "predicted", "ratio", ""])
+    for value, comparisons in found.items():
+        for one in comparisons:
+            bound = "" if one.bound == "equal" else f"{one.bound} "
+            verdict = {None: "", True: "holds", False: "does not hold"}[one.holds]
+            numbers = f"{bound}{_formatted(one.what, one.published)}", _formatted(one.what, one.predicted)
+            named = [value] if key else []
+            table.add_row(*named, f"{one.what} ({one.where})", *numbers, f"{one.ratio:.3g}", verdict)
+    console.print(table)
+
+
+def _formatted(what: str, value: float) -> str:
+    """As people write what has this name in the JSON."""
+    name = what.rpartition(".")[2]
+    if name.endswith("_seconds"):
+        return format_seconds(value)
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value:.1%}" if "utilization" in what else f"{value:,.6g}"
 
 
 def _short(value: str) -> str:

@@ -1,11 +1,12 @@
-"""One key of the YAML at many values: `links.home.bandwidth=10Mbit/s..10Gbit/s`, or `1/8,1/32`."""
+"""One key of the YAML at many values: `links.home.bandwidth=10Mbit/s..10Gbit/s`, or `1/8,1/32`; or its rows."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hetero_pp.errors import ConfigError
@@ -24,6 +25,19 @@ class Sweep:
 
     key: str
     values: Sequence[str]
+    rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of values that are names: the keys that each stands for."""
+
+    @classmethod
+    def of_rows(cls, rows: Mapping[str, Mapping[str, Any]]) -> Sweep:
+        """The rows of the YAML, by name."""
+        return cls("row", list(rows), rows)
+
+    def overrides(self, value: str) -> list[str]:
+        """A value as `--set` takes it."""
+        if self.rows:
+            return [f"{key}={json.dumps(changed)}" for key, changed in self.rows[value].items()]
+        return [f"{self.key}={value}"]
 
     @classmethod
     def parse(cls, text: str) -> Sweep:
@@ -37,6 +51,8 @@ class Sweep:
 
     def number(self, value: str) -> tuple[float, str] | None:
         """A value in base units, and their name; None if it is no quantity."""
+        if self.rows:
+            return None
         for units, base, example in _UNITS:
             with suppress(ValueError):
                 return parse_quantity(_spaced(value), units, example), base

@@ -1,0 +1,133 @@
+"""How the cost of a prediction grows with participants, stages and micro-batches: CPU seconds and memory.
+
+    python benchmarks/simulator_growth.py [--json FILE] [--chart FILE] [--participants N ...]
+
+Every size is predicted in a process of its own, on one core: a round of 50 inner steps of groups of home machines,
+drawn from distributions, with jitter (configs/simulate/ten_thousand.yaml). CPU seconds are those beyond start-up
+(imports and reading the YAML), memory is the largest that the process held, start-up included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.program.simulation.command import plan_of
+from hetero_pp.program.simulation.prediction import predict
+from hetero_pp.program.yaml_file import ConfigFile
+
+YAML = Path(__file__).parents[1] / "configs" / "simulate" / "ten_thousand.yaml"
+STAGES = 4
+"""Of a group of that YAML."""
+GROUPS = 256
+"""Where stages or micro-batches grow: on machines with memory enough for the first, of a model with layers enough."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What grows, its sizes, and what a size changes in the YAML."""
+
+    of: str
+    sizes: list[int]
+    overrides: Callable[[int], list[str]]
+
+
+def growths(participants: list[int]) -> list[Growth]:
+    """All that is measured."""
+    groups = [f"simulate.fleets.home.count={GROUPS}", "replicas.0.hardware=h200", "model.layers=32"]
+    return [
+        Growth("participants", participants, lambda size: [f"simulate.fleets.home.count={size // STAGES}"]),
+        Growth("stages", [2, 4, 8, 16, 32], lambda size: [*groups, f"replicas.0.stages={size}"]),
+        Growth(
+            "micro-batches",
+            [4, 16, 64, 256],
+            lambda size: [*groups, f"replicas.0.batch_size={size}", f"replicas.0.micro_batches={size}"],
+        ),
+    ]
+
+
+def measure(overrides: list[str]) -> dict[str, float]:
+    """Predict, in this process."""
+    plan = plan_of(ConfigFile(YAML, overrides))
+    started = time.process_time()
+    prediction = predict(plan)
+    return {
+        "cpu_seconds": time.process_time() - started,
+        "startup_cpu_seconds": started,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "members": prediction.members,
+        "round_seconds": prediction.round_seconds,
+    }
+
+
+def measured_alone(overrides: list[str]) -> dict[str, float]:
+    """The same in a process of its own."""
+    command = [sys.executable, __file__, "--one", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(overrides)}: {done.stderr}")
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Seconds and memory against size, both on logarithmic scales."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(results), figsize=(4 * len(results), 6), sharex="col", sharey="row")
+    for column, (of, points) in zip(axes.T, results.items(), strict=True):
+        sizes = [point["size"] for point in points]
+        column[0].loglog(sizes, [point["cpu_seconds"] for point in points], "o-")
+        column[1].loglog(sizes, [point["peak_memory_bytes"] / 1e9 for point in points], "o-")
+        column[1].set_xlabel(of)
+        column[1].set_xticks(sizes, [f"{size:,}" for size in sizes])
+        column[1].set_xticks([], minor=True)
+        for axis in column:
+            axis.grid(True, which="major", alpha=0.3)
+    axes[0, 0].set_ylabel("CPU seconds")
+    axes[1, 0].set_ylabel("peak memory, GB")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Run and print; write files if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--chart", type=Path)
+    parser.add_argument("--participants", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_000_000])
+    parser.add_argument("--one", nargs="*", metavar="KEY=VALUE", help="predict once, here, and print JSON")
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        print(json.dumps(measure(arguments.one)))
+        return
+    results: dict[str, list[dict[str, Any]]] = {}
+    for growth in growths(arguments.participants):
+        print(f"{growth.of:>14} {'CPU seconds':>12} {'peak memory':>12}")
+        for size in growth.sizes:
+            found = measured_alone(growth.overrides(size))
+            results.setdefault(growth.of, []).append({"size": size} | found)
+            memory = f"{found['peak_memory_bytes'] / 1e9:.2f} GB"
+            print(f"{size:>14,} {found['cpu_seconds']:>12.2f} {memory:>12}", flush=True)
+    if arguments.json is not None:
+        content = {"machine": machine(), "commit": commit(), "growth": results}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    if arguments.chart is not None:
+        draw(results, arguments.chart)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The time of an outer round: contribute, exchange, apply; on the clocks of all members.
+
+Links of a member's own carry one thing after the other. What is shared (a site's uplink, the exchange itself) is never
+idle while somebody could use it, so the round closes exactly when the last byte is there (simulator.sharing), but for
+latencies, which add the longest of those who share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.simulation.fleets import Fleet
+from hetero_pp.program.simulation.volumes import Crossing, is_ring
+from hetero_pp.simulator.pipeline import Array, GroupClock
+from hetero_pp.simulator.sharing import all_sent, fair_ends
+from hetero_pp.topology import Direction
+
+Fleets = Sequence[tuple[Fleet, GroupClock]]
+
+
+def run_outer_round(plan: RunPlan, fleets: Fleets, communicates: bool) -> None:
+    """Advance every member to the end of the outer round; only those that stay are waited for."""
+    for fleet, clock in fleets:
+        _until(clock, "contribute", clock.free + fleet.contribute)
+    if not communicates:
+        _wait_until(fleets, _last(fleets))
+    elif is_ring(plan.config.simulate):
+        _pass_around(fleets)
+    else:
+        _wait_until(fleets, _send(plan, fleets))
+        _receive(plan, fleets)
+    for fleet, clock in fleets:
+        _until(clock, "apply", clock.free + fleet.apply)
+
+
+def _send(plan: RunPlan, fleets: Fleets) -> float:
+    """When the exchange has all contributions."""
+    ready = [clock.free.copy() for _, clock in fleets]
+    for fleet, clock in fleets:
+        _until(clock, "send contribution", clock.free + fleet.up.alone)
+    for name, bandwidth in _site_bandwidths(plan, "forward"):
+        of = [fleet.at_site(name) for fleet, _ in fleets]
+        starts, sizes = _flat(fleets, ready, of), _flat(fleets, [fleet.up.n_bytes for fleet, _ in fleets], of)
+        delay = max(float(fleet.up.delay[at].max(initial=0)) for (fleet, _), at in zip(fleets, of, strict=True))
+        end = all_sent(starts, sizes, bandwidth) + delay
+        for (_, clock), at in zip(fleets, of, strict=True):
+            clock.free[at] = end
+    closed, shared = _last(fleets), plan.config.simulate.exchange_bandwidth
+    if shared is None:
+        return closed
+    everywhere = [np.ones(len(fleet.members), dtype=bool) for fleet, _ in fleets]
+    sizes = _flat(fleets, [fleet.up.n_bytes for fleet, _ in fleets], everywhere)
+    return max(closed, all_sent(_flat(fleets, ready, everywhere), sizes, shared))
+
+
+def _receive(plan: RunPlan, fleets: Fleets) -> None:
+    """Everybody begins together, as the round has just closed."""
+    ends = [clock.free + fleet.down.alone for fleet, clock in fleets]
+    for name, bandwidth in _site_bandwidths(plan, "backward"):
+        of = [fleet.at_site(name) for fleet, _ in fleets]
+        sizes = _flat(fleets, [fleet.down.n_bytes for fleet, _ in fleets], of)
+        shares = iter(np.split(fair_ends(sizes, bandwidth), np.cumsum(_counts(fleets, of))[:-1]))
+        for (fleet, clock), at, end in zip(fleets, of, ends, strict=True):
+            end[at] = clock.free[at] + next(shares).reshape(int(at.sum()), fleet.count) + fleet.down.delay[at]
+    shared = plan.config.simulate.exchange_bandwidth
+    if shared is not None:
+        total = sum(float(fleet.down.n_bytes.sum()) * fleet.count for fleet, _ in fleets)
+        last = max(float(end.max()) for end in ends)
+        late = max(0.0, float(fleets[0][1].free.min()) + total * 8 / shared - last)
+        ends = [end + late for end in ends]
+    for (_, clock), end in zip(fleets, ends, strict=True):
+        _until(clock, "receive contributions", end)
+
+
+def _pass_around(fleets: Fleets) -> None:
+    """A ring: all begin when the last is ready, and every step takes as long as its slowest link."""
+    _wait_until(fleets, _last(fleets))
+    slowest = max(float(np.maximum(fleet.up.seconds, fleet.down.seconds).max()) for fleet, _ in fleets)
+    up, down = (max(float(way.delay.max()) for way in ways) for ways in _both_ways(fleets))
+    for _, clock in fleets:
+        _until(clock, "pass contributions on", clock.free + slowest + up + down)
+
+
+def _both_ways(fleets: Fleets) -> tuple[list[Crossing], list[Crossing]]:
+    return [fleet.up for fleet, _ in fleets], [fleet.down for fleet, _ in fleets]
+
+
+def _last(fleets: Fleets) -> float:
+    """When the last member that stays is ready."""
+    return max(float(np.where(fleet.stays, clock.free, 0.0).max()) for fleet, clock in fleets)
+
+
+def _wait_until(fleets: Fleets, moment: float) -> None:
+    for _, clock in fleets:
+        clock.free[:] = moment
+
+
+def _until(clock: GroupClock, what: str, ends: Array) -> None:
+    """Every member is busy until then, [S, G]."""
+    if clock.on_span is not None:
+        for stage, starts in enumerate(clock.free):
+            clock.on_span(f"stage {stage}", what, 0, starts.copy(), ends[stage])
+    clock.free[:] = ends
+
+
+def _site_bandwidths(plan: RunPlan, direction: Direction) -> Iterator[tuple[str, float]]:
+    """Of sites whose uplink is limited in this direction."""
+    for name, site in plan.config.simulate.sites.items():
+        bandwidth = plan.config.links[site.uplink].shape(direction).bandwidth
+        if bandwidth is not None:
+            yield name, bandwidth
+
+
+def _counts(fleets: Fleets, of: Sequence[Array]) -> list[int]:
+    return [int(at.sum()) * fleet.count for (fleet, _), at in zip(fleets, of, strict=True)]
+
+
+def _flat(fleets: Fleets, values: Sequence[Array], of: Sequence[Array]) -> Array:
+    """Of the chosen members [S] of each fleet, all in one row; values are [S, G], or [S] and the same for all."""
+    rows = []
+    for (fleet, _), own, at in zip(fleets, values, of, strict=True):
+        whole = own if own.ndim == 2 else np.repeat(own[:, None], fleet.count, axis=1)
+        rows.append(whole[at].ravel())
+    return np.concatenate(rows)

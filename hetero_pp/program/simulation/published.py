@@ -1,0 +1,83 @@
+"""Numbers of papers beside those that are predicted: data in the YAML, compared by the names of the JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetero_pp.errors import ConfigError, dotted
+from hetero_pp.program.config import RunConfig
+from hetero_pp.units import parse_any
+
+_NAMES = ("name", "member")
+"""Keys that an entry of a list can be called by, instead of its index."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One published number and what is predicted for it, in base units."""
+
+    what: str
+    where: str
+    bound: str
+    published: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published."""
+        return self.predicted / self.published
+
+    @property
+    def holds(self) -> bool | None:
+        """Of a bound, whether the prediction keeps it; None if the paper gives the number itself."""
+        if self.bound == "equal":
+            return None
+        return self.predicted >= self.published if self.bound == "at least" else self.predicted <= self.published
+
+    def as_json(self) -> dict[str, Any]:
+        """With what follows from both numbers."""
+        return asdict(self) | {"ratio": self.ratio, "holds": self.holds}
+
+
+def compared(config: RunConfig, prediction: Mapping[str, Any]) -> list[Comparison]:
+    """What the papers publish for this configuration. Raises ConfigError for what is not predicted."""
+    return list(_compared(config, prediction))
+
+
+def _compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Comparison]:
+    for index, number in enumerate(config.simulate.published):
+        key = ("simulate", "published", index)
+        if not all(_has(config, key, name, value) for name, value in number.when.items()):
+            continue
+        found = _at(prediction, number.what, (*key, "what"), "a number of `--json` such as `outer_seconds`")
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise ConfigError((*key, "what"), f"found `{number.what}`, which is no number of `--json`")
+        yield Comparison(number.what, number.where, number.bound, number.value, float(found))
+
+
+def _has(config: RunConfig, key: Sequence[str | int], name: str, value: Any) -> bool:
+    """Whether the configuration has this value there; `1/8` is 0.125, `1 Gbit/s` is 1000 Mbit/s."""
+    tree = config.model_dump(mode="json")
+    found = _at(tree, name, (*key, "when", name), "a key of this file such as `links.home.bandwidth`")
+    try:
+        return math.isclose(parse_any(found), parse_any(value), rel_tol=1e-6)
+    except ValueError:
+        return bool(found == value)
+
+
+def _at(tree: Any, name: str, key: Sequence[str | int], expected: str) -> Any:
+    """What stands there: `replicas.0.count`, or `replicas.home.count`."""
+    node = tree
+    for part in name.split("."):
+        if isinstance(node, list):
+            named = {str(place): one for place, one in enumerate(node)}
+            named |= {one[by]: one for one in node if isinstance(one, dict) for by in _NAMES if by in one}
+            node = named
+        if not isinstance(node, dict) or part not in node:
+            known = f" ({', '.join(node)})" if isinstance(node, dict) and len(node) < 20 else ""
+            raise ConfigError(key, f"found `{dotted(name.split('.'))}`, expected {expected}{known}")
+        node = node[part]
+    return node

@@ -1,0 +1,179 @@
+"""What every member sends and receives in an outer round, by how contributions are exchanged; real codec sizes.
+
+With R replicas, and a contribution of m bytes (N bytes if it is dense), each replica
+
+    gather              sends m, receives (R - 1) m       through the exchange, or an object store
+    parameter_server    sends m, receives one aggregate
+    ring_all_gather     sends and receives (R - 1) m      own and others' are passed on
+    ring_all_reduce     sends and receives 2 (R - 1) N / R
+
+`gather` is what `launch` does and, with an object store as the exchange, the deployment of SparseLoCo's Appendix C; the
+others are the topologies of SparseLoCo's Figure 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.inner import EMBEDDING
+from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.model import block_of
+from hetero_pp.program.check import Messages, exchange_messages
+from hetero_pp.program.config import MemberPlan, RunPlan
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
+from hetero_pp.simulator.pipeline import Array
+from hetero_pp.simulator.settings import SimulateSettings
+from hetero_pp.topology import EXCHANGE, Direction, LinkShape, exchange_link_name
+from replica_groups.replay import shapes_by_block
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One direction of the links of a replica's members to the exchange, in a round."""
+
+    n_bytes: Array
+    """[S] on the wire."""
+    seconds: Array
+    """[S, G] that they occupy a link of the member's own; of a site's, if nobody else uses it."""
+    delay: Array
+    """[S, 1] of latencies, and jitter's mean."""
+
+    @property
+    def alone(self) -> Array:
+        """[S, G] seconds from begin to end, if nobody shares the link."""
+        return self.seconds + self.delay
+
+
+def is_ring(simulate: SimulateSettings) -> bool:
+    """Whether replicas pass contributions on to each other, without an exchange."""
+    return simulate.exchange in ("ring_all_gather", "ring_all_reduce")
+
+
+def check_exchange(plan: RunPlan) -> None:
+    """Raise ConfigError for a site or a ring that the plan cannot have."""
+    simulate = plan.config.simulate
+    seen: set[str] = set()
+    for name, site in simulate.sites.items():
+        key = ("simulate", "sites", name)
+        if site.uplink not in plan.config.links:
+            known = ", ".join(plan.config.links) or "none are defined"
+            raise ConfigError(
+                (*key, "uplink"), f"found `{site.uplink}`, expected one of the kinds under `links` ({known})"
+            )
+        for one in site.members:
+            found = {member.name for member in plan.members.values() if one in (member.name, member.replica.name)}
+            if not found:
+                raise ConfigError((*key, "members"), f"found `{one}`, expected members or replicas of this file")
+            if seen & found:
+                raise ConfigError((*key, "members"), f"found {min(seen & found)} twice, expected it at one site")
+            seen |= found
+    if is_ring(simulate):
+        _check_ring(plan)
+
+
+def _check_ring(plan: RunPlan) -> None:
+    simulate, key = plan.config.simulate, ("simulate", "exchange")
+    if any(len(replica.members) > 1 for replica in plan.config.replicas):
+        raise ConfigError(key, f"found `{simulate.exchange}` with participant groups, expected whole replicas")
+    if simulate.exchange == "ring_all_reduce" and plan.config.outer.compression.density < 1:
+        raise ConfigError(
+            key,
+            f"found `ring_all_reduce` at density {plan.config.outer.compression.density:.3g}, expected 1: sums of "
+            "sparse contributions grow on their way; `ring_all_gather` passes them on as they are",
+        )
+    if simulate.sites or simulate.exchange_bandwidth is not None:
+        raise ConfigError(key, f"found `{simulate.exchange}`, expected no sites and no exchange_bandwidth beside it")
+
+
+def crossing(plan: RunPlan, members: Sequence[MemberPlan], direction: Direction, bandwidth: Array | None) -> Crossing:
+    """What the members of one replica send (`forward`) or receive. `bandwidth` [S, G] replaces that of their links.
+
+    Every message follows the one before, and waits for the latency.
+    """
+    fleets = plan.config.simulate.fleets
+    count = fleets[members[0].replica.name].count if members[0].replica.name in fleets else 1
+    sizes, seconds, delays = [], [], []
+    for row, member in enumerate(members):
+        shape = link_of(plan, member, direction)
+        messages = outer_messages(plan, member)[direction]
+        wire = sum(times * wire_bytes(raw_frames(size)) for size, times in messages)
+        drawn = bandwidth is not None and site_of(plan, member) is None
+        rate = bandwidth[row] if bandwidth is not None and drawn else (shape.bandwidth or np.inf)
+        sizes.append(float(wire))
+        seconds.append(np.broadcast_to(wire * 8 / rate, (count,)))
+        delays.append([sum(times for _, times in messages) * (shape.latency + shape.jitter / 2)])
+    return Crossing(np.array(sizes), np.stack(seconds), np.array(delays))
+
+
+def site_of(plan: RunPlan, member: MemberPlan) -> str | None:
+    """The name of the site whose uplink the member shares."""
+    for name, site in plan.config.simulate.sites.items():
+        if member.name in site.members or member.replica.name in site.members:
+            return name
+    return None
+
+
+def link_of(plan: RunPlan, member: MemberPlan, direction: Direction) -> LinkShape:
+    """The link to the exchange: the member's own, or its site's."""
+    site = site_of(plan, member)
+    if site is not None:
+        return plan.config.links[plan.config.simulate.sites[site].uplink].shape(direction)
+    return plan.links[exchange_link_name(member.name)].shape(direction)
+
+
+def outer_messages(plan: RunPlan, member: MemberPlan) -> Messages:
+    """What a member sends and receives: messages as (bytes, how many)."""
+    simulate = plan.config.simulate
+    counts = {name: fleet.count for name, fleet in simulate.fleets.items()}
+    gathered = exchange_messages(plan, member, counts)
+    replicas = replica_count(plan)
+    own = sum(size for size, _ in gathered["forward"])
+    match simulate.exchange:
+        case "gather":
+            return gathered
+        case "parameter_server":
+            return {"forward": gathered["forward"], "backward": _aggregate(plan, member)}
+        case "ring_all_gather":
+            passed_on = [(own, replicas - 1)]
+        case "ring_all_reduce":
+            passed_on = [(-(-own // replicas), 2 * (replicas - 1))]
+    passed_on = [message for message in passed_on if message[1]]
+    return {"forward": passed_on, "backward": passed_on}
+
+
+def replica_count(plan: RunPlan) -> int:
+    """R: all replicas, with the many that stand behind a name."""
+    fleets = plan.config.simulate.fleets
+    return sum(fleets[one.name].count if one.name in fleets else 1 for one in plan.config.replicas)
+
+
+def _aggregate(plan: RunPlan, member: MemberPlan) -> list[tuple[int, int]]:
+    blocks = {block_of(name) for name in member.owned}
+    blocks |= {block_of(EMBEDDING)} if member.follows_embedding else set()
+    if plan.config.outer.source == "gradient":
+        blocks = {block_of(name) for name in plan.parameter_shapes}
+    sizes = aggregate_bytes(plan)
+    return [(sizes[block], 1) for block in sorted(blocks)]
+
+
+@lru_cache(maxsize=2)  # asked for by every member, in both directions
+def aggregate_bytes(plan: RunPlan) -> dict[str, int]:
+    """Bytes by block of the mean of all contributions, in fp32, as the codec would write them.
+
+    `union` is the most that it can be: no two replicas kept the same position.
+    """
+    compression = plan.config.outer.compression
+    density = min(1.0, replica_count(plan) * compression.density)
+    if plan.config.simulate.aggregate == "dense":
+        density = 1.0
+    written = compression.model_copy(update={"density": density, "value_bits": 32})
+    blocks = shapes_by_block(plan.parameter_shapes)
+    return {
+        block: blob_bytes(BlobAddress(plan.run, 1, EXCHANGE, block), shapes, written)
+        for block, shapes in blocks.items()
+    }

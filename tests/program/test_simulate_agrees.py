@@ -1,0 +1,70 @@
+"""What `simulate` predicts a launched run to carry, and what that run's links counted: every link, both directions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_pp.program.check import snapshot_bytes
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.simulation.command import plan_of
+from hetero_pp.program.simulation.fleets import message_bytes
+from hetero_pp.program.yaml_file import ConfigFile
+
+ROUNDS, VALIDATION_BATCHES = 2, 3
+YAML = f"""\
+name: small
+model: {{preset: micro, width: 32, heads: 2, feed_forward: 64}}
+data: {{corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: {2 * VALIDATION_BATCHES}}}
+inner: {{steps: 4}}
+outer: {{rounds: {ROUNDS}, compression: {{density: 1/32}}}}
+links:
+  home: {{bandwidth: 20 Mbit/s, latency: 1 ms, jitter: 1 ms}}
+replicas:
+  - {{name: dc, kind: datacenter, batch_size: 4, uplink: home}}
+  - {{name: few, kind: participants, stages: 3, batch_size: 6, micro_batches: 3, link: home, uplink: home,
+     boundary: {{rank: 1/2, bits: 4}}}}
+  - {{name: half, kind: participants, stages: 2, batch_size: 4, micro_batches: 2, link: home, uplink: home,
+     boundary: {{rank: 1/8}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPlan, dict[str, Any], dict[str, Any]]:
+    """The plan, what `simulate --json` wrote of its links, and what `summary.json` holds of them, by name."""
+    folder = tmp_path_factory.mktemp("agrees")
+    yaml = folder / "small.yaml"
+    yaml.write_text(YAML.replace("CORPUS", str(corpus)))
+    _program("simulate", str(yaml), "--json", str(folder / "predicted.json"))
+    _program("launch", str(yaml), "--runs", str(folder / "runs"))
+    predicted = json.loads((folder / "predicted.json").read_text())["links"]
+    measured = json.loads((folder / "runs" / "small" / "summary.json").read_text())["links"]
+    return plan_of(ConfigFile(yaml)), *({link["name"]: link for link in links} for links in (predicted, measured))
+
+
+def _program(*arguments: str) -> None:
+    command = [sys.executable, "-m", "hetero_pp", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_link_carries_what_was_predicted(run: tuple[RunPlan, dict[str, Any], dict[str, Any]]) -> None:
+    """A run has an evaluation more than rounds, before the first one, and fetches the first snapshot."""
+    plan, predicted, measured = run
+    assert predicted.keys() == measured.keys() and len(measured) == 3 + 6
+    before: dict[tuple[str, str], float] = {}
+    for replica in plan.config.replicas:
+        evaluation = VALIDATION_BATCHES * message_bytes(plan, replica)["evaluation"]
+        before |= {(link, "forward"): evaluation for link in predicted if link.startswith(f"{replica.name}.")}
+    for member in plan.members.values():
+        before[f"{member.name}-exchange", "forward"] = 0.0
+        before[f"{member.name}-exchange", "backward"] = snapshot_bytes(plan, member)
+    for name, link in measured.items():
+        for direction in ("forward", "backward"):
+            expected = before.get((name, direction), 0.0) + ROUNDS * predicted[name][f"{direction}_bytes"]
+            assert link["wire_bytes"][direction] == pytest.approx(expected, rel=0.01), (name, direction)

@@ -1,0 +1,220 @@
+"""How contributions are exchanged: bytes and times against closed forms, the real encoder and a brute-force link."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.simulation.command import plan_of
+from hetero_pp.program.simulation.prediction import Prediction, predict
+from hetero_pp.program.simulation.volumes import aggregate_bytes
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.simulator.sharing import all_sent, fair_ends
+from hetero_pp.topology import EXCHANGE
+from replica_groups.replay import shapes_by_block
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+REPLICAS, CONTRIBUTE, APPLY = 5, 3.0, 4.0
+UP, DOWN = 1e6, 5e6
+COST = "{forward: 1 s, backward: 2 s, update: 0.5 s, contribute: 3 s, apply: 4 s, evaluate: 1 s}"
+AT_ONCE = COST.replace("0.5 s", "0 s")
+"""Without updates, which one stage makes after the other, all stages are done at once."""
+
+MODEL = """\
+name: t
+model: {preset: micro, vocabulary: 512}
+data: {sequence_length: 32, validation_sequences: 8}
+inner: {steps: 5}
+links:
+  home: {forward: {bandwidth: 1 Mbit/s}, backward: {bandwidth: 5 Mbit/s}}
+"""
+WHOLE = f"""\
+outer: {{rounds: 4}}
+replicas:
+  - {{name: dc, kind: datacenter, batch_size: 8, uplink: home}}
+simulate:
+  fleets: {{dc: {{count: {REPLICAS}}}}}
+  measured: {{dc: {COST}}}
+"""
+AT_ONE_SITE = f"""\
+outer: {{rounds: 4}}
+replicas:
+  - {{name: dc, kind: datacenter, batch_size: 8, uplink: home}}
+  - {{name: group, kind: participants, stages: 2, batch_size: 8, uplink: home}}
+simulate:
+  measured: {{dc: {AT_ONCE}, group.0: {AT_ONCE}, group.1: {AT_ONCE}}}
+"""
+
+
+def _plan(folder: Path, text: str, *overrides: str) -> RunPlan:
+    path = folder / "t.yaml"
+    path.write_text(MODEL + text)
+    return plan_of(ConfigFile(path, overrides))
+
+
+def _whole(folder: Path, *overrides: str) -> tuple[RunPlan, Prediction]:
+    plan = _plan(folder, WHOLE, *overrides)
+    return plan, predict(plan)
+
+
+def _contribution(plan: RunPlan, density: float | None = None, value_bits: int | None = None) -> dict[str, int]:
+    """Bytes by block of what the real encoder writes of random pseudo-gradients."""
+    compression = plan.config.outer.compression
+    changed = {"density": density or compression.density, "value_bits": value_bits or compression.value_bits}
+    compression = compression.model_copy(update=changed)
+    sizes = {}
+    for block, shapes in shapes_by_block(plan.parameter_shapes).items():
+        chosen = {
+            name: (tuple(shape), select(torch.zeros(shape), torch.randn(shape), compression))
+            for name, shape in shapes.items()
+        }
+        sizes[block] = len(encode_blob(BlobAddress(plan.run, 1, EXCHANGE, block), chosen, compression))
+    return sizes
+
+
+DENSE = ("outer.method=diloco", "simulate.exchange=ring_all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sent", "received"),
+    [
+        (("simulate.exchange=gather",), 1, REPLICAS - 1),
+        (("simulate.exchange=ring_all_gather",), REPLICAS - 1, REPLICAS - 1),
+        (DENSE, 2 * (REPLICAS - 1) / REPLICAS, 2 * (REPLICAS - 1) / REPLICAS),
+        (("outer.method=diloco", "simulate.exchange=parameter_server"), 1, 1),
+        (("outer.method=adamw_ddp", "inner.steps=1", "simulate.exchange=ring_all_reduce"), 1.6, 1.6),
+    ],
+)
+def test_bytes_of_a_replica_are_multiples_of_a_contribution(
+    tmp_path: Path, overrides: tuple[str, ...], sent: float, received: float
+) -> None:
+    plan, found = _whole(tmp_path, *overrides)
+    contribution = sum(_contribution(plan).values())
+    [replica] = found.replicas
+    assert replica.sent_bytes == pytest.approx(sent * contribution, rel=0.01)  # the wire's framing
+    assert replica.received_bytes == pytest.approx(received * contribution, rel=0.01)
+    assert found.rounds == pytest.approx(4)
+    assert found.sent_bytes == pytest.approx(4 * replica.sent_bytes)
+
+
+def test_an_aggregate_is_what_the_encoder_would_write(tmp_path: Path) -> None:
+    """Of replicas that kept different positions: as many values as all of them, in fp32."""
+    plan = _plan(tmp_path, WHOLE, "simulate.exchange=parameter_server")
+    assert aggregate_bytes(plan) == _contribution(plan, REPLICAS / 32, 32)
+    received = predict(plan).replicas[0].received_bytes
+    assert received == sum(wire_bytes(raw_frames(size)) for size in aggregate_bytes(plan).values())
+    dense = _plan(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.aggregate=dense")
+    assert aggregate_bytes(dense) == _contribution(dense, 1.0, 32)
+    many = _plan(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.fleets.dc.count=40")
+    assert sum(aggregate_bytes(many).values()) == sum(aggregate_bytes(dense).values())
+
+
+def test_a_round_through_the_exchange_is_up_then_down(tmp_path: Path) -> None:
+    _, found = _whole(tmp_path)
+    [replica] = found.replicas
+    seconds = replica.sent_bytes * 8 / UP + replica.received_bytes * 8 / DOWN
+    assert found.outer_seconds == pytest.approx(CONTRIBUTE + seconds + APPLY)
+
+
+@pytest.mark.parametrize(("overrides", "steps"), [(("simulate.exchange=ring_all_gather",), 4), (DENSE, 8)])
+def test_a_ring_takes_its_slower_direction_and_a_latency_a_step(
+    tmp_path: Path, overrides: tuple[str, ...], steps: int
+) -> None:
+    latencies = ("links.home.forward.latency=2 s", "links.home.backward.latency=3 s")
+    _, found = _whole(tmp_path, *overrides, *latencies)
+    seconds = found.replicas[0].sent_bytes * 8 / UP + steps * (2 + 3)
+    assert found.outer_seconds == pytest.approx(CONTRIBUTE + seconds + APPLY)
+
+
+def _one_after_the_other(starts: list[float], sizes: list[float], bandwidth: float) -> float:
+    free = 0.0
+    for start, size in sorted(zip(starts, sizes, strict=True)):
+        free = max(free, start) + size * 8 / bandwidth
+    return free
+
+
+JOBS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 50)), min_size=1, max_size=6)
+
+
+@given(JOBS)
+def test_a_shared_link_is_done_as_a_queue_is(jobs: list[tuple[int, int]]) -> None:
+    starts, sizes = ([float(one[index]) for one in jobs] for index in (0, 1))
+    assert all_sent(np.array(starts), np.array(sizes), 16.0) == pytest.approx(_one_after_the_other(starts, sizes, 16.0))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+@settings(max_examples=50)
+def test_fair_ends_are_those_of_small_turns(sizes: list[int]) -> None:
+    """A byte for each that has any left, in turns: nobody is off by more than a turn."""
+    left, now, ends = list(sizes), 0, [0.0] * len(sizes)
+    while any(left):
+        for index in range(len(left)):
+            if left[index]:
+                left[index] -= 1
+                now += 1
+                ends[index] = float(now)
+    assert fair_ends(np.array(sizes, dtype=float), 8.0) == pytest.approx(np.array(ends), abs=len(sizes))
+
+
+def _at_one_site(folder: Path, members: str) -> Prediction:
+    return predict(_plan(folder, AT_ONE_SITE, f"simulate.sites={{office: {{members: {members}, uplink: home}}}}"))
+
+
+def test_members_of_one_site_share_its_uplink(tmp_path: Path) -> None:
+    """Sent one by one or together, the last byte is at the exchange when the link has carried all."""
+    free = predict(_plan(tmp_path, AT_ONE_SITE))
+    dc, group = free.replicas
+    assert dc.inner_seconds < group.inner_seconds  # so the datacenter's is sent before the group begins
+    early = group.inner_seconds - dc.inner_seconds
+    assert early > dc.sent_bytes * 8 / UP
+    found = _at_one_site(tmp_path, "[dc, group]")
+    sizes = np.array([dc.received_bytes, *(stage.received_bytes for stage in group.stages)])
+    seconds = group.sent_bytes * 8 / UP + sizes.sum() * 8 / DOWN
+    assert found.outer_seconds == pytest.approx(CONTRIBUTE + seconds + APPLY)
+
+
+def test_who_has_a_link_of_its_own_does_not_wait_for_a_site(tmp_path: Path) -> None:
+    """Only the stages share: both begin together, so both together take the group's bytes."""
+    found = _at_one_site(tmp_path, "[group.0, group.1]")
+    dc, group = found.replicas
+    seconds = group.sent_bytes * 8 / UP + max(dc.received_bytes, group.received_bytes) * 8 / DOWN
+    assert found.outer_seconds == pytest.approx(CONTRIBUTE + seconds + APPLY)
+    assert found.outer_seconds > predict(_plan(tmp_path, AT_ONE_SITE)).outer_seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        (AT_ONE_SITE, ["simulate.exchange=ring_all_gather"], "with participant groups, expected whole replicas"),
+        (WHOLE, ["simulate.exchange=ring_all_reduce"], "at density 0.0312, expected 1"),
+        (WHOLE, ["simulate.exchange=ring_all_gather", "simulate.exchange_bandwidth=1 Gbit/s"], "expected no sites"),
+        (WHOLE, ["simulate.sites={a: {members: [home], uplink: home}}"], "found `home`, expected members or replicas"),
+        (WHOLE, ["simulate.sites={a: {members: [dc], uplink: dsl}}"], "expected one of the kinds under `links` (home)"),
+        (AT_ONE_SITE, ["simulate.sites={a: {members: [group, group.1], uplink: home}}"], "found group.1 twice"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, text: str, overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        predict(_plan(tmp_path, text, *overrides))
+    assert words in str(error.value)
+
+
+def test_seventy_billion_parameters_over_the_internet() -> None:
+    """14 bits for each of 32 of 4096 values; own up at 110 Mbit/s, 19 others' down at 500."""
+    plan = plan_of(ConfigFile(CONFIGS / "paper" / "sparseloco_70b.yaml"))
+    found = predict(plan)
+    parameters = sum(int(np.prod(shape)) for shape in plan.parameter_shapes.values())
+    contribution = parameters / 128 * 14 / 8
+    assert found.replicas[0].sent_bytes == pytest.approx(contribution, rel=0.002)
+    seconds = contribution * 8 / 110e6 + 19 * contribution * 8 / 500e6
+    assert found.outer_seconds == pytest.approx(seconds, rel=0.005)

@@ -1,0 +1,145 @@
+"""Published numbers beside predicted ones, and rows of changed keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hetero_pp.program.cli import app
+from hetero_pp.program.simulation.command import plan_of
+from hetero_pp.program.simulation.prediction import predict
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.simulator.settings import PublishedNumber
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+YAML = """\
+name: t
+model: {preset: micro, vocabulary: 512}
+data: {sequence_length: 32, validation_sequences: 8}
+inner: {steps: 5}
+outer: {rounds: 4}
+links:
+  home: {bandwidth: 1 Mbit/s}
+replicas:
+  - {name: one, kind: datacenter, batch_size: 8, uplink: home}
+  - {name: two, kind: datacenter, batch_size: 8, uplink: home}
+simulate:
+  published:
+    - {what: rounds, value: 8, where: somewhere}
+    - {what: replicas.two.sent_bytes, value: 1 kB, where: Table 2, when: {outer.compression.density: 1/64}}
+    - {what: utilization.relative, value: 99.9 %, bound: at least, where: text,
+       when: {links.home.bandwidth: 1000 kbit/s}}
+    - {what: days, value: 1e6, bound: at most, where: text, when: {links.home.bandwidth: 1 Gbit/s}}
+"""
+ROWS = """\
+  rows:
+    as it is: {}
+    sparser, faster: {outer.compression.density: 1/64, links.home.bandwidth: 1 Gbit/s}
+"""
+
+
+USE = "utilization.relative"
+
+
+@pytest.fixture
+def yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "t.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def _simulate(path: Path, *arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["simulate", str(path), *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_numbers_are_compared_where_the_configuration_is_theirs(yaml: Path) -> None:
+    found = predict(plan_of(ConfigFile(yaml)))
+    rounds, use = found.published
+    assert (rounds.what, rounds.published, rounds.ratio, rounds.holds) == ("rounds", 8, 0.5, None)
+    assert (use.published, use.predicted, use.holds) == (0.999, found.utilization["relative"], False)
+    faster = predict(plan_of(ConfigFile(yaml, ["links.home.bandwidth=1 Gbit/s", "outer.compression.density=1/64"])))
+    rounds, sent, days = faster.published
+    assert sent.published == 1000
+    assert sent.predicted == faster.replicas[1].sent_bytes
+    assert days.holds is True
+
+
+def test_screen_and_json_show_them(yaml: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    code, out, errors = _simulate(yaml, "--json", str(path))
+    assert code == 0, errors
+    [line] = [line for line in out.splitlines() if line.strip().startswith("rounds")]
+    assert line.split()[-3:] == ["8", "4", "0.5"]
+    assert "does not hold" in out
+    content: dict[str, Any] = json.loads(path.read_text())
+    assert [(one["what"], one["holds"]) for one in content["published"]] == [("rounds", None), (USE, False)]
+    assert content["published"][0]["ratio"] == 0.5
+
+
+def test_rows_change_several_keys_at_once(yaml: Path, tmp_path: Path) -> None:
+    yaml.write_text(YAML + ROWS)
+    path, chart = tmp_path / "out.json", tmp_path / "out.png"
+    code, out, errors = _simulate(yaml, "--json", str(path), "--chart", str(chart))
+    assert code == 0, errors
+    assert "sparser, faster" in out
+    [points] = json.loads(path.read_text())["curves"].values()
+    assert [point["value"] for point in points] == ["as it is", "sparser, faster"]
+    assert points[0]["sent_bytes"] > points[1]["sent_bytes"]
+    assert [len(point["published"]) for point in points] == [2, 3]
+    assert chart.stat().st_size > 10_000
+    overrides = ["links.home.bandwidth=1 Gbit/s", "outer.compression.density=1/64"]
+    alone = predict(plan_of(ConfigFile(yaml, overrides)))
+    assert points[1]["round_seconds"] == alone.round_seconds
+
+
+@pytest.mark.parametrize(("value", "number"), [("94.5 %", 0.945), ("70 s", 70), ("5.5 MB", 5.5e6), (163, 163)])
+def test_values_are_written_as_papers_write_them(value: str | int, number: float) -> None:
+    entry = PublishedNumber.model_validate({"what": "x", "value": value, "where": "y"})
+    assert entry.value == pytest.approx(number)
+    assert PublishedNumber.model_validate(entry.model_dump(mode="json")) == entry
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("{what: loss, value: 2.73, where: x}", "published[0].what: found `loss`, expected a number of `--json`"),
+        ("{what: utilization, value: 1, where: x}", "found `utilization`, which is no number of `--json`"),
+        ("{what: days, value: long, where: x}", "published[0].value: found `long`, expected a number, a ratio such as"),
+        (
+            "{what: days, value: 1, where: x, when: {inner.stops: 1}}",
+            "found `inner.stops`, expected a key of this file",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(yaml: Path, entry: str, words: str) -> None:
+    code, _, errors = _simulate(yaml, "--set", f"simulate.published=[{entry}]")
+    assert code == 2
+    assert words in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["simulate.rows={a: {inner.stops: 3}}"], "inner.stops: found an unknown key"),
+        (["simulate.rows={a: {}}", "simulate.sweep=inner.steps=1"], "simulate: found `rows` and `sweep`, expected one"),
+    ],
+)
+def test_rows_that_cannot_be_are_a_mistake(yaml: Path, overrides: list[str], words: str) -> None:
+    code, _, errors = _simulate(yaml, *(part for one in overrides for part in ("--set", one)))
+    assert code == 2
+    assert words in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("bandwidth", ["100 Mbit/s", "1 Gbit/s"])
+def test_the_claim_of_97_percent_holds_as_it_is_assumed(bandwidth: str) -> None:
+    """Het-PP, section 3.1, at Figure 2's ends: relative to what free links allow."""
+    overrides = [f"links.hop.bandwidth={bandwidth}", "replicas.1.boundary.rank=1/8"]
+    [claim] = predict(plan_of(ConfigFile(CONFIGS / "paper" / "het_pp_figure2.yaml", overrides))).published
+    assert claim.holds
