@@ -1,16 +1,19 @@
-"""Batches: pure functions of (seed, replica, step), so that every process can seek to any step at no cost.
+"""Batches: pure functions of (seed, replica, step); of a token store, any step can be had at no cost.
 
 Shapes: B sequences, L positions; a row holds L + 1 tokens, the inputs and, shifted by one, the targets.
 
-The train part is cut into windows of L + 1 tokens. Window w belongs to replica w mod M for ever, so the
+The train part of a store is cut into windows of L + 1 tokens. Window w belongs to replica w mod M for ever, so the
 replicas' shards are disjoint in every epoch. Within a shard, each epoch has an order of its own: a keyed
 permutation that is computed for the wanted positions only, without a table.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,9 +26,35 @@ _ROUNDS = 4
 _KEY = ("data", "corpus")
 
 
+class Batches(Protocol):
+    """What one replica trains on. Every rank of it reads the whole batches, so their number does not matter."""
+
+    def train(self, step: int) -> torch.Tensor:
+        """The batch of step `step` (from 0), int64 [B, L + 1]."""
+
+    def state(self) -> Any:
+        """All that is needed to go on after the last batch that was read, as plain numbers, lists and strings."""
+
+    def load(self, state: Any) -> None:
+        """Go on from what `state` gave, to the same batches."""
+
+
+_POSITION = "data.json"
+
+
+def save_position(batches: Batches, folder: Path) -> None:
+    """Write where a replica's batches are."""
+    (folder / _POSITION).write_text(json.dumps(batches.state()))
+
+
+def load_position(batches: Batches, folder: Path) -> None:
+    """Go on from what was written there."""
+    batches.load(json.loads((folder / _POSITION).read_text()))
+
+
 @dataclass(frozen=True, kw_only=True)
-class Batches:
-    """What one replica (`replica` of `replicas`) trains on, `batch_size` sequences a step."""
+class StoreBatches:
+    """Batches from a token store, for `replica` of `replicas`: `batch_size` sequences a step."""
 
     store: TokenStore
     sequence_length: int
@@ -62,6 +91,12 @@ class Batches:
     def train(self, step: int) -> torch.Tensor:
         """The batch of step `step` (from 0), int64 [B, L + 1]."""
         return _rows(self.store.train, self.windows(step) * (self.sequence_length + 1), self.sequence_length)
+
+    def state(self) -> None:
+        """Nothing: the step says it all."""
+
+    def load(self, state: None) -> None:
+        """Nothing to do."""
 
     def epochs(self, steps: int) -> float:
         """How often `steps` steps read this replica's shard."""

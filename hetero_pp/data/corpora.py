@@ -10,11 +10,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.settings import DOCSTRINGS, STANDARD_LIBRARY, DataSettings
 from hetero_pp.errors import ConfigError
 
-STANDARD_LIBRARY = "standard-library"
-DOCSTRINGS = "docstrings"
 _KEY = ("data", "corpus")
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -45,6 +43,10 @@ def fingerprint(settings: DataSettings) -> str:
 def _files(settings: DataSettings) -> list[Path]:
     """The files of the corpus, sorted."""
     corpus, suffixes = settings.corpus, _readers(settings).keys()
+    if settings.streamed is not None:
+        raise ConfigError(
+            _KEY, f"found `{corpus}`, expected a corpus that is not streamed: this one is read as a whole"
+        )
     is_library = corpus in (STANDARD_LIBRARY, DOCSTRINGS)
     root = Path(sysconfig.get_path("stdlib") if is_library else corpus).expanduser().resolve()
     if not root.exists():
@@ -123,15 +125,20 @@ def _json_lines(path: Path, field: str) -> Iterator[str]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(_KEY, f"{path}:{number}: found no valid JSON ({error})") from None
-            text = record.get(field) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                found = f"`{field}` of type {type(text).__name__}" if isinstance(record, dict) else "no object"
-                raise ConfigError(_KEY, f"{path}:{number}: found {found}, expected an object with text in `{field}`")
-            yield text.encode("utf-8", "replace").decode()  # JSON can spell half of a surrogate pair
+            yield text_of_line(line, f"{path}:{number}", field)
+
+
+def text_of_line(line: str | bytes, where: str, field: str) -> str:
+    """The text field of a line of JSON; `where` says in errors which line. Raises ConfigError if there is none."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(_KEY, f"{where}: found no valid JSON ({error})") from None
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        found = f"`{field}` of type {type(text).__name__}" if isinstance(record, dict) else "no object"
+        raise ConfigError(_KEY, f"{where}: found {found}, expected an object with text in `{field}`")
+    return text.encode("utf-8", "replace").decode()  # JSON can spell half of a surrogate pair
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:

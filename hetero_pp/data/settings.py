@@ -2,9 +2,45 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
 
 from hetero_pp.settings import Ratio, Settings
+
+STANDARD_LIBRARY = "standard-library"
+DOCSTRINGS = "docstrings"
+STREAMED = "hf:"
+"""What the name of a corpus starts with that is read while training, and never encoded as a whole."""
+_HUB_NAME = re.compile(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def _not_empty(value: object) -> object:
+    if value == "":
+        raise ValueError("expected a name, or null for none")
+    return value
+
+
+Name = Annotated[str, BeforeValidator(_not_empty)]
+
+
+class StreamSettings(Settings):
+    """What of a streamed corpus is read, and how far apart its documents are shuffled."""
+
+    subset: Name | None = Field(None, description="of a dataset that has several, such as `en` of allenai/c4")
+    revision: Name | None = Field(None, description="commit, branch or tag of a dataset on the Hub")
+    split: Name = Field("train", description="the split to train on")
+    validation_split: Name | None = Field(
+        None, description="the split to validate on; by default documents of `split` are held out for that"
+    )
+    validation_documents: int = Field(
+        2000, ge=1, description="how many are held out, from the start of the first shard, without a validation_split"
+    )
+    shuffle_buffer: int = Field(
+        10_000, ge=1, description="documents that a replica reads ahead and shuffles among themselves"
+    )
 
 
 class DataSettings(Settings):
@@ -12,12 +48,42 @@ class DataSettings(Settings):
 
     corpus: str = Field(
         "standard-library",
-        description="`standard-library` (the source code of Python's), `docstrings` (its docstrings), or a "
-        "path to a file or folder of .txt, .jsonl and .parquet",
+        description="`standard-library` (the source code of Python's), `docstrings` (its docstrings), a "
+        "path to a file or folder of .txt, .jsonl and .parquet, or `hf:` and a dataset of the Hugging Face Hub, a "
+        "folder like one, or a pattern of .jsonl, .json.gz, .jsonl.zst or .parquet files, which is streamed",
     )
+    stream: StreamSettings = Field(StreamSettings(), description="for a corpus that starts with `hf:`")
     text_field: str = Field("text", description="the field or column that holds the text of .jsonl and .parquet")
     tokenizer: str = Field("bytes", description="`bytes`, or a path to a tokenizer.json or to a folder that holds one")
     sequence_length: int = Field(128, ge=1, description="L: the tokens predicted per sequence")
-    validation_share: Ratio = Field(0.02, gt=0, lt=1, description="share of the tokens never trained on")
+    validation_share: Ratio = Field(
+        0.02, gt=0, lt=1, description="share of the tokens never trained on; of a corpus that is not streamed"
+    )
     validation_sequences: int = Field(64, ge=1, description="how many sequences the validation loss is computed on")
     repeat: bool = Field(True, description="whether training may read the corpus more than once")
+
+    @property
+    def streamed(self) -> str | None:
+        """The dataset, folder or pattern of a streamed corpus; None for any other."""
+        return self.corpus.removeprefix(STREAMED) if self.corpus.startswith(STREAMED) else None
+
+    def with_absolute_paths(self) -> DataSettings:
+        """The same, with paths that mean the same from any folder."""
+        changes: dict[str, str] = {}
+        if self.streamed is not None:
+            if not is_on_the_hub(self.streamed):
+                changes["corpus"] = STREAMED + _absolute(self.streamed)
+        elif self.corpus not in (STANDARD_LIBRARY, DOCSTRINGS):
+            changes["corpus"] = _absolute(self.corpus)
+        if self.tokenizer != "bytes":
+            changes["tokenizer"] = _absolute(self.tokenizer)
+        return self.model_copy(update=changes)
+
+
+def is_on_the_hub(target: str) -> bool:
+    """Whether a streamed corpus is `name` or `owner/name` of the Hub: it looks like one, and no such path exists."""
+    return _HUB_NAME.fullmatch(target) is not None and not Path(target).exists()
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())

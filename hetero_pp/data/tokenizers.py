@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,13 @@ from hetero_pp.errors import ConfigError
 
 _KEY = ("data", "tokenizer")
 _ENDS_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
+
+
+_CONVERT = (
+    "found `{found}` of SentencePiece, expected a tokenizer.json; `pip install transformers sentencepiece` and "
+    '`python -c "from transformers import LlamaTokenizer as T; '
+    "T.from_pretrained('{folder}').save_pretrained('{folder}')\"` write one"
+)
 
 
 class Tokenizer(Protocol):
@@ -55,9 +63,10 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json.
 
-    The separator is its token for the end of a text; where none of the usual names exists, one id is added
-    after its last, so that no id of the text has two meanings. Its truncation, padding and template are
-    switched off, and text that spells a special token is encoded as plain text.
+    The separator is its token for the end of a text: the one that a tokenizer_config.json beside it names, or the
+    first of the usual names that it has; where none exists, one id is added after its last, so that no id of the text
+    has two meanings. Its truncation, padding and template are switched off, and text that spells a special token is
+    encoded as plain text.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +83,8 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         unused = max(ids.values(), default=-1) + 1
-        self.separator: int = next((ids[name] for name in _ENDS_OF_TEXT if name in ids), unused)
+        names = [*_configured_ends(path.with_name("tokenizer_config.json")), *_ENDS_OF_TEXT]
+        self.separator: int = next((ids[name] for name in names if name in ids), unused)
         self.vocabulary: int = max(unused, self.separator + 1)
         self.identity = hashlib.sha256(content).hexdigest()
 
@@ -87,12 +97,29 @@ class FileTokenizer:
         return self._tokenizer.decode(kept, skip_special_tokens=False)
 
 
+def _configured_ends(path: Path) -> list[str]:
+    """The token for the end of a text that a tokenizer_config.json names, else the one for its beginning, if any."""
+    if not path.is_file():
+        return []
+    try:
+        config = json.loads(path.read_bytes())
+        tokens = [config.get(key) for key in ("eos_token", "bos_token")]
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(_KEY, f"found `{path}`, expected a JSON object ({error})") from None
+    names = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    return [name for name in names if isinstance(name, str)][:1]
+
+
 def load_tokenizer(settings: DataSettings) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names."""
     if settings.tokenizer == "bytes":
         return ByteTokenizer()
     path = Path(settings.tokenizer).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir():
+        names = ("tokenizer.json", "tokenizer.model")
+        path = next((path / name for name in names if (path / name).is_file()), path)
+    if path.is_file() and path.suffix == ".model":
+        raise ConfigError(_KEY, _CONVERT.format(found=path, folder=path.parent))
     if not path.is_file():
         expected = "`bytes` or a path to a tokenizer.json or to a folder that holds one"
         raise ConfigError(_KEY, f"found `{settings.tokenizer}`, expected {expected}")

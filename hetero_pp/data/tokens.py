@@ -41,6 +41,13 @@ class TokenStore:
     path: Path
     digest: str
 
+    def describe(self, tokens: int) -> str:
+        """What there is to train `tokens` tokens on, in words."""
+        return (
+            f"{len(self.train):,} tokens to train on ({tokens / len(self.train):.2g} epochs), "
+            f"{len(self.validation):,} to validate on"
+        )
+
 
 def prepare_tokens(settings: DataSettings, cache: Path, tokenizer: Tokenizer | None = None) -> TokenStore:
     """Open the token store of the corpus, encoding it into `cache` unless that was done before.

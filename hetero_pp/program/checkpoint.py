@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.ranks import Ranks
+from replica_groups.ranks import Ranks
 
 
 class Checkpoint:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from hetero_pp.data.tokens import TokenStore
+from hetero_pp.data.sources import Source
 from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.check import contribution_bytes
 from hetero_pp.program.checkpoint import Checkpoint
 from hetero_pp.program.config import RunPlan
-from hetero_pp.program.ranks import ALONE, CPU, Ranks
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
+from replica_groups.ranks import ALONE, CPU, Ranks
 from stages.boundary import format_of
 
 
@@ -50,7 +50,7 @@ class FastResult:
 
 def train_fast(
     plan: RunPlan,
-    store: TokenStore,
+    source: Source,
     on_round: Callable[[int, float], None] = lambda round_, loss: None,
     compiles: bool = False,
     bias_every: int | None = None,
@@ -75,7 +75,7 @@ def train_fast(
     saved = None if keeper is None else keeper.load()
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
-    group = AllReplicas(plan, store, compiles, bias_every, device, ranks, stacks)
+    group = AllReplicas(plan, source, compiles, bias_every, device, ranks, stacks)
     losses: list[float] = []
     if saved is not None:
         losses = saved["losses"]

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero_pp.data.sources import Source, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.hugging_face.reading import require_weights
 from hetero_pp.program.train import replica_batches
 from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.topology import ParticipantsReplica
@@ -24,7 +25,7 @@ class Prepared:
     """A plan whose inputs were found to be there."""
 
     plan: RunPlan
-    store: TokenStore
+    source: Source
     cache: Path
 
 
@@ -33,16 +34,18 @@ def prepare(file: ConfigFile, runs: Path) -> Prepared:
     config = file.config.with_absolute_paths()
     cache = runs / CACHE
     try:
+        config.require_grouped()
         require_launchable(config)
         plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
-        store = prepare_tokens(config.data, cache)
+        require_weights(plan)
+        source = open_source(config.data, cache)
         for member in plan.members.values():
-            replica_batches(plan, member, store)
+            replica_batches(plan, member, source)
         for key, address in _fixed_addresses(config):
             _try_to_listen(key, address)
     except ConfigError as error:
         raise file.located(error) from None
-    return Prepared(plan, store, cache)
+    return Prepared(plan, source, cache)
 
 
 def require_launchable(config: RunConfig) -> None:

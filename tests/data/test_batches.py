@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_pp.data.batches import Batches, permute, validation_batches
+from hetero_pp.data.batches import StoreBatches, permute, validation_batches
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.errors import ConfigError
 
@@ -25,7 +25,7 @@ def store_of(train: int, validation: int = 100) -> TokenStore:
     )
 
 
-def batches_of(train: int, **values: Any) -> Batches:
+def batches_of(train: int, **values: Any) -> StoreBatches:
     defaults: dict[str, Any] = {
         "sequence_length": 4,
         "seed": 0,
@@ -33,7 +33,7 @@ def batches_of(train: int, **values: Any) -> Batches:
         "replicas": 1,
         "batch_size": 2,
     }
-    return Batches(store=store_of(train), **defaults | values)
+    return StoreBatches(store=store_of(train), **defaults | values)
 
 
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**63 - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,44 @@ def test_a_tokenizer_file(tmp_path: Path, as_folder: bool) -> None:
 def test_the_usual_separators_are_found(tmp_path: Path, name: str) -> None:
     train_tokenizer(["[PAD]", name]).save(str(tmp_path / "tokenizer.json"))
     assert FileTokenizer(tmp_path / "tokenizer.json").separator == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "separator"),
+    [
+        ({"eos_token": "<end>", "bos_token": "<s>"}, 2),
+        ({"eos_token": {"content": "<end>", "lstrip": False}}, 2),
+        ({"bos_token": "<s>"}, 0),
+        ({"eos_token": None, "bos_token": {"content": "<s>"}}, 0),
+        ({"eos_token": "<unknown>"}, 1),
+        ({}, 1),
+    ],
+)
+def test_a_folder_names_its_separator(tmp_path: Path, config: dict[str, Any], separator: int) -> None:
+    """As tokenizer_config.json of Llama-2 does, as a string or an object; `</s>` is one of the usual names."""
+    train_tokenizer(["<s>", "</s>", "<end>"]).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True} | config))
+    assert load_tokenizer(DataSettings(tokenizer=str(tmp_path))).separator == separator
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_tokenizer_config_is_one_line(tmp_path: Path, content: str) -> None:
+    train_tokenizer(["</s>"]).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json`, expected a JSON object") as caught:
+        load_tokenizer(DataSettings(tokenizer=str(tmp_path)))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_sentencepiece_model_alone_says_how_to_convert_it(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
+    for path in (tmp_path, tmp_path / "tokenizer.model"):
+        with pytest.raises(ConfigError, match=r"expected a tokenizer\.json; `pip install transformers sent") as caught:
+            load_tokenizer(DataSettings(tokenizer=str(path)))
+        assert f"from_pretrained('{tmp_path}')" in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+    train_tokenizer(["</s>"]).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(DataSettings(tokenizer=str(tmp_path))).separator == 0
 
 
 def test_a_tokenizer_without_an_end_of_text_gets_one_more_id(tmp_path: Path) -> None:

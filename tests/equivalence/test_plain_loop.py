@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hetero_pp.data.batches import Batches
+from hetero_pp.data.batches import StoreBatches
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.inner import InnerSettings
@@ -40,7 +40,7 @@ def config(corpus: Path) -> RunConfig:
     )
 
 
-def _plain_steps(model: Transformer, adamw: torch.optim.AdamW, batches: Batches, first: int) -> list[float]:
+def _plain_steps(model: Transformer, adamw: torch.optim.AdamW, batches: StoreBatches, first: int) -> list[float]:
     losses = []
     for step in range(first, first + H):
         tokens = batches.train(step)
@@ -90,7 +90,7 @@ def test_a_datacenter_replica_is_a_plain_loop(config: RunConfig, tmp_path: Path)
     measured = [report.inner_step.loss for report in reports if report.HasField("inner_step")]
 
     store = prepare_tokens(config.data, tmp_path)
-    batches = Batches(store=store, sequence_length=32, seed=5, replica=0, replicas=1, batch_size=4)
+    batches = StoreBatches(store=store, sequence_length=32, seed=5, replica=0, replicas=1, batch_size=4)
     model = Transformer(plan.shape)
     initialise(model, 5)
     named = dict(sorted(model.named_parameters()))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_pp.data.batches import Batches, validation_batches
+from hetero_pp.data.batches import StoreBatches, validation_batches
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerSettings
@@ -74,7 +74,8 @@ def test_adamw_ddp_is_one_model_on_the_joined_batch(corpus: Path, tmp_path: Path
     initialise(model, 2)
     one = WholeReplica("one", model, InnerSettings(steps=4, warmup_steps=3, learning_rate=0.01), plan.total_steps)
     data = [
-        Batches(store=store, sequence_length=32, seed=2, replica=index, replicas=3, batch_size=4) for index in range(3)
+        StoreBatches(store=store, sequence_length=32, seed=2, replica=index, replicas=3, batch_size=4)
+        for index in range(3)
     ]
     losses = []
     for step in range(plan.total_steps):

@@ -1,0 +1,131 @@
+"""Streamed shards of documents, by the Hugging Face `datasets` library: the only file that imports it.
+
+A dataset of the Hub, a folder of the same layout and a pattern of files give the same thing: files, each a shard. The
+library finds, fetches and decompresses them. Of JSON it reads lines, which are parsed here: its own reader wants one
+schema of all fields in all files, which web corpora such as DCLM do not have.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetero_pp.data.corpora import text_of_line
+from hetero_pp.data.settings import STREAMED, DataSettings, is_on_the_hub
+from hetero_pp.errors import ConfigError
+
+_KEY = ("data", "corpus")
+_ROWS = 256
+"""Documents read at once: datasets would take 15 times as long to give them one by one."""
+_COMPRESSED = {".gz", ".zst", ".bz2", ".xz"}
+_FORMATS = {".jsonl": "text", ".json": "text", ".parquet": "parquet"}
+"""Suffix of a file -> what of datasets reads it."""
+
+
+class Shards:
+    """The documents of one split, as numbered shards."""
+
+    def __init__(self, files: Sequence[str], dataset: Any, field: str) -> None:
+        self.count = len(files)
+        assert dataset.num_shards == self.count
+        self._files = files
+        self._dataset = dataset.with_format("arrow")
+        self._field = field
+        if dataset.column_names == []:  # datasets was asked for one column, and says no more
+            raise ConfigError(("data", "text_field"), f"found `{field}`, expected a column of {files[0]}")
+
+    def documents(self, shard: int, start: int) -> Iterator[str]:
+        """The texts of a shard from document `start` on; one that is null is empty.
+
+        Raises ConfigError if the file cannot be read or has no text in the field.
+        """
+        file = self._files[shard]
+        read = _parquet if _format_of(file) == "parquet" else _json_lines
+        number = 0
+        try:
+            for table in self._dataset.shard(self.count, shard).iter(_ROWS):
+                skipped = min(max(start - number, 0), len(table))
+                yield from read(table[skipped:], file, number + skipped, self._field)
+                number += len(table)
+        except ConfigError:
+            raise
+        except Exception as error:  # formats, compression and the network raise their own, with no common base
+            raise ConfigError(_KEY, f"{file}: cannot be read ({_line(error)})") from error
+
+
+def _json_lines(table: Any, file: str, number: int, field: str) -> Iterator[str]:
+    for line in table.column("text").to_pylist():
+        number += 1
+        yield text_of_line(line, f"{file}:{number}", field) if line.strip() else ""
+
+
+def _parquet(table: Any, file: str, _number: int, field: str) -> Iterator[str]:
+    for text in table.column(field).to_pylist():
+        if not isinstance(text, str | None):
+            kind = table.schema.field(field).type
+            raise ConfigError(("data", "text_field"), f"found `{field}` of type {kind} in {file}, expected text")
+        yield text or ""
+
+
+def open_splits(settings: DataSettings) -> dict[str, Shards]:
+    """The splits of the streamed corpus by name.
+
+    Raises ConfigError if there is no such dataset, folder or file, or if the library is not installed.
+    """
+    try:
+        from datasets import load_dataset, load_dataset_builder
+        from tqdm import tqdm  # comes with datasets
+    except ImportError:
+        extra = "which needs an extra: pip install 'hetero-pp[datasets]'"
+        raise ConfigError(_KEY, f"found `{settings.corpus}`, {extra}") from None
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which members that just end would leak
+    try:
+        files = _matching(settings) or load_dataset_builder(**_dataset(settings)).config.data_files
+        first = next(iter(files.values()))[0]
+        columns = {"columns": [settings.text_field]} if _format_of(first) == "parquet" else {}
+        splits = load_dataset(_format_of(first), data_files=files, streaming=True, **columns)
+    except ConfigError:
+        raise
+    except Exception as error:  # a dozen kinds, from a missing folder to no network
+        expected = f"expected a dataset that can be opened ({_line(error)})"
+        raise ConfigError(_KEY, f"found `{settings.corpus}`, {expected}") from error
+    return {str(name): Shards(files[name], splits[name], settings.text_field) for name in splits}
+
+
+def _dataset(settings: DataSettings) -> dict[str, Any]:
+    """What load_dataset_builder is called with for a dataset of the Hub, or for a folder like one."""
+    assert settings.streamed is not None
+    is_named = is_on_the_hub(settings.streamed)
+    path = settings.streamed if is_named else str(Path(settings.streamed).expanduser().absolute())
+    return {"path": path, "name": settings.stream.subset, "revision": settings.stream.revision if is_named else None}
+
+
+def _matching(settings: DataSettings) -> Mapping[str, list[str]]:
+    """The files of a pattern, as the split to train on; empty if the corpus is a dataset or a folder like one."""
+    assert settings.streamed is not None
+    path = Path(settings.streamed).expanduser().absolute()
+    if is_on_the_hub(settings.streamed) or path.is_dir():
+        return {}
+    if settings.stream.subset is not None:
+        raise ConfigError(
+            ("data", "stream", "subset"), f"found `{settings.stream.subset}`, expected none: files have no subsets"
+        )
+    files = sorted(map(str, Path(path.anchor).glob(str(path.relative_to(path.anchor)))))
+    if not files:
+        choices = f"`{STREAMED}owner/name`, or a folder, a file or a pattern that exists"
+        raise ConfigError(_KEY, f"found `{settings.corpus}`, expected {choices}")
+    return {settings.stream.split: files}
+
+
+def _format_of(file: str) -> str:
+    """What of datasets reads a file. Raises ConfigError if nothing does."""
+    suffixes = [suffix for suffix in Path(file).suffixes if suffix not in _COMPRESSED]
+    if not suffixes or suffixes[-1] not in _FORMATS:
+        raise ConfigError(_KEY, f"found `{file}`, expected {', '.join(_FORMATS)}, or those compressed (.gz, .zst)")
+    return _FORMATS[suffixes[-1]]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,117 @@
+"""Where tokens come from: a corpus encoded once, or one that is streamed. Both give batches and validation rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hetero_pp.data.hub import Shards, open_splits
+from hetero_pp.data.order import Order
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.stream import ENCODED_AT_ONCE, StreamBatches, TokenStream, encode
+from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
+from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.errors import ConfigError
+
+
+class StreamedCorpus:
+    """A corpus that is read while training. Opening it reads nothing but a list of its files."""
+
+    def __init__(self, settings: DataSettings, tokenizer: Tokenizer | None = None) -> None:
+        """Raises ConfigError if the corpus cannot be opened or has no such split."""
+        self.settings = settings
+        self.tokenizer = tokenizer or load_tokenizer(settings)
+        self._splits = open_splits(settings)
+        self._training = self._split("split", settings.stream.split)
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of ids, the separator among them."""
+        return self.tokenizer.vocabulary
+
+    def describe(self, tokens: int) -> str:
+        """What there is to train `tokens` tokens on, in words."""
+        return f"{tokens:,} tokens from a stream of {self._training.count:,} shards"
+
+    def batches(self, sequence_length: int, seed: int, replica: int, replicas: int, batch_size: int) -> StreamBatches:
+        """What replica `replica` of `replicas` trains on."""
+        stream = self.settings.stream
+        order = Order(
+            shards=self._training,
+            seed=seed,
+            replica=replica,
+            replicas=replicas,
+            shuffle_buffer=stream.shuffle_buffer,
+            held_out=stream.validation_documents if stream.validation_split is None else 0,
+        )
+        return StreamBatches(TokenStream(order, self.tokenizer, self.settings.repeat), sequence_length, batch_size)
+
+    def validation(self, batch_size: int) -> list[torch.Tensor]:
+        """The validation rows, int64 [<= batch_size, L + 1], the same for everyone.
+
+        Raises ConfigError if there are too few.
+        """
+        return list(self._validation.split(batch_size))
+
+    @cached_property
+    def digest(self) -> str:
+        """A sha256 of the tokenizer, the number of shards, how the first and the last begin, and the validation rows.
+
+        A sample: corpora with different digests differ, and those that differ elsewhere only have the same.
+        """
+        shards = self._training
+        begin = [next(shards.documents(shard, 0), "") for shard in (0, shards.count - 1)]
+        rows = hashlib.sha256(self._validation.numpy().astype("<i8").tobytes()).hexdigest()
+        text = json.dumps([self.tokenizer.identity, self.tokenizer.separator, shards.count, begin, rows])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def _validation(self) -> torch.Tensor:
+        """int64 [validation_sequences, L + 1]: the first tokens of the validation split, or of what is held out."""
+        rows, columns = self.settings.validation_sequences, self.settings.sequence_length + 1
+        stream = self.settings.stream
+        texts: Iterator[str]
+        if stream.validation_split is None:
+            key, texts = "validation_documents", islice(self._training.documents(0, 0), stream.validation_documents)
+        else:
+            key, split = "validation_split", self._split("validation_split", stream.validation_split)
+            texts = chain.from_iterable(split.documents(shard, 0) for shard in range(split.count))
+        ids = self._encode(texts, rows * columns)
+        if len(ids) < rows * columns:
+            raise ConfigError(
+                ("data", "stream", key),
+                f"found {len(ids)} tokens to validate on ({getattr(stream, key)}), expected at least "
+                f"{rows * columns}: {rows} sequences x {columns} tokens",
+            )
+        return torch.from_numpy(ids.reshape(rows, columns))
+
+    def _encode(self, texts: Iterator[str], count: int) -> np.ndarray:
+        """The first `count` tokens of the documents that are not blank, or all; a separator after each document."""
+        pieces = [np.empty(0, np.int64)]
+        missing = count
+        full = (text for text in texts if text.strip())
+        while missing > 0 and (some := list(islice(full, ENCODED_AT_ONCE))):
+            for ids in encode(self.tokenizer, some):
+                pieces.append(ids)
+                missing -= len(ids)
+        return np.concatenate(pieces)[:count]
+
+    def _split(self, key: str, name: str) -> Shards:
+        if name not in self._splits:
+            raise ConfigError(("data", "stream", key), f"found `{name}`, expected one of {', '.join(self._splits)}")
+        return self._splits[name]
+
+
+Source = TokenStore | StreamedCorpus
+
+
+def open_source(settings: DataSettings, cache: Path) -> Source:
+    """What `data.corpus` names: opened where it is streamed, else encoded into `cache` unless that was done before."""
+    return prepare_tokens(settings, cache) if settings.streamed is None else StreamedCorpus(settings)

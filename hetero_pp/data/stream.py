@@ -1,0 +1,174 @@
+"""A streamed corpus as the tokens and the batches of one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_pp.data.order import Block, Order, Position, go_on_with
+from hetero_pp.data.tokenizers import Tokenizer
+from hetero_pp.errors import ConfigError
+
+ENCODED_AT_ONCE = 64
+"""Documents: enough for all cores."""
+_REMEMBERED = 1024
+"""Steps that reading can go back over."""
+
+
+class TokenStream:
+    """The tokens of a replica: of every document its own and a separator; epoch after epoch if `repeat`."""
+
+    def __init__(self, order: Order, tokenizer: Tokenizer, repeat: bool) -> None:
+        self.order = order
+        self.tokenizer = tokenizer
+        self.repeat = repeat
+        self._at = order.start(0)
+        self._blocks: Iterator[Block] | None = None
+        """Those after the present one; None before the first is read."""
+
+    @property
+    def position(self) -> Position:
+        """Where the next token stands."""
+        return self._at
+
+    def seek(self, position: Position) -> None:
+        """Go to where the stream was before: within the block at no cost, else the block is read again."""
+        if position._replace(taken=0, offset=0) != self._at._replace(taken=0, offset=0):
+            self._blocks = None
+        self._at = position
+
+    def take(self, count: int) -> np.ndarray:
+        """The next tokens, [count]. Raises ConfigError at the end of the corpus unless it may be repeated."""
+        pieces = [np.empty(0, np.int64)]
+        while count:
+            ids = self._document()
+            piece = ids[self._at.offset : self._at.offset + count]
+            count -= len(piece)
+            pieces.append(piece)
+            end = self._at.offset + len(piece)
+            if end == len(ids):
+                self._at = self._at._replace(taken=self._at.taken + 1, offset=0)
+            else:
+                self._at = self._at._replace(offset=end)
+        return np.concatenate(pieces)
+
+    def _document(self) -> np.ndarray:
+        """The ids of the document at the position, its separator with them."""
+        if self._blocks is None:
+            self._open()
+        while self._at.taken >= len(self._block):
+            self._next_block()
+        if self._at.taken not in self._encoded:
+            self._encode()
+        document, _ = self._block[self._at.taken]
+        before = self._at.read.get(document) or 0
+        self._at = self._at._replace(offset=max(self._at.offset, before))
+        return self._encoded[self._at.taken]
+
+    def _open(self) -> None:
+        """Read the block of the position, if there is one."""
+        self._blocks = self.order.blocks(self._at)
+        _, self._block = next(self._blocks, (self._at, []))
+        self._encoded: dict[int, np.ndarray] = {}
+
+    def _next_block(self) -> None:
+        """Go to the start of the next block, of the next epoch if need be."""
+        assert self._blocks is not None
+        found = next(self._blocks, None)
+        if found is None:
+            self._next_epoch()
+        else:
+            self._at, self._block = found
+            self._encoded = {}
+
+    def _encode(self) -> None:
+        """Encode the document at the position, and some that follow."""
+        first = self._at.taken
+        ids = encode(self.tokenizer, [text for _, text in self._block[first : first + ENCODED_AT_ONCE]])
+        self._encoded = dict(enumerate(ids, start=first))
+
+    def _next_epoch(self) -> None:
+        if not self.repeat:
+            raise ConfigError(
+                ("data", "repeat"),
+                f"found false, and the stream of replica {self.order.replica} of {self.order.replicas} has ended, "
+                "expected more text, or fewer steps",
+            )
+        self._at = self.order.start(self._at.epoch + 1)
+        self._open()
+        if not self._block:
+            raise ConfigError(
+                ("data", "corpus"),
+                f"found no text for replica {self.order.replica} of {self.order.replicas}, expected more documents",
+            )
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """The ids of each text and a separator, int64."""
+    separator = np.array([tokenizer.separator], np.int64)
+    return [np.concatenate([ids.astype(np.int64), separator]) for ids in tokenizer.encode_batch(texts)]
+
+
+class StreamBatches:
+    """What one replica trains on: rows of L + 1 tokens that follow each other in its stream.
+
+    The batch of a step is a function of (seed, replica, step), but reaching it costs reading what lies between: from
+    one of the last steps that were asked for, from what was loaded, else from the very start.
+    """
+
+    def __init__(self, stream: TokenStream, sequence_length: int, batch_size: int) -> None:
+        self.stream = stream
+        self.shape = (batch_size, sequence_length + 1)
+        self._step = 0
+        self._positions = {0: stream.position}
+        """Where the batches of the start and of the last steps begin; the first is where reading can go back to."""
+
+    def train(self, step: int) -> torch.Tensor:
+        """The batch of step `step` (from 0), int64 [B, L + 1]; no step before the one that was loaded can be read."""
+        if step != self._step:
+            self._step = max(known for known in self._positions if known <= step)
+            self.stream.seek(self._positions[self._step])
+        while self._step < step:
+            self._next()
+        return self._next()
+
+    def state(self) -> dict[str, Any]:
+        """Where the next batch begins, as plain numbers, lists and strings."""
+        return {"step": self._step, **self.stream.position.as_json()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave to a replica with the same settings, to the same tokens."""
+        position = dict(state)
+        self._go_to(position.pop("step"), Position.from_json(position))
+
+    def load_all(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from the states of all replicas, in their order, of a run that may have had more of them, or fewer.
+
+        No document is skipped and none repeated; with as many replicas it is what `load` of this one's does.
+        """
+        order = self.stream.order
+        if len(states) == order.replicas:
+            self.load(states[order.replica])
+            return
+        (step,) = {state["step"] for state in states}
+        orders = [replace(order, replica=index, replicas=len(states)) for index in range(len(states))]
+        positions = [Position.from_json({k: v for k, v in state.items() if k != "step"}) for state in states]
+        self._go_to(step, go_on_with(orders, positions, order.replicas, order.replica))
+
+    def _go_to(self, step: int, position: Position) -> None:
+        self.stream.seek(position)
+        self._step, self._positions = step, {step: position}
+
+    def _next(self) -> torch.Tensor:
+        rows, columns = self.shape
+        batch = torch.from_numpy(self.stream.take(rows * columns).reshape(rows, columns))
+        self._step += 1
+        self._positions[self._step] = self.stream.position
+        if len(self._positions) > _REMEMBERED:
+            second = next(step for number, step in enumerate(self._positions) if number == 1)
+            del self._positions[second]
+        return batch

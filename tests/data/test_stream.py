@@ -1,0 +1,263 @@
+"""Streams: every document once an epoch, the same after going on, and nothing lost or repeated by other replicas."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_pp.data.order import Order, Position, go_on_with
+from hetero_pp.data.parts import Part, deal, epoch_of
+from hetero_pp.data.stream import StreamBatches, TokenStream
+from hetero_pp.errors import ConfigError
+
+SEPARATOR = 0
+
+
+class Numbers:
+    """A tokenizer of texts that are numbers."""
+
+    vocabulary = 1 << 20
+    separator = SEPARATOR
+    identity = "numbers"
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array(text.split(), dtype=np.int64) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class Lists:
+    """Shards of documents in memory; every token of every document is another number, and a length of 0 is blank."""
+
+    def __init__(self, lengths: list[list[int]]) -> None:
+        numbers = iter(range(1, 1 << 20))
+        self.texts = [[" ".join(str(next(numbers)) for _ in range(n)) for n in shard] for shard in lengths]
+        self.count = len(lengths)
+
+    def documents(self, shard: int, start: int) -> Iterator[str]:
+        yield from self.texts[shard][start:]
+
+    def tokens(self, held_out: int = 0) -> Counter[int]:
+        """Of an epoch."""
+        texts = [text for number, shard in enumerate(self.texts) for text in shard[held_out if number == 0 else 0 :]]
+        return Counter(int(word) for text in texts for word in [*text.split(), SEPARATOR] if text)
+
+
+def stream_of(shards: Lists, replica: int = 0, replicas: int = 1, repeat: bool = True, **values: Any) -> TokenStream:
+    order = Order(
+        **{"shards": shards, "seed": 1, "shuffle_buffer": 3, "replica": replica, "replicas": replicas} | values
+    )
+    return TokenStream(order, Numbers(), repeat)
+
+
+def rest_of(stream: TokenStream) -> list[int]:
+    """All tokens up to the end of the epoch."""
+    stream.repeat = False
+    tokens = []
+    with pytest.raises(ConfigError, match="has ended"):
+        while True:
+            tokens.append(int(stream.take(1)[0]))
+    return tokens
+
+
+LENGTHS = st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=1, max_size=7)
+
+
+@given(count=st.integers(0, 20), replicas=st.integers(1, 9))
+def test_parts_are_dealt_once_and_evenly(count: int, replicas: int) -> None:
+    parts = [Part(0, shard, 0, 1) for shard in range(count)]
+    hands = [deal(parts, replicas, replica) for replica in range(replicas)]
+    for shard in range(count):
+        for document in range(40):
+            assert sum(part.holds(0, shard, document) for hand in hands for part in hand) == 1
+    shares = [sum(1 / part.step for part in hand) for hand in hands]
+    assert shares == pytest.approx([count / replicas] * replicas)
+    assert sum(part.step > 1 for part in hands[0]) == count % replicas
+
+
+@given(lengths=LENGTHS, replicas=st.integers(1, 5), buffer=st.integers(1, 12), held_out=st.integers(0, 3))
+def test_an_epoch_holds_every_document_once(
+    lengths: list[list[int]], replicas: int, buffer: int, held_out: int
+) -> None:
+    shards = Lists(lengths)
+    streams = [stream_of(shards, i, replicas, shuffle_buffer=buffer, held_out=held_out) for i in range(replicas)]
+    assert Counter(token for stream in streams for token in rest_of(stream)) == shards.tokens(held_out)
+
+
+def test_documents_stay_whole_and_are_separated() -> None:
+    shards = Lists([[3, 2, 0, 4], [1, 5]])
+    text = " ".join(map(str, rest_of(stream_of(shards))))
+    documents = [document for shard in shards.texts for document in shard if document]
+    assert sorted(document.strip() for document in text.split(f" {SEPARATOR}") if document) == sorted(documents)
+
+
+def test_the_order_is_another_in_every_epoch_and_for_every_seed() -> None:
+    shards = Lists([[1] * 50] * 8)
+    count = sum(shards.tokens().values())
+    stream = stream_of(shards, shuffle_buffer=20)
+    orders = [stream.take(count).tolist() for _ in range(2)]
+    orders.append(stream_of(shards, shuffle_buffer=20, seed=2).take(count).tolist())
+    assert all(Counter(order) == shards.tokens() for order in orders)
+    assert len(set(map(tuple, orders))) == 3
+    shards_first = [[part.shard for part in epoch_of(8, epoch, 1, 0)] for epoch in range(4)]
+    assert len(set(map(tuple, shards_first))) == 4
+
+
+def test_a_block_is_shuffled_through_and_through() -> None:
+    """Where each of the documents of a block comes out is uniform over seeds."""
+    shards = Lists([[1] * 10])
+    firsts = Counter(int(stream_of(shards, shuffle_buffer=10, seed=seed).take(1)[0]) for seed in range(1000))
+    chi_squared = sum((firsts[token] - 100) ** 2 / 100 for token in range(1, 11))
+    assert chi_squared < 34  # 9 degrees of freedom: p = 1e-4
+
+
+@given(lengths=LENGTHS, replicas=st.integers(1, 3), before=st.integers(0, 60), buffer=st.integers(1, 12))
+def test_it_goes_on_exactly(lengths: list[list[int]], replicas: int, before: int, buffer: int) -> None:
+    shards = Lists([[*shard, *[2] * 3] for shard in lengths])
+    unbroken = stream_of(shards, replicas=replicas, shuffle_buffer=buffer)
+    first = unbroken.take(before)
+    saved = json.loads(json.dumps(unbroken.position.as_json()))
+    fresh = stream_of(shards, replicas=replicas, shuffle_buffer=buffer)
+    fresh.seek(Position.from_json(saved))
+    expected = unbroken.take(50)
+    np.testing.assert_array_equal(fresh.take(50), expected)
+    whole = stream_of(shards, replicas=replicas, shuffle_buffer=buffer).take(before + 50)
+    np.testing.assert_array_equal(whole, [*first, *expected])
+
+
+def resumed(shards: Lists, states: list[str], count: int, **values: Any) -> list[TokenStream]:
+    """The streams of `count` replicas that go on after those with these states, or start if there are none."""
+    streams = [stream_of(shards, replica, count, **values) for replica in range(count)]
+    orders = [stream_of(shards, replica, len(states), **values).order for replica in range(len(states))]
+    positions = [Position.from_json(json.loads(state)) for state in states]
+    for replica, stream in enumerate(streams):
+        if states:
+            stream.seek(go_on_with(orders, positions, count, replica))
+    return streams
+
+
+@settings(max_examples=200)
+@given(
+    lengths=LENGTHS,
+    counts=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    buffer=st.integers(1, 12),
+    held_out=st.integers(0, 2),
+    data=st.data(),
+)
+def test_other_replicas_lose_and_repeat_nothing(
+    lengths: list[list[int]], counts: list[int], buffer: int, held_out: int, data: st.DataObject
+) -> None:
+    """However often their number changes, and wherever each stood: in the end all tokens were given once an epoch."""
+    shards = Lists([[*shard, *[2] * 8] for shard in lengths])
+    values = {"shuffle_buffer": buffer, "held_out": held_out}
+    given: Counter[int] = Counter()
+    states: list[str] = []
+    for count in counts:
+        streams = resumed(shards, states, count, **values)
+        for stream in streams:
+            taken = data.draw(st.integers(0, 25))
+            given.update(stream.take(taken).tolist())
+        states = [json.dumps(stream.position.as_json()) for stream in streams]
+    last = resumed(shards, states, 1, **values)[0]
+    epochs = last.position.epoch + 1
+    given.update(rest_of(last))
+    assert given == Counter({token: epochs * number for token, number in shards.tokens(held_out).items()})
+
+
+def batches_of(shards: Lists, replica: int = 0, replicas: int = 1) -> StreamBatches:
+    return StreamBatches(stream_of(shards, replica, replicas), sequence_length=4, batch_size=2)
+
+
+SHARDS = Lists([[5] * 10, [3] * 14, [7, 1] * 5])
+
+
+def test_batches_are_the_stream_cut_into_rows() -> None:
+    batches = batches_of(SHARDS)
+    rows = torch.cat([batches.train(step) for step in range(9)])
+    assert rows.shape == (18, 5)
+    assert rows.dtype == torch.int64
+    np.testing.assert_array_equal(rows.flatten(), stream_of(SHARDS).take(90))
+
+
+def test_a_batch_is_a_function_of_its_step() -> None:
+    """Steps again, backwards and ahead, as a measurement before the first step asks for them."""
+    expected = [batches_of(SHARDS).train(step) for step in range(40)]
+    batches = batches_of(SHARDS)
+    for step in [0, 1, 2, 0, 1, 5, 30, 3, 39, 38, 12, 13, 0]:
+        assert torch.equal(batches.train(step), expected[step]), step
+
+
+@pytest.mark.parametrize("steps", [0, 1, 7, 33])
+def test_batches_go_on_exactly(steps: int) -> None:
+    unbroken, fresh = batches_of(SHARDS, 1, 2), batches_of(SHARDS, 1, 2)
+    for step in range(steps):
+        unbroken.train(step)
+    fresh.load(json.loads(json.dumps(unbroken.state())))
+    for step in range(steps, steps + 20):
+        assert torch.equal(fresh.train(step), unbroken.train(step))
+
+
+def test_batches_go_on_with_all_states() -> None:
+    """With as many replicas exactly; with others, at the same step."""
+    old = [batches_of(SHARDS, i, 2) for i in range(2)]
+    for each in old:
+        for step in range(4):
+            each.train(step)
+    states = [each.state() for each in old]
+    same = batches_of(SHARDS, 1, 2)
+    same.load_all(states)
+    assert torch.equal(same.train(4), old[1].train(4))
+    others = [batches_of(SHARDS, i, 3) for i in range(3)]
+    for each in others:
+        each.load_all(states)
+    rest = Counter(token for each in others for token in rest_of(each.stream))
+    read = Counter(
+        token
+        for i in range(2)
+        for each in [batches_of(SHARDS, i, 2)]
+        for step in range(4)
+        for token in each.train(step).flatten().tolist()
+    )
+    assert rest + read == SHARDS.tokens()
+    again = batches_of(SHARDS, 0, 3)
+    again.load_all(states)
+    assert again.train(4).shape == (2, 5)
+    assert again.state()["step"] == 5
+
+
+def test_going_on_reads_one_block() -> None:
+    """Not the shards before, and of the present one only what follows the start of the block."""
+
+    class Counting(Lists):
+        read = 0
+
+        def documents(self, shard: int, start: int) -> Iterator[str]:
+            for text in super().documents(shard, start):
+                self.read += 1
+                yield text
+
+    shards = Counting([[4] * 100] * 5)
+    batches = StreamBatches(stream_of(shards, shuffle_buffer=10), sequence_length=4, batch_size=2)
+    for step in range(150):
+        batches.train(step)
+    fresh = StreamBatches(stream_of(shards, shuffle_buffer=10), sequence_length=4, batch_size=2)
+    fresh.load(batches.state())
+    before = shards.read
+    fresh.train(150)
+    assert 0 < shards.read - before <= 20
+
+
+def test_no_text_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="found no text for replica 1 of 2, expected more documents"):
+        stream_of(Lists([[3]]), 1, 2).take(1)
+    with pytest.raises(ConfigError, match="found no text"):
+        stream_of(Lists([[3, 3]]), held_out=2).take(1)

@@ -1,0 +1,94 @@
+"""Runs on a streamed corpus: replicas read disjoint documents, and what was interrupted goes on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_pp.data.sources import StreamedCorpus
+from hetero_pp.program.all_replicas import AllReplicas
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.fast import train_fast
+from hetero_pp.program.train import replica_batches
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of one letter each, so that a batch tells which it holds."""
+    folder = tmp_path_factory.mktemp("shards")
+    for i in range(3):
+        texts = [chr(ord("A") + 16 * i + number) * 37 for number in range(16)]
+        (folder / f"{i}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def plan_of(shards: Path, replicas: int = 2) -> RunPlan:
+    torch.set_num_threads(1)
+    stream = {"validation_documents": 4, "shuffle_buffer": 5}
+    names = [f"dc{i}" for i in range(replicas)]
+    config = RunConfig.model_validate(
+        {
+            "name": "t",
+            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
+            "data": {"corpus": f"hf:{shards}", "stream": stream, "sequence_length": 16, "validation_sequences": 4},
+            "inner": {"steps": 4, "warmup_steps": 3, "learning_rate": 0.01},
+            "outer": {"rounds": 4},
+            "replicas": [{"name": name, "kind": "datacenter", "batch_size": 4} for name in names],
+        }
+    )
+    return RunPlan(config, 256)
+
+
+def test_replicas_read_disjoint_documents(shards: Path) -> None:
+    plan = plan_of(shards, 3)
+    source = StreamedCorpus(plan.config.data)
+    seen: list[set[int]] = []
+    for member in plan.members.values():
+        batches, validation = replica_batches(plan, member, source)
+        seen.append({index for step in range(6) for index in batches.train(step).unique().tolist()} - {0})
+        assert torch.cat(validation).unique().tolist() == [0, *range(ord("A"), ord("C"))]
+    assert all(len(own) > 8 for own in seen)
+    assert len(set.union(*seen)) == sum(map(len, seen))
+    assert min(set.union(*seen)) >= ord("A") + 4
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def _interrupt(number: int, loss: float) -> None:
+    raise _Interrupted
+
+
+def test_it_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -> None:
+    """More than an epoch, interrupted after every round."""
+    plan, path = plan_of(shards), tmp_path / "checkpoint"
+    source = StreamedCorpus(plan.config.data)
+    group = AllReplicas(plan, source)
+    losses = [group.evaluate() for round_ in range(1, 5) if group.round(round_)]
+    assert all(state["epoch"] > 0 for state in group.state()["batches"])
+    for _ in range(3):
+        with pytest.raises(_Interrupted):
+            train_fast(plan, source, _interrupt, checkpoint=path, checkpoint_seconds=0)
+    rounds: list[Any] = []
+    result = train_fast(plan, StreamedCorpus(plan.config.data), lambda *told: rounds.append(told), checkpoint=path)
+    assert [number for number, _ in rounds] == [4]
+    assert result.validation_loss == losses
+
+
+def test_bad_input_is_a_line_with_its_file_and_exit_code_2(shards: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"name: t\ndata:\n  corpus: hf:{shards}\n  stream:\n    split: test\nouter: {{rounds: 1}}\n"
+        "replicas:\n  - {name: dc, kind: datacenter, batch_size: 1}\n"
+    )
+    command = [sys.executable, "-m", "hetero_pp", "check", str(config), "--runs", str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip() == (f"hetero-pp: {config}:5: data.stream.split: found `test`, expected one of train")
