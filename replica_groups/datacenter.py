@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hetero_pp.data.batches import Batches
 from hetero_pp.rpc.messages_pb2 import InnerStep
+from replica_groups.engines.engine import Engine
 from replica_groups.outer_round import OuterRound
-from replica_groups.whole import WholeReplica
 
 
 class DatacenterMember:
-    """Trains the whole model with plain PyTorch. Implements TrainingMember."""
+    """Trains the whole model with an engine. Implements TrainingMember; on several ranks, on every one."""
 
-    def __init__(self, whole: WholeReplica, batches: Batches, validation: Sequence[Tensor]) -> None:
-        self.whole = whole
+    def __init__(self, name: str, engine: Engine, batches: Batches, validation: Sequence[Tensor]) -> None:
+        self.name = name
+        self.held = engine
+        self.engine = engine
         self.batches = batches
         self.validation = validation
         self._compute_seconds = 0.0
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """See TrainingMember."""
-        return self.whole.parameters
 
     def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
         """See TrainingMember."""
         started = time.perf_counter()
         tokens = self.batches.train(global_step)
-        loss, norm, rate = self.whole.inner_step(tokens, global_step)
+        loss, norm, rate = self.engine.inner_step(tokens, global_step)
         self._compute_seconds += time.perf_counter() - started
         return InnerStep(
-            replica=self.whole.name,
+            replica=self.name,
             round=round_,
             step=step,
             loss=loss,
@@ -47,12 +45,19 @@ class DatacenterMember:
         """See TrainingMember. Every step is applied at once here."""
 
     def start_round(self, outer: OuterRound) -> None:
-        """See TrainingMember."""
-        self.whole.split_embedding()
+        """See TrainingMember. Nothing is compressed within a datacenter."""
 
     def evaluate(self, round_: int) -> tuple[float, int]:
         """See TrainingMember."""
-        return self.whole.evaluate(self.validation), sum(tokens[:, 1:].numel() for tokens in self.validation)
+        return self.engine.evaluate(self.validation), sum(tokens[:, 1:].numel() for tokens in self.validation)
+
+    def save(self, folder: Path) -> None:
+        """See TrainingMember."""
+        self.engine.save(folder / "engine")
+
+    def load(self, folder: Path) -> None:
+        """See TrainingMember."""
+        self.engine.load(folder / "engine")
 
     def timing(self) -> tuple[float, float]:
         """See TrainingMember."""

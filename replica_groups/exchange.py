@@ -148,7 +148,7 @@ class Exchange:
         return self.log.read_blob(round_, replica, block)
 
     def _open_round(self) -> int:
-        return len(self._records) + 1
+        return self._snapshot.round + len(self._records) + 1
 
     def _close_if_whole(self, round_: int) -> None:
         entries = self._entries[round_]

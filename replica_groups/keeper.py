@@ -28,14 +28,18 @@ class Keeper:
         self.exchange = exchange
         self.rounds = rounds
         self.snapshot_every = snapshot_every
+        self._first = snapshot.round
         self._basis = snapshot.basis
         self._optimizer = optimizer or OuterOptimizer(exchange.settings)
+        if snapshot.round > 0:
+            self._optimizer.load(snapshot.momentum, snapshot.round)
         self._theta = {name: tensor.clone() for name, tensor in snapshot.parameters.items()}
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
     def start(self) -> None:
-        """Write the first snapshot and begin to follow the rounds."""
-        self._save(0)
+        """Write the first snapshot, if it is not there, and begin to follow the rounds."""
+        if self._first == 0:
+            self._save(0)
         self._thread.start()
 
     def join(self) -> None:
@@ -44,7 +48,7 @@ class Keeper:
 
     def _run(self) -> None:
         try:
-            for round_ in range(1, self.rounds + 1):
+            for round_ in range(self._first + 1, self.rounds + 1):
                 self._follow(round_)
         except RunFailed:
             return

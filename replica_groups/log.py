@@ -9,6 +9,8 @@ theta after any round follows from a snapshot and the records and contributions 
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToJson, Parse
@@ -39,6 +41,18 @@ class ContributionLog:
     def read_record(self, round_: int) -> RoundRecord:
         """A round's record; FileNotFoundError if the round is not closed."""
         return Parse((self._round(round_) / "record.json").read_text(), RoundRecord())
+
+    def snapshots(self) -> set[int]:
+        """After which rounds there is a snapshot."""
+        names = (re.fullmatch(r"snapshot-(\d+)\.safetensors", path.name) for path in self.folder.glob("snapshot-*"))
+        return {int(match[1]) for match in names if match}
+
+    def forget_after(self, round_: int) -> None:
+        """Remove rounds and snapshots later than a round that a run goes on from."""
+        for path in [*self.folder.glob("round-*"), *self.folder.glob("snapshot-*")]:
+            number = re.search(r"-(\d+)", path.name)
+            if number is not None and int(number[1]) > round_:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def snapshot_path(self, round_: int) -> Path:
         return self.folder / f"snapshot-{round_:06d}.safetensors"

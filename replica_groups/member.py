@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol
-
-from torch import nn
 
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.rpc.messages_pb2 import InnerStep, MemberRound
 from hetero_pp.topology import Direction
+from replica_groups.held import Held
 from replica_groups.outer_round import OuterRound
 from replica_groups.reporter import Reporter
+from replica_groups.saved_states import SavedStates
 
 
 class TrainingMember(Protocol):
     """A whole replica, or one stage of one."""
 
     @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """What it trains, by name."""
+    def held(self) -> Held:
+        """The parameters that it trains."""
 
     def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
         """One inner step; what is known here of loss, norm and learning rate."""
@@ -33,6 +34,12 @@ class TrainingMember(Protocol):
 
     def evaluate(self, round_: int) -> tuple[float, int] | None:
         """Loss of the synced parameters in this replica's own forward, and tokens seen; None where it is not known."""
+
+    def save(self, folder: Path) -> None:
+        """Write all that its next step depends on and no snapshot has."""
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, in a member that started from the snapshot of that round."""
 
     def timing(self) -> tuple[float, float]:
         """Seconds of compute and of waiting for links since the last call."""
@@ -50,13 +57,19 @@ def run_member(
     ledgers: LedgerView,
     rounds: int,
     inner_steps: int,
+    states: SavedStates,
+    last_round: int = 0,
 ) -> None:
-    """Train all rounds. Round 0 is an evaluation of the initial weights."""
+    """Train the rounds after `last_round`, whose state is among `states`. Round 0 evaluates the initial weights."""
     ledgers = list(ledgers)
+    if last_round > 0:
+        member.load(states.path(last_round))
+        outer.load(states.path(last_round), last_round)
     member.start_round(outer)
-    _evaluate(member, replica, reporter, 0)
-    _tell_links(reporter, ledgers, 0)
-    for round_ in range(1, rounds + 1):
+    if last_round == 0:
+        _evaluate(member, replica, reporter, 0)
+        _tell_links(reporter, ledgers, 0)
+    for round_ in range(last_round + 1, rounds + 1):
         told = time.monotonic()
         for step in range(inner_steps):
             report = reporter.new()
@@ -85,6 +98,13 @@ def run_member(
         member.timing()
         reporter.tell(report)
         _tell_links(reporter, ledgers, round_)
+        if states.is_due(round_):
+            states.save(round_, lambda folder: _save(member, outer, folder))
+
+
+def _save(member: TrainingMember, outer: OuterRound, folder: Path) -> None:
+    member.save(folder)
+    outer.save(folder)
 
 
 def _evaluate(member: TrainingMember, replica: str, reporter: Reporter, round_: int) -> None:

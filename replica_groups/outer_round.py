@@ -1,26 +1,36 @@
-"""A member's side of the outer round: contribute its parameters, apply what was counted, prove what it holds."""
+"""A member's side of the outer round: contribute its parameters, apply what was counted, prove what it holds.
+
+On several ranks each works on rows of its own of every parameter: theta at the start of the round, error feedback and
+the selection are cut by rows of chunks (pseudo_gradient.rows), and one parameter at a time is made whole.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load, load_file, save, save_file
+from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError
+from hetero_pp.model import block_of
 from hetero_pp.outer.exchange_port import ExchangePort
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, Shapes, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
-from hetero_pp.pseudo_gradient.error_feedback import select
-from replica_groups.replay import replay, shapes_by_block, shapes_of
+from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.pseudo_gradient.rows import join, packed, rows_of
+from replica_groups.held import Held
+from replica_groups.ranks import ALONE, Ranks
+from replica_groups.replay import replay, shapes_by_block
 
 
 class OuterRound:
-    """Keeps theta at the start of the round and the error feedback of the parameters that a member owns.
+    """Keeps theta at the start of the round and the error feedback of the parameters that a member holds.
 
     `followed` are parameters that it needs a synced copy of but does not train (the token embedding, at stages that
-    derive T_perp from it).
+    derive T_perp from it). With several ranks all of them call `synchronise`, and `exchange` is a SharedExchange.
     """
 
     def __init__(
@@ -28,20 +38,29 @@ class OuterRound:
         run: str,
         member: str,
         replica: str,
-        parameters: Mapping[str, nn.Parameter],
-        followed: Mapping[str, Tensor],
+        held: Held,
+        start: Mapping[str, Tensor],
         exchange: ExchangePort,
         settings: OuterSettings,
         optimizer: RoundOptimizer | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        """`start` is what the run starts from: all held parameters, whole, and the followed ones."""
         self.run, self.member, self.replica = run, member, replica
-        self.exchange = exchange
+        self.held, self.exchange, self.ranks = held, exchange, ranks
         self.settings = settings
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
+        self.rows = {
+            name: rows_of(shape, settings.compression.tile, ranks.rank, ranks.world)
+            for name, shape in self.shapes.items()
+        }
+        self.blocks = {block_of(name) for name in held.shapes}
         self.optimizer = optimizer or OuterOptimizer(settings)
-        self.parameters = parameters
-        self.theta = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        self.theta |= {name: tensor.clone() for name, tensor in followed.items()}
-        self.error = {name: torch.zeros_like(self.theta[name]) for name in parameters}
+        if ranks.world > 1:
+            self.optimizer = _ByRows(self.optimizer, self.shapes, self.rows)
+        is_pinned = ranks.device.type == "cuda"
+        self.theta = {name: _kept(_cut(tensor, self.rows[name]), is_pinned) for name, tensor in start.items()}
+        self.error = {name: _kept(torch.zeros_like(self.theta[name]), is_pinned) for name in held.shapes}
         self.starts: dict[str, Tensor] = {}
         """What this replica starts the round with, where that is not theta (an ablation of the embedding's split)."""
 
@@ -52,36 +71,112 @@ class OuterRound:
         record = self.exchange.record(round_)
 
         def fetch(replica: str, block: str) -> bytes:
-            if replica == self.replica and block in own:
-                return own[block]
+            if replica == self.replica and block in self.blocks:
+                return self.ranks.broadcast_bytes(own.get(block))
             return self.exchange.fetch(self.member, round_, replica, block)
 
         replay(self.theta, self.run, record, fetch, self.optimizer)
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.theta[name])
-        hashes = {name: parameter_sha256(tensor) for name, tensor in self.theta.items()}
+        hashes = {}
+        for name, part in self.theta.items():
+            whole = self.ranks.gather_rows(part.to(self.ranks.device), self.shapes[name][0])
+            if name in self.held.shapes:
+                self.held.write(name, whole)
+            if self.ranks.is_first:
+                hashes[name] = parameter_sha256(whole)
+        self.held.finish_writing()
         self.exchange.confirm(self.member, round_, hashes)
 
+    def save(self, folder: Path) -> None:
+        """Write this rank's error feedback and what the outer optimizer keeps; theta is in the run's snapshots."""
+        tensors = {f"error.{name}": tensor for name, tensor in self.error.items()}
+        tensors |= {f"optimizer.{name}": tensor.contiguous() for name, tensor in self.optimizer.state.items()}
+        save_file(tensors, folder / self._file)
+
+    def load(self, folder: Path, round_: int) -> None:
+        """Go on after a round, in a member that started from its snapshot, on as many ranks."""
+        tensors = load_file(folder / self._file)
+        for name, error in self.error.items():
+            error.copy_(tensors[f"error.{name}"])
+        prefix = "optimizer."
+        kept = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        self.optimizer.load(kept, round_)
+
+    @property
+    def _file(self) -> str:
+        return f"outer-{self.ranks.rank}-of-{self.ranks.world}.safetensors"
+
     def _contributed(self, name: str) -> Tensor:
-        """The pseudo-gradient, or the gradient, which is then used up."""
-        parameter = self.parameters[name]
-        if self.settings.source == "difference":
-            return self.starts.get(name, self.theta[name]) - parameter
-        gradient, parameter.grad = parameter.grad, None
-        return torch.zeros_like(parameter) if gradient is None else gradient
+        """This rank's rows of the pseudo-gradient, or of the gradient, which is then used up."""
+        if self.settings.source == "gradient":
+            return _cut(self.held.read_gradient(name), self.rows[name])
+        now = self.held.read(name, self.rows[name])
+        return self.starts.get(name, self.theta[name]).to(now.device) - now
 
     def _contribute(self, round_: int) -> dict[str, bytes]:
-        """Compress and hand in every block; returns the blobs."""
+        """Compress and hand in every block; returns the blobs, on the first rank."""
         blobs: dict[str, bytes] = {}
-        compression = self.settings.compression
-        for block, shapes in shapes_by_block(shapes_of(self.parameters)).items():
+        for block, shapes in shapes_by_block(self.held.shapes).items():
             selections = {}
             for name, shape in shapes.items():
                 delta = self._contributed(name)
                 if not bool(torch.isfinite(delta).all()):
                     raise HeteroPPError(f"{self.member} diverged: {name} is not finite after round {round_}")
-                selections[name] = (shape, select(self.error[name], delta, compression))
-            address = BlobAddress(self.run, round_, self.replica, block)
-            blobs[block] = encode_blob(address, selections, compression)
-            self.exchange.deposit(self.member, address, blobs[block])
+                selections[name] = (shape, self._select(name, delta))
+            if self.ranks.is_first:
+                address = BlobAddress(self.run, round_, self.replica, block)
+                blobs[block] = encode_blob(address, selections, self.settings.compression)
+                self.exchange.deposit(self.member, address, blobs[block])
         return blobs
+
+    def _select(self, name: str, delta: Tensor) -> Selection:
+        """What is sent of a parameter; whole on the first rank, this rank's part elsewhere."""
+        compression, ranks, kept = self.settings.compression, self.ranks, self.error[name]
+        error = kept.to(delta.device)
+        selection = select(error, delta, compression, ranks.sum if ranks.world > 1 else None)
+        if error is not kept:
+            kept.copy_(error)
+        if ranks.world == 1 and delta.device.type == "cpu":
+            return selection
+        parts = ranks.gather_bytes(save(packed(selection, tuple(delta.shape), compression.tile)))
+        return (
+            join(self.shapes[name], compression.tile, [load(part) for part in parts]) if ranks.is_first else selection
+        )
+
+
+class _ByRows:
+    """An outer optimizer that is told whole means and changes this rank's rows of theta. Implements RoundOptimizer."""
+
+    def __init__(self, whole: RoundOptimizer, shapes: Shapes, rows: Mapping[str, range]) -> None:
+        self.settings = whole.settings
+        self._whole, self._shapes, self._rows = whole, shapes, rows
+
+    def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
+        """See RoundOptimizer."""
+        return {name: self._shapes[name] for name in theta}
+
+    def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
+        """See RoundOptimizer."""
+        self._whole.take(theta, name, _cut(mean, self._rows[name]))
+
+    def finish(self, theta: Mapping[str, Tensor]) -> None:
+        """See RoundOptimizer."""
+        self._whole.finish(theta)
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """See RoundOptimizer: this rank's rows."""
+        return self._whole.state
+
+    def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
+        """See RoundOptimizer."""
+        self._whole.load(state, rounds)
+
+
+def _cut(tensor: Tensor, rows: range) -> Tensor:
+    return tensor[rows.start : rows.stop]
+
+
+def _kept(tensor: Tensor, is_pinned: bool) -> Tensor:
+    """A copy in CPU memory, pinned for a GPU."""
+    copy = tensor.detach().to("cpu", copy=True).contiguous()
+    return copy.pin_memory() if is_pinned else copy

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches
 from hetero_pp.inner import EMBEDDING
 from hetero_pp.rpc.messages_pb2 import InnerStep
+from replica_groups.held import HeldParameters
 from replica_groups.outer_round import OuterRound
 from stages.worker import StageWorker, Timing
+
+_STATE = "stage.pt"
 
 
 class StageMember:
@@ -33,7 +38,7 @@ class StageMember:
         self.batches = batches
         self.validation = validation
         self.validation_count = count
-        self.parameters = worker.stage.parameters
+        self.held = HeldParameters(worker.stage.parameters)
 
     def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
         """See TrainingMember. The loss is known on the last stage, norm and tokens are told by the first."""
@@ -57,13 +62,21 @@ class StageMember:
         if EMBEDDING in outer.theta:
             stage = self.worker.stage
             stage.split_embedding(outer.theta[EMBEDDING])
-            if stage.boundary.discards and EMBEDDING in self.parameters:
-                outer.starts[EMBEDDING] = self.parameters[EMBEDDING].detach().clone()
+            if stage.boundary.discards and EMBEDDING in stage.parameters:
+                outer.starts[EMBEDDING] = stage.parameters[EMBEDDING].detach().clone()
 
     def evaluate(self, round_: int) -> tuple[float, int] | None:
         """See TrainingMember."""
         outcome = self.worker.evaluate(round_, self.validation, self.validation_count)
         return None if outcome is None else (outcome[0], outcome[1] * self.worker.settings.sequence_length)
+
+    def save(self, folder: Path) -> None:
+        """See TrainingMember."""
+        torch.save(self.worker.stage.state(), folder / _STATE)
+
+    def load(self, folder: Path) -> None:
+        """See TrainingMember."""
+        self.worker.stage.load(torch.load(folder / _STATE, weights_only=True))
 
     def timing(self) -> tuple[float, float]:
         """See TrainingMember."""

@@ -1,6 +1,6 @@
-"""The ranks of torchrun: which replicas are this process's, and sums over all of them.
+"""The ranks of torchrun: which of several processes this is, and what all of them do together.
 
-One process without torchrun is one rank that holds every replica; nothing here then does anything.
+One process without torchrun is one rank that holds everything; nothing here then does anything.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ class Ranks:
     world: int = 1
     device: torch.device = CPU
     """Where this rank's tensors live."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
 
     def mine(self, replicas: int) -> range:
         """The indices of this rank's replicas: contiguous, and one more on the first ranks if they do not divide.
@@ -61,6 +65,45 @@ class Ranks:
         dist.all_gather(values, own)
         return torch.cat(values).tolist()
 
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        self.gather(0.0)
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """What the first rank has, everywhere; the others give None."""
+        if self.world == 1:
+            return data or b""
+        size = torch.tensor([len(data or b"")], device=self.device)
+        dist.broadcast(size, 0)
+        content = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        if self.is_first and data:
+            content.copy_(_as_tensor(data))
+        dist.broadcast(content, 0)
+        return content.cpu().numpy().tobytes()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in the order of ranks; the same list everywhere."""
+        if self.world == 1:
+            return [data]
+        sizes = [int(size) for size in self.gather(len(data))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        if data:
+            padded[: len(data)] = _as_tensor(data).to(self.device)
+        everyone = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(everyone, padded)
+        return [one[:size].cpu().numpy().tobytes() for one, size in zip(everyone, sizes, strict=True)]
+
+    def gather_rows(self, part: Tensor, rows: int) -> Tensor:
+        """The whole tensor from parts as `rows_of` cuts it: all have as many rows, until there are none left."""
+        if self.world == 1:
+            return part
+        share = int(max(self.gather(len(part))))
+        own = part.new_zeros(share, *part.shape[1:])
+        own[: len(part)] = part
+        whole = part.new_empty(self.world * share, *part.shape[1:])
+        dist.all_gather(list(whole.split(share)), own)
+        return whole[:rows]
+
     def close(self) -> None:
         """Leave the group that `init_ranks` joined."""
         if self.world > 1:
@@ -74,6 +117,10 @@ class Ranks:
 ALONE = Ranks()
 
 
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def init_ranks(device: torch.device) -> Ranks:
     """Join the other processes that torchrun started, over gloo on a CPU and NCCL on GPUs, one GPU a process.
 
@@ -85,7 +132,7 @@ def init_ranks(device: torch.device) -> Ranks:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     return Ranks(dist.get_rank(), world, device)

@@ -1,0 +1,266 @@
+"""Engines of a datacenter replica beside a plain PyTorch loop over the same model, and what an outer round costs.
+
+    python benchmarks/engines.py --preset 178m [--engines torchtitan,deepspeed] [--ranks 1] [--device cuda]
+
+Every way runs in processes of its own, started by torchrun, eager and (on a GPU, or with --compile) compiled:
+tokens a second, peak memory of a rank, MFU where the catalog knows the device, then outer rounds of this one replica:
+seconds, as a share of 50 inner steps, and the memory that a rank needs for them beyond what training holds. On a GPU
+in bf16; on a CPU in fp32 and with one thread a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hetero_pp.engine_settings import TorchtitanSettings
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, next_token_loss
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.simulator.costs import Part, forward_flops
+from hetero_pp.simulator.hardware import CATALOG
+from hetero_pp.snapshot import Snapshot
+from replica_groups.engines.build import build_engine
+from replica_groups.engines.engine import Engine
+from replica_groups.exchange import Exchange, Roster
+from replica_groups.log import ContributionLog
+from replica_groups.outer_round import OuterRound
+from replica_groups.ranks import Ranks, init_ranks
+from replica_groups.replay import shapes_by_block
+from replica_groups.shared_exchange import SharedExchange
+
+INNER_STEPS = 50
+TOTAL = 1000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train, on so many ranks."""
+
+    way: str
+    preset: str
+    device: str
+    ranks: int
+    batch_size: int
+    length: int
+    steps: int
+    compile: bool
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelSettings(preset=self.preset, vocabulary=32000 if self.preset != "micro" else 1024).resolve(None)  # type: ignore[arg-type]
+
+
+class PlainLoop:
+    """What anybody would write for one device: autocast, AdamW, clipping."""
+
+    def __init__(self, case: Case, parameters: dict[str, torch.Tensor], inner: InnerSettings, ranks: Ranks) -> None:
+        model = Transformer(case.shape)
+        model.load_state_dict(parameters)
+        self.module = model.to(ranks.device)
+        if case.compile:
+            for block in self.module.layers.values():
+                block.compile()
+        self.adamw = torch.optim.AdamW(self.module.parameters(), lr=1e-3, betas=inner.betas, fused=True)
+        self.ranks = ranks
+
+    def inner_step(self, tokens: torch.Tensor, step: int) -> tuple[float, float, float]:
+        """One step, as the engines take it."""
+        tokens = tokens.to(self.ranks.device)
+        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.ranks.device.type == "cuda"):
+            loss = next_token_loss(self.module(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        self.adamw.step()
+        self.adamw.zero_grad()
+        return loss.item(), norm.item(), 1e-3
+
+
+def run_case(case: Case, folder: Path) -> dict[str, Any]:
+    """Measure one way, on every rank; what the first found."""
+    torch.set_num_threads(1)
+    ranks = init_ranks(torch.device(case.device))
+    model = Transformer(case.shape)
+    initialise(model, 0)
+    parameters = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    inner = InnerSettings(learning_rate=1e-3)
+    trainer = (
+        PlainLoop(case, parameters, inner, ranks) if case.way == "plain" else _engine(case, parameters, inner, ranks)
+    )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(case.shape.vocabulary, (case.batch_size, case.length + 1), generator=generator)
+    seconds = []
+    for step in range(case.steps + 3):
+        seconds.append(_timed(lambda step=step: trainer.inner_step(tokens, step), ranks.device))
+    step_seconds = median(seconds[3:])
+    found = asdict(case) | {
+        "step_seconds": step_seconds,
+        "tokens_per_second": case.batch_size * case.length / step_seconds,
+        "peak_bytes": _peak(ranks.device),
+        "mfu": _mfu(case, step_seconds, ranks.device),
+    }
+    if not isinstance(trainer, PlainLoop):
+        found |= _outer_round(trainer, parameters, step_seconds, folder, ranks)
+    ranks.close()
+    return found
+
+
+def _engine(case: Case, parameters: dict[str, torch.Tensor], inner: InnerSettings, ranks: Ranks) -> Engine:
+    settings: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+    if ranks.device.type == "cuda":
+        settings["bf16"] = {"enabled": True}
+    titan = TorchtitanSettings(compile=case.compile)
+    return build_engine(case.way, case.shape, parameters, inner, TOTAL, 1, case.batch_size, titan, settings, ranks)  # type: ignore[arg-type]
+
+
+def _outer_round(
+    engine: Engine, parameters: dict[str, torch.Tensor], step_seconds: float, folder: Path, ranks: Ranks
+) -> dict[str, Any]:
+    """Two outer rounds with nobody else, the second measured. Memory beyond that of training, in largest parameters."""
+    blocks = frozenset(shapes_by_block(engine.shapes))
+    settings = OuterSettings.model_validate({"rounds": 2, "compression": {"density": 1 / 128}})
+    exchange = None
+    if ranks.is_first:
+        roster = Roster({"r": "r"}, {"r": blocks})
+        exchange = Exchange("run", roster, Snapshot(0, parameters, None), settings, ContributionLog(folder / "log"))
+    shared = SharedExchange(exchange, ranks)
+    outer = OuterRound("run", "r", "r", engine, parameters, shared, settings, ranks=ranks)
+    outer.synchronise(1)
+    before = _reset_peak(ranks.device)
+    seconds = _timed(lambda: outer.synchronise(2), ranks.device)
+    largest = max(tensor.numel() * 4 for tensor in parameters.values())
+    kept = sum(tensor.numel() * 4 for tensor in (*outer.error.values(), *outer.theta.values()))
+    return {
+        "outer_seconds": seconds,
+        "outer_share": seconds / (INNER_STEPS * step_seconds + seconds),
+        "outer_kept_bytes": kept,
+        "outer_extra_bytes": _peak(ranks.device) - before,
+        "largest_parameter_bytes": largest,
+    }
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the wall clock, until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def _peak(device: torch.device) -> int:
+    """The most bytes that were held: of the GPU by tensors, of a CPU by the process."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _of_status("VmHWM")
+
+
+def _reset_peak(device: torch.device) -> int:
+    """Begin to watch anew; what is held now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _of_status("VmRSS")
+
+
+def _of_status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def _mfu(case: Case, step_seconds: float, device: torch.device) -> float | None:
+    if device.type == "cpu":
+        return None
+    name = torch.cuda.get_device_name(device).lower()
+    known = next((entry for key, entry in CATALOG.items() if key in name.replace(" ", "-")), None)
+    shape = case.shape
+    part = Part(shape.layers, True, True, 0)
+    flops = 3 * forward_flops(shape, part, case.batch_size, case.length)
+    return None if known is None else flops / step_seconds / known.flops / case.ranks
+
+
+def _measure(case: Case) -> dict[str, Any]:
+    """Run a case by torchrun, and read what its first rank wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"HETERO_PP_CASE": json.dumps(asdict(case)), "HETERO_PP_FOLDER": folder}
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", __file__]
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            return asdict(case) | {"failed": done.stderr.strip().splitlines()[-1], "log": done.stderr[-4000:]}
+        return json.loads((Path(folder) / "found.json").read_text())
+
+
+def _show(results: list[dict[str, Any]]) -> None:
+    table = Table(title=f"{results[0]['preset']} on {results[0]['device']}, {results[0]['ranks']} rank(s)")
+    for column in ("way", "tokens/s", "over plain", "MFU", "peak GB", "outer round s", "share of 50 steps", "extra"):
+        table.add_column(column, justify="right")
+    plain = {
+        one["compile"]: one["tokens_per_second"] for one in results if one["way"] == "plain" and "failed" not in one
+    }
+    for one in results:
+        name = one["way"] + (", compiled" if one["compile"] else "")
+        if "failed" in one:
+            table.add_row(name, "failed", one["failed"])
+            continue
+        ratio = one["tokens_per_second"] / one["ranks"] / plain[one["compile"]] if one["compile"] in plain else None
+        cells = [name, f"{one['tokens_per_second']:,.0f}", f"{ratio:.3f}" if ratio else "", f"{one['mfu'] or 0:.3f}"]
+        cells.append(f"{one['peak_bytes'] / 1e9:.2f}")
+        if "outer_seconds" in one:
+            extra = one["outer_extra_bytes"] / one["largest_parameter_bytes"]
+            cells += [f"{one['outer_seconds']:.2f}", f"{one['outer_share']:.2%}", f"{extra:.1f} parameters"]
+        table.add_row(*cells)
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    """Run every way and print; write JSON if asked."""
+    if "HETERO_PP_CASE" in os.environ:
+        folder = Path(os.environ["HETERO_PP_FOLDER"])
+        found = run_case(Case(**json.loads(os.environ["HETERO_PP_CASE"])), folder)
+        if os.environ["RANK"] == "0":
+            (folder / "found.json").write_text(json.dumps(found))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=("micro", "178m", "512m", "1b"), default="178m")
+    parser.add_argument("--engines", default="torchtitan,deepspeed")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--compile", action="store_true", help="also compiled, on a CPU too")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results = []
+    for compiled in (False, True) if arguments.compile or arguments.device == "cuda" else (False,):
+        for way in ("plain", *arguments.engines.split(",")):
+            ranks = 1 if way == "plain" else arguments.ranks
+            share = arguments.batch_size // arguments.ranks if way == "plain" else arguments.batch_size
+            if way == "deepspeed" and compiled:
+                continue  # compiling is not DeepSpeed's to do
+            length, steps, preset = arguments.length, arguments.steps, arguments.preset
+            results.append(_measure(Case(way, preset, arguments.device, ranks, share, length, steps, compiled)))
+    _show(results)
+    if arguments.json is not None:
+        content = {"machine": machine(), "commit": commit(), "results": results}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""`hetero-pp export`: a run's model as a folder that other programs load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from safetensors import safe_open
+
+from hetero_pp.data.tokenizers import load_tokenizer
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.hugging_face.writing import DTypeName, Parameters, write_model
+from hetero_pp.program.resume import log_of
+from hetero_pp.program.train import round_optimizer
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.snapshot import load_snapshot
+from replica_groups.replay import replay
+
+
+def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
+    """Write the model of a run after a round (None: after its newest snapshot) into a new or empty folder.
+
+    Raises ConfigError if there is no such run or round, or something is in the folder.
+    """
+    plan = _plan_of(run)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError((), f"--to {to}: found files there, expected a new or an empty folder")
+    with theta_after(plan, run, round_) as (number, parameters):
+        try:
+            to.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError((), f"--to {to}: cannot be made ({error.strerror})") from None
+        size = write_model(to, parameters, plan.parameter_shapes, plan.shape, plan.config.data, dtype)
+    Console().print(f"{to}: {plan.config.name} after round {number}, {size / 1e6:.1f} MB of {dtype}", soft_wrap=True)
+
+
+def _plan_of(run: Path) -> RunPlan:
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise ConfigError((), f"{run}: found no config.yaml, expected the folder of a run, such as runs/quickstart")
+    file = ConfigFile(path)
+    try:
+        return RunPlan(file.config, load_tokenizer(file.config.data).vocabulary)
+    except ConfigError as error:
+        raise file.located(error) from None
+
+
+@contextmanager
+def theta_after(plan: RunPlan, run: Path, round_: int | None) -> Iterator[tuple[int, Parameters]]:
+    """The round, and each parameter after it when asked for: from its snapshot, else replayed from an earlier one."""
+    log = log_of(run)
+    found = log.snapshots()
+    if not found:
+        raise ConfigError((), f"{log.folder}: found no snapshot, expected at least the one that a run starts with")
+    wanted = max(found) if round_ is None else round_
+    if wanted in found:
+        with safe_open(log.snapshot_path(wanted), "pt") as file:
+            yield wanted, file.get_tensor
+    else:
+        earlier = [number for number in found if number < wanted]
+        if not earlier:
+            raise ConfigError((), f"--round {wanted}: found no earlier snapshot in {log.folder} to start from")
+        yield wanted, _replayed(plan, run, max(earlier), wanted)
+
+
+@torch.no_grad()
+def _replayed(plan: RunPlan, run: Path, start: int, wanted: int) -> Parameters:
+    """theta after round `wanted`, from the snapshot after round `start` and the log of the rounds between."""
+    log = log_of(run)
+    snapshot = load_snapshot(log.snapshot_path(start))
+    theta = dict(snapshot.parameters)
+    optimizer = round_optimizer(plan, snapshot.basis)
+    optimizer.load(snapshot.momentum, start)
+    for number in range(start + 1, wanted + 1):
+        try:
+            replay(theta, plan.run, log.read_record(number), partial(log.read_blob, number), optimizer)
+        except FileNotFoundError:
+            raise ConfigError((), f"--round {wanted}: the log in {log.folder} ends before round {number}") from None
+    return theta.__getitem__

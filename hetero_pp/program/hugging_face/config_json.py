@@ -1,0 +1,122 @@
+"""The config.json of a LLaMA checkpoint: the model's shape, and what of LLaMA's family this model does not have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.model import ModelShape
+
+WEIGHTS_KEY = ("model", "weights")
+"""The setting that every complaint about a checkpoint is about."""
+
+_NAMES = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "feed_forward": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "norm_epsilon": "rms_norm_eps",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a config.json says, as far as this model needs to know it."""
+
+    shape: ModelShape
+    groups: int
+    """Heads of keys and values; fewer than heads if several queries share them."""
+    is_tied: bool
+    """Whether the head is the token embedding."""
+
+
+def to_json(shape: ModelShape, sequence_length: int, separator: int, dtype: str) -> dict[str, Any]:
+    """The config.json of a model of this shape, trained on texts that `separator` stands before and after."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{theirs: getattr(shape, ours) for ours, theirs in _NAMES.items()},
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.width // shape.heads,
+        "hidden_act": "silu",
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": sequence_length,
+        "bos_token_id": separator,
+        "eos_token_id": separator,
+        "torch_dtype": dtype,
+    }
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """What the config.json in a folder says; ConfigError if there is none, or not of a model like ours."""
+    path = folder / "config.json"
+    values = read_json(path)
+    rope = _rope(values, path)
+    shape = {ours: values.get(theirs) for ours, theirs in _NAMES.items()}
+    shape["norm_epsilon"] = values.get("rms_norm_eps", 1e-6)  # transformers' own default, which older files leave out
+    try:
+        found = ModelShape.model_validate({**shape, "rope_theta": rope})
+    except ValidationError as error:
+        wrong = str(error.errors()[0]["loc"][0])
+        raise _refused(path, _NAMES.get(wrong, wrong), shape.get(wrong, rope), "a number") from None
+    groups = values.get("num_key_value_heads") or found.heads
+    _require(path, values, found, groups)
+    return Architecture(found, groups, bool(values.get("tie_word_embeddings", False)))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint; ConfigError if it cannot be read."""
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            WEIGHTS_KEY, f"found no readable {path} ({error.strerror}), expected a folder that transformers can load"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(WEIGHTS_KEY, f"found {path} that is not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(WEIGHTS_KEY, f"found a {type(values).__name__} in {path}, expected a JSON object")
+    return values
+
+
+def _rope(values: dict[str, Any], path: Path) -> Any:
+    """The base of the rotary frequencies, where either generation of transformers writes it; no scaling of them."""
+    parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default")) if isinstance(parameters, dict) else "?"
+    if kind != "default":
+        raise _refused(path, "rope scaling", kind, "none")
+    return parameters.get("rope_theta", values.get("rope_theta", 10000.0))
+
+
+def _require(path: Path, values: dict[str, Any], shape: ModelShape, groups: int) -> None:
+    """Raise ConfigError for what this model cannot be."""
+    if shape.heads < 1 or shape.width % (2 * shape.heads):
+        raise _refused(path, "num_attention_heads", shape.heads, f"a divisor of half of hidden_size {shape.width}")
+    wanted = {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "head_dim": shape.width // shape.heads,
+    }
+    for key, expected in wanted.items():
+        found = values.get(key)
+        if found != expected and (found is not None or key == "model_type"):
+            raise _refused(path, key, found, f"`{expected}`")
+    if not isinstance(groups, int) or groups < 1 or shape.heads % groups:
+        raise _refused(path, "num_key_value_heads", groups, f"a divisor of num_attention_heads {shape.heads}")
+
+
+def _refused(path: Path, key: str, found: object, expected: object) -> ConfigError:
+    shown = "nothing" if found is None else f"`{found}`"
+    return ConfigError(WEIGHTS_KEY, f"{path}: {key}: found {shown}, expected {expected}")

@@ -1,0 +1,63 @@
+"""Our parameters under the names and in the layout that `transformers` has for LLaMA, and back, to the bit.
+
+Both rotate pairs of a head's dimensions: ours are neighbours (2 j, 2 j + 1), theirs half a head apart (j, j + E / 2).
+So the rows of wq and wk change places within each head; attention is the same, as q and k change alike.
+
+Shapes: N heads, G heads of keys and values, E head width, D width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_OF_THE_MODEL = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_OF_A_LAYER = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+EMBEDDING = _OF_THE_MODEL["tok_embeddings.weight"]
+HEAD = _OF_THE_MODEL["lm_head.weight"]
+
+
+def their_name(name: str) -> str:
+    """`layers.3.attention.wq.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    if name in _OF_THE_MODEL:
+        return _OF_THE_MODEL[name]
+    layers, index, rest = name.split(".", 2)
+    return f"model.{layers}.{index}.{_OF_A_LAYER[rest]}"
+
+
+def is_rotated(name: str) -> bool:
+    """Whether the parameter of that name (ours) makes queries or keys."""
+    return name.endswith(("attention.wq.weight", "attention.wk.weight"))
+
+
+def is_grouped(name: str) -> bool:
+    """Whether the parameter of that name (ours) has the rows of keys' and values' heads."""
+    return name.endswith(("attention.wk.weight", "attention.wv.weight"))
+
+
+def halves_of_pairs(weight: Tensor, heads: int) -> Tensor:
+    """Rows [N E, D] whose pairs are neighbours, as rows whose pairs are half a head apart."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def pairs_of_halves(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `halves_of_pairs`."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+def ungrouped(weight: Tensor, groups: int, heads: int) -> Tensor:
+    """Rows [G E, D] of heads that several queries share, repeated to [N E, D]: the same function, one head a query."""
+    return weight.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, dim=0).flatten(0, 1)

@@ -1,0 +1,147 @@
+"""Starts a run from a LLaMA checkpoint as `transformers` has them: its shape, its tokenizer, its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.model import ModelShape
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.hugging_face.config_json import WEIGHTS_KEY, Architecture, read_architecture, read_json
+from hetero_pp.program.hugging_face.names import (
+    EMBEDDING,
+    HEAD,
+    is_grouped,
+    is_rotated,
+    pairs_of_halves,
+    their_name,
+    ungrouped,
+)
+from hetero_pp.snapshot import Snapshot, initial_snapshot
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DERIVED = "rotary_emb.inv_freq"
+"""How names of tensors end that follow from the configuration; older checkpoints hold them."""
+
+
+def with_weights_described(config: RunConfig) -> RunConfig:
+    """The same, with the shape of the model, and the tokenizer, from the folder of `model.weights` if there is one.
+
+    A configuration that names all of them, such as the one a run leaves, is not changed and nothing is read: its
+    members may be where the folder is not. Raises ConfigError if the folder holds no LLaMA.
+    """
+    if config.model.weights is None:
+        return config
+    folder, model = Path(config.model.weights).expanduser(), config.model
+    changes: dict[str, Any] = {}
+    if any(name not in model.model_fields_set or getattr(model, name) is None for name in ModelShape.model_fields):
+        changes["model"] = model.filled_from(read_architecture(folder).shape)
+    if "tokenizer" not in config.data.model_fields_set and (folder / "tokenizer.json").is_file():
+        changes["data"] = config.data.model_copy(update={"tokenizer": str(folder)})
+    return config.model_copy(update=changes)
+
+
+def require_weights(plan: RunPlan) -> None:
+    """Raise ConfigError if the weights that a run starts from are missing or not of its shape; reads headers only."""
+    if plan.config.model.weights is not None:
+        folder = Path(plan.config.model.weights)
+        architecture = read_architecture(folder)
+        _require_shape(plan.shape, architecture.shape, folder)
+        with _opened(folder) as files:
+            _require_tensors(files, architecture, plan.parameter_shapes)
+
+
+def _require_shape(given: ModelShape, found: ModelShape, folder: Path) -> None:
+    for name, value in given.model_dump().items():
+        if value != getattr(found, name):
+            expected = f"expected {getattr(found, name)} as in {folder / 'config.json'}"
+            raise ConfigError(("model", name), f"found {value}, {expected}")
+
+
+def first_snapshot(plan: RunPlan) -> Snapshot:
+    """The snapshot that a run starts from: weights that were drawn, or those of the folder of `model.weights`.
+
+    The basis U is drawn either way; where boundaries are compressed, the embedding that was read is split by it.
+    """
+    require_weights(plan)
+    weights, parameters = plan.config.model.weights, None
+    if weights is not None:
+        parameters = read_parameters(Path(weights), plan.parameter_shapes)
+    return initial_snapshot(plan.shape, plan.largest_rank, plan.config.seed, parameters)
+
+
+def read_parameters(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The parameters of a checkpoint by our names, in fp32.
+
+    Keys and values that several heads share are repeated, and a head tied to the embedding is copied: the same
+    function, but free to train apart. Raises ConfigError if `shapes`, all of the model's, are not the checkpoint's.
+    """
+    architecture = read_architecture(folder)
+    with _opened(folder) as files:
+        _require_tensors(files, architecture, shapes)
+        return {name: _read(files, name, architecture) for name in sorted(shapes)}
+
+
+def _read(files: Mapping[str, Any], name: str, architecture: Architecture) -> Tensor:
+    source, heads = _source(name, architecture), architecture.shape.heads
+    weight = files[source].get_tensor(source).to(torch.float32, copy=True)
+    if is_grouped(name):
+        weight = ungrouped(weight, architecture.groups, heads)
+    return pairs_of_halves(weight, heads) if is_rotated(name) else weight
+
+
+def _source(name: str, architecture: Architecture) -> str:
+    """The tensor that a parameter comes from."""
+    theirs = their_name(name)
+    return EMBEDDING if theirs == HEAD and architecture.is_tied else theirs
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[dict[str, Any]]:
+    """For every tensor of a checkpoint, the open file that holds it."""
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for path in _paths(folder):
+            try:
+                file = stack.enter_context(safe_open(path, "pt"))
+            except (OSError, SafetensorError) as error:
+                expected = "expected weights as safetensors"
+                raise ConfigError(WEIGHTS_KEY, f"found no readable {path} ({error}), {expected}") from None
+            files |= dict.fromkeys(file.keys(), file)
+        yield files
+
+
+def _paths(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if not index.is_file():
+        return [folder / _SINGLE]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise ConfigError(WEIGHTS_KEY, f"found no `weight_map` in {index}, expected the file of each tensor")
+    return sorted({folder / str(name) for name in names.values()})
+
+
+def _require_tensors(
+    files: Mapping[str, Any], architecture: Architecture, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    unused = {name for name in files if not name.endswith(_DERIVED)}
+    for name, (rows, *columns) in shapes.items():
+        source = _source(name, architecture)
+        if source not in files:
+            raise ConfigError(WEIGHTS_KEY, f"found no tensor `{source}`, expected all of a LLaMA of this shape")
+        grouped_rows = rows * architecture.groups // architecture.shape.heads if is_grouped(name) else rows
+        found, expected = files[source].get_slice(source).get_shape(), [grouped_rows, *columns]
+        if found != expected:
+            raise ConfigError(WEIGHTS_KEY, f"found {found} as the shape of `{source}`, expected {expected}")
+        unused -= {source}
+    unused -= {HEAD} if architecture.is_tied else set()
+    if unused:
+        raise ConfigError(WEIGHTS_KEY, f"found a tensor `{min(unused)}`, expected only those of a LLaMA without biases")

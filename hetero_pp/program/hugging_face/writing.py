@@ -1,0 +1,95 @@
+"""Writes a model as a LLaMA checkpoint that `transformers`, vLLM and llama.cpp load; needs none of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.model import ModelShape
+from hetero_pp.program.hugging_face.config_json import to_json
+from hetero_pp.program.hugging_face.names import halves_of_pairs, is_rotated, their_name
+from hetero_pp.program.hugging_face.tokenizer_files import write_tokenizer
+
+DTypeName = Literal["bf16", "fp32"]
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SHARD_BYTES = 5 * 10**9
+"""Of a larger model, several files are written; one of them is held in memory at a time."""
+
+Parameters = Callable[[str], Tensor]
+"""Name (ours) -> the parameter in fp32."""
+
+
+def write_model(
+    folder: Path,
+    parameters: Parameters,
+    shapes: Mapping[str, tuple[int, ...]],
+    shape: ModelShape,
+    data: DataSettings,
+    dtype: DTypeName,
+) -> int:
+    """Write weights, configuration and tokenizer into an existing folder; returns the bytes of the weights.
+
+    `shapes` are those of all parameters, by our names. The longest text the configuration allows is as long as the
+    run's sequences. Raises ConfigError if the tokenizer cannot be read any more.
+    """
+    separator = write_tokenizer(data, folder)
+    size = write_weights(folder, parameters, shapes, shape.heads, _DTYPES[dtype])
+    name = str(_DTYPES[dtype]).removeprefix("torch.")
+    ends = {"bos_token_id": separator, "eos_token_id": separator}
+    _write_json(folder / "generation_config.json", {**ends, "max_length": data.sequence_length})
+    _write_json(folder / "config.json", to_json(shape, data.sequence_length, separator, name))
+    return size
+
+
+def write_weights(
+    folder: Path,
+    parameters: Parameters,
+    shapes: Mapping[str, tuple[int, ...]],
+    heads: int,
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write all parameters as model.safetensors, or as shards of at most `shard_bytes` with their index."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+    shards = shards_of(sizes, shard_bytes)
+    files: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {their_name(name): _converted(name, parameters(name), heads, dtype) for name in names}
+        save_file(tensors, folder / file, {"format": "pt"})
+        files |= dict.fromkeys(tensors, file)
+    total = sum(sizes.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        _write_json(folder / "model.safetensors.index.json", index)
+    return total
+
+
+def shards_of(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in order, in as few runs as go under a limit; what is larger than it has one of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _converted(name: str, parameter: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    parameter = parameter.to(dtype)
+    return (halves_of_pairs(parameter, heads) if is_rotated(name) else parameter).contiguous()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,106 @@
+"""`hetero-pp plan`: search, explain, and write a YAML that `launch` accepts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hetero_pp.data.tokenizers import load_tokenizer
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.display import plain_table, wide
+from hetero_pp.program.planning.search import Result, describe_penalty, search
+from hetero_pp.program.yaml_file import ConfigFile, save_config
+from hetero_pp.units import parse_fraction
+
+
+def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | None, write: Path | None) -> None:
+    """Plan the YAML for a utilization, print why, and write the plan. Raises ConfigError if it cannot be reached."""
+    share = _share(target)
+    write = write or Path(f"{path.stem}.plan.yaml")
+    if write.exists() and write.samefile(path):
+        raise ConfigError((), f"--write {write}: expected another file than the YAML that is planned")
+    file = ConfigFile(path, overrides)
+    config = file.config.with_absolute_paths()
+    console = wide(Console(), 160)
+    try:
+        vocabulary = None if config.model.vocabulary is not None else load_tokenizer(config.data).vocabulary
+        with console.status("searching"):
+            result = search(config, vocabulary, share)
+    except ConfigError as error:
+        raise file.located(error) from None
+    lines = list(_lines(path, share, result))
+    console.print(f"[bold]{lines[0]}[/bold]", highlight=False)
+    for line in lines[1:]:
+        console.print(line, highlight=False)
+    _print_choices(console, result)
+    if json_path is not None:
+        json_path.write_text(json.dumps(_as_json(share, result, write), indent=1) + "\n")
+    if not result.reached:
+        raise ConfigError(
+            (),
+            f"{path}: a utilization of {share:.1%} cannot be reached: the best found is {result.utilization:.1%}, "
+            f"limited by {result.limit}; nothing was written",
+        )
+    result.config.check()
+    save_config(result.config, write)
+    comments = [*lines, *(f"{one.what}: {one.chosen}: {one.why}" for one in result.choices)]
+    write.write_text("".join(f"# {line}\n" for line in comments) + write.read_text())
+    console.print(f"Written to {write}.", highlight=False)
+
+
+def _share(target: str) -> float:
+    try:
+        share = parse_fraction(target)
+    except ValueError as error:
+        raise ConfigError((), f"--target-utilization: {error}") from None
+    if not 0 < share < 1:
+        raise ConfigError((), f"--target-utilization: found `{target}`, expected more than 0 and less than 1")
+    return share
+
+
+def _lines(path: Path, target: float, result: Result) -> Sequence[str]:
+    absolute, tokens = result.prediction.utilization["absolute"], result.prediction.tokens_per_second
+    before = "" if result.before is None else f", from {result.before:.1%} as it was"
+    if result.before is None and not result.groups:
+        before = ", where it could not run as it was"
+    lines = [
+        f"{path}: {result.utilization:.1%} of what free links would allow{before} (asked for {target:.1%}).",
+        f"Members train {absolute:.1%} of the time: {tokens:,.0f} tokens a second.",
+    ]
+    if result.penalty is not None:
+        share = f"{result.compressed_share:.0%} of the replicas compress"
+        lines.append(f"Expected, at most: {describe_penalty(result.penalty)}, as {share}.")
+    return lines
+
+
+def _print_choices(console: Console, result: Result) -> None:
+    table = plain_table(["for", "chosen", "why"], [])
+    for choice in result.choices:
+        table.add_row(choice.what, choice.chosen, choice.why)
+    console.print(table)
+
+
+def _as_json(target: float, result: Result, write: Path) -> dict[str, Any]:
+    return {
+        "target_utilization": target,
+        "reached": result.reached,
+        "utilization": {
+            "relative": result.utilization,
+            "absolute": result.prediction.utilization["absolute"],
+            "before": result.before,
+        },
+        "tokens_per_second": result.prediction.tokens_per_second,
+        "limit": result.limit,
+        "loss": None if result.penalty is None else asdict(result.penalty),
+        "compressed_share": result.compressed_share,
+        "groups": result.groups,
+        "left_out": result.left_out,
+        "choices": [asdict(choice) for choice in result.choices],
+        "written": str(write) if result.reached else None,
+        "config": result.config.model_dump(mode="json"),
+    }

@@ -1,0 +1,98 @@
+"""H and the density of pseudo-gradients: what the outer round may take of the time, decided by the slowest uplink.
+
+Both are one for the whole run. Candidates are the YAML's own values and those that the papers tested beyond them; of
+those whose outer round is quick enough the nearest to the YAML is taken, by the factor that H grows times the factor
+that the density falls. What either costs in loss is in no table here: the papers tune the density for each H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, log2
+
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.simulation.prediction import Prediction, predict
+from hetero_pp.topology import ParticipantsReplica
+
+TESTED_STEPS = (15, 30, 50, 100, 250)
+"""H in SparseLoCo figure 1 and table 8."""
+TESTED_DENSITIES = (1 / 16, 1 / 32, 1 / 64, 1 / 128)
+"""SparseLoCo tables 1 and 5; Het-PP section 3."""
+
+
+@dataclass(frozen=True)
+class OuterChoice:
+    """H, density, and what the outer round then adds to a round with free links between stages."""
+
+    steps: int
+    density: float
+    free_seconds: float
+    """A round with links that cost nothing."""
+    exchange_seconds: float
+    """That the exchange's links add to it."""
+    slowest: str
+    """The member that waits longest for its link to the exchange."""
+
+    @property
+    def share(self) -> float:
+        """Of a round that communication with the exchange takes."""
+        return self.exchange_seconds / (self.free_seconds + self.exchange_seconds)
+
+    def departure(self, config: RunConfig) -> float:
+        """From what the YAML says, in factors of two."""
+        return log2(self.steps / config.inner.steps) + log2(config.outer.compression.density / self.density)
+
+
+def choose_outer(config: RunConfig, vocabulary: int | None, allowed: float) -> tuple[OuterChoice, OuterChoice]:
+    """The nearest choice whose share is at most `allowed` (else that of the smallest share), and the YAML's own."""
+    found = list(_choices(without_stage_links(config), vocabulary))
+    own = found[0]
+    good = [one for one in found if one.share <= allowed]
+    if good:
+        return min(good, key=lambda one: one.departure(config)), own
+    return min(found, key=lambda one: one.share), own
+
+
+def without_stage_links(config: RunConfig) -> RunConfig:
+    """The same with links between stages that cost nothing."""
+    simulate = config.simulate
+    free = {name: fleet.model_copy(update={"bandwidth": None}) for name, fleet in simulate.fleets.items()}
+    replicas = [
+        replica.model_copy(update={"link": None}) if isinstance(replica, ParticipantsReplica) else replica
+        for replica in config.replicas
+    ]
+    return config.model_copy(update={"replicas": replicas, "simulate": simulate.model_copy(update={"fleets": free})})
+
+
+def with_outer(config: RunConfig, steps: int, density: float) -> RunConfig:
+    """Another H and density, with so many rounds that the number of steps stays about the same."""
+    total = config.outer.rounds * config.inner.steps
+    compression = config.outer.compression.model_copy(update={"density": density})
+    rounds = config.outer.rounds if steps == config.inner.steps else ceil(total / steps)
+    return config.model_copy(
+        update={
+            "inner": config.inner.model_copy(update={"steps": steps}),
+            "outer": config.outer.model_copy(update={"rounds": rounds, "compression": compression}),
+        }
+    )
+
+
+def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]:
+    """The YAML's own first. A prediction for each density; more steps only make the round longer by their time."""
+    own, compression = config.inner.steps, config.outer.compression
+    may_change = config.outer.method == "sparseloco" and config.outer.source == "difference"
+    densities = [one for one in TESTED_DENSITIES if one < compression.density] if may_change else []
+    longer = [one for one in TESTED_STEPS if one > own] if config.outer.source == "difference" else []
+    most = max(own, config.outer.rounds * own)
+    for density in (compression.density, *densities):
+        found = predict(RunPlan(with_outer(config, own, density), vocabulary))
+        free = found.utilization["relative"] * found.round_seconds
+        for steps in (own, *(one for one in longer if one <= most)):
+            seconds = free + (steps - own) * found.step_seconds
+            yield OuterChoice(steps, density, seconds, max(0.0, found.round_seconds - free), _slowest(found))
+
+
+def _slowest(prediction: Prediction) -> str:
+    stages = [stage for replica in prediction.replicas for stage in replica.stages]
+    return max(stages, key=lambda stage: stage.sent_seconds + stage.received_seconds).member

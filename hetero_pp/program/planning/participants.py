@@ -1,0 +1,158 @@
+"""From loose participants to groups in the YAML: what joins any two of them, and the replicas that were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.planning.grouping import Grouping, Pool, group
+from hetero_pp.program.planning.settings import LooseParticipant, PairSettings, PlanSettings
+from hetero_pp.program.planning.split import Load, Sizes, best_split, stage_seconds
+from hetero_pp.simulator.hardware import Hardware, hardware_named
+from hetero_pp.topology import DirectionSettings, LinkSettings, LinkShape, ParticipantsReplica, StageSettings
+
+TIME_LIMIT = 45.0
+"""Seconds that the search for groups may take."""
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A configuration whose participants all have a place, or stay out."""
+
+    config: RunConfig
+    grouping: Grouping
+    names: list[str]
+    """Of the new replicas."""
+    members: list[list[str]]
+    """Participants of each, stage by stage."""
+    left_out: list[str]
+
+
+def group_participants(config: RunConfig, vocabulary: int | None) -> Grouped:
+    """Make replicas of the participants of `plan`. Raises ConfigError if no group of them can hold the model."""
+    plan, people = config.plan, config.plan.participants
+    links = {
+        (a.name, b.name): link_between(config, a, b) for a in people for b in people if a.name != b.name
+    }  # each way, as seen from the first
+    bandwidth = np.array([[_bandwidth(links.get((a.name, b.name))) for b in people] for a in people])
+    seconds = np.array(list(_seconds_of_participants(config, vocabulary)))
+    found = group(Pool(seconds, bandwidth, plan.balance), TIME_LIMIT)
+    if found is None:
+        raise ConfigError(
+            ("plan", "participants"),
+            f"found no {plan.stages} of the {len(people)} participants whose memory holds the model together, "
+            "expected more memory, or more `plan.stages`",
+        )
+    kinds = dict(config.links)
+    names = [name for name, _ in zip(_free_names(config), found.groups, strict=False)]
+    replicas = list(config.replicas)
+    for name, group_ in zip(names, found.groups, strict=True):
+        own = [people[one] for one in group_]
+        counts, _ = best_split([seconds[one, stage] for stage, one in enumerate(group_)])
+        hops = [_kind(kinds, f"{a.name}-{b.name}", links[a.name, b.name]) for a, b in pairwise(own)]
+        replicas.append(_replica(plan, name, own, counts, hops))
+    nobody = plan.model_copy(update={"participants": [], "pairs": [], "default": None})
+    taken = {one for group_ in found.groups for one in group_}
+    return Grouped(
+        config=config.model_copy(update={"links": kinds, "replicas": replicas, "plan": nobody}),
+        grouping=found,
+        names=names,
+        members=[[people[one].name for one in group_] for group_ in found.groups],
+        left_out=[person.name for index, person in enumerate(people) if index not in taken],
+    )
+
+
+def link_between(config: RunConfig, a: LooseParticipant, b: LooseParticipant) -> LinkSettings:
+    """What joins two participants, `forward` from the first: the pair that names most of them, else the default, else
+    the uplink of one and then that of the other."""
+    best: tuple[int, LinkSettings] | None = None
+    for pair in config.plan.pairs:
+        for ends, settings in ((pair.between, _link(pair)), (pair.between[::-1], _turned(_link(pair)))):
+            if ends[0] in (a.name, a.site) and ends[1] in (b.name, b.site):
+                named = (ends[0] == a.name) + (ends[1] == b.name)
+                if best is None or named > best[0]:
+                    best = (named, settings)
+    if best is not None:
+        return best[1]
+    return config.plan.default or _through_uplinks(config, a, b)
+
+
+def _link(pair: PairSettings) -> LinkSettings:
+    return LinkSettings.model_construct(**{name: getattr(pair, name) for name in LinkSettings.model_fields})
+
+
+def _turned(link: LinkSettings) -> LinkSettings:
+    return link.model_copy(update={"forward": link.backward, "backward": link.forward})
+
+
+def _through_uplinks(config: RunConfig, a: LooseParticipant, b: LooseParticipant) -> LinkSettings:
+    first, second = (LinkSettings() if one.uplink is None else config.links[one.uplink] for one in (a, b))
+    ways = {
+        "forward": _one_after_the_other(first.shape("forward"), second.shape("backward")),
+        "backward": _one_after_the_other(second.shape("forward"), first.shape("backward")),
+    }
+    return LinkSettings(**ways)
+
+
+def _one_after_the_other(one: LinkShape, other: LinkShape) -> DirectionSettings:
+    known = [shape.bandwidth for shape in (one, other) if shape.bandwidth is not None]
+    return DirectionSettings.model_construct(
+        bandwidth=min(known, default=None), latency=one.latency + other.latency, jitter=one.jitter + other.jitter
+    )
+
+
+def _bandwidth(link: LinkSettings | None) -> float:
+    found = None if link is None else link.shape("forward").bandwidth
+    return np.inf if found is None else found
+
+
+def _seconds_of_participants(config: RunConfig, vocabulary: int | None) -> Iterator[list[np.ndarray]]:
+    """[S][L + 1] for each participant, with as many micro-batches as can be."""
+    plan = config.plan
+    model = RunPlan(config.model_copy(update={"replicas": []}), vocabulary)
+    micro_batches = max(1, plan.batch_size // plan.smallest_micro_batch)
+    sequences = plan.batch_size // micro_batches
+    load = Load(plan.stages, micro_batches, sequences, config.data.sequence_length, extra_in_flight=1)
+    sizes = Sizes.of(model.parameter_shapes)
+    known: dict[str, list[np.ndarray]] = {}
+    for index, person in enumerate(plan.participants):
+        name = person.hardware or config.simulate.machine
+        machine: Hardware = hardware_named(name, config.simulate.hardware, ("plan", "participants", index, "hardware"))
+        if name not in known:
+            known[name] = [stage_seconds(model.shape, sizes, machine, 1, s, load) for s in range(plan.stages)]
+        yield known[name]
+
+
+def _free_names(config: RunConfig) -> Iterator[str]:
+    taken = {replica.name for replica in config.replicas}
+    return (
+        name for number in range(len(taken) + len(config.plan.participants)) if (name := f"group{number}") not in taken
+    )
+
+
+def _kind(kinds: dict[str, LinkSettings], name: str, link: LinkSettings) -> str:
+    """The kind of link of these settings, added if there is none yet."""
+    for known, settings in kinds.items():
+        if settings == link:
+            return known
+    while name in kinds:
+        name += "-"
+    kinds[name] = link
+    return name
+
+
+def _replica(
+    plan: PlanSettings, name: str, own: list[LooseParticipant], counts: list[int], hops: list[str]
+) -> ParticipantsReplica:
+    stages = [
+        StageSettings(layers=count, uplink=person.uplink, hardware=person.hardware)
+        for person, count in zip(own, counts, strict=True)
+    ]
+    return ParticipantsReplica(
+        name=name, kind="participants", stages=stages, batch_size=plan.batch_size, link=hops or None
+    )

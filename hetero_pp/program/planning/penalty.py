@@ -1,0 +1,129 @@
+"""What a compressed boundary is expected to cost in loss, from tables, and the boundaries in order of that.
+
+Two tables say how much the loss rises with bf16 coefficients at k/d: Het-PP Table 2 (512M parameters, 10B tokens), and
+ours (`micro` scale, 0.34M parameters, 819k tokens, three seeds: benchmarks/results/micro/het-pp/table2.json and
+beyond/rank_for_bits.json). Few bits were measured only by us. There, 4 bits at some rank lose as much as bf16 at a
+smaller one: that *equivalent* k/d is where either table is read, so one number orders all boundaries.
+Between the entries the rise is linear in log(k/d); no compression loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from math import log
+
+import numpy as np
+
+from hetero_pp.topology import BoundarySettings
+
+PAPER = {
+    1.0: {1 / 8: 2.84, 1 / 24: 2.89, 1 / 96: 2.96, 1 / 192: 3.03, 1 / 384: 3.04, 1 / 768: 3.07},
+    0.5: {1 / 8: 2.82, 1 / 24: 2.88, 1 / 96: 2.94, 1 / 192: 2.97, 1 / 384: 2.99, 1 / 768: 3.00},
+}
+"""Het-PP Table 2: share of replicas that compress -> k/d -> loss."""
+PAPER_UNCOMPRESSED = 2.73
+
+MEASURED = {
+    1.0: {1 / 4: 4.1731, 1 / 8: 4.3681, 1 / 16: 4.5821, 3 / 64: 4.6750, 1 / 32: 4.8754, 1 / 64: 5.4566},
+    0.5: {1 / 8: 4.2590, 1 / 16: 4.4124, 3 / 64: 4.4655, 1 / 32: 4.5659, 1 / 64: 4.5716},
+}
+"""The same as `reproduce` measured it."""
+MEASURED_UNCOMPRESSED = 3.9083
+
+FOUR_BITS = {62 / 64: 3.9475, 30 / 64: 4.0907, 14 / 64: 4.2657, 6 / 64: 4.5124}
+"""k/d -> loss with 4 bits a coefficient, all replicas compressed, as measured."""
+
+_RANKS = [Fraction(3, 4), Fraction(3, 32), *(Fraction(1, n) for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192))]
+_RANKS += [Fraction(1, 384), Fraction(1, 768)]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A boundary, and the k/d of the bf16 boundary that loses as much."""
+
+    boundary: BoundarySettings
+    equivalent: float
+
+    def __str__(self) -> str:
+        rank = self.boundary.rank
+        shown = Fraction(rank).limit_denominator(1024) if isinstance(rank, float) else rank
+        return f"rank {shown} x {f'{self.boundary.bits} bits' if self.boundary.bits else self.boundary.dtype}"
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """Expected rise of the loss, as shares of it. None: beyond what was measured."""
+
+    paper: float
+    measured: float | None
+
+
+def ladder(own: BoundarySettings, width: int, few_bits: bool = True) -> Sequence[Rung]:
+    """Boundaries from the least lossy one on; what else `own` says stays. All are within what was measured."""
+    found = [_rung(own, "full", None, 1.0)]
+    tables: dict[int | None, Mapping[float, float]] = {None: PAPER[1.0]} | ({4: FOUR_BITS} if few_bits else {})
+    for bits, table in tables.items():
+        exact = {round(rank * width) / width: rank for rank in reversed(_RANKS)}
+        for share, rank in exact.items():
+            if min(table) * (1 - 1e-9) <= share < 1:
+                found.append(_rung(own, float(rank), bits, equivalent_rank(share, bits)))
+    ordered = sorted(found, key=lambda rung: -rung.equivalent)
+    return [one for one in ordered if not any(_costs_no_more(other, one, width) for other in ordered)]
+
+
+def _rung(own: BoundarySettings, rank: str | float, bits: int | None, equivalent: float) -> Rung:
+    return Rung(own.model_copy(update={"rank": rank, "bits": bits, "dtype": "bf16"}), equivalent)
+
+
+def _costs_no_more(other: Rung, one: Rung, width: int) -> bool:
+    """Whether another rung loses less in no more bits a token."""
+    return other.equivalent > one.equivalent and _bits(other, width) <= _bits(one, width)
+
+
+def _bits(rung: Rung, width: int) -> int:
+    """Of a token on the wire; few bits come with a scale of one byte."""
+    numbers = rung.boundary.dimensions(width) or width
+    return 16 * numbers if rung.boundary.bits is None else rung.boundary.bits * numbers + 8
+
+
+def equivalent_rank(rank: float, bits: int | None) -> float:
+    """The k/d at which bf16 coefficients lose as much as these do, all replicas compressed (measured)."""
+    if bits is None:
+        return rank
+    loss = _interpolated(FOUR_BITS, None, rank)
+    assert loss is not None, f"4 bits at k/d {rank} were not measured"
+    curve = sorted({1.0: MEASURED_UNCOMPRESSED, **MEASURED[1.0]}.items(), reverse=True)
+    return float(np.exp(np.interp(loss, [y for _, y in curve], [log(x) for x, _ in curve])))
+
+
+def penalty_of(equivalent: float, share: float) -> Penalty:
+    """Expected rise of the loss where this share of the replicas compresses so; linear between shares of the tables."""
+    paper = _at(PAPER, PAPER_UNCOMPRESSED, equivalent, share)
+    assert paper is not None  # the ladder ends where the paper's table does
+    return Penalty(paper, _at(MEASURED, MEASURED_UNCOMPRESSED, equivalent, share))
+
+
+def _at(
+    table: Mapping[float, Mapping[float, float]], uncompressed: float, equivalent: float, share: float
+) -> float | None:
+    rises = {0.0: 0.0}
+    for known, losses in table.items():
+        loss = _interpolated(losses, uncompressed, equivalent)
+        if loss is None:
+            return None
+        rises[known] = loss / uncompressed - 1
+    shares = sorted(rises)
+    return float(np.interp(share, shares, [rises[one] for one in shares]))
+
+
+def _interpolated(losses: Mapping[float, float], uncompressed: float | None, rank: float) -> float | None:
+    """Linear in log(k/d); None outside the table."""
+    points = dict(losses) if uncompressed is None else {1.0: uncompressed, **losses}
+    ranks = sorted(points)
+    if not ranks[0] * (1 - 1e-9) <= rank <= ranks[-1]:
+        return None
+    assert all(points[low] >= points[high] for low, high in pairwise(ranks))
+    return float(np.interp(log(rank), [log(one) for one in ranks], [points[one] for one in ranks]))

@@ -1,0 +1,203 @@
+"""How a replica may run: number of micro-batches, how many in flight, the split that fits; and how long a round takes.
+
+Times are the simulator's own, of one replica alone: the inner loop and the evaluation of a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.check import stage_link_loads
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.planning.penalty import Rung
+from hetero_pp.program.planning.split import Array, Load, Sizes, best_split, stage_seconds
+from hetero_pp.program.simulation.fleets import Fleet, fleets_of, hardware_of
+from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.units import format_seconds
+
+EXTRA_IN_FLIGHT = (0, 1, 2, 3, 4, 6, 8)
+NUMBERS_OF_MICRO_BATCHES = 3
+"""The largest that divide the batch."""
+
+TIMED_STEPS = 4
+"""Of an inner loop; all others take their mean (they differ by jitter alone, and the whole plan is timed in the end)."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to run a replica, with boundaries that are not compressed."""
+
+    replica: ReplicaSettings
+    plan: RunPlan
+    """Of this replica alone."""
+    fleet: Fleet
+
+    def free_seconds(self) -> float:
+        """Of a round with links that cost nothing."""
+        groups = self.fleet.without_communication()
+        return self._seconds(groups, groups.activations)
+
+    def seconds(self, rung: Rung) -> float:
+        """Of a round with these boundaries."""
+        fleet, (activation, gradient) = self.fleet, self._ratios(rung)
+        groups = replace(
+            fleet.groups,
+            activations=_scaled(fleet.groups.activations, activation),
+            gradients=_scaled(fleet.groups.gradients, gradient),
+        )
+        return self._seconds(groups, _scaled(fleet.evaluation_hops, activation))
+
+    def least_seconds(self, rung: Rung) -> float:
+        """A bound from below that costs nothing to find: the busiest direction of a link, in the inner loop."""
+        groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
+        forward = float(groups.activations.seconds.max(initial=0)) * activation
+        backward = float(groups.gradients.seconds.max(initial=0)) * gradient
+        return self.plan.config.inner.steps * groups.micro_batches * max(forward, backward)
+
+    def slowest_hop(self, rung: Rung) -> int | None:
+        """The hop whose messages take longest, with latency; None if none takes any time."""
+        groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
+        forward = groups.activations.seconds * activation + groups.activations.latency
+        backward = groups.gradients.seconds * gradient + groups.gradients.latency
+        seconds = np.maximum(forward, backward).max(axis=1)
+        return int(seconds.argmax()) if seconds.max() > 0 else None
+
+    def with_boundary(self, rung: Rung | None) -> ReplicaSettings:
+        return self.replica if rung is None else self.replica.model_copy(update={"boundary": rung.boundary})
+
+    def _ratios(self, rung: Rung) -> tuple[float, float]:
+        """Of a message's bytes to those without compression, forward and backward; headers stay as they are."""
+        new, old = _tensor_bytes(self.plan, self.with_boundary(rung)), _tensor_bytes(self.plan, self.replica)
+        wire = self.fleet.message_bytes["activation"], self.fleet.message_bytes["gradient"]
+        return 1 - (old[0] - new[0]) / wire[0], 1 - (old[1] - new[1]) / wire[1]
+
+    def _seconds(self, groups: Groups, evaluation: Hops) -> float:
+        clock = GroupClock(groups, np.random.default_rng(self.plan.config.simulate.seed + 1))
+        steps = self.plan.config.inner.steps
+        ends = clock.inner_loop(min(steps, TIMED_STEPS))
+        if steps > TIMED_STEPS:
+            clock.free += (steps - TIMED_STEPS) * (ends[-1] - ends[0]) / (TIMED_STEPS - 1)
+        clock.evaluate(self.fleet.evaluation_batches, self.fleet.evaluation_forward, evaluation)
+        return float(clock.free.max())
+
+
+def _tensor_bytes(plan: RunPlan, replica: ReplicaSettings) -> tuple[float, float]:
+    """Of one message, forward and backward."""
+    assert isinstance(replica, ParticipantsReplica)
+    loads = stage_link_loads(plan, replica)
+    return loads["forward"].step / replica.micro_batches, loads["backward"].step / replica.micro_batches
+
+
+def _scaled(hops: Hops, ratio: float) -> Hops:
+    return replace(hops, seconds=hops.seconds * ratio)
+
+
+def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Sequence[Schedule]:
+    """Ways to run a replica, most micro-batches first, then fewest in flight.
+
+    A datacenter replica stays as it is, and so does a group with measured costs: they were measured for its split and
+    micro-batches. Raises ConfigError if no split fits the memory of the stages.
+    """
+    replica = config.replicas[index]
+    if isinstance(replica, DatacenterReplica) or is_measured(config, replica):
+        return [_schedule(config, vocabulary, replica)]
+    found = []
+    for load in _loads(config, replica):
+        counts, seconds = best_split(stage_costs(config, vocabulary, index, load))
+        if np.isfinite(seconds):
+            found.append(_schedule(config, vocabulary, _with(replica, load, counts)))
+    if not found:
+        raise ConfigError(
+            ("replicas", index, "stages"),
+            f"found no split of the layers over the {replica.stage_count} stages that fits their memory, expected more "
+            "or larger machines",
+        )
+    return found
+
+
+def is_measured(config: RunConfig, replica: ReplicaSettings) -> bool:
+    return any(member in config.simulate.measured for member in replica.members)
+
+
+def stage_costs(config: RunConfig, vocabulary: int | None, index: int, load: Load) -> list[Array]:
+    """[S][L + 1] seconds of a micro-batch on each stage's machine."""
+    plan = RunPlan(config, vocabulary)
+    replica, sizes = config.replicas[index], Sizes.of(plan.parameter_shapes)
+    return [
+        stage_seconds(
+            plan.shape, sizes, hardware_of(plan, index, plan.members[member]), replica.accelerators, stage, load
+        )
+        for stage, member in enumerate(replica.members)
+    ]
+
+
+def load_of(config: RunConfig, replica: ParticipantsReplica) -> Load:
+    """What the replica's settings say."""
+    sequences = replica.batch_size // replica.micro_batches
+    length = config.data.sequence_length
+    return Load(replica.stage_count, replica.micro_batches, sequences, length, replica.extra_in_flight)
+
+
+def _loads(config: RunConfig, replica: ParticipantsReplica) -> Iterator[Load]:
+    smallest, batch = config.plan.smallest_micro_batch, replica.batch_size
+    numbers = [n for n in range(batch, 0, -1) if batch % n == 0 and batch // n >= min(smallest, batch)]
+    for micro_batches in numbers[:NUMBERS_OF_MICRO_BATCHES]:
+        for extra in EXTRA_IN_FLIGHT:
+            yield Load(replica.stage_count, micro_batches, batch // micro_batches, config.data.sequence_length, extra)
+            if (replica.stage_count - 1) * (1 + extra) >= micro_batches:
+                break  # more cannot be in flight
+
+
+def _with(replica: ParticipantsReplica, load: Load, counts: Sequence[int]) -> ParticipantsReplica:
+    own = [replica.stage_settings(stage) for stage in range(load.stages)]
+    stages = [
+        {"layers": count} | ({} if old is None else old.model_dump(exclude={"layers"}))
+        for old, count in zip(own, counts, strict=True)
+    ]
+    changes = {
+        "stages": stages,
+        "micro_batches": load.micro_batches,
+        "extra_in_flight": load.extra_in_flight,
+        "boundary": replica.boundary.model_copy(update={"rank": "full", "bits": None, "dtype": "bf16"}).model_dump(),
+    }
+    return ParticipantsReplica.model_validate(replica.model_dump() | changes)
+
+
+def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSettings) -> Schedule:
+    simulate = config.simulate
+    own = simulate.model_copy(
+        update={
+            "fleets": {name: fleet for name, fleet in simulate.fleets.items() if name == replica.name},
+            "measured": {name: cost for name, cost in simulate.measured.items() if name in replica.members},
+        }
+    )
+    if isinstance(replica, ParticipantsReplica):
+        full = replica.boundary.model_copy(update={"rank": "full", "bits": None, "dtype": "bf16"})
+        replica = replica.model_copy(update={"boundary": full})
+    plan = RunPlan(config.model_copy(update={"replicas": [replica], "simulate": own}), vocabulary)
+    [fleet] = fleets_of(plan, np.random.default_rng(simulate.seed))
+    return Schedule(replica, plan, fleet)
+
+
+def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | None, index: int) -> str:
+    """A split beside the even one, in words."""
+    load = load_of(config, replica)
+    costs = stage_costs(config, vocabulary, index, load)
+    layers = len(costs[0]) - 1
+    counts = [len(own) for own in replica.layer_ranges(layers)]
+    even = [len(own) for own in replica.model_copy(update={"stages": replica.stage_count}).layer_ranges(layers)]
+    own_seconds, even_seconds = (
+        max(float(cost[count]) for cost, count in zip(costs, split, strict=True)) for split in (counts, even)
+    )
+    said = f"the slowest stage takes {format_seconds(own_seconds)} a micro-batch"
+    if counts == even:
+        return said
+    shown = "+".join(map(str, even))
+    return f"{said}; {shown} " + (
+        f"would take {format_seconds(even_seconds)}" if np.isfinite(even_seconds) else "would not fit the memory"
+    )

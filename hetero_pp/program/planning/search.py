@@ -1,0 +1,308 @@
+"""From a target to a topology that reaches it: groups, then H and density, then boundaries, each confirmed in the end.
+
+The utilization is the relative one of `simulate`: the time of a round with links that cost nothing over its time. What
+the target leaves is shared: the exchange may take half, and the boundaries get what the exchange leaves. A replica that
+waits for a slower one anyway may use that time for a boundary that loses less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.planning.grouping import LARGEST_LINK
+from hetero_pp.program.planning.outer import OuterChoice, choose_outer, with_outer
+from hetero_pp.program.planning.participants import Grouped, group_participants
+from hetero_pp.program.planning.penalty import Penalty, Rung, ladder, penalty_of
+from hetero_pp.program.planning.schedules import Schedule, describe, is_measured, schedules_of
+from hetero_pp.program.simulation.prediction import Prediction, predict
+from hetero_pp.topology import (
+    DatacenterReplica,
+    LinkPlan,
+    ParticipantsReplica,
+    ReplicaSettings,
+    exchange_link_name,
+    stage_link_name,
+)
+from hetero_pp.units import format_bits_per_second, format_seconds
+
+ATTEMPTS = 6
+"""To meet the target in the end, where the whole run takes a little longer than its parts promise."""
+
+CLOSE = 1.01
+"""Where the target is out of reach: no boundary loses more than needed to be so close to the best."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line of the explanation."""
+
+    what: str
+    chosen: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What was chosen for a group."""
+
+    schedule: Schedule
+    rung: Rung | None
+    """None where nothing crosses."""
+    seconds: float
+    """Of its inner loop and evaluation."""
+    spurned: Rung | None
+    """The next one that would lose less."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A planned run, and why."""
+
+    config: RunConfig
+    before: float | None
+    """Relative utilization of the YAML as it was; None if it cannot run as it was."""
+    prediction: Prediction
+    utilization: float
+    reached: bool
+    limit: str
+    """What is in the way of more, in words."""
+    choices: list[Choice]
+    groups: dict[str, list[str]]
+    """Participants of each new replica, stage by stage."""
+    left_out: list[str]
+    penalty: Penalty | None
+    """Expected for the whole run; None if nothing is compressed."""
+    compressed_share: float
+
+
+def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
+    """Plan a run. Raises ConfigError for what cannot run at all: unknown hardware, memory that is too small."""
+    before = _utilization_before(config, vocabulary)
+    grouped = group_participants(config, vocabulary) if config.plan.participants else None
+    asked = config if grouped is None else grouped.config
+    schedules = [schedules_of(asked, vocabulary, index) for index in range(len(asked.replicas))]
+    base = _with_replicas(asked, [_quickest(ways).replica for ways in schedules])
+    outer, own_outer = choose_outer(base, vocabulary, (1 - target) / 2)
+    asked = with_outer(asked, outer.steps, outer.density)
+    schedules = [schedules_of(asked, vocabulary, index) for index in range(len(asked.replicas))]
+    free = max(_quickest(ways).free_seconds() for ways in schedules)
+    boundaries = _fit_boundaries(asked, vocabulary, schedules, outer, free, target)
+    planned = _with_boundaries(asked, boundaries)
+    prediction = predict(RunPlan(planned, vocabulary))
+    utilization = _utilization(prediction, outer)
+    share = _compressed_share(planned)
+    worst = min(one.rung.equivalent for one in boundaries if one.rung is not None) if share else 1.0
+    return Result(
+        config=planned,
+        before=before,
+        prediction=prediction,
+        utilization=utilization,
+        reached=utilization >= target,
+        limit=_limit(planned, vocabulary, boundaries, outer, free),
+        choices=[
+            *(_grouping_choices(grouped) if grouped is not None else ()),
+            *_outer_choices(config, planned, vocabulary, outer, own_outer),
+            *_replica_choices(planned, vocabulary, boundaries, outer, free, share),
+        ],
+        groups={} if grouped is None else dict(zip(grouped.names, grouped.members, strict=True)),
+        left_out=[] if grouped is None else grouped.left_out,
+        penalty=penalty_of(worst, share) if worst < 1 else None,
+        compressed_share=share,
+    )
+
+
+def _fit_boundaries(
+    config: RunConfig,
+    vocabulary: int | None,
+    schedules: Sequence[Sequence[Schedule]],
+    outer: OuterChoice,
+    free: float,
+    target: float,
+) -> list[Boundary]:
+    """The least lossy boundaries with which the whole run meets the target, or comes close to the best there is."""
+    aim = outer.free_seconds / target
+    allowed = free + max(0.0, aim - outer.free_seconds - outer.exchange_seconds)
+    for _ in range(ATTEMPTS):
+        found = [_choose_boundary(ways, allowed, config.plan.few_bits) for ways in schedules]
+        prediction = predict(RunPlan(_with_boundaries(config, found), vocabulary))
+        if _utilization(prediction, outer) >= target or any(one.seconds > allowed for one in found):
+            break
+        allowed -= 1.05 * max(prediction.round_seconds - aim, 0.001 * (allowed - free))
+    return found
+
+
+def _utilization(prediction: Prediction, outer: OuterChoice) -> float:
+    """Of the time that free links would allow this plan, and of that which they would allow the fastest one."""
+    return min(prediction.utilization["relative"], outer.free_seconds / prediction.round_seconds)
+
+
+def _with_boundaries(config: RunConfig, found: Sequence[Boundary]) -> RunConfig:
+    return _with_replicas(config, [one.schedule.with_boundary(one.rung) for one in found])
+
+
+def _utilization_before(config: RunConfig, vocabulary: int | None) -> float | None:
+    if config.plan.participants:
+        return None
+    try:
+        return predict(RunPlan(config, vocabulary)).utilization["relative"]
+    except ConfigError:
+        return None
+
+
+def _quickest(ways: Sequence[Schedule]) -> Schedule:
+    return min(ways, key=lambda one: one.free_seconds())
+
+
+def _with_replicas(config: RunConfig, replicas: Sequence[ReplicaSettings]) -> RunConfig:
+    return config.model_copy(update={"replicas": list(replicas)})
+
+
+def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -> Boundary:
+    """The least lossy boundary, and the first way to run it, whose round ends in time."""
+    replica = ways[0].replica
+    if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
+        return Boundary(ways[0], None, ways[0].free_seconds(), None)
+    rungs = ladder(replica.boundary, ways[0].plan.shape.width, few_bits)
+    tried: list[Boundary] = []
+    for rung, spurned in zip(rungs, (None, *rungs), strict=False):
+        for way in ways:
+            if way.least_seconds(rung) <= allowed:
+                tried.append(Boundary(way, rung, way.seconds(rung), spurned))
+                if tried[-1].seconds <= allowed:
+                    return tried[-1]
+    tried = tried or [Boundary(way, rungs[-1], way.seconds(rungs[-1]), rungs[-2]) for way in ways]
+    fastest = min(one.seconds for one in tried)
+    return next(one for one in tried if one.seconds <= CLOSE * fastest)
+
+
+def _compressed_share(config: RunConfig) -> float:
+    """Of the replicas, those that compress."""
+    counts = {
+        replica.name: fleet.count if (fleet := config.simulate.fleets.get(replica.name)) else 1
+        for replica in config.replicas
+    }
+    compressed = [
+        replica.name
+        for replica in config.replicas
+        if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full"
+    ]
+    return sum(counts[name] for name in compressed) / sum(counts.values())
+
+
+def _grouping_choices(grouped: Grouped) -> Iterator[Choice]:
+    found = grouped.grouping
+    quality = "proven best" if found.proven else "the best found, not proven"
+    for name, members, seconds, link in zip(grouped.names, grouped.members, found.seconds, found.links, strict=True):
+        why = f"slowest stage {format_seconds(seconds)} a micro-batch, slowest hop {_link(link)}"
+        yield Choice(name, " - ".join(members), f"{why} ({quality} of {found.considered:,} paths)")
+    if grouped.left_out:
+        why = "with them there would be fewer groups a second, or too few for another group"
+        yield Choice("left out", ", ".join(grouped.left_out), why)
+
+
+def _outer_choices(
+    asked: RunConfig, planned: RunConfig, vocabulary: int | None, outer: OuterChoice, own: OuterChoice
+) -> Iterator[Choice]:
+    link = RunPlan(planned, vocabulary).links[exchange_link_name(outer.slowest)]
+    uplink = f"{link.name} ({_link(link.forward.bandwidth)} up, {_link(link.backward.bandwidth)} down)"
+    why = f"{uplink} decides: the exchange adds {outer.share:.2%} to a round"
+    if outer is not own:
+        why += f"; H = {own.steps}, density {_ratio(own.density)} would add {own.share:.2%}"
+    chosen = f"H = {outer.steps}, density {_ratio(outer.density)}"
+    if planned.outer.rounds != asked.outer.rounds:
+        chosen += f", {planned.outer.rounds} rounds"
+    yield Choice("outer round", chosen, why)
+
+
+def _replica_choices(
+    config: RunConfig,
+    vocabulary: int | None,
+    boundaries: Sequence[Boundary],
+    outer: OuterChoice,
+    free: float,
+    share: float,
+) -> Iterator[Choice]:
+    for index, (replica, found) in enumerate(zip(config.replicas, boundaries, strict=True)):
+        if isinstance(replica, DatacenterReplica):
+            continue
+        layers = "+".join(str(len(own)) for own in replica.layer_ranges(found.schedule.plan.shape.layers))
+        if is_measured(config, replica):
+            yield Choice(replica.name, f"layers {layers}", "as it was: its costs were measured for this split")
+        else:
+            yield Choice(replica.name, f"layers {layers}", describe(replica, config, vocabulary, index))
+            yield Choice(replica.name, *_schedule_choice(replica))
+        if found.rung is not None:
+            yield _boundary_choice(config, vocabulary, replica, found, outer, free, share)
+
+
+def _schedule_choice(replica: ParticipantsReplica) -> tuple[str, str]:
+    rows = replica.batch_size // replica.micro_batches
+    chosen = f"{replica.micro_batches} micro-batches of {rows}, {replica.extra_in_flight} extra in flight"
+    return chosen, "the smallest bubble; the fewest in flight that hide the links as far as asked"
+
+
+def _boundary_choice(
+    config: RunConfig,
+    vocabulary: int | None,
+    replica: ParticipantsReplica,
+    found: Boundary,
+    outer: OuterChoice,
+    free: float,
+    share: float,
+) -> Choice:
+    assert found.rung is not None
+    hop = found.schedule.slowest_hop(found.rung)
+    if hop is None:
+        return Choice(replica.name, str(found.rung), "links between its stages take no time")
+    link = RunPlan(config, vocabulary).links[stage_link_name(replica.name, hop)]
+    why = f"{link.name} ({_link(_slower(link))}) decides"
+    if found.spurned is not None:
+        later = max(0.0, found.schedule.seconds(found.spurned) - free)
+        lossier = outer.free_seconds + outer.exchange_seconds + later
+        why += f"; {found.spurned} would leave {outer.free_seconds / lossier:.1%}"
+    if found.rung.equivalent < 1:
+        why += f"; {describe_penalty(penalty_of(found.rung.equivalent, share))}"
+    return Choice(replica.name, str(found.rung), why)
+
+
+def describe_penalty(penalty: Penalty) -> str:
+    """A rise of the loss, and which table says so."""
+    ours = "not measured here" if penalty.measured is None else f"+{penalty.measured:.1%} measured at 0.34M"
+    return f"loss +{penalty.paper:.1%} (Het-PP Table 2, 512M; {ours})"
+
+
+def _limit(
+    config: RunConfig, vocabulary: int | None, boundaries: Sequence[Boundary], outer: OuterChoice, free: float
+) -> str:
+    """What takes most of the time that free links would not."""
+    exposed = [max(0.0, one.seconds - free) for one in boundaries]
+    worst = max(range(len(exposed)), key=exposed.__getitem__)
+    if outer.exchange_seconds >= exposed[worst]:
+        seconds = format_seconds(outer.exchange_seconds)
+        return f"the exchange, {seconds} of a round, by way of {exchange_link_name(outer.slowest)}"
+    replica, found = config.replicas[worst], boundaries[worst]
+    hop = None if found.rung is None else found.schedule.slowest_hop(found.rung)
+    if hop is None:
+        return f"the stages of {replica.name}"
+    link = RunPlan(config, vocabulary).links[stage_link_name(replica.name, hop)]
+    return (
+        f"{link.name} ({_link(_slower(link))}, {format_seconds(link.forward.latency)}), "
+        f"which adds {format_seconds(exposed[worst])} to a round"
+    )
+
+
+def _slower(link: LinkPlan) -> float | None:
+    """Of its two directions."""
+    return min((one for way in (link.forward, link.backward) if (one := way.bandwidth) is not None), default=None)
+
+
+def _link(bandwidth: float | None) -> str:
+    return format_bits_per_second(None if bandwidth is None or bandwidth >= LARGEST_LINK else bandwidth)
+
+
+def _ratio(value: float) -> str:
+    return str(Fraction(value).limit_denominator(4096))

@@ -1,0 +1,73 @@
+"""The `plan` section: participants that no group has yet, and what groups may be made of. Training does not read it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from pydantic import Field
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.settings import Ratio, Settings
+from hetero_pp.topology import LinkSettings
+
+
+class LooseParticipant(Settings):
+    """A machine that is to become a stage of some group."""
+
+    name: str = Field(description="unique; letters, digits, `-` and `_`")
+    site: str | None = Field(None, description="where it stands; `pairs` may name sites")
+    hardware: str | None = Field(None, description="from the catalog, or from `simulate.hardware`")
+    uplink: str | None = Field(None, description="the kind of link to the exchange, from `links`")
+
+
+class PairSettings(LinkSettings):
+    """The link between two participants, or between all of one site and all of another (or of the same)."""
+
+    between: tuple[str, str] = Field(description="participants or sites; `forward` is from the first to the second")
+
+
+class PlanSettings(Settings):
+    """What `hetero-pp plan` decides about beyond the replicas that the YAML has."""
+
+    participants: list[LooseParticipant] = Field([], description="machines to group")
+    pairs: list[PairSettings] = Field([], description="links between them; the entry that names most participants wins")
+    default: LinkSettings | None = Field(
+        None, description="between all other pairs; without it, through the uplinks of both"
+    )
+    stages: int = Field(4, ge=1, description="participants of a group")
+    batch_size: int = Field(8, ge=1, description="of a group: sequences per inner step")
+    balance: Ratio = Field(
+        0.9, gt=0, le=1, description="share of the best speed that groups keep when better links are chosen"
+    )
+    few_bits: bool = Field(True, description="whether boundaries may use 4 bits a number; else the papers' bf16 alone")
+    smallest_micro_batch: int = Field(1, ge=1, description="sequences, of a group and of every replica that is planned")
+
+
+def check_participants(plan: PlanSettings, kinds: Collection[str], layers: int) -> None:
+    """Raise ConfigError for names, links and numbers that cannot be grouped."""
+    here = ("plan", "participants")
+    sites = {one.site for one in plan.participants}
+    seen: set[str] = set()
+    for index, one in enumerate(plan.participants):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", one.name):
+            raise ConfigError((*here, index, "name"), f"found `{one.name}`, expected letters, digits, `-` and `_`")
+        if one.name in seen or one.name in sites:
+            raise ConfigError((*here, index, "name"), f"found `{one.name}` twice, expected a name that is no other's")
+        seen.add(one.name)
+        if one.uplink is not None and one.uplink not in kinds:
+            known = ", ".join(kinds) or "none are defined"
+            raise ConfigError(
+                (*here, index, "uplink"), f"found `{one.uplink}`, expected one of the kinds under `links` ({known})"
+            )
+    for index, pair in enumerate(plan.pairs):
+        for end in pair.between:
+            if end not in seen | sites:
+                raise ConfigError(
+                    ("plan", "pairs", index, "between"), f"found `{end}`, expected a participant's name or a site"
+                )
+    if plan.participants and not plan.stages <= min(layers, len(seen)):
+        raise ConfigError(
+            ("plan", "stages"),
+            f"found {plan.stages}, expected at most the {layers} layers of the model and the {len(seen)} participants",
+        )

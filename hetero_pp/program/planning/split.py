@@ -1,0 +1,110 @@
+"""Which layers each stage of a group owns, so that the slowest stage is as fast as it can be and all fit.
+
+Shapes: N groups, S stages, L layers. A table of costs [N, S, L + 1] holds the seconds of a micro-batch on each stage
+if it owned so many layers; infinity where they do not fit its memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_pp.inner import EMBEDDING
+from hetero_pp.model import ModelShape, block_of
+from hetero_pp.simulator.costs import Part, cost_on, memory_of
+from hetero_pp.simulator.hardware import Hardware
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a group would run: what decides time and memory of a stage beside its layers."""
+
+    stages: int
+    micro_batches: int
+    sequences: int
+    """Of one micro-batch."""
+    length: int
+    extra_in_flight: int
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations the stage holds at most."""
+        return min(self.micro_batches, (self.stages - 1 - stage) * (1 + self.extra_in_flight) + 1)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameters of the model by what they belong to."""
+
+    embedding: int
+    layer: int
+    head: int
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
+        """From the shape of every parameter by name; all layers are alike."""
+        numbers = {"embedding": 0, "layer": 0, "head": 0}
+        first = "layers.0"
+        for name, shape in shapes.items():
+            if name == EMBEDDING:
+                numbers["embedding"] += math.prod(shape)
+            elif block_of(name) == first:
+                numbers["layer"] += math.prod(shape)
+            elif not name.startswith("layers."):
+                numbers["head"] += math.prod(shape)
+        return cls(**numbers)
+
+
+def stage_seconds(
+    shape: ModelShape, sizes: Sizes, hardware: Hardware, accelerators: int, stage: int, load: Load
+) -> Array:
+    """[L + 1] seconds of a micro-batch, with its share of the optimizer step; infinity where it does not fit."""
+    first, last = stage == 0, stage == load.stages - 1
+    found = np.full(shape.layers + 1, np.inf)
+    for layers in range(1, shape.layers - load.stages + 2):
+        parameters = layers * sizes.layer + first * sizes.embedding + last * sizes.head
+        part = Part(layers, first, last, parameters)
+        held = memory_of(shape, part, load.sequences, load.length, load.in_flight(stage))
+        if sum(held.values()) <= hardware.memory * accelerators:
+            cost = cost_on(shape, part, hardware, accelerators, load.sequences, load.length)
+            found[layers] = cost.forward + cost.backward + cost.update / load.micro_batches
+    return found
+
+
+def best_splits(costs: Array) -> tuple[Array, Array]:
+    """Layers of each stage [N, S] and seconds of the slowest one [N] (infinity if nothing fits), for costs [N, S, L+1].
+
+    Dynamic programming over stages and layers, exact: best(s, l) = min over k of max(best(s-1, l-k), cost(s, k)).
+    """
+    groups, stages, columns = costs.shape
+    best = costs[:, 0, :].copy()
+    taken = np.zeros((stages, groups, columns), dtype=int)
+    taken[0] = np.arange(columns)
+    for stage in range(1, stages):
+        before, best = best, np.full((groups, columns), np.inf)
+        for layers in range(stage + 1, columns):
+            own = np.arange(1, layers)
+            slowest = np.maximum(before[:, layers - own], costs[:, stage, own])
+            choice = slowest.argmin(axis=1)
+            best[:, layers] = slowest[np.arange(groups), choice]
+            taken[stage, :, layers] = own[choice]
+    counts = np.zeros((groups, stages), dtype=int)
+    left = np.full(groups, columns - 1)
+    for stage in reversed(range(stages)):
+        counts[:, stage] = taken[stage, np.arange(groups), left]
+        left -= counts[:, stage]
+    return counts, best[:, -1]
+
+
+def best_split(costs: Sequence[Array]) -> tuple[list[int], float]:
+    """The same of one group; the even split, earlier stages taking the remainder, if none is faster."""
+    counts, seconds = best_splits(np.stack(costs)[None])
+    share, more = divmod(len(costs[0]) - 1, len(costs))
+    even = [share + (stage < more) for stage in range(len(costs))]
+    if max(float(cost[count]) for cost, count in zip(costs, even, strict=True)) <= seconds[0]:
+        return even, float(seconds[0])
+    return counts[0].tolist(), float(seconds[0])

@@ -1,0 +1,60 @@
+"""The main function of every rank that torchrun starts for a datacenter replica."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hetero_pp.data.tokenizers import load_tokenizer
+from hetero_pp.errors import LinkError, RunFailed
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.resume import states_of
+from hetero_pp.program.torchrun import CONSEQUENCE, TOKEN, RankJob
+from hetero_pp.program.train import device_of, train_member
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.rpc.channels import keep_freed_memory
+from hetero_pp.rpc.exchange import ExchangeClient
+from hetero_pp.topology import DatacenterReplica
+from replica_groups.ranks import init_ranks
+
+
+@record
+def main() -> None:
+    """Train as one rank of the member that its argument names, until its standard input ends."""
+    job = RankJob(**json.loads(sys.argv[1]))
+    threading.Thread(target=_follow_parent, name="lifeline", daemon=True).start()
+    keep_freed_memory()
+    config = ConfigFile(Path(job.folder) / "config.yaml").config
+    torch.set_num_threads(config.threads)
+    plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
+    member = plan.members[job.member]
+    assert isinstance(member.replica, DatacenterReplica)
+    ranks = init_ranks(device_of(member.replica))
+    exchange = ExchangeClient(job.exchange, os.environ[TOKEN], job.member)
+    try:
+        if ranks.is_first:
+            exchange.join(job.member, "")
+        states = replace(states_of(plan, Path(job.folder), job.member), ranks=ranks)
+        train_member(plan, member, exchange, None, None, Path(job.cache), states, job.last_round, ranks)
+    except (LinkError, RunFailed) as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(CONSEQUENCE)
+    finally:
+        exchange.close()
+    ranks.close()
+
+
+def _follow_parent() -> None:
+    os.read(0, 1)
+    os._exit(CONSEQUENCE)
+
+
+if __name__ == "__main__":
+    main()

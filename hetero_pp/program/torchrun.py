@@ -1,0 +1,87 @@
+"""The ranks of a datacenter replica, started by torchrun's agent inside the member's process and watched over by it.
+
+Their standard input is a pipe that the member's process holds: when that process ends, however it does, so do they.
+The run's token goes through the environment, so that no list of processes shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from hetero_pp.errors import HeteroPPError, RunFailed
+from hetero_pp.topology import DatacenterReplica
+
+TOKEN = "HETERO_PP_TOKEN"
+"""The environment variable that carries the run's token to the ranks."""
+
+CONSEQUENCE = 3
+"""Exit code of a process that only stopped because another one failed."""
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What every rank of a member needs to know, as its only argument in JSON."""
+
+    member: str
+    folder: str
+    cache: str
+    exchange: str
+    last_round: int
+
+
+def run_ranks(replica: DatacenterReplica, run: str, job: RankJob, token: str) -> None:
+    """Run all of this node's ranks to their end.
+
+    Raises HeteroPPError with the first rank that failed and its cause; RunFailed if it failed because of another
+    member.
+    """
+    config = LaunchConfig(
+        min_nodes=replica.nodes,
+        max_nodes=replica.nodes,
+        nproc_per_node=replica.ranks,
+        run_id=f"{run}-{job.member}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=replica.rendezvous or "localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    os.environ[TOKEN] = token
+    with _lifeline():
+        try:
+            elastic_launch(config, sys.executable)("-m", "hetero_pp.program.rank_process", json.dumps(asdict(job)))
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode == CONSEQUENCE:
+                raise RunFailed(_cause(failure.message)) from None
+            how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else _cause(failure.message)
+            raise HeteroPPError(f"rank {rank} of {replica.name}: {how}") from None
+
+
+def _cause(message: object) -> str:
+    """The last line of what torch noted of a rank's exception."""
+    text = message.get("message", "") if isinstance(message, dict) else str(message)
+    lines = [line for line in str(text).splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+@contextmanager
+def _lifeline() -> Iterator[None]:
+    """Make a pipe this process's standard input, for its children: it ends when this process does."""
+    reading, writing = os.pipe()
+    kept = os.dup(0)
+    os.dup2(reading, 0)
+    os.close(reading)
+    try:
+        yield
+    finally:
+        os.close(writing)
+        os.dup2(kept, 0)
+        os.close(kept)

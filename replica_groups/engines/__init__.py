@@ -1,0 +1,1 @@
+"""Engines that train a whole replica: plain PyTorch, torchtitan, DeepSpeed; one contract."""

@@ -1,0 +1,35 @@
+"""What a whole replica offers the run, whatever trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from replica_groups.held import Held
+
+
+class Engine(Held, Protocol):
+    """A whole replica on one process, or on the ranks of one torchrun. Every rank makes every call, in one order.
+
+    Each rank is given the whole replica's tokens and takes those that are its own, so that what a replica trains on
+    does not depend on how many ranks it has. Losses and norms are the whole replica's, on every rank.
+    """
+
+    def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
+        """One inner step on tokens [B, L + 1]: (loss, gradient norm, learning rate). `step` counts over the run."""
+
+    def evaluate(self, validation: Sequence[Tensor]) -> float:
+        """Mean loss over batches [b, L + 1], by rows."""
+
+    def save(self, folder: Path) -> None:
+        """Write all that the next step depends on, beside the parameters too, into a folder of its own."""
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+
+
+Parameters = Mapping[str, Tensor]
+"""The whole model by name, fp32: what an engine starts from."""

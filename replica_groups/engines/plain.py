@@ -1,0 +1,39 @@
+"""`engine: torch`: one process that trains the whole replica with plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from replica_groups.held import HeldParameters
+from replica_groups.whole import WholeReplica
+
+_STATE = "replica.pt"
+
+
+class PlainEngine(HeldParameters):
+    """Implements Engine with a WholeReplica."""
+
+    def __init__(self, whole: WholeReplica) -> None:
+        super().__init__(whole.parameters)
+        self.whole = whole
+
+    def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
+        """See Engine."""
+        return self.whole.inner_step(tokens, step)
+
+    def evaluate(self, validation: Sequence[Tensor]) -> float:
+        """See Engine."""
+        return self.whole.evaluate(validation)
+
+    def save(self, folder: Path) -> None:
+        """See Engine."""
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self.whole.state(), folder / _STATE)
+
+    def load(self, folder: Path) -> None:
+        """See Engine."""
+        self.whole.load(torch.load(folder / _STATE, weights_only=True))

@@ -1,0 +1,254 @@
+"""`engine: torchtitan`: FSDP2, tensor parallelism, checkpointing and compilation, composed from torchtitan's parts.
+
+The model is the project's own; torchtitan's Trainer is not used. Parameters are DTensors in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import torchtitan.tools.utils
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.utils import clip_grad_norm_
+
+from hetero_pp.engine_settings import TorchtitanSettings
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import ModelShape, Transformer, next_token_loss
+from replica_groups.engines.engine import Parameters
+from replica_groups.held import Shape
+from replica_groups.ranks import Ranks
+
+
+class TitanEngine:
+    """Implements Engine. `parameters` are the whole model's; every rank keeps its shards of them."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        parameters: Parameters,
+        inner: InnerSettings,
+        total_steps: int,
+        micro_batches: int,
+        settings: TorchtitanSettings,
+        ranks: Ranks,
+    ) -> None:
+        self.inner, self.micro_batches, self.ranks = inner, micro_batches, ranks
+        self.shapes: Mapping[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(parameters.items())}
+        self.parallel = _parallel_dims(settings, ranks)
+        self.data_parallel = ranks.world // settings.tensor_parallel
+        self.part = ranks.rank // settings.tensor_parallel
+        """Which part of a micro-batch is this rank's."""
+        with torch.device("meta"):
+            self.module = Transformer(shape)
+        _parallelise(self.module, self.parallel, settings, ranks.device)
+        self.module.to_empty(device="cpu" if settings.cpu_offload else ranks.device)
+        self._named = {_plain(name): parameter for name, parameter in self.module.named_parameters()}
+        for name, tensor in parameters.items():
+            self.write(name, tensor)
+        self.optimizers = _optimizers(self.module, inner, ranks.device)
+        peak = inner.learning_rate
+        self.rates = LRSchedulersContainer(
+            self.optimizers, lambda step: inner.learning_rate_at(step, total_steps) / peak
+        )
+        self._is_local: dict[str, bool] = {}
+
+    def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
+        """See Engine."""
+        micro_batches = tokens.chunk(self.micro_batches)
+        loss = sum(self.backward(micro_batch, tokens[:, 1:].numel()) for micro_batch in micro_batches)
+        rate = self.rates.schedulers[0].get_last_lr()[0]
+        limit = self.inner.clip_norm
+        norm = clip_grad_norm_(list(self.module.parameters()), float("inf") if limit is None else limit)
+        self.optimizers.step()
+        self.rates.step()
+        self.optimizers.zero_grad()
+        return loss, norm.item(), rate
+
+    def backward(self, micro_batch: Tensor, targets: int) -> float:
+        """Accumulate the gradient of a micro-batch [b, L + 1]; its loss, as a share of a step of so many targets."""
+        own = micro_batch.to(self.ranks.device).chunk(self.data_parallel)[self.part]
+        logits = self.module(own[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), own[:, 1:].flatten(), reduction="sum") / targets
+        loss.backward()
+        return self._over_parts(loss.detach().double())
+
+    @torch.no_grad()
+    def evaluate(self, validation: Sequence[Tensor]) -> float:
+        """See Engine. Every rank takes part in every forward; one that has no rows left counts nothing."""
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for tokens in validation:
+            own = tokens.to(self.ranks.device).tensor_split(self.data_parallel)[self.part]
+            rows = own if len(own) else tokens[:1].to(self.ranks.device)
+            total += next_token_loss(self.module(rows[:, :-1]), rows[:, 1:]) * len(own)
+        return self._over_parts(total) / sum(len(tokens) for tokens in validation)
+
+    def _over_parts(self, value: Tensor) -> float:
+        """Sum over the parts of a batch; ranks that share a part have the same value."""
+        self.ranks.sum(value)
+        return value.item() * self.data_parallel / self.ranks.world
+
+    @torch.no_grad()
+    def read(self, name: str, rows: range) -> Tensor:
+        """See Held. Without communication where the shards are the rows that are asked for."""
+        parameter = self._named[name].detach()
+        assert isinstance(parameter, DTensor)
+        if self._are_local(name, parameter, rows):
+            return parameter.to_local()
+        return parameter.full_tensor()[rows.start : rows.stop]
+
+    def _are_local(self, name: str, parameter: DTensor, rows: range) -> bool:
+        """Whether every rank asks for just what it has; ranks agree on that once, as gathering takes all of them."""
+        if name not in self._is_local:
+            share = -(-len(parameter) // self.ranks.world)
+            start, stop = (min(rank * share, len(parameter)) for rank in (self.ranks.rank, self.ranks.rank + 1))
+            is_sharded = list(parameter.placements) == [Shard(0)]
+            self._is_local[name] = all(self.ranks.gather(is_sharded and rows == range(start, stop)))
+        return self._is_local[name]
+
+    def read_gradient(self, name: str) -> Tensor:
+        """See Held."""
+        gradient, self._named[name].grad = self._named[name].grad, None
+        if gradient is None:
+            return torch.zeros(self.shapes[name], device=self.ranks.device)
+        assert isinstance(gradient, DTensor)
+        return gradient.full_tensor()
+
+    @torch.no_grad()
+    def write(self, name: str, whole: Tensor) -> None:
+        """See Held."""
+        parameter = self._named[name]
+        assert isinstance(parameter, DTensor)
+        whole = whole.to(parameter.device_mesh.device_type)
+        new = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(new.to_local())
+
+    def finish_writing(self) -> None:
+        """See Held."""
+
+    def save(self, folder: Path) -> None:
+        """See Engine: in torch's distributed format, which another number of ranks can read."""
+        dcp.save(self._state(), checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        """See Engine."""
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        self.optimizers.load_state_dict(state["optimizer"])
+        self.rates.load_state_dict(state["rates"])
+
+    def _state(self) -> dict[str, dict]:
+        return {
+            "parameters": {name: parameter.detach() for name, parameter in self._named.items()},
+            "optimizer": self.optimizers.state_dict(),
+            "rates": self.rates.state_dict(),
+        }
+
+
+def _parallel_dims(settings: TorchtitanSettings, ranks: Ranks) -> ParallelDims:
+    kind = ranks.device.type
+    torchtitan.tools.utils.device_type = kind
+    torchtitan.tools.utils.device_module = getattr(torch, kind)
+    torchtitan.distributed.parallel_dims.device_type = kind
+    config = ParallelismConfig(
+        data_parallel_shard_degree=-1,
+        data_parallel_replicate_degree=settings.data_parallel_replicate,
+        tensor_parallel_degree=settings.tensor_parallel,
+        spmd_backend="partial_dtensor",
+    )
+    found = ParallelDims.from_config(config, ranks.world)
+    found.build_mesh()
+    return found
+
+
+def _parallelise(
+    module: Transformer, parallel: ParallelDims, settings: TorchtitanSettings, device: torch.device
+) -> None:
+    """In torchtitan's order: tensor parallelism, checkpointing, compilation, FSDP2."""
+    if parallel.tp_enabled:
+        _apply_tensor_parallelism(module, parallel)
+    if settings.activation_checkpointing != "none":
+        policy = FullAC if settings.activation_checkpointing == "full" else SelectiveAC
+        policy(policy.Config()).apply(module)
+    if settings.compile:
+        apply_compile(module, compile_config=CompileConfig(enable=True, components=["model"]), parallel_dims=parallel)
+    is_bf16 = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
+    apply_fsdp_to_decoder(
+        module,
+        parallel.get_mesh(["dp_replicate", "fsdp"] if parallel.dp_replicate_enabled else ["fsdp"]),
+        param_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        reduce_dtype=torch.float32,
+        pp_enabled=False,
+        cpu_offload=settings.cpu_offload,
+        reshard_after_forward_policy=settings.reshard_after_forward,
+    )
+    if device.type == "cpu":  # gloo cannot scale while it sums
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_force_sum_reduction_for_comms(True)
+
+
+def _apply_tensor_parallelism(module: Transformer, parallel: ParallelDims) -> None:
+    """Megatron's plan with sequence parallelism: columns then rows, hidden states cut by position in between."""
+    mesh = parallel.get_mesh("tp")
+    outer: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(module, mesh, outer)
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    gather_first = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
+    for block in module.layers.values():
+        layer: dict[str, ParallelStyle] = {
+            "attention_norm": SequenceParallel(),
+            "attention": gather_first,
+            "attention.wq": ColwiseParallel(),
+            "attention.wk": ColwiseParallel(),
+            "attention.wv": ColwiseParallel(),
+            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": gather,
+            "feed_forward.w1": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+            "feed_forward.w3": ColwiseParallel(),
+        }
+        parallelize_module(block, mesh, layer)
+
+
+def _optimizers(module: nn.Module, inner: InnerSettings, device: torch.device) -> OptimizersContainer:
+    """AdamW without decay on norms. The fused one knows no DTensors on a CPU."""
+    values = {"lr": inner.learning_rate, "betas": inner.betas, "eps": inner.epsilon}
+    groups = [
+        ParamGroupConfig(pattern="norm", optimizer_name="AdamW", optimizer_kwargs={**values, "weight_decay": 0.0}),
+        ParamGroupConfig(
+            pattern=".*", optimizer_name="AdamW", optimizer_kwargs={**values, "weight_decay": inner.weight_decay}
+        ),
+    ]
+    implementation = "fused" if device.type == "cuda" else "foreach"
+    config = OptimizersContainer.Config(param_groups=groups, implementation=implementation)
+    return OptimizersContainer(config, model_parts=[module])
+
+
+def _plain(name: str) -> str:
+    """The name without what wrappers put into it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

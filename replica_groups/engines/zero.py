@@ -1,0 +1,164 @@
+"""`engine: deepspeed`: ZeRO 0 to 3 with DeepSpeed's own JSON passed through.
+
+Nothing is compiled at start: DeepSpeed would build its shared-memory collectives, which a replica does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
+from torch import Tensor, nn
+
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import ModelShape, Transformer, next_token_loss
+from replica_groups.engines.engine import Parameters
+from replica_groups.held import Shape
+from replica_groups.ranks import Ranks
+
+
+class ZeroEngine:
+    """Implements Engine. `settings` is DeepSpeed's JSON, without what follows from the other arguments."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        parameters: Parameters,
+        inner: InnerSettings,
+        total_steps: int,
+        micro_batches: int,
+        micro_batch_size: int,
+        settings: Mapping[str, Any],
+        ranks: Ranks,
+    ) -> None:
+        self.inner, self.micro_batches, self.ranks = inner, micro_batches, ranks
+        self.shapes: Mapping[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(parameters.items())}
+        self.stage: int = settings.get("zero_optimization", {}).get("stage", 0)
+        module = Transformer(shape)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(parameters[name])
+        peak = inner.learning_rate
+        config = _config(settings, inner, micro_batches, micro_batch_size // ranks.world)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.engine, self.optimizer, _, self.rates = deepspeed.initialize(
+            model=module.to(ranks.device),
+            optimizer=None if "optimizer" in settings else _adamw(module, inner, ranks.device),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: inner.learning_rate_at(step, total_steps) / peak
+            ),
+            config=config,
+            dist_init_required=False,
+        )
+        self._named = dict(self.engine.module.named_parameters())
+        for name, tensor in parameters.items():  # into fp32 master weights, as those made from bf16 are rounded
+            self.write(name, tensor)
+        self.finish_writing()
+        self._knows_no_norm = not hasattr(self.optimizer, "_global_grad_norm")
+        """Plain data parallelism in fp32: gradients are whole on every rank, and DeepSpeed tells no norm of them."""
+
+    def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
+        """See Engine."""
+        rate = self.rates.get_last_lr()[0]
+        loss, norm = 0.0, None
+        for micro_batch in tokens.chunk(self.micro_batches):
+            loss += self.backward(micro_batch) / self.micro_batches
+            if self._knows_no_norm and self.engine.is_gradient_accumulation_boundary():
+                norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
+            self.engine.step()
+        norm = self.engine.get_global_grad_norm() if norm is None else norm
+        return loss, float(norm), rate
+
+    def backward(self, micro_batch: Tensor) -> float:
+        """Accumulate the gradient of a micro-batch [b, L + 1]; returns its mean loss."""
+        own = micro_batch.to(self.ranks.device).chunk(self.ranks.world)[self.ranks.rank]
+        loss = next_token_loss(self.engine(own[:, :-1]), own[:, 1:])
+        self.engine.backward(loss)
+        total = loss.detach().double()
+        self.ranks.sum(total)
+        return total.item() / self.ranks.world
+
+    @torch.no_grad()
+    def evaluate(self, validation: Sequence[Tensor]) -> float:
+        """See Engine. Every rank takes part in every forward; one that has no rows left counts nothing."""
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for tokens in validation:
+            own = tokens.to(self.ranks.device).tensor_split(self.ranks.world)[self.ranks.rank]
+            rows = own if len(own) else tokens[:1].to(self.ranks.device)
+            total += next_token_loss(self.engine(rows[:, :-1]), rows[:, 1:]) * len(own)
+        self.ranks.sum(total)
+        return total.item() / sum(len(tokens) for tokens in validation)
+
+    @torch.no_grad()
+    def read(self, name: str, rows: range) -> Tensor:
+        """See Held. DeepSpeed cuts flattened groups, so the parameter is made whole first."""
+        parameter = self._named[name]
+        whole = safe_get_full_fp32_param(parameter)
+        whole = parameter.detach().float() if whole is None else whole
+        return whole.view(self.shapes[name])[rows.start : rows.stop]
+
+    def read_gradient(self, name: str) -> Tensor:
+        """See Held: the mean over ranks of what was accumulated; it is cleared by the next step, not here."""
+        gradient = safe_get_full_grad(self._named[name])
+        if gradient is None:
+            return torch.zeros(self.shapes[name], device=self.ranks.device)
+        return gradient.detach().float().view(self.shapes[name])
+
+    @torch.no_grad()
+    def write(self, name: str, whole: Tensor) -> None:
+        """See Held: master weights, and where they are kept apart from it, what forward uses."""
+        parameter = self._named[name]
+        whole = whole.to(self.ranks.device)
+        safe_set_full_fp32_param(parameter, whole)
+        if self.stage == 3:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if self.ranks.is_first:
+                    parameter.data.copy_(whole)
+        elif not hasattr(parameter, "_hp_mapping"):
+            parameter.data.copy_(whole)
+
+    def finish_writing(self) -> None:
+        """See Held."""
+        if hasattr(self.optimizer, "update_lp_params"):
+            self.optimizer.update_lp_params()
+
+    def save(self, folder: Path) -> None:
+        """See Engine: in DeepSpeed's own format."""
+        self.engine.save_checkpoint(str(folder), tag="state")
+
+    def load(self, folder: Path) -> None:
+        """See Engine. Raises FileNotFoundError if nothing was saved there."""
+        found, _ = self.engine.load_checkpoint(str(folder), tag="state")
+        if found is None:
+            raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint")
+
+
+def _config(
+    settings: Mapping[str, Any], inner: InnerSettings, micro_batches: int, rows_per_rank: int
+) -> dict[str, Any]:
+    """The user's JSON and what follows from the run. A plain AdamW of torch's is allowed under ZeRO."""
+    allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9}
+    return {
+        **allowed,
+        **settings,
+        "train_micro_batch_size_per_gpu": rows_per_rank,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": inner.clip_norm or 0.0,
+    }
+
+
+def _adamw(module: nn.Module, inner: InnerSettings, device: torch.device) -> torch.optim.Optimizer:
+    """Without decay on norms."""
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": inner.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    fused = device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=inner.learning_rate, betas=inner.betas, eps=inner.epsilon, fused=fused)

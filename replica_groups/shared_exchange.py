@@ -1,0 +1,80 @@
+"""One member's exchange for all ranks of its replica: the first asks, and all get the answer or fail with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from hetero_pp.errors import HeteroPPError, RunFailed
+from hetero_pp.outer.exchange_port import ExchangePort
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
+from replica_groups.ranks import Ranks
+
+_ANSWER, _ERROR = b"\0", b"\1"
+
+
+class SharedExchange:
+    """Implements ExchangePort on every rank; only the first has an `exchange`.
+
+    What has an answer is asked by all ranks together; what has none is done by the first alone.
+    """
+
+    def __init__(self, exchange: ExchangePort | None, ranks: Ranks) -> None:
+        self._exchange = exchange
+        self._ranks = ranks
+
+    def join(self, member: str, address: str) -> None:
+        """See ExchangePort."""
+        if self._exchange is not None:
+            self._exchange.join(member, address)
+
+    def locate(self, member: str) -> str:
+        """See ExchangePort."""
+        return self._ask(lambda exchange: exchange.locate(member).encode()).decode()
+
+    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """See ExchangePort. Tensor by tensor, as all of a large model would be twice in memory."""
+        return {name: self._tensor(name) for name in names}
+
+    def _tensor(self, name: str) -> Tensor:
+        return load(self._ask(lambda exchange: save(exchange.snapshot([name]))))[name]
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+        """See ExchangePort."""
+        if self._exchange is not None:
+            self._exchange.deposit(member, address, data)
+
+    def record(self, round_: int) -> RoundRecord:
+        """See ExchangePort."""
+        return RoundRecord.FromString(self._ask(lambda exchange: exchange.record(round_).SerializeToString()))
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        """See ExchangePort."""
+        return self._ask(lambda exchange: exchange.fetch(member, round_, replica, block))
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        """See ExchangePort."""
+        if self._exchange is not None:
+            self._exchange.confirm(member, round_, sha256)
+
+    def report(self, reports: Sequence[Report]) -> None:
+        """See ExchangePort."""
+        if self._exchange is not None:
+            self._exchange.report(reports)
+
+    def _ask(self, question: Callable[[ExchangePort], bytes]) -> bytes:
+        answer, failure = None, None
+        if self._exchange is not None:
+            try:
+                answer = _ANSWER + question(self._exchange)
+            except HeteroPPError as error:
+                answer, failure = _ERROR + str(error).encode(), error
+        told = self._ranks.broadcast_bytes(answer)
+        if failure is not None:
+            raise failure
+        if told[:1] == _ERROR:
+            raise RunFailed(told[1:].decode())
+        return told[1:]

@@ -1,0 +1,204 @@
+"""What one rank of test_contract.py runs: `python rank.py ENGINE [SETTINGS, ...] FOLDER`, by torchrun or alone.
+
+Puts an engine with each of the settings through the contract, beside plain PyTorch in the same process. Writes
+FOLDER/<index of the settings>-<rank>.json: how far both are apart.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetero_pp.engine_settings import TorchtitanSettings
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import ModelSettings, Transformer, initialise
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
+from hetero_pp.pseudo_gradient.rows import rows_of
+from hetero_pp.snapshot import Snapshot
+from replica_groups.engines.build import build_engine
+from replica_groups.engines.engine import Engine
+from replica_groups.engines.plain import PlainEngine
+from replica_groups.exchange import Exchange, Roster
+from replica_groups.log import ContributionLog
+from replica_groups.outer_round import OuterRound
+from replica_groups.ranks import Ranks, init_ranks
+from replica_groups.replay import shapes_by_block
+from replica_groups.shared_exchange import SharedExchange
+from replica_groups.whole import WholeReplica
+
+SHAPE = ModelSettings(width=64, layers=2, heads=4, feed_forward=160, vocabulary=200).resolve(None)
+INNER = InnerSettings(learning_rate=1e-3, warmup_steps=2)
+STEPS, BATCH, MICRO_BATCHES, TILE = 8, 8, 2, (64, 64)
+
+
+def _tokens(seed: int) -> torch.Tensor:
+    return torch.randint(0, SHAPE.vocabulary, (BATCH, 17), generator=torch.Generator().manual_seed(seed))
+
+
+def _model() -> Transformer:
+    model = Transformer(SHAPE)
+    initialise(model, 1)
+    return model
+
+
+def _build(engine: str, settings: dict[str, Any], ranks: Ranks, micro_batches: int = MICRO_BATCHES) -> Engine:
+    return build_engine(
+        engine,
+        SHAPE,
+        dict(_model().named_parameters()),
+        INNER,
+        STEPS,
+        micro_batches,
+        BATCH // micro_batches,
+        TorchtitanSettings.model_validate(settings if engine == "torchtitan" else {}),
+        settings if engine == "deepspeed" else {},
+        ranks,
+    )
+
+
+def _apart(engine: Engine, plain: PlainEngine, ranks: Ranks) -> float:
+    """The largest difference of any parameter, over this rank's rows; checks that rows are what `rows_of` cuts."""
+    largest = 0.0
+    for name, shape in plain.shapes.items():
+        rows = rows_of(shape, TILE, ranks.rank, ranks.world)
+        ours, theirs = engine.read(name, rows).cpu(), plain.read(name, rows)
+        assert ours.shape == theirs.shape and ours.dtype == torch.float32, name
+        if ours.numel():
+            largest = max(largest, (ours - theirs).abs().max().item())
+    return largest
+
+
+def _gradients(engine: Any, plain: PlainEngine) -> float:
+    """The largest difference of any gradient of one step, taken in one micro-batch."""
+    rows = _tokens(50)
+    if isinstance(engine, PlainEngine):
+        engine.whole.backward(rows, 0)
+    elif hasattr(engine, "parallel"):
+        engine.backward(rows, rows[:, 1:].numel())
+    else:
+        engine.backward(rows)
+    largest = 0.0
+    plain.whole.micro_batches = 1
+    plain.whole.backward(rows, 0)
+    plain.whole.micro_batches = MICRO_BATCHES
+    for name in plain.shapes:
+        largest = max(largest, (engine.read_gradient(name) - plain.read_gradient(name)).abs().max().item())
+    return largest
+
+
+class Round:
+    """Outer rounds of two replicas that hold the same: the engine on all ranks, and plain PyTorch on the first."""
+
+    settings = OuterSettings(rounds=2, momentum=0.5, nesterov=True)
+
+    def __init__(self, engine: Engine, plain: PlainEngine, start: dict[str, torch.Tensor], folder: Path, ranks: Ranks):
+        self.ranks, self.shapes = ranks, plain.shapes
+        blocks = frozenset(shapes_by_block(plain.shapes))
+        roster = Roster({"engine": "engine", "plain": "plain"}, {"engine": blocks, "plain": blocks})
+        self.exchange = Exchange(
+            "run", roster, Snapshot(0, start, None), self.settings, ContributionLog(folder / "log")
+        )
+        shared = SharedExchange(self.exchange if ranks.is_first else None, ranks)
+        self.sharded = OuterRound("run", "engine", "engine", engine, start, shared, self.settings, ranks=ranks)
+        self.whole = OuterRound("run", "plain", "plain", plain, start, self.exchange, self.settings)
+
+    def synchronise(self, round_: int) -> None:
+        if not self.ranks.is_first:
+            self.sharded.synchronise(round_)
+            return
+        other = threading.Thread(target=self.whole.synchronise, args=(round_,))
+        other.start()
+        self.sharded.synchronise(round_)
+        other.join()
+
+    def contributions_apart(self, round_: int) -> tuple[bool, float]:
+        """Whether both kept the same positions, and how far the values are apart, relative to the largest."""
+        same, apart = True, 0.0
+        for block, shapes in shapes_by_block(self.shapes).items():
+            ours, theirs = (
+                decode_blob(
+                    self.exchange.log.read_blob(round_, replica, block),
+                    BlobAddress("run", round_, replica, block),
+                    shapes,
+                    self.settings.compression,
+                )
+                for replica in ("engine", "plain")
+            )
+            for name in shapes:
+                same = same and torch.equal(ours[name].indices, theirs[name].indices)
+                gap = (ours[name].values - theirs[name].values).abs().max() / theirs[name].values.abs().max()
+                apart = max(apart, gap.item())
+        return same, apart
+
+
+def _outer_rounds(engine: Engine, plain: PlainEngine, folder: Path, ranks: Ranks) -> dict[str, object]:
+    """Two rounds from equal weights; after each, both replicas have to hold the same bits."""
+    start = {name: engine_rows.clone() for name, engine_rows in plain.whole.module.state_dict().items()}
+    rounds = Round(engine, plain, start, folder, ranks)
+    equal = []
+    for round_ in (1, 2):
+        for index, (name, shape) in enumerate(plain.shapes.items()):
+            moved = torch.randn(shape, generator=torch.Generator().manual_seed(100 * round_ + index)) * 0.01
+            for one in (engine, plain):
+                one.write(name, start[name] + moved)
+        engine.finish_writing()
+        rounds.synchronise(round_)
+        if ranks.is_first:
+            wholes = {name: rounds.whole.theta[name] for name in plain.shapes}
+        for name, part in rounds.sharded.theta.items():
+            whole = ranks.gather_rows(part, plain.shapes[name][0])
+            held = engine.read(name, rows_of(plain.shapes[name], TILE, ranks.rank, ranks.world))
+            equal.append(bool(held.equal(part)) and (not ranks.is_first or whole.equal(wholes[name])))
+            plain.write(name, whole)  # on the other ranks it takes no part in rounds
+        start = {name: ranks.gather_rows(part, plain.shapes[name][0]) for name, part in rounds.sharded.theta.items()}
+    kept = sum(tensor.numel() for tensor in rounds.sharded.error.values())
+    found: dict[str, object] = {"equal": all(equal), "kept": kept}
+    if ranks.is_first:
+        found["contributions"] = [rounds.contributions_apart(round_) for round_ in (1, 2)]
+    return found
+
+
+def _contract(name: str, settings: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, object]:
+    """Start, gradients, steps, evaluation, saving and loading, writing, outer rounds, and a step after them."""
+    engine = _build(name, settings, ranks)
+    plain = PlainEngine(WholeReplica("r", _model(), INNER, STEPS, MICRO_BATCHES))
+    found: dict[str, object] = {"names": list(engine.shapes) == sorted(plain.shapes)}
+    found["start"] = _apart(engine, plain, ranks)
+    found["gradients"] = _gradients(_build(name, settings, ranks, micro_batches=1), plain)
+    validation = [_tokens(90)[:3], _tokens(91)[:1]]
+    pairs = [(engine.inner_step(_tokens(step), step), plain.inner_step(_tokens(step), step)) for step in range(3)]
+    found["steps"] = pairs
+    found["trained"] = _apart(engine, plain, ranks)
+    found["evaluation"] = [engine.evaluate(validation), plain.evaluate(validation)]
+    engine.save(folder / "saved")
+    following = [engine.inner_step(_tokens(step), step) for step in range(3, 6)]
+    again = _build(name, settings, ranks)
+    again.load(folder / "saved")
+    found["resumed"] = [following, [again.inner_step(_tokens(step), step) for step in range(3, 6)]]
+    found["outer"] = _outer_rounds(engine, plain, folder, ranks)
+    found["evaluation after"] = [engine.evaluate(validation), plain.evaluate(validation)]
+    found["step after"] = [engine.inner_step(_tokens(7), 6), plain.inner_step(_tokens(7), 6)]
+    return found
+
+
+def main(name: str, cases: list[dict[str, Any]], folder: Path) -> None:
+    """One contract after the other."""
+    torch.set_num_threads(1)
+    ranks = init_ranks(torch.device("cpu"))
+    for index, settings in enumerate(cases):
+        own = folder / str(index)
+        if ranks.is_first:
+            own.mkdir()
+        ranks.gather(0.0)  # it is there before anybody writes into it
+        (folder / f"{index}-{ranks.rank}.json").write_text(json.dumps(_contract(name, settings, own, ranks)))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,77 @@
+"""One contract for every engine of a datacenter replica, on real ranks, beside plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("rank.py")
+
+CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
+    "torch": (1, [{}]),
+    "torchtitan": (
+        2,
+        [{}, {"tensor_parallel": 2, "activation_checkpointing": "full"}, {"data_parallel_replicate": 2}],
+    ),
+    "deepspeed": (
+        2,
+        [{"zero_optimization": {"stage": stage}} for stage in range(4)]
+        + [{"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}],
+    ),
+}
+"""Ranks, and settings that are tried one after the other: starting Python takes longer than a contract."""
+
+
+def torchrun(ranks: int, script: Path, *arguments: str) -> None:
+    """Run a script on so many ranks of this machine, or as it is."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *start, str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+
+
+def _is_exact(settings: dict[str, Any]) -> bool:
+    return "bf16" not in settings
+
+
+@pytest.mark.parametrize("engine", CASES)
+def test_an_engine_is_plain_pytorch_on_ranks(engine: str, tmp_path: Path) -> None:
+    ranks, cases = CASES[engine]
+    torchrun(ranks, SCRIPT, engine, json.dumps(cases), str(tmp_path))
+    for index, settings in enumerate(cases):
+        everyone = [json.loads((tmp_path / f"{index}-{rank}.json").read_text()) for rank in range(ranks)]
+        _check_training(everyone, 1e-5 if _is_exact(settings) else 1e-2)
+        _check_outer_rounds(everyone, 1e-5 if _is_exact(settings) else 1e-2)
+
+
+def _check_training(everyone: list[dict[str, Any]], tolerance: float) -> None:
+    for found in everyone:
+        assert found["names"]
+        assert found["start"] == 0.0  # fp32 weights are those of the start, to the bit
+        assert found["gradients"] < tolerance
+        for (loss, norm, rate), (loss_, norm_, rate_) in found["steps"]:
+            assert loss == pytest.approx(loss_, rel=tolerance)
+            assert norm == pytest.approx(norm_, rel=tolerance)
+            assert rate == pytest.approx(rate_)
+        assert found["evaluation"][0] == pytest.approx(found["evaluation"][1], rel=tolerance)
+        following, resumed = found["resumed"]
+        assert following == resumed
+        assert found["steps"] == everyone[0]["steps"]  # every rank tells the whole replica's loss and norm
+
+
+def _check_outer_rounds(everyone: list[dict[str, Any]], tolerance: float) -> None:
+    """Positions are those that one process keeps, values to 1e-6, and what all hold afterwards is equal to the bit."""
+    for same_positions, apart in everyone[0]["outer"]["contributions"]:
+        assert same_positions
+        assert apart < 1e-6
+    for found in everyone:
+        assert found["outer"]["equal"]
+        assert found["evaluation after"][0] == pytest.approx(found["evaluation after"][1], rel=tolerance)
+        assert found["step after"][0][0] == pytest.approx(found["step after"][1][0], rel=tolerance)
+    kept = [found["outer"]["kept"] for found in everyone]
+    assert sum(kept) == 120128  # error feedback is cut, nothing of it is kept twice: one value a parameter

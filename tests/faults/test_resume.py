@@ -1,0 +1,116 @@
+"""A run that is killed goes on where all its members were, and comes to what an unbroken one comes to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+ROUNDS = 5
+
+ON_RANKS = """
+name: ranks
+model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
+data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 10}
+inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
+outer: {rounds: 5, compression: {density: 1/32}}
+snapshots: {every: 1}
+replicas:
+  - {name: titan, kind: datacenter, engine: torchtitan, ranks: 2, batch_size: 4, device: cpu}
+  - {name: plain, kind: datacenter, batch_size: 4, device: cpu}
+"""
+
+
+def _command(config: Path, corpus: Path, runs: Path, *more: str) -> list[str]:
+    settings = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1"]
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return [sys.executable, "-m", "hetero_pp", "launch", str(config), "--runs", str(runs), *sets, *more]
+
+
+def _summary(command: Sequence[str], runs: Path, name: str) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((runs / name / "summary.json").read_text())
+
+
+class Launched:
+    """A run in the background, and every process of it."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.folder = folder
+
+    def wait_for_state(self, round_: int) -> list[psutil.Process]:
+        """Until every member has saved its state after a round."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.process.communicate()
+            members = [path for path in (self.folder / "state").glob("*") if path.is_dir()]
+            if len(members) > 1 and all((path / f"round-{round_:06d}").is_dir() for path in members):
+                return psutil.Process(self.process.pid).children(recursive=True)
+        pytest.fail("the run did not get that far")
+
+
+@pytest.fixture
+def launch() -> Iterator[Any]:
+    runs: list[Launched] = []
+
+    def start(command: Sequence[str], folder: Path) -> Launched:
+        runs.append(Launched(command, folder))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, launch: Any) -> None:
+    unbroken = _summary(_command(MIXED, corpus, tmp_path / "a", "--in-process"), tmp_path / "a", "mixed")
+    command = _command(MIXED, corpus, tmp_path / "b")
+    run = launch(command, tmp_path / "b" / "mixed")
+    everyone = run.wait_for_state(2)
+    run.process.send_signal(signal.SIGKILL)
+    assert not psutil.wait_procs(everyone, timeout=10)[1]
+    resumed = _summary([*command, "--resume"], tmp_path / "b", "mixed")
+    assert resumed["parameters_sha256"] == unbroken["parameters_sha256"]
+    assert resumed["validation_loss"] == unbroken["validation_loss"]
+    assert resumed["rounds"] == ROUNDS
+    assert [one["tokens"] for one in resumed["replicas"]] == [one["tokens"] for one in unbroken["replicas"]]
+    assert resumed["contributions"] == unbroken["contributions"]
+
+
+def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any) -> None:
+    config = tmp_path / "ranks.yaml"
+    config.write_text(ON_RANKS)
+    unbroken = _summary(_command(config, corpus, tmp_path / "a"), tmp_path / "a", "ranks")
+    command = _command(config, corpus, tmp_path / "b")
+    run = launch(command, tmp_path / "b" / "ranks")
+    everyone = run.wait_for_state(2)
+    ranks = [process for process in everyone if "hetero_pp.program.rank_process" in process.cmdline()]
+    assert len(ranks) == 2
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    errors = run.process.communicate(timeout=30)[1]
+    assert run.process.returncode == 1
+    assert not psutil.wait_procs(everyone, timeout=10)[1]
+    assert "titan: rank 1 of titan: killed by SIGKILL" in errors
+    resumed = _summary([*command, "--resume"], tmp_path / "b", "ranks")
+    assert resumed["validation_loss"] == pytest.approx(unbroken["validation_loss"], rel=1e-6)
+    assert len(set(resumed["parameters_sha256"].values())) == 1
+
+
+def test_nothing_to_go_on_with(corpus: Path, tmp_path: Path) -> None:
+    command = _command(MIXED, corpus, tmp_path, "--resume", "--in-process")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert f"--resume: found no run in {tmp_path / 'mixed'}" in done.stderr

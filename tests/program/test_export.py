@@ -1,0 +1,412 @@
+"""Models that leave as LLaMA checkpoints and come in as such: against transformers, and to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.sources import open_source
+from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
+from hetero_pp.errors import ConfigError
+from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise
+from hetero_pp.program.all_replicas import AllReplicas
+from hetero_pp.program.cli import app
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.hugging_face.config_json import read_architecture
+from hetero_pp.program.hugging_face.names import halves_of_pairs, pairs_of_halves, ungrouped
+from hetero_pp.program.hugging_face.reading import read_parameters
+from hetero_pp.program.hugging_face.tokenizer_files import write_tokenizer
+from hetero_pp.program.hugging_face.writing import shards_of, write_model, write_weights
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.snapshot import load_snapshot
+
+SHAPE = ModelShape(width=48, layers=2, heads=3, feed_forward=80, vocabulary=300, rope_theta=5000.0, norm_epsilon=1e-4)
+TEXTS = [
+    "",
+    "plain text",
+    "  spaces,\ttabs\r\nand lines\n",
+    "Grüße, 世界 🌍",
+    "<|endoftext|> spelt out",
+    "N\0UL",
+    "\x7f\x80ÿ",
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    """Weights with norms that differ, so that a swapped one is seen."""
+    module = Transformer(SHAPE)
+    initialise(module, seed=4)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            elif name.startswith("layers"):
+                parameter *= 2  # so that attention has a say in the logits
+    return module
+
+
+def _parameters(model: Transformer) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _shapes(shape: ModelShape = SHAPE) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Transformer(shape).named_parameters()}
+
+
+def _export(model: Transformer, folder: Path, dtype: Any = "fp32") -> Path:
+    folder.mkdir(exist_ok=True)
+    write_model(folder, _parameters(model).__getitem__, _shapes(), SHAPE, DataSettings(sequence_length=32), dtype)
+    return folder
+
+
+def _logits(model: Transformer, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(tokens)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(SHAPE.vocabulary, (3, 32), generator=torch.Generator().manual_seed(2))
+
+
+def test_transformers_has_the_same_logits(model: Transformer, tokens: Tensor, tmp_path: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(_export(model, tmp_path / "out"))
+    assert isinstance(theirs, LlamaForCausalLM)
+    assert theirs.dtype == torch.float32
+    with torch.no_grad():
+        found = theirs(tokens).logits
+    expected = _logits(model, tokens)
+    assert expected.std() > 0.5  # logits that say something
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_what_was_written_is_read_to_the_bit(model: Transformer, tmp_path: Path) -> None:
+    folder = _export(model, tmp_path / "out")
+    assert read_architecture(folder).shape == SHAPE
+    read = read_parameters(folder, _shapes())
+    assert list(read) == sorted(_shapes())
+    for name, parameter in _parameters(model).items():
+        assert torch.equal(read[name], parameter), name
+
+
+def test_bf16_is_the_rounded_parameter(model: Transformer, tmp_path: Path) -> None:
+    folder = _export(model, tmp_path / "out", "bf16")
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    for name, parameter in read_parameters(folder, _shapes()).items():
+        assert torch.equal(parameter, _parameters(model)[name].bfloat16().float()), name
+
+
+def test_shards_have_an_index_that_transformers_follows(model: Transformer, tokens: Tensor, tmp_path: Path) -> None:
+    folder = _export(model, tmp_path / "out")
+    (folder / "model.safetensors").unlink()
+    size = write_weights(folder, _parameters(model).__getitem__, _shapes(), SHAPE.heads, torch.float32, 60_000)
+    files = sorted(folder.glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert size == sum(tensor.numel() * 4 for file in files for tensor in load_file(file).values())
+    assert all(sum(t.numel() * 4 for t in load_file(file).values()) <= 60_000 for file in files)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, _logits(model, tokens), rtol=0, atol=1e-5)
+    read = read_parameters(folder, _shapes())
+    assert all(torch.equal(read[name], parameter) for name, parameter in _parameters(model).items())
+
+
+def test_shards_are_full_and_in_order() -> None:
+    assert shards_of({"a": 3, "b": 3, "c": 4, "d": 11, "e": 1}, 10) == [["a", "b", "c"], ["d"], ["e"]]
+    assert shards_of({"a": 3, "b": 8}, 10) == [["a"], ["b"]]
+
+
+def test_rows_change_places_within_each_head() -> None:
+    """Two heads of four dimensions: dimension 2 j goes to j, 2 j + 1 to j + 2."""
+    weight = torch.arange(8.0)[:, None].expand(8, 3)
+    assert halves_of_pairs(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert torch.equal(pairs_of_halves(halves_of_pairs(weight, 2), 2), weight)
+    assert ungrouped(weight, 2, 4)[:, 0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}, {"tie_word_embeddings": True}], ids=str)
+def test_checkpoints_of_transformers_are_read(changes: dict[str, Any], tokens: Tensor, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        intermediate_size=56,
+        vocab_size=SHAPE.vocabulary,
+        initializer_range=0.1,
+        rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+        **changes,
+    )
+    theirs = LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    architecture = read_architecture(tmp_path)
+    assert (architecture.shape.rope_theta, architecture.shape.norm_epsilon) == (700.0, 1e-6)
+    ours = Transformer(architecture.shape)
+    ours.load_state_dict(read_parameters(tmp_path, _shapes(architecture.shape)))
+    with torch.no_grad():
+        torch.testing.assert_close(_logits(ours, tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
+REFUSED = {
+    "architecture": ({"model_type": "qwen2"}, "model_type: found `qwen2`, expected `llama`"),
+    "no architecture": ({"model_type": None}, "model_type: found nothing, expected `llama`"),
+    "biases": ({"attention_bias": True}, "attention_bias: found `True`, expected `False`"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act: found `gelu`, expected `silu`"),
+    "head width": ({"head_dim": 32}, "head_dim: found `32`, expected `16`"),
+    "old scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling: found `linear`, expected none"),
+    "new scaling": (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
+        "rope scaling: found `llama3`, expected none",
+    ),
+    "no width": ({"hidden_size": None}, "hidden_size: found nothing, expected a number"),
+    "uneven heads": ({"num_attention_heads": 5}, "num_attention_heads: found `5`, expected a divisor of half"),
+    "uneven groups": ({"num_key_value_heads": 2}, "num_key_value_heads: found `2`, expected a divisor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_models_are_refused(case: str, model: Transformer, tmp_path: Path) -> None:
+    changes, words = REFUSED[case]
+    path = _export(model, tmp_path / "out") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError) as caught:
+        read_architecture(path.parent)
+    assert caught.value.key == ("model", "weights")
+    assert words in caught.value.message
+
+
+def test_damaged_checkpoints_are_refused(model: Transformer, tmp_path: Path) -> None:
+    folder = _export(model, tmp_path / "out")
+    file = folder / "model.safetensors"
+    good = load_file(file)
+
+    def complaint(tensors: dict[str, Tensor]) -> str:
+        save_file(tensors, file)
+        with pytest.raises(ConfigError) as caught:
+            read_parameters(folder, _shapes())
+        assert caught.value.key == ("model", "weights")
+        return caught.value.message
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert f"no tensor `{name}`" in complaint({key: value for key, value in good.items() if key != name})
+    assert "[80, 47]" in complaint(good | {name: good[name][:, 1:].contiguous()})
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    assert f"found a tensor `{bias}`" in complaint(good | {bias: torch.zeros(48)})
+    file.write_bytes(b"not safetensors")
+    with pytest.raises(ConfigError, match="no readable"):
+        read_parameters(folder, _shapes())
+    file.unlink()
+    with pytest.raises(ConfigError, match="no readable"):
+        read_parameters(folder, _shapes())
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="JSON object"):
+        read_architecture(folder)
+
+
+def test_the_byte_tokenizer_is_the_same_everywhere(tmp_path: Path) -> None:
+    separator = write_tokenizer(DataSettings(), tmp_path)
+    ours, file, theirs = (
+        ByteTokenizer(),
+        FileTokenizer(tmp_path / "tokenizer.json"),
+        AutoTokenizer.from_pretrained(tmp_path),
+    )
+    assert (separator, file.separator, file.vocabulary) == (ours.separator, ours.separator, ours.vocabulary)
+    assert (theirs.eos_token_id, theirs.bos_token_id, len(theirs)) == (0, 0, 256)
+    for text, expected in zip(TEXTS, ours.encode_batch(TEXTS), strict=True):
+        assert file.encode_batch([text])[0].tolist() == expected.tolist(), text
+        if "<|endoftext|>" not in text:  # which transformers takes for the token
+            assert theirs(text)["input_ids"] == expected.tolist(), text
+            assert theirs.decode(expected) == ours.decode(expected), text
+    broken = torch.randint(256, (500,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert file.decode(broken) == ours.decode(broken)
+    assert file.decode(range(256)) == ours.decode(range(256))
+
+
+@pytest.mark.parametrize("end", ["</s>", None])
+def test_a_tokenizer_of_the_user_is_copied(end: str | None, tmp_path: Path) -> None:
+    """With a token for its separator, if it has none; without that, byte by byte."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=[end] if end else [], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the replica sends what the stage of the replica waits for"] * 9, trainer)
+    own, copied = tmp_path / "own", tmp_path / "copied"
+    own.mkdir()
+    copied.mkdir()
+    tokenizer.save(str(own / "tokenizer.json"))
+    if end:
+        (own / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "model_max_length": 77}))
+    before = load_tokenizer(DataSettings(tokenizer=str(own)))
+    separator = write_tokenizer(DataSettings(tokenizer=str(own / "tokenizer.json")), copied)
+    after, theirs = FileTokenizer(copied / "tokenizer.json"), AutoTokenizer.from_pretrained(copied)
+    assert separator == before.separator == after.separator == theirs.eos_token_id
+    assert before.vocabulary == after.vocabulary == len(theirs)
+    is_same = (own / "tokenizer.json").read_bytes() == (copied / "tokenizer.json").read_bytes()
+    assert is_same == (end is not None)
+    assert theirs.eos_token == (end or "<|endoftext|>")
+    assert (theirs.model_max_length == 77) == (end is not None)
+    text = "the replica waits, für immer"
+    ids = before.encode_batch([text])[0].tolist()
+    assert after.encode_batch([text])[0].tolist() == theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+
+
+RUN = """\
+name: first
+model: {width: 32, heads: 2, feed_forward: 48, layers: 3, rope_theta: 900.0}
+data: {corpus: CORPUS, sequence_length: 24, validation_share: 0.1, validation_sequences: 6}
+inner: {steps: 3, learning_rate: 1e-2, warmup_steps: 2}
+outer: {rounds: 3, momentum: 0.5, nesterov: true}
+replicas:
+  - {name: a, kind: datacenter, batch_size: 4}
+  - {name: b, kind: datacenter, batch_size: 4}
+snapshots: {every: 1}
+"""
+CONTINUED = """\
+name: second
+data: {corpus: CORPUS, sequence_length: 24, validation_share: 0.1, validation_sequences: 6}
+inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 1}
+outer: {rounds: 2}
+links: {home: {bandwidth: 1 Gbit/s}}
+replicas:
+  - {name: dc, kind: datacenter, batch_size: 4}
+  - {name: home, kind: participants, stages: 3, batch_size: 4, link: home, boundary: {rank: 1/4}}
+"""
+
+
+def _invoke(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return result.exit_code, result.stderr
+
+
+def _losses(run: Path) -> dict[str, Any]:
+    summary = json.loads((run / "summary.json").read_text())
+    return {replica["name"]: replica for replica in summary["replicas"]}
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of three rounds."""
+    folder = tmp_path_factory.mktemp("first")
+    (folder / "run.yaml").write_text(RUN.replace("CORPUS", str(corpus)))
+    assert _invoke("launch", "--in-process", folder / "run.yaml", "--runs", folder / "runs") == (0, "")
+    return folder / "runs" / "first"
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    """Its model."""
+    assert _invoke("export", run, "--format", "hf", "--to", run.parent / "hf", "--dtype", "fp32") == (0, "")
+    return run.parent / "hf"
+
+
+def test_a_run_is_exported_after_its_last_round(run: Path, exported: Path) -> None:
+    theta = load_snapshot(run / "log" / "snapshot-000003.safetensors").parameters
+    read = read_parameters(exported, {name: tuple(tensor.shape) for name, tensor in theta.items()})
+    assert all(torch.equal(read[name], tensor) for name, tensor in theta.items())
+
+
+def test_a_round_without_a_snapshot_is_replayed(run: Path, tmp_path: Path) -> None:
+    kept = load_snapshot(run / "log" / "snapshot-000002.safetensors").parameters
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    for number in (1, 2, 3):
+        (copy / "log" / f"snapshot-{number:06d}.safetensors").unlink()
+    assert _invoke("export", copy, "--to", tmp_path / "hf", "--round", 2) == (0, "")
+    read = read_parameters(tmp_path / "hf", {name: tuple(tensor.shape) for name, tensor in kept.items()})
+    assert all(torch.equal(read[name], tensor) for name, tensor in kept.items())
+    code, errors = _invoke("export", copy, "--to", tmp_path / "other", "--round", 4)
+    assert (code, "the log in" in errors, "ends before round 4" in errors) == (2, True, True)
+    assert not (tmp_path / "other").exists()
+    (copy / "log" / "snapshot-000000.safetensors").unlink()
+    assert "found no snapshot" in _invoke("export", copy, "--to", tmp_path / "other")[1]
+
+
+def test_what_cannot_be_exported_is_said(run: Path, exported: Path, tmp_path: Path) -> None:
+    for folder, to, words in [
+        (tmp_path, tmp_path / "new", f"{tmp_path}: found no config.yaml, expected the folder of a run"),
+        (run, exported, f"--to {exported}: found files there, expected a new or an empty folder"),
+        (run, run / "config.yaml" / "new", f"--to {run / 'config.yaml' / 'new'}: cannot be made (Not a directory)"),
+    ]:
+        code, errors = _invoke("export", folder, "--to", to)
+        assert code == 2
+        assert errors.startswith(f"hetero-pp: {words}"), errors
+        assert len(errors.splitlines()) == 1
+
+
+def test_an_uncompressed_run_goes_on_where_the_first_one_ended(run: Path, exported: Path, tmp_path: Path) -> None:
+    """Its shape and tokenizer are the folder's, and its loss before the first step is the first run's last."""
+    path = tmp_path / "run.yaml"
+    path.write_text((run.parent.parent / "run.yaml").read_text().replace("model: {", "# {"))
+    assert _invoke("launch", "--in-process", path, "--runs", tmp_path, "--from", exported) == (0, "")
+    last = _losses(run)["a"]["validation_loss"][-1]
+    assert _losses(tmp_path / "first")["a"]["initial_validation_loss"] == last
+    resolved = ConfigFile(tmp_path / "first" / "config.yaml").config
+    assert resolved.model.weights == str(exported)
+    assert RunPlan(resolved, 256).shape == read_architecture(exported).shape
+    assert resolved.data.tokenizer == str(exported)
+
+
+def test_a_compressed_group_starts_from_weights(run: Path, exported: Path, corpus: Path, tmp_path: Path) -> None:
+    """Snapshot 0 holds them with the run's own basis, and both engines see the first run's last loss uncompressed."""
+    path = tmp_path / "run.yaml"
+    path.write_text(CONTINUED.replace("CORPUS", str(corpus)))
+    assert _invoke("launch", "--in-process", path, "--runs", tmp_path, "--set", f"model.weights={exported}") == (0, "")
+    first = load_snapshot(tmp_path / "second" / "log" / "snapshot-000000.safetensors")
+    last = load_snapshot(run / "log" / "snapshot-000003.safetensors")
+    assert all(torch.equal(first.parameters[name], tensor) for name, tensor in last.parameters.items())
+    assert first.basis is not None
+    assert first.basis.shape == (32, 8)
+    losses, before = _losses(tmp_path / "second"), _losses(run)["a"]["validation_loss"][-1]
+    assert losses["dc"]["initial_validation_loss"] == before
+    assert losses["dc"]["validation_loss"][-1] < before
+
+    config = ConfigFile(tmp_path / "second" / "config.yaml").config
+    group = AllReplicas(RunPlan(config, 256), open_source(config.data, tmp_path / ".tokens"))
+    assert group.evaluate_uncompressed() == pytest.approx(before, abs=1e-5)
+    compressed = losses["home"]["initial_validation_loss"]
+    assert group.evaluate_compressed() == pytest.approx(compressed, abs=1e-4)
+    assert abs(compressed - before) > 1e-3  # what did not fit into the subspace is lost
+
+
+MISMATCHES = {
+    "width": ("model: {width: 64}", "model.width: found 64, expected 32 as in"),
+    "preset": ("model: {preset: 178m}", "model.width: found 1024, expected 32 as in"),
+    "rotation": ("model: {rope_theta: 10000.0}", "model.rope_theta: found 10000.0, expected 900.0 as in"),
+    "folder": ("model: {weights: /nowhere}", "model.weights: found no readable /nowhere/config.json"),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_weights_of_another_shape_are_refused(case: str, exported: Path, corpus: Path, tmp_path: Path) -> None:
+    model, words = MISMATCHES[case]
+    path = tmp_path / "run.yaml"
+    path.write_text(model + "\n" + CONTINUED.replace("CORPUS", str(corpus)))
+    extra = [] if "weights" in model else ["--from", exported]
+    code, errors = _invoke("launch", path, "--runs", tmp_path / "runs", *extra)
+    assert code == 2
+    assert errors.startswith(f"hetero-pp: {path}:1: {words}"), errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_the_shape_of_the_folder_fills_what_is_not_given() -> None:
+    """A preset counts as given, with what overrides it."""
+    assert ModelSettings().filled_from(SHAPE).resolve(256) == SHAPE
+    assert ModelSettings(heads=4).filled_from(SHAPE).resolve(256) == SHAPE.model_copy(update={"heads": 4})
+    preset = ModelSettings(preset="micro", layers=7).filled_from(SHAPE).resolve(256)
+    assert (preset.width, preset.layers, preset.vocabulary) == (64, 7, 300)

@@ -1,0 +1,226 @@
+"""`plan`: what it writes reaches the target and runs, says why, and refuses in one line what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hetero_pp.program.cli import app
+from hetero_pp.program.planning.participants import link_between
+from hetero_pp.program.yaml_file import ConfigFile
+
+YAML = """\
+name: t
+model: {preset: micro, layers: 6}
+data: {corpus: CORPUS, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}
+inner: {steps: 2, warmup_steps: 1}
+outer: {rounds: 2}
+links:
+  fast: {bandwidth: 100 Mbit/s, latency: 0.1 ms}
+  slow: {bandwidth: 2 Mbit/s, latency: 0.2 ms, forward: {bandwidth: 1 Mbit/s}}
+"""
+REPLICAS = """\
+replicas:
+  - {name: dc, kind: datacenter, batch_size: 4, micro_batches: 4, uplink: fast}
+  - name: home
+    kind: participants
+    stages: [{layers: 2}, {layers: 2, hardware: weak}, {layers: 2}]
+    batch_size: 4
+    link: [fast, slow]
+    uplink: fast
+simulate:
+  hardware: {weak: {flops: 4 GFLOP/s, mfu: 0.5, memory: 1 GB, memory_bandwidth: 4 GB/s}}
+"""
+LOOSE = """\
+plan:
+  stages: 2
+  batch_size: 4
+  participants:
+    - {name: a, site: x, uplink: fast}
+    - {name: b, uplink: slow}
+    - {name: c, site: x, uplink: fast}
+    - {name: d, uplink: fast}
+    - {name: e, uplink: slow, hardware: weak}
+  pairs:
+    - {between: [b, d], bandwidth: 50 Mbit/s, forward: {bandwidth: 20 Mbit/s}}
+    - {between: [x, x], bandwidth: 1 Gbit/s}
+simulate:
+  hardware: {weak: {flops: 1 GFLOP/s, mfu: 0.5, memory: 1 GB, memory_bandwidth: 4 GB/s}}
+"""
+
+
+def _yaml(folder: Path, corpus: Path, rest: str) -> Path:
+    path = folder / "t.yaml"
+    path.write_text((YAML + rest).replace("CORPUS", str(corpus)))
+    return path
+
+
+def _invoke(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def _plan(path: Path, target: float, *more: str) -> dict[str, Any]:
+    """What `--json` says of a plan that is written beside the YAML."""
+    found = path.with_suffix(".json")
+    options = ("--target-utilization", target, "--json", found, "--write", path.with_suffix(".plan.yaml"))
+    code, _, errors = _invoke("plan", path, *options, *more)
+    content: dict[str, Any] = json.loads(found.read_text())
+    assert (code == 0) == content["reached"], errors
+    return content
+
+
+def _boundary(content: dict[str, Any]) -> dict[str, Any]:
+    boundary: dict[str, Any] = content["config"]["replicas"][1]["boundary"]
+    return boundary
+
+
+def test_a_plan_is_accepted_and_reaches_its_target(tmp_path: Path, corpus: Path) -> None:
+    path = _yaml(tmp_path, corpus, REPLICAS)
+    content = _plan(path, 0.8)
+    written = path.with_suffix(".plan.yaml")
+    assert content["utilization"]["before"] < 0.8 <= content["utilization"]["relative"]
+    code, _, errors = _invoke("check", written, "--runs", tmp_path)
+    assert code == 0, errors
+    code, _, errors = _invoke("simulate", written, "--json", tmp_path / "s.json")
+    assert code == 0, errors
+    assert json.loads((tmp_path / "s.json").read_text())["utilization"]["relative"] >= 0.8
+    first, weak, last = (stage["layers"] for stage in content["config"]["replicas"][1]["stages"])
+    assert first + weak + last == 6
+    assert weak == 1
+    assert content["config"]["replicas"][1]["stages"][1]["hardware"] == "weak"
+    assert content["config"]["replicas"][0]["batch_size"] == 4
+    # The deciding hop, the choice, and what the next less lossy one would leave.
+    [why] = [choice["why"] for choice in content["choices"] if choice["chosen"].startswith("rank")]
+    assert why.startswith("home.1-2 (1 Mbit/s) decides; rank ")
+    assert "would leave" in why
+    assert "Het-PP Table 2" in why
+    assert content["loss"]["paper"] > 0
+    assert f"# {path}: " in written.read_text().splitlines()[0]
+
+
+def test_better_links_never_lose_more(tmp_path: Path, corpus: Path) -> None:
+    path = _yaml(tmp_path, corpus, REPLICAS)
+    widths = []
+    for bandwidth in ("1 Mbit/s", "4 Mbit/s", "16 Mbit/s", "1 Gbit/s"):
+        overrides = ("--set", f"links.slow={{bandwidth: {bandwidth}, latency: 0.2 ms}}")
+        content = _plan(path, 0.8, *overrides, "--set", "plan.few_bits=false")
+        assert content["reached"]
+        rank = _boundary(content)["rank"]
+        widths.append(1.0 if rank == "full" else rank)
+        assert _boundary(content)["bits"] is None
+    assert widths == sorted(widths)
+    assert widths[0] < widths[-1] == 1.0
+
+
+def test_the_next_less_lossy_boundary_would_miss_the_target(tmp_path: Path, corpus: Path) -> None:
+    """As `simulate` says, with the plan otherwise as it is."""
+    path = _yaml(tmp_path, corpus, REPLICAS)
+    content = _plan(path, 0.8)
+    [why] = [choice["why"] for choice in content["choices"] if choice["chosen"].startswith("rank")]
+    spurned = why.split("; rank ")[1].split(" would leave")[0]
+    rank, _, kind = spurned.partition(" x ")
+    said = float(why.split("would leave ")[1].split("%")[0]) / 100
+    how = f"bits: {kind.removesuffix(' bits')}" if kind.endswith("bits") else f"dtype: {kind}"
+    written, prediction = path.with_suffix(".plan.yaml"), tmp_path / "s.json"
+    code, _, errors = _invoke(
+        "simulate", written, "--set", f"replicas.1.boundary={{rank: {rank}, {how}}}", "--json", prediction
+    )
+    assert code == 0, errors
+    found = json.loads(prediction.read_text())["utilization"]["relative"]
+    assert found < 0.8
+    assert found == pytest.approx(said, abs=0.02)
+
+
+def test_a_slow_uplink_asks_for_more_steps(tmp_path: Path, corpus: Path) -> None:
+    path = _yaml(tmp_path, corpus, REPLICAS)
+    quick = _plan(path, 0.8, "--set", "outer.rounds=100")
+    slow = _plan(path, 0.8, "--set", "outer.rounds=100", "--set", "replicas.1.uplink=slow")
+    steps = [content["config"]["inner"]["steps"] for content in (quick, slow)]
+    assert steps[0] < steps[1]
+    assert slow["reached"]
+    assert slow["config"]["outer"]["rounds"] * steps[1] >= 200
+
+
+def test_a_target_out_of_reach_is_one_line_and_no_file(tmp_path: Path, corpus: Path) -> None:
+    path = _yaml(tmp_path, corpus, REPLICAS)
+    written = tmp_path / "no.yaml"
+    slow = ("--set", "links.slow={latency: 3 s}")
+    code, out, errors = _invoke("plan", path, "--target-utilization", "99 %", "--write", written, *slow)
+    assert code == 2
+    assert "rank" in out  # the best that was found is explained all the same
+    assert "a utilization of 99.0% cannot be reached: the best found is" in errors
+    assert "limited by home.1-2 (unlimited, 3 s)" in errors
+    assert len(errors.strip().splitlines()) == 1
+    assert not written.exists()
+
+
+def test_loose_participants_are_grouped_and_trained(tmp_path: Path, corpus: Path) -> None:
+    """Offices together, neighbours together; who would hold all others up stays out. The plan is launched."""
+    path = _yaml(tmp_path, corpus, LOOSE)
+    content = _plan(path, 0.1)
+    assert {frozenset(group) for group in content["groups"].values()} == {frozenset("ac"), frozenset("bd")}
+    assert content["left_out"] == ["e"]
+    written = path.with_suffix(".plan.yaml")
+    code, _, errors = _invoke("launch", written, "--in-process", "--runs", tmp_path / "runs")
+    assert code == 0, errors
+    summary = json.loads((tmp_path / "runs" / "t" / "summary.json").read_text())
+    assert len(summary["replicas"]) == 2
+
+
+@pytest.mark.parametrize("command", ["launch", "check", "simulate", "calibrate"])
+def test_other_commands_ask_for_a_plan_first(tmp_path: Path, corpus: Path, command: str) -> None:
+    path = _yaml(tmp_path, corpus, LOOSE)
+    code, _, errors = _invoke(command, path)
+    assert code == 2
+    assert f"{path}:12: plan.participants: found 5 participants that are not grouped yet" in errors
+    assert "hetero-pp plan" in errors
+
+
+def test_what_joins_two_participants(tmp_path: Path, corpus: Path) -> None:
+    """The entry that names most of them, seen from either side; else one uplink after the other."""
+    config = ConfigFile(_yaml(tmp_path, corpus, LOOSE)).config
+    a, b, c, d, _ = config.plan.participants
+    assert link_between(config, a, c).shape("backward").bandwidth == 1e9
+    assert link_between(config, b, d).shape("forward").bandwidth == 20e6
+    assert link_between(config, d, b).shape("forward").bandwidth == 50e6
+    assert link_between(config, d, b).shape("backward").bandwidth == 20e6
+    both = link_between(config, a, b)  # up `fast`, down `slow`; and back up `slow`, down `fast`
+    assert (both.shape("forward").bandwidth, both.shape("backward").bandwidth) == (2e6, 1e6)
+    assert both.shape("forward").latency == pytest.approx(0.3e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--target-utilization", "1.5"], "--target-utilization: found `1.5`, expected more than 0 and less than 1"),
+        (["--target-utilization", "much"], "--target-utilization: found `much`, expected a number or a ratio"),
+        (["--set", "plan.stages=6"], "plan.stages: found 6, expected at most the 6 layers of the model and the 5"),
+        (["--set", "plan.participants.1.name=a"], "plan.participants[1].name: found `a` twice"),
+        (["--set", "plan.participants.1.uplink=dsl"], "expected one of the kinds under `links` (fast, slow)"),
+        (["--set", "plan.participants.1.hardware=abacus"], "plan.participants[1].hardware: found `abacus`"),
+        (["--set", "plan.pairs.0.between=[b, nobody]"], "plan.pairs[0].between: found `nobody`, expected a part"),
+        (["--set", "plan.participants=[]", "--set", "plan.pairs=[]"], "replicas: found nothing, expected at least"),
+        (["--set", "simulate.machine=tiny", "--set",
+          "simulate.hardware.tiny={flops: 1 GFLOP/s, memory: 1 MB, memory_bandwidth: 1 GB/s}"],
+         "found no 2 of the 5 participants whose memory holds the model together"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(tmp_path: Path, corpus: Path, arguments: list[str], words: str) -> None:
+    path = _yaml(tmp_path, corpus, LOOSE.replace("hardware: weak", "hardware: null"))
+    code, _, errors = _invoke("plan", path, "--write", tmp_path / "no.yaml", *arguments)
+    assert code == 2
+    assert words in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_the_yaml_itself_is_never_overwritten(tmp_path: Path, corpus: Path) -> None:
+    path = _yaml(tmp_path, corpus, REPLICAS)
+    before = path.read_text()
+    code, _, errors = _invoke("plan", path, "--write", path)
+    assert (code, path.read_text()) == (2, before)
+    assert "expected another file" in errors
