@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -46,6 +47,24 @@ class ModelSettings(Settings):
     vocabulary: int | None = Field(None, ge=2, description="by default the tokenizer's")
     rope_theta: float = Field(10000.0, gt=0)
     norm_epsilon: float = Field(1e-5, gt=0)
+    weights: str | None = Field(
+        None,
+        description="start from these: the folder of a LLaMA checkpoint (config.json and .safetensors), whose shape, "
+        "and whose tokenizer if it has one, are taken where they are not given; by default weights are drawn",
+    )
+
+    def filled_from(self, shape: ModelShape) -> ModelSettings:
+        """The same, with what of the shape was not given, neither by itself nor by the preset, taken from `shape`."""
+        given = set(PRESETS[self.preset]) if "preset" in self.model_fields_set else set()
+        given |= {name for name in self.model_fields_set if getattr(self, name) is not None}
+        missing = {name: value for name, value in shape.model_dump().items() if name not in given}
+        return self.model_copy(update=missing)
+
+    def with_absolute_paths(self) -> ModelSettings:
+        """The same, with a path that means the same from any folder."""
+        if self.weights is None:
+            return self
+        return self.model_copy(update={"weights": str(Path(self.weights).expanduser().absolute())})
 
     def resolve(self, vocabulary: int | None) -> ModelShape:
         """The concrete shape; ConfigError if it cannot be built."""
@@ -87,7 +106,7 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.n_heads = shape.heads
+        self.head_width = shape.width // shape.heads
         self.wq = nn.Linear(shape.width, shape.width, bias=False)
         self.wk = nn.Linear(shape.width, shape.width, bias=False)
         self.wv = nn.Linear(shape.width, shape.width, bias=False)
@@ -95,7 +114,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, rope_LE: Tensor) -> Tensor:
         batch, length, _ = x_BLD.shape
-        q, k, v = (w(x_BLD).view(batch, length, self.n_heads, -1) for w in (self.wq, self.wk, self.wv))
+        # as many heads as came out: under tensor parallelism those of this rank
+        q, k, v = (w(x_BLD).view(batch, length, -1, self.head_width) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rope_LE), rotate(k, rope_LE)
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
         return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
@@ -155,7 +175,7 @@ class Transformer(nn.Module):
         `after_layer` may change the hidden states after each layer: a boundary inside a whole replica.
         """
         x_BLD = inputs if self.tok_embeddings is None else self.tok_embeddings(inputs)
-        rope_LE = self.rope(x_BLD.shape[1], x_BLD.device)
+        rope_LE = self.rope(inputs.shape[1], x_BLD.device)
         for index, block in self.layers.items():
             x_BLD = block(x_BLD, rope_LE)
             if after_layer is not None:

@@ -40,11 +40,14 @@ class Snapshot:
         return {**self.parameters, **basis, **momentum}
 
 
-def initial_snapshot(shape: ModelShape, rank: int | None, seed: int) -> Snapshot:
-    """The snapshot every run starts from; `rank` is the largest of its boundaries."""
-    model = Transformer(shape)
-    initialise(model, seed)
-    parameters = {name: parameter.detach() for name, parameter in sorted(model.named_parameters())}
+def initial_snapshot(
+    shape: ModelShape, rank: int | None, seed: int, parameters: Mapping[str, Tensor] | None = None
+) -> Snapshot:
+    """The snapshot every run starts from; `rank` is the largest of its boundaries, `parameters` replace drawn ones."""
+    if parameters is None:
+        model = Transformer(shape)
+        initialise(model, seed)
+        parameters = {name: parameter.detach() for name, parameter in sorted(model.named_parameters())}
     return Snapshot(0, parameters, None if rank is None else random_basis(shape.width, rank, seed))
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from hetero_pp.ablations import AblationSettings
+from hetero_pp.engine_settings import DEEPSPEED_OWNED, EngineName, TorchtitanSettings
 from hetero_pp.errors import ConfigError
 from hetero_pp.settings import Bandwidth, Duration, Settings
 from hetero_pp.units import parse_fraction
@@ -134,7 +135,23 @@ class DatacenterReplica(_Replica):
     """A replica that holds the whole model at one well-connected site."""
 
     kind: Literal["datacenter"]
-    engine: Literal["torch"] = "torch"
+    engine: EngineName = Field("torch", description="`torch` is one process; the others spread over ranks")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: a GPU where there is one")
+    ranks: int = Field(1, ge=1, description="processes on each node, one a GPU; started by torchrun")
+    nodes: int = Field(1, ge=1, description="machines of this replica; start it with `launch --only` on each")
+    rendezvous: Address | None = Field(None, description="HOST:PORT on one of the nodes where they meet")
+    torchtitan: TorchtitanSettings = TorchtitanSettings()
+    deepspeed: dict[str, Any] = Field(default_factory=dict, description="DeepSpeed's own JSON")
+
+    @property
+    def world(self) -> int:
+        """Ranks on all nodes."""
+        return self.ranks * self.nodes
+
+    @property
+    def data_parallel(self) -> int:
+        """Into how many parts a micro-batch is cut."""
+        return self.world // (self.torchtitan.tensor_parallel if self.engine == "torchtitan" else 1)
 
     @property
     def members(self) -> list[str]:
@@ -249,6 +266,40 @@ def check_topology(
         _check_kind(replica.uplink, kinds, (*here, "uplink"))
         if isinstance(replica, ParticipantsReplica):
             _check_group(replica, here, kinds, width, layers)
+        else:
+            _check_engine(replica, here)
+
+
+def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> None:
+    if replica.engine == "torch" and replica.world > 1:
+        raise ConfigError(
+            (*here, "engine"), f"found `torch` with {replica.world} ranks, expected `torchtitan` or `deepspeed`"
+        )
+    if replica.nodes > 1 and replica.rendezvous is None:
+        raise ConfigError((*here, "rendezvous"), f"expected HOST:PORT, as the replica has {replica.nodes} nodes")
+    titan = replica.torchtitan
+    if replica.engine == "torchtitan" and replica.world % (titan.tensor_parallel * titan.data_parallel_replicate):
+        raise ConfigError(
+            (*here, "torchtitan"),
+            f"found tensor_parallel {titan.tensor_parallel} and data_parallel_replicate "
+            f"{titan.data_parallel_replicate}, expected a product that divides {replica.world} ranks",
+        )
+    rows = replica.batch_size // replica.micro_batches
+    if rows % replica.data_parallel:
+        raise ConfigError(
+            (*here, "batch_size"),
+            f"found micro-batches of {rows} sequences, expected a multiple of {replica.data_parallel}: "
+            "every rank takes equal parts",
+        )
+    stage = replica.deepspeed.get("zero_optimization", {}).get("stage", 0)
+    if any(replica.deepspeed.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")) and stage == 0:
+        raise ConfigError(
+            (*here, "deepspeed", "zero_optimization"),
+            "found stage 0 with 16 bits, expected 1, 2 or 3: without fp32 master weights replicas cannot be equal",
+        )
+    for key in DEEPSPEED_OWNED:
+        if key in replica.deepspeed:
+            raise ConfigError((*here, "deepspeed", key), "follows from the rest of this file; leave it out")
 
 
 def _check_kind(kind: str | None, kinds: Mapping[str, LinkSettings], key: tuple[str | int, ...]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hetero_pp.data.batches import Batches
+from hetero_pp.data.batches import Batches, load_position, save_position
 from hetero_pp.rpc.messages_pb2 import InnerStep
 from replica_groups.engines.engine import Engine
 from replica_groups.outer_round import OuterRound
@@ -52,12 +52,14 @@ class DatacenterMember:
         return self.engine.evaluate(self.validation), sum(tokens[:, 1:].numel() for tokens in self.validation)
 
     def save(self, folder: Path) -> None:
-        """See TrainingMember."""
+        """See TrainingMember. Ranks all write the same position."""
         self.engine.save(folder / "engine")
+        save_position(self.batches, folder)
 
     def load(self, folder: Path) -> None:
         """See TrainingMember."""
         self.engine.load(folder / "engine")
+        load_position(self.batches, folder)
 
     def timing(self) -> tuple[float, float]:
         """See TrainingMember."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_pp.data.batches import Batches
+from hetero_pp.data.batches import Batches, load_position, save_position
 from hetero_pp.inner import EMBEDDING
 from hetero_pp.rpc.messages_pb2 import InnerStep
 from replica_groups.held import HeldParameters
@@ -73,10 +73,14 @@ class StageMember:
     def save(self, folder: Path) -> None:
         """See TrainingMember."""
         torch.save(self.worker.stage.state(), folder / _STATE)
+        if self.batches is not None:
+            save_position(self.batches, folder)
 
     def load(self, folder: Path) -> None:
         """See TrainingMember."""
         self.worker.stage.load(torch.load(folder / _STATE, weights_only=True))
+        if self.batches is not None:
+            load_position(self.batches, folder)
 
     def timing(self) -> tuple[float, float]:
         """See TrainingMember."""

@@ -26,6 +26,8 @@ class Ranks:
     world: int = 1
     device: torch.device = CPU
     """Where this rank's tensors live."""
+    in_group: bool = False
+    """Whether there is a process group to leave; torchrun with one rank makes one too, as engines ask for it."""
 
     @property
     def is_first(self) -> bool:
@@ -106,7 +108,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group that `init_ranks` joined."""
-        if self.world > 1:
+        if self.in_group:
             dist.destroy_process_group()
 
     def _first(self, rank: int, replicas: int) -> int:
@@ -124,10 +126,9 @@ def _as_tensor(data: bytes) -> Tensor:
 def init_ranks(device: torch.device) -> Ranks:
     """Join the other processes that torchrun started, over gloo on a CPU and NCCL on GPUs, one GPU a process.
 
-    Without torchrun, or with one process, the only rank. `close` it at the end.
+    Without torchrun the only rank. `close` it at the end.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    if "WORLD_SIZE" not in os.environ:
         return Ranks(device=device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -135,4 +136,4 @@ def init_ranks(device: torch.device) -> Ranks:
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    return Ranks(dist.get_rank(), world, device)
+    return Ranks(dist.get_rank(), dist.get_world_size(), device, in_group=True)

@@ -6,7 +6,9 @@ targets all but the first.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +108,17 @@ class Stage:
         if kept.received is None or kept.received.grad is None:
             return None
         return self.boundary.encode_gradient(kept.received.grad, key)
+
+    def state(self) -> dict[str, Any]:
+        """What its next step depends on beside the synced parameters, as tensors that are still in use."""
+        perpendicular = self.boundary.perpendicular if self.boundary.is_stale else None
+        return {"optimizer": self.optimizer.state(), "perpendicular": perpendicular}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave; the embedding has to be split after that."""
+        self.optimizer.load(state["optimizer"])
+        if state["perpendicular"] is not None:
+            self.boundary.perpendicular = state["perpendicular"]
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, came: Symbols | None) -> Tensor:

@@ -40,6 +40,7 @@ class GradientOptimizer:
         self._parameters: dict[str, nn.Parameter] = {}
         self._squares: dict[str, float] = {}
         self._step = 0
+        self._loaded: Mapping[str, Tensor] = {}
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """The tensors whose mean has to be told in a round, by name."""
@@ -59,12 +60,27 @@ class GradientOptimizer:
         if self._adamw is None:
             ordered = dict(sorted(self._parameters.items()))
             self._adamw = InnerOptimizer(ordered, self._inner, self._total_steps, self._basis)
+            self._give_moments(self._adamw)
         if self._basis is not None and EMBEDDING in theta:
             self._adamw.perpendicular = perpendicular(theta[EMBEDDING], self._basis)
         norm = sum(self._squares[name] for name in sorted(self._shapes)) ** 0.5
         self._adamw.step(self._step, torch.tensor(norm))
         self._squares.clear()
         self._step += 1
+
+    def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
+        """See RoundOptimizer."""
+        self._loaded, self._step = state, rounds
+
+    def _give_moments(self, adamw: InnerOptimizer) -> None:
+        """What was loaded, once there is an optimizer to hold it."""
+        for optimizer in adamw.optimizers if self._loaded else ():
+            held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            for name, parameter in self._parameters.items():
+                if parameter in held:
+                    moments = {kind: self._loaded[f"{name}.{kind}"].clone() for kind in ("exp_avg", "exp_avg_sq")}
+                    optimizer.state[parameter] = {"step": torch.tensor(float(self._step)), **moments}
+        self._loaded = {}
 
     @property
     def state(self) -> dict[str, Tensor]:

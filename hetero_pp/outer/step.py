@@ -54,6 +54,9 @@ class RoundOptimizer(Protocol):
     def state(self) -> Mapping[str, Tensor]:
         """What the next round depends on beside theta, for snapshots."""
 
+    def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
+        """Go on from what `state` was after so many rounds."""
+
 
 class OuterOptimizer:
     """SGD with momentum over named parameters: torch.optim.SGD's arithmetic, one elementwise operation at a time."""
@@ -78,6 +81,10 @@ class OuterOptimizer:
     def state(self) -> Mapping[str, Tensor]:
         """See RoundOptimizer: momentum."""
         return self.momentum
+
+    def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
+        """See RoundOptimizer."""
+        self.momentum = {name: tensor.clone() for name, tensor in state.items()}
 
     def step(self, name: str, start: Tensor, mean: Tensor) -> Tensor:
         """theta_start - eta (mean, or b, or mean + mu b for Nesterov), where b <- mu b + mean."""

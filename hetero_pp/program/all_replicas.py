@@ -15,17 +15,18 @@ from torch import Tensor
 from hetero_pp.ablations import AblationSettings, grassmann_step
 from hetero_pp.compiler import can_compile, compile_layers
 from hetero_pp.data.batches import Batches
-from hetero_pp.data.tokens import TokenStore
+from hetero_pp.data.sources import Source
 from hetero_pp.inner import EMBEDDING
 from hetero_pp.model import Transformer
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.program.bias import BiasMeter
 from hetero_pp.program.config import MemberPlan, RunPlan
-from hetero_pp.program.ranks import ALONE, CPU, Ranks
+from hetero_pp.program.hugging_face.reading import first_snapshot
 from hetero_pp.program.train import replica_batches
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
+from replica_groups.ranks import ALONE, CPU, Ranks
 from replica_groups.stacked import Stack, is_faster
 from replica_groups.whole import WholeReplica
 from stages.boundary import boundary_of
@@ -37,7 +38,7 @@ class AllReplicas:
     def __init__(
         self,
         plan: RunPlan,
-        store: TokenStore,
+        source: Source,
         compiles: bool = False,
         bias_every: int | None = None,
         device: torch.device = CPU,
@@ -50,13 +51,13 @@ class AllReplicas:
         """Replicas on all ranks."""
         self.indices = ranks.mine(self.count)
         """Of those that are here; everything below that has an index counts these only."""
-        snapshot = initial_snapshot(plan.shape, plan.largest_rank, plan.config.seed)
+        snapshot = first_snapshot(plan)
         firsts = {member.replica.name: member for member in reversed(plan.members.values())}
         everyone = [firsts[replica.name] for replica in plan.config.replicas]
         members = [everyone[index] for index in self.indices]
         self.settings: list[ReplicaSettings] = [member.replica for member in members]
-        self.batches: list[Batches] = [replica_batches(plan, member, store)[0] for member in members]
-        self.validation = [tokens.to(device) for tokens in replica_batches(plan, everyone[0], store)[1]]
+        self.batches: list[Batches] = [replica_batches(plan, member, source)[0] for member in members]
+        self.validation = [tokens.to(device) for tokens in replica_batches(plan, everyone[0], source)[1]]
         self.replicas = [build_whole(plan, member, snapshot, device) for member in members]
         self.is_compiled = compiles and can_compile(device)
         if self.is_compiled:
@@ -218,6 +219,7 @@ class AllReplicas:
             "own_embeddings": self.own_embeddings,
             "bias": self.bias,
             "replicas": [replica.state() for replica in self.replicas],
+            "batches": [batches.state() for batches in self.batches],
             "is_stacked": self.is_stacked,
             "stacks": [stack.optimizer.state() for stack in self.stacks],
         }
@@ -234,6 +236,8 @@ class AllReplicas:
         self.bias = state["bias"]
         for replica, saved in zip(self.replicas, state["replicas"], strict=True):
             replica.load(saved)
+        for batches, saved in zip(self.batches, state["batches"], strict=True):
+            batches.load(saved)
         for stack, saved in zip(self.stacks, state["stacks"], strict=True):
             stack.optimizer.load(saved)
             stack.split_embedding()

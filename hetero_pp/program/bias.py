@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches
-from hetero_pp.program.ranks import Ranks
+from replica_groups.ranks import Ranks
 from replica_groups.whole import WholeReplica
 
 

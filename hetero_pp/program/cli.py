@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -37,6 +37,13 @@ def launch(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="One process, in-process links, no network: the reference.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with runs/<name>, after the newest round that all members saved.")
+    ] = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint, as `model.weights` of the YAML."),
+    ] = None,
     runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
@@ -47,7 +54,8 @@ def launch(
     with readable_errors():
         from hetero_pp.program.run import run_topology
 
-        run_topology(config, overrides, runs, in_process)
+        from_weights = [] if weights is None else [f"model.weights={json.dumps(str(weights))}"]
+        run_topology(config, [*overrides, *from_weights], runs, in_process, resume)
 
 
 @app.command()
@@ -93,6 +101,23 @@ def _calibrated(path: Path | None) -> Iterator[str]:
 
         for key, value in load_calibration(path).items():
             yield f"simulate.{key}={json.dumps(value)}"
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    target: Annotated[
+        str, typer.Option("--target-utilization", help="Of what links that cost nothing would allow, as `0.97`.")
+    ] = "0.97",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write choices and reasons to a file.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Where the YAML goes; by default <CONFIG>.plan.yaml here.")] = None,
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Choose groups, layers, boundaries and outer rounds that reach a utilization; write a YAML for `launch`."""
+    with readable_errors():
+        from hetero_pp.program.planning.command import plan as search_and_write
+
+        search_and_write(config, overrides, target, json_path, write)
 
 
 @app.command()
@@ -169,6 +194,25 @@ def reproduce(
             train_and_write(with_device(request, device))
         if docs is not None:
             write_overview(results, docs)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/quickstart.")],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the files go: a new or an empty folder.")],
+    format_: Annotated[
+        Literal["hf"], typer.Option("--format", help="`hf`: what transformers, vLLM and llama.cpp load.")
+    ] = "hf",
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Of the weights that are written.")] = "fp32",
+    round_: Annotated[
+        int | None, typer.Option("--round", min=0, help="After which round; by default that of the newest snapshot.")
+    ] = None,
+) -> None:
+    """Write a run's model as a LLaMA checkpoint with configuration and tokenizer, for other programs."""
+    with readable_errors():
+        from hetero_pp.program.hugging_face.command import export as write_checkpoint
+
+        write_checkpoint(run, to, dtype, round_)
 
 
 @app.command()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 
 import torch
 from pydantic import Field
 
 from hetero_pp.data.settings import DataSettings
+from hetero_pp.errors import ConfigError
 from hetero_pp.inner import EMBEDDING, InnerSettings, parameters_of
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, block_of
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.program.planning.settings import PlanSettings, check_participants
 from hetero_pp.settings import Settings
 from hetero_pp.simulator.settings import SimulateSettings
 from hetero_pp.topology import (
@@ -47,24 +50,34 @@ class RunConfig(Settings):
     inner: InnerSettings = InnerSettings()
     outer: OuterSettings
     links: dict[str, LinkSettings] = Field(default_factory=dict, description="kinds of links by name")
-    replicas: list[ReplicaSettings] = Field(min_length=1)
+    replicas: list[ReplicaSettings] = Field([], description="at least one, unless `plan` has participants to group")
     exchange: ExchangeSettings = ExchangeSettings()
     snapshots: SnapshotSettings = SnapshotSettings()
     simulate: SimulateSettings = SimulateSettings()
+    plan: PlanSettings = PlanSettings()
 
     def check(self) -> None:
         """Raise ConfigError for what no single field can see. Reads no files."""
         values = self.model.resolve(self.model.vocabulary or 256)
+        if not self.replicas and not self.plan.participants:
+            raise ConfigError(("replicas",), "found nothing, expected at least one replica")
         check_topology(self.replicas, self.links, values.width, values.layers)
+        check_participants(self.plan, self.links, values.layers)
+
+    def require_grouped(self) -> None:
+        """Raise ConfigError if some participants belong to no replica yet: there is nothing to run."""
+        if self.plan.participants:
+            raise ConfigError(
+                ("plan", "participants"),
+                f"found {len(self.plan.participants)} participants that are not grouped yet, expected none: "
+                "`hetero-pp plan --write FILE` groups them",
+            )
 
     def with_absolute_paths(self) -> RunConfig:
         """The same, with paths that mean the same from any folder."""
-        changes: dict[str, str] = {}
-        if self.data.corpus not in ("standard-library", "docstrings"):
-            changes["corpus"] = str(Path(self.data.corpus).expanduser().absolute())
-        if self.data.tokenizer != "bytes":
-            changes["tokenizer"] = str(Path(self.data.tokenizer).expanduser().absolute())
-        return self.model_copy(update={"data": self.data.model_copy(update=changes)})
+        return self.model_copy(
+            update={"data": self.data.with_absolute_paths(), "model": self.model.with_absolute_paths()}
+        )
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,14 @@ class MemberPlan:
             and self.replica.boundary.rank != "full"
             and EMBEDDING not in self.owned
         )
+
+
+@lru_cache(maxsize=256)
+def _shapes_of(shape: ModelShape, stage: StagePlan | None) -> Mapping[str, tuple[int, ...]]:
+    """Shape of every parameter of a stage, or of the whole model, by name. Many plans of one model ask for the same."""
+    with torch.device("meta"):
+        module = Transformer(shape) if stage is None else build_part(shape, stage)
+    return MappingProxyType({name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()})
 
 
 class RunPlan:
@@ -117,17 +138,12 @@ class RunPlan:
         ]
 
     def _owned_by(self, stage: StagePlan | None) -> tuple[str, ...]:
-        if stage is None:
-            return tuple(self.parameter_shapes)
-        with torch.device("meta"):
-            return tuple(parameters_of(build_part(self.shape, stage)))
+        return tuple(_shapes_of(self.shape, stage))
 
-    @cached_property
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+    @property
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every parameter of the whole model, by name."""
-        with torch.device("meta"):
-            module = Transformer(self.shape)
-        return {name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()}
+        return _shapes_of(self.shape, None)
 
     @cached_property
     def roster(self) -> Roster:

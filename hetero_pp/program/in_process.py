@@ -8,29 +8,42 @@ from pathlib import Path
 
 import torch
 
-from hetero_pp.errors import LinkClosed, RunFailed
+from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.exchange_host import start_exchange
+from hetero_pp.program.resume import states_of
 from hetero_pp.program.train import train_member
 from hetero_pp.rpc.messages_pb2 import Report
-from hetero_pp.topology import ParticipantsReplica, stage_link_name
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, stage_link_name
 from replica_groups.exchange import Exchange
+from replica_groups.saved_states import SavedStates
 
 Ends = dict[str, tuple[LinkEnd | None, LinkEnd | None]]
 
 
-def run_in_process(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None]) -> None:
-    """Train the whole topology; raises the first member's error, if any fails."""
+def run_in_process(
+    plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], last_round: int = 0
+) -> None:
+    """Train the whole topology, from after `last_round` on; raises the first member's error, if any fails.
+
+    Raises ConfigError for replicas that need processes of their own.
+    """
+    require_threads(plan)
     torch.set_num_threads(plan.config.threads)
-    exchange, keeper = start_exchange(plan, folder)
+    exchange, keeper = start_exchange(plan, folder, last_round)
     watcher = threading.Thread(target=_watch, args=(exchange, on_report), name="watcher", daemon=True)
     watcher.start()
     ends = _connect(plan)
     errors: list[Exception] = []
     threads = [
-        threading.Thread(target=_run_member, args=(plan, member, exchange, ends, cache, errors), name=name, daemon=True)
+        threading.Thread(
+            target=_run_member,
+            args=(plan, member, exchange, ends, cache, states_of(plan, folder, name), last_round, errors),
+            name=name,
+            daemon=True,
+        )
         for name, member in plan.members.items()
     ]
     try:
@@ -48,6 +61,16 @@ def run_in_process(plan: RunPlan, folder: Path, cache: Path, on_report: Callable
         watcher.join()
     if errors:
         raise next((error for error in errors if not isinstance(error, LinkClosed | RunFailed)), errors[0])
+
+
+def require_threads(plan: RunPlan) -> None:
+    """Raise ConfigError for a replica whose engine starts processes of its own."""
+    for index, replica in enumerate(plan.config.replicas):
+        if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
+            raise ConfigError(
+                ("replicas", index, "engine"),
+                f"found `{replica.engine}`, expected `torch` in one process: leave out --in-process",
+            )
 
 
 def _watch(exchange: Exchange, on_report: Callable[[Report], None]) -> None:
@@ -75,13 +98,15 @@ def _run_member(
     exchange: Exchange,
     ends: Ends,
     cache: Path,
+    states: SavedStates,
+    last_round: int,
     errors: list[Exception],
 ) -> None:
     torch.set_num_threads(plan.config.threads)
     upstream, downstream = ends[member.name]
     try:
         exchange.join(member.name, "")
-        train_member(plan, member, exchange, upstream, downstream, cache)
+        train_member(plan, member, exchange, upstream, downstream, cache, states, last_round)
         for link in (upstream, downstream):
             if link is not None:
                 link.close()

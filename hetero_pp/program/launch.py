@@ -31,13 +31,17 @@ _SECONDS_FOR_THE_CAUSE = 2.0
 _SECONDS_TO_END = 3.0
 
 
-def launch(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None]) -> None:
+def launch(
+    plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], last_round: int = 0
+) -> None:
     """Run the whole topology over gRPC, one process a member. `folder` holds the resolved config.yaml.
+
+    The run goes on after `last_round`, if that is not 0.
 
     Raises RunFailed with the first cause if any process fails. However this function ends, its processes have.
     """
     token = secrets.token_hex(16)
-    crew = Crew(folder, cache)
+    crew = Crew(folder, cache, last_round)
     try:
         for name in (EXCHANGE, *plan.members):
             crew.start(name)
@@ -67,9 +71,10 @@ def _watch(client: ExchangeClient, on_report: Callable[[Report], None]) -> None:
 class Crew:
     """The processes of one run, each with a connection to it that is also its lifeline."""
 
-    def __init__(self, folder: Path, cache: Path) -> None:
+    def __init__(self, folder: Path, cache: Path, last_round: int = 0) -> None:
         self._folder = folder
         self._cache = cache
+        self._last_round = last_round
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._processes: dict[str, ForkServerProcess] = {}
@@ -78,7 +83,7 @@ class Crew:
     def start(self, member: str) -> None:
         """Start a member, which then waits for its job; what it prints goes to logs/<member>.log."""
         ours, theirs = self._context.Pipe()
-        job = Job(member, self._folder, self._cache)
+        job = Job(member, self._folder, self._cache, self._last_round)
         process = self._context.Process(target=process_main, args=(theirs, job), name=member)
         process.start()
         theirs.close()

@@ -26,17 +26,17 @@ from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.exchange_host import start_exchange
+from hetero_pp.program.resume import states_of
+from hetero_pp.program.torchrun import CONSEQUENCE, RankJob, run_ranks
 from hetero_pp.program.train import train_member
 from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.rpc.channels import keep_freed_memory, make_server
 from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.rpc.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
-from hetero_pp.topology import EXCHANGE, ParticipantsReplica, stage_link_name
+from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica, stage_link_name
 
 FAILED = 1
-CONSEQUENCE = 3
-"""Exit codes: this process failed; or it only stopped because another one did."""
 
 CONNECT_TIMEOUT = 120.0
 
@@ -48,6 +48,8 @@ class Job:
     member: str
     folder: Path
     cache: Path
+    last_round: int = 0
+    """Of the run that goes on."""
 
 
 def log_path(folder: Path, member: str) -> Path:
@@ -68,9 +70,9 @@ def process_main(launcher: Connection, job: Job) -> NoReturn:
         torch.set_num_threads(config.threads)
         plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
         if job.member == EXCHANGE:
-            code = _run_exchange(plan, words["token"], job.folder, launcher)
+            code = _run_exchange(plan, words["token"], job, launcher)
         else:
-            code = _run_member(plan, words["token"], words["exchange"], plan.members[job.member], job.cache, launcher)
+            code = _run_member(plan, words["token"], words["exchange"], plan.members[job.member], job, launcher)
     except EOFError:
         code = CONSEQUENCE  # the launcher ended before it gave this process anything to do
     except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
@@ -103,8 +105,8 @@ def _say(launcher: Connection, **words: str) -> None:
         launcher.send_bytes(json.dumps(words).encode())
 
 
-def _run_exchange(plan: RunPlan, token: str, folder: Path, launcher: Connection) -> int:
-    exchange, keeper = start_exchange(plan, folder)
+def _run_exchange(plan: RunPlan, token: str, job: Job, launcher: Connection) -> int:
+    exchange, keeper = start_exchange(plan, job.folder, job.last_round)
     listen = plan.config.exchange.listen
     try:
         server, port = serve_exchange(exchange, token, listen, len(plan.members))
@@ -125,13 +127,19 @@ def _run_exchange(plan: RunPlan, token: str, folder: Path, launcher: Connection)
     return 0
 
 
-def _run_member(plan: RunPlan, token: str, address: str, member: MemberPlan, cache: Path, launcher: Connection) -> int:
+def _run_member(plan: RunPlan, token: str, address: str, member: MemberPlan, job: Job, launcher: Connection) -> int:
     exchange = ExchangeClient(address, token, member.name)
     links: list[LinkEnd] = []
     try:
+        if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
+            folder, cache = str(job.folder.absolute()), str(job.cache.absolute())
+            ranks = RankJob(member.name, folder, cache, address, job.last_round)
+            run_ranks(member.replica, plan.run, ranks, token)
+            return 0
         upstream, downstream = _open_links(plan, token, member, exchange)
         links = [link for link in (upstream, downstream) if link is not None]
-        train_member(plan, member, exchange, upstream, downstream, cache)
+        states = states_of(plan, job.folder, member.name)
+        train_member(plan, member, exchange, upstream, downstream, job.cache, states, job.last_round)
         for link in links:
             link.close()
     except (HeteroPPError, OSError) as error:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_pp.data.batches import Batches, validation_batches
-from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.data.batches import Batches, StoreBatches, validation_batches
+from hetero_pp.data.sources import Source, StreamedCorpus, open_source
 from hetero_pp.inner import EMBEDDING, parameters_of
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.model import Transformer
@@ -20,12 +20,16 @@ from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.snapshot import BASIS
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, exchange_link_name, stage_link_name
 from replica_groups.datacenter import DatacenterMember
+from replica_groups.engines.build import build_engine
+from replica_groups.engines.plain import PlainEngine
 from replica_groups.member import LedgerView, TrainingMember, run_member
 from replica_groups.outer_round import OuterRound
 from replica_groups.paced_exchange import PacedExchange
 from replica_groups.participants import StageMember
+from replica_groups.ranks import ALONE, Ranks
 from replica_groups.reporter import Reporter
-from replica_groups.whole import WholeReplica
+from replica_groups.saved_states import SavedStates
+from replica_groups.shared_exchange import SharedExchange
 from stages.boundary import boundary_of
 from stages.stage import Stage, StagePlan, build_part
 from stages.worker import StageWorker, WorkerSettings
@@ -41,10 +45,18 @@ def train_member(
     upstream: LinkEnd | None,
     downstream: LinkEnd | None,
     cache: Path,
+    states: SavedStates,
+    last_round: int = 0,
+    ranks: Ranks = ALONE,
 ) -> None:
-    """Train all rounds as one member of the run. Its links are open, and it has joined the exchange."""
+    """Train all rounds as one member of the run, or as one of the ranks that are a member together.
+
+    Its links are open, and it has joined the exchange; of several ranks only the first uses it. It goes on after
+    `last_round`, which is that of the exchange's snapshot.
+    """
     config = plan.config
-    paced = PacedExchange(exchange, plan.links[exchange_link_name(member.name)], config.seed)
+    link = PacedExchange(exchange, plan.links[exchange_link_name(member.name)], config.seed)
+    paced: ExchangePort = link if ranks.world == 1 else SharedExchange(link if ranks.is_first else None, ranks)
     names = list(member.owned)
     if member.follows_embedding:
         names.append(EMBEDDING)
@@ -52,22 +64,37 @@ def train_member(
         names.append(BASIS)
     tensors = paced.snapshot(names)
     basis = tensors.pop(BASIS, None)
-    trainer = _build(plan, member, tensors, basis, upstream, downstream, cache)
-    followed = {name: tensor for name, tensor in tensors.items() if name not in member.owned}
+    if isinstance(member.replica, DatacenterReplica):
+        ranks = ranks if ranks.world > 1 else Ranks(device=device_of(member.replica))
+        trainer: TrainingMember = _build_datacenter(plan, member, member.replica, tensors, cache, ranks)
+    else:
+        trainer = _build_stage(plan, member, member.replica, tensors, basis, upstream, downstream, cache)
     outer = OuterRound(
         plan.run,
         member.name,
         member.replica.name,
-        trainer.parameters,
-        followed,
+        trainer.held,
+        tensors,
         paced,
         config.outer,
         round_optimizer(plan, basis),
+        ranks,
     )
-    reporter = Reporter(exchange, member.name)
-    ledgers = _ledgers(member, paced, upstream, downstream)
+    del tensors  # a whole model
+    reporter = Reporter(paced, member.name)
+    ledgers = _ledgers(member, link, upstream, downstream)
     try:
-        run_member(trainer, member.replica.name, outer, reporter, ledgers, config.outer.rounds, config.inner.steps)
+        run_member(
+            trainer,
+            member.replica.name,
+            outer,
+            reporter,
+            ledgers,
+            config.outer.rounds,
+            config.inner.steps,
+            states,
+            last_round,
+        )
         over = reporter.new()
         over.finished.SetInParent()
         reporter.tell(over)
@@ -86,57 +113,90 @@ def round_optimizer(plan: RunPlan, basis: Tensor | None) -> RoundOptimizer:
     return GradientOptimizer(config.outer, config.inner, plan.total_steps, plan.parameter_shapes, own)
 
 
-def _build(
+def device_of(replica: DatacenterReplica) -> torch.device:
+    """Where it trains: `auto` is a GPU where there is one."""
+    if replica.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(replica.device)
+
+
+def _build_datacenter(
     plan: RunPlan,
     member: MemberPlan,
+    replica: DatacenterReplica,
+    tensors: Mapping[str, Tensor],
+    cache: Path,
+    ranks: Ranks,
+) -> DatacenterMember:
+    config = plan.config
+    batches, validation = replica_batches(plan, member, open_source(config.data, cache))
+    engine = build_engine(
+        replica.engine,
+        plan.shape,
+        tensors,
+        config.inner,
+        plan.total_steps,
+        replica.micro_batches,
+        replica.batch_size // replica.micro_batches,
+        replica.torchtitan,
+        replica.deepspeed,
+        ranks,
+    )
+    if isinstance(engine, PlainEngine):
+        engine.whole.optimizer.defers = config.outer.source == "gradient"
+    return DatacenterMember(replica.name, engine, batches, validation)
+
+
+def _build_stage(
+    plan: RunPlan,
+    member: MemberPlan,
+    replica: ParticipantsReplica,
     tensors: Mapping[str, Tensor],
     basis: Tensor | None,
     upstream: LinkEnd | None,
     downstream: LinkEnd | None,
     cache: Path,
-) -> TrainingMember:
-    config, replica = plan.config, member.replica
+) -> StageMember:
+    config, stage = plan.config, member.stage
+    assert stage is not None
     rows = replica.batch_size // replica.micro_batches
-    needs_data = member.stage is None or member.stage.is_first
     batches: Batches | None = None
     validation: list[Tensor] = []
-    if needs_data:
-        batches, validation = replica_batches(plan, member, prepare_tokens(config.data, cache))
+    if stage.is_first:
+        batches, validation = replica_batches(plan, member, open_source(config.data, cache))
     with torch.device("meta"):
-        module = Transformer(plan.shape) if member.stage is None else build_part(plan.shape, member.stage)
+        module = build_part(plan.shape, stage)
     module.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in parameters_of(module).items():
             parameter.copy_(tensors[name])
-    if isinstance(replica, DatacenterReplica):
-        assert batches is not None
-        whole = WholeReplica(replica.name, module, config.inner, plan.total_steps, replica.micro_batches)
-        whole.optimizer.defers = config.outer.source == "gradient"
-        return DatacenterMember(whole, batches, validation)
-    assert member.stage is not None
-    worker = _build_worker(plan, replica, member.stage, module, basis, upstream, downstream)
+    worker = _build_worker(plan, replica, stage, module, basis, upstream, downstream)
     count = -(-config.data.validation_sequences // rows)
     return StageMember(replica.name, worker, batches, validation, count)
 
 
-def replica_batches(plan: RunPlan, member: MemberPlan, store: TokenStore) -> tuple[Batches, list[Tensor]]:
+def replica_batches(plan: RunPlan, member: MemberPlan, source: Source) -> tuple[Batches, list[Tensor]]:
     """What a replica trains on, and the validation rows in batches of its micro-batch size.
 
-    Raises ConfigError if the corpus is too small for them.
+    Raises ConfigError if the corpus is too small for them; where it is streamed, that is known of the validation rows.
     """
     data, replica = plan.config.data, member.replica
-    batches = Batches(
-        store=store,
+    rows = replica.batch_size // replica.micro_batches
+    count, index = len(plan.config.replicas), member.replica_index
+    if isinstance(source, StreamedCorpus):
+        streamed = source.batches(data.sequence_length, plan.config.seed, index, count, replica.batch_size)
+        return streamed, source.validation(rows)
+    batches = StoreBatches(
+        store=source,
         sequence_length=data.sequence_length,
         seed=plan.config.seed,
-        replica=member.replica_index,
-        replicas=len(plan.config.replicas),
+        replica=index,
+        replicas=count,
         batch_size=replica.batch_size,
     )
     if not data.repeat:
         batches.require_one_epoch(plan.total_steps)
-    rows = replica.batch_size // replica.micro_batches
-    return batches, validation_batches(store, data.sequence_length, data.validation_sequences, rows)
+    return batches, validation_batches(source, data.sequence_length, data.validation_sequences, rows)
 
 
 def _build_worker(

@@ -15,6 +15,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from hetero_pp.errors import ConfigError, dotted
 from hetero_pp.program.config import RunConfig
+from hetero_pp.program.hugging_face.reading import with_weights_described
 
 Key = tuple[str | int, ...]
 
@@ -28,7 +29,7 @@ class ConfigFile:
         for override in overrides:
             self._override(override)
         try:
-            self.config = RunConfig.model_validate(_plain(self._root))
+            self.config = with_weights_described(RunConfig.model_validate(_plain(self._root)))
             self.config.check()
         except ValidationError as error:
             key, message = _worst(error)

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hetero_pp.pseudo_gradient.chunks import as_matrix, groups_of
-from hetero_pp.pseudo_gradient.quantise import dequantise, quantise
+from hetero_pp.pseudo_gradient.quantise import SumOver, dequantise, quantise
 from hetero_pp.pseudo_gradient.top_k import top_k_positions
 from hetero_pp.settings import Ratio, Settings
 
@@ -46,20 +46,25 @@ class Selection:
         return self.values.numel()
 
 
-def select(error: Tensor, delta: Tensor, settings: CompressionSettings) -> Selection:
-    """Take from `error`, in place, what is sent this round. Both have the parameter's shape, fp32."""
+def select(
+    error: Tensor, delta: Tensor, settings: CompressionSettings, sum_over: SumOver | None = None
+) -> Selection:
+    """Take from `error`, in place, what is sent this round. Both have the parameter's shape, fp32.
+
+    Or the shape of a part of it, whole rows of chunks, or none (pseudo_gradient.rows); then `sum_over` sums over parts.
+    """
     error.mul_(settings.error_feedback_decay).add_(delta)
     matrix, flat = as_matrix(error), error.view(-1)
     positions, indices = [], []
-    for group in groups_of(tuple(error.shape), settings.tile):
+    for group in groups_of(tuple(error.shape), settings.tile) if error.numel() else ():
         chosen = top_k_positions(group.gather(matrix), group.kept(settings.density))
         positions.append(chosen)
         indices.append(group.flat_indices(chosen).reshape(-1))
-    where = torch.cat(indices)
+    where = torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64, device=error.device)
     values = flat[where]
     codes = levels = None
     if settings.value_bits < 32:
-        codes, levels = quantise(values, settings.value_bits)
+        codes, levels = quantise(values, settings.value_bits, sum_over)
         values = dequantise(codes, levels)
     flat[where] -= values
     return Selection(tuple(positions), where, codes, levels, values)

@@ -5,6 +5,7 @@ What the parts select, joined, is what the whole would select: the same position
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -23,7 +24,7 @@ def rows_of(shape: Shape, tile: tuple[int, int], part: int, parts: int) -> range
     """
     rows = shape[0]
     height = tile[0] if len(shape) == 2 else rows
-    share = -(-(-(-rows // height)) // parts) * height
+    share = math.ceil(math.ceil(rows / height) / parts) * height
     return range(min(part * share, rows), min((part + 1) * share, rows))
 
 

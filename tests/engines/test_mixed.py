@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mixed_engines.yaml"
-SHORT = ["outer.rounds=2", "inner.steps=3", "data.validation_sequences=8", "data.validation_share=0.2", "data.repeat=true"]
+SHORT = [
+    "outer.rounds=2",
+    "inner.steps=3",
+    "data.validation_sequences=8",
+    "data.validation_share=0.2",
+    "data.repeat=true",
+]
 PLAIN = [f"replicas.{index}.{key}" for index in (0, 1) for key in ("engine=torch", "ranks=1")]
 
 

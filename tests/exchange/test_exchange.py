@@ -22,6 +22,7 @@ from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings, select
 from hetero_pp.rpc.messages_pb2 import Report
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
 from replica_groups.exchange import Exchange, Roster
+from replica_groups.held import HeldParameters
 from replica_groups.keeper import Keeper
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
@@ -416,7 +417,8 @@ class _Member:
         owned = {n: t for n, t in snapshot.parameters.items() if block_of(n) in ROSTER.blocks[name]}
         followed = {} if EMBEDDING in owned else {EMBEDDING: snapshot.parameters[EMBEDDING]}
         self.parameters = {n: nn.Parameter(t.clone()) for n, t in owned.items()}
-        self.outer = OuterRound("run", name, ROSTER.members[name], self.parameters, followed, exchange, SETTINGS)
+        held = HeldParameters(self.parameters)
+        self.outer = OuterRound("run", name, ROSTER.members[name], held, owned | followed, exchange, SETTINGS)
         self._generator = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from replica_groups.exchange import Exchange, Roster
+from replica_groups.held import HeldParameters
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
 from replica_groups.replay import shapes_by_block, shapes_of
@@ -123,7 +124,10 @@ class Replicas:
         self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(folder))
         self.parameters = {name: {p: nn.Parameter(t.clone()) for p, t in snapshot.parameters.items()} for name in NAMES}
         self.outer = {
-            name: OuterRound("run", name, name, self.parameters[name], {}, self.exchange, settings) for name in NAMES
+            name: OuterRound(
+                "run", name, name, HeldParameters(own), dict(snapshot.parameters), self.exchange, settings
+            )
+            for name, own in self.parameters.items()
         }
 
     def round(self, round_: int) -> None:

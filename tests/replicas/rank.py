@@ -21,7 +21,7 @@ from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.fast import train_fast
-from hetero_pp.program.ranks import Ranks, init_ranks
+from replica_groups.ranks import Ranks, init_ranks
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparseloco": ({"compression": {"density": 1 / 16}}, {}),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.ranks import ALONE, Ranks
+from replica_groups.ranks import ALONE, Ranks
 
 SCRIPT = Path(__file__).with_name("rank.py")
 

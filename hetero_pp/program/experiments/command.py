@@ -19,7 +19,7 @@ from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.training import train, train_on_ranks
 from hetero_pp.program.inputs import CACHE
-from hetero_pp.program.ranks import init_ranks
+from replica_groups.ranks import init_ranks
 
 
 def reproduce(request: Request) -> None:

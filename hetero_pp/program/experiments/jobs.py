@@ -20,8 +20,8 @@ from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.fast import train_fast
-from hetero_pp.program.ranks import ALONE, Ranks
 from hetero_pp.topology import ParticipantsReplica
+from replica_groups.ranks import ALONE, Ranks
 
 ENGINE_VERSION = 1
 """Raised when a change alters what a row comes to by more than rounding: rows are trained again."""
@@ -75,13 +75,17 @@ def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) 
 def _key(config: RunConfig, bias_every: int | None, corpus: Corpus) -> str:
     """A hash of all that decides what a row comes to."""
     meaning = json.loads(config.model_dump_json())
-    for irrelevant in ("name", "links", "exchange", "snapshots", "simulate"):
+    for irrelevant in ("name", "links", "exchange", "snapshots", "simulate", "plan"):
         meaning.pop(irrelevant)
+    if meaning["model"]["weights"] is None:
+        meaning["model"].pop("weights")
     for replica in meaning["replicas"]:
         for irrelevant in ("hardware", "accelerators"):
             replica.pop(irrelevant)
-    for path in ("corpus", "tokenizer"):
-        meaning["data"].pop(path)
+        for of_an_engine in ("device", "ranks", "nodes", "rendezvous", "torchtitan", "deepspeed"):
+            replica.pop(of_an_engine, None)
+    for irrelevant in ("corpus", "tokenizer", "stream"):
+        meaning["data"].pop(irrelevant)
     meaning["data"]["repeat"] = True  # says whether a row may be trained, not what it comes to
     width = config.model.resolve(corpus.store.vocabulary).width
     for replica, settings in zip(meaning["replicas"], config.replicas, strict=True):

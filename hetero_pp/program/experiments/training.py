@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hetero_pp.program.experiments.jobs import Engine, Job, Outcome, train_job
 from hetero_pp.program.launch import PRELOADED
-from hetero_pp.program.ranks import Ranks
+from replica_groups.ranks import Ranks
 
 COLUMNS = (
     TextColumn("{task.description}"),

@@ -100,9 +100,9 @@ def group(pool: Pool, time_limit: float) -> Grouping | None:
     count = len(fastest)
     usable = paths.seconds <= slowest / pool.balance
     link = paths.best_of_sets(paths.link, usable)
-    worst, chosen = solver.best_threshold(link, count, np.unique(link[np.isfinite(link)]))
+    _, chosen = solver.best_threshold(link, count, np.unique(link[np.isfinite(link)]))
     chosen = chosen or fastest
-    good = link >= min(worst, float(link[chosen].min()))
+    good = link >= link[chosen].min()
     chosen = solver.improve(good, np.log(np.where(good, link, 1.0)), chosen)
     rows = [_best_order(paths, one, usable) for one in chosen]
     return Grouping(
@@ -196,8 +196,9 @@ class _Solver:
 
         ones, goal = np.ones((1, len(columns))), np.zeros(len(columns))
         limits = np.ones(self._contains.shape[0])
-        found = linprog(goal, self._contains[:, columns], limits, ones, [count], method="highs")
-        return found.status != 2
+        options = {"time_limit": max(0.1, (self._deadline - time.monotonic()) / 3)}
+        found = linprog(goal, self._contains[:, columns], limits, ones, [count], method="highs", options=options)
+        return found.status != 2  # or the time ran out
 
     def _solve(self, columns: Array, count: int, gain: Array | None) -> tuple[list[int] | None, bool]:
         """Sets, and whether it is certain that there are none, or none with a larger gain."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -25,7 +26,7 @@ NUMBERS_OF_MICRO_BATCHES = 3
 """The largest that divide the batch."""
 
 TIMED_STEPS = 4
-"""Of an inner loop; all others take their mean (they differ by jitter alone, and the whole plan is timed in the end)."""
+"""Of an inner loop; all others take their mean, as they differ by jitter alone. The whole plan is timed in the end."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Schedule:
     """Of this replica alone."""
     fleet: Fleet
 
+    @cached_property
     def free_seconds(self) -> float:
         """Of a round with links that cost nothing."""
         groups = self.fleet.without_communication()

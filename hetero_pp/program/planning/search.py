@@ -89,7 +89,7 @@ def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
     outer, own_outer = choose_outer(base, vocabulary, (1 - target) / 2)
     asked = with_outer(asked, outer.steps, outer.density)
     schedules = [schedules_of(asked, vocabulary, index) for index in range(len(asked.replicas))]
-    free = max(_quickest(ways).free_seconds() for ways in schedules)
+    free = max(_quickest(ways).free_seconds for ways in schedules)
     boundaries = _fit_boundaries(asked, vocabulary, schedules, outer, free, target)
     planned = _with_boundaries(asked, boundaries)
     prediction = predict(RunPlan(planned, vocabulary))
@@ -125,11 +125,12 @@ def _fit_boundaries(
 ) -> list[Boundary]:
     """The least lossy boundaries with which the whole run meets the target, or comes close to the best there is."""
     aim = outer.free_seconds / target
-    allowed = free + max(0.0, aim - outer.free_seconds - outer.exchange_seconds)
+    left = aim - outer.free_seconds - outer.exchange_seconds
+    allowed = free + (left if left > 0 else (aim - outer.free_seconds) / 2)
     for _ in range(ATTEMPTS):
         found = [_choose_boundary(ways, allowed, config.plan.few_bits) for ways in schedules]
         prediction = predict(RunPlan(_with_boundaries(config, found), vocabulary))
-        if _utilization(prediction, outer) >= target or any(one.seconds > allowed for one in found):
+        if left <= 0 or _utilization(prediction, outer) >= target or any(one.seconds > allowed for one in found):
             break
         allowed -= 1.05 * max(prediction.round_seconds - aim, 0.001 * (allowed - free))
     return found
@@ -154,7 +155,7 @@ def _utilization_before(config: RunConfig, vocabulary: int | None) -> float | No
 
 
 def _quickest(ways: Sequence[Schedule]) -> Schedule:
-    return min(ways, key=lambda one: one.free_seconds())
+    return min(ways, key=lambda one: one.free_seconds)
 
 
 def _with_replicas(config: RunConfig, replicas: Sequence[ReplicaSettings]) -> RunConfig:
@@ -165,7 +166,7 @@ def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -
     """The least lossy boundary, and the first way to run it, whose round ends in time."""
     replica = ways[0].replica
     if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
-        return Boundary(ways[0], None, ways[0].free_seconds(), None)
+        return Boundary(ways[0], None, ways[0].free_seconds, None)
     rungs = ladder(replica.boundary, ways[0].plan.shape.width, few_bits)
     tried: list[Boundary] = []
     for rung, spurned in zip(rungs, (None, *rungs), strict=False):
