@@ -12,8 +12,8 @@ under the best split of layers, and its link, the slowest of its hops. Of all wa
 1 and 2 are searches for the best threshold that still leaves a packing, 3 is one integer program. They go to HiGHS by
 way of scipy, which is imported here only, unless something cheaper decides: random partitions, where there are many
 packings; the relaxation, which mostly tells where there are none; a sample of the columns. Up to `PATHS` paths are all
-considered; of more, those along each participant's best links and random ones, and then the answer is the best of
-these, not proven to be the best of all.
+considered; of more, `SAMPLED_PATHS` along each participant's best links and random ones, and then the answer is the
+best of these, not proven to be the best of all.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ import numpy as np
 from hetero_pp.program.planning.split import Array, best_splits
 
 PATHS = 300_000
+SAMPLED_PATHS = 60_000
+"""Where there are more than that."""
 RANDOM_PARTITIONS = 200
 SAMPLES = (1000, 4000)
 """Columns that are tried before all of them."""
@@ -232,7 +234,7 @@ def _orders(pool: Pool) -> tuple[Array, bool]:
     """[N, S] paths to consider, and whether these are all."""
     if math.perm(pool.count, pool.stages) <= PATHS:
         return np.array(list(itertools.permutations(range(pool.count), pool.stages))), True
-    neighbours = int((PATHS / pool.count) ** (1 / (pool.stages - 1)))
+    neighbours = int((SAMPLED_PATHS / pool.count) ** (1 / (pool.stages - 1)))
     links = np.minimum(pool.bandwidth, pool.bandwidth.T)
     np.fill_diagonal(links, -1)
     nearest = np.argsort(-links, axis=1, kind="stable")[:, :neighbours]
