@@ -93,7 +93,8 @@ def test_a_killed_run_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, lau
 def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any) -> None:
     config = tmp_path / "ranks.yaml"
     config.write_text(ON_RANKS)
-    unbroken = _summary(_command(config, corpus, tmp_path / "a"), tmp_path / "a", "ranks")
+    plain = ["--in-process", "--set", "replicas.0.engine=torch", "--set", "replicas.0.ranks=1"]
+    unbroken = _summary(_command(config, corpus, tmp_path / "a", *plain), tmp_path / "a", "ranks")
     command = _command(config, corpus, tmp_path / "b")
     run = launch(command, tmp_path / "b" / "ranks")
     everyone = run.wait_for_state(2)
@@ -105,7 +106,7 @@ def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any)
     assert not psutil.wait_procs(everyone, timeout=10)[1]
     assert "titan: rank 1 of titan: killed by SIGKILL" in errors
     resumed = _summary([*command, "--resume"], tmp_path / "b", "ranks")
-    assert resumed["validation_loss"] == pytest.approx(unbroken["validation_loss"], rel=1e-6)
+    assert resumed["validation_loss"] == pytest.approx(unbroken["validation_loss"], rel=1e-4)
     assert len(set(resumed["parameters_sha256"].values())) == 1
 
 

@@ -1,6 +1,6 @@
-"""What one rank of test_replicas_on_ranks.py runs: `python rank.py CORPUS FOLDER METHOD`, alone or by torchrun.
+"""What one rank of test_replicas_on_ranks.py runs: `python rank.py CORPUS FOLDER METHOD...`, alone or by torchrun.
 
-Writes FOLDER/<rank>-of-<world>.json: losses, hashes after each round, the embedding after the first, and the
+Writes FOLDER/<method>/<rank>-of-<world>.json: losses, hashes after each round, the embedding after the first, and the
 threads of the process group that are left when it is closed: one that outlives it may abort the process as it ends.
 """
 
@@ -96,19 +96,27 @@ def _threads() -> list[str]:
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
 
-def main(corpus: str, folder: Path, method: str) -> None:
-    """Train, and write what came of it."""
-    torch.set_num_threads(1)
-    ranks, plan = init_ranks(torch.device("cpu")), _plan(corpus, method)
+def _found(plan: RunPlan, method: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """What training came to."""
     store = prepare_tokens(plan.config.data, folder / f"tokens-{ranks.rank}")
     found = dataclasses.asdict(train_fast(plan, store, ranks=ranks, bias_every=2))
     found |= _rounds(AllReplicas(plan, store, ranks=ranks), plan.config.outer.rounds)
     found["resumed"] = _resumed(plan, folder, ranks)
     found["stops"] = method == "adamw_ddp" or _stops_if_one_diverges(plan, folder, ranks)
+    return found
+
+
+def main(corpus: str, folder: Path, methods: list[str]) -> None:
+    """Train with each method, and write what came of it."""
+    torch.set_num_threads(1)
+    ranks = init_ranks(torch.device("cpu"))
+    found = {method: _found(_plan(corpus, method), method, folder / method, ranks) for method in methods}
     ranks.close()
-    found["threads"] = [name for name in _threads() if "gloo" in name]
-    (folder / f"{ranks.rank}-of-{ranks.world}.json").write_text(json.dumps(found))
+    threads = [name for name in _threads() if "gloo" in name]
+    for method, outcome in found.items():
+        path = folder / method / f"{ranks.rank}-of-{ranks.world}.json"
+        path.write_text(json.dumps(outcome | {"threads": threads}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
