@@ -73,12 +73,13 @@ class Exchange:
         self._hashes: dict[int, dict[str, tuple[bytes, str]]] = defaultdict(dict)
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
         self._finished: set[str] = set()
+        self._here: set[str] = set()
         self._watchers: list[queue.SimpleQueue[Report | None]] = []
         self._reports: deque[Report] = deque(maxlen=REMEMBERED_REPORTS)
 
     # ---- members ----
 
-    def join(self, member: str, address: str) -> None:
+    def join(self, member: str, address: str) -> int:
         """See ExchangePort. A second process under one name is refused."""
         self._expect_member(member)
         with self._changed:
@@ -89,6 +90,7 @@ class Exchange:
         report = Report(time=time.time(), member=member)
         report.joined.address = address
         self.report([report])
+        return self._snapshot.round
 
     def locate(self, member: str) -> str:
         """See ExchangePort."""
@@ -239,7 +241,30 @@ class Exchange:
     def wait_until_finished(self) -> None:
         """Wait until every member is through all its rounds."""
         with self._changed:
-            self._wait_until(lambda: self._finished >= set(self.roster.members))
+            self._wait_until(self._is_through)
+
+    def stay(self, member: str) -> None:
+        """A member is there. Wait until it has left, or every member is through all its rounds."""
+        with self._changed:
+            self._here.add(member)
+            self._changed.wait_for(lambda: member not in self._here or self._is_through())
+
+    def left(self, member: str) -> None:
+        """A member's connection has ended. Before its last round, that is the end of the run."""
+        with self._changed:
+            self._here.discard(member)
+            self._changed.notify_all()
+            is_early = member not in self._finished and self._failure is None
+        if is_early:
+            self.fail(f"{member} is gone: its connection to the exchange ended")
+
+    def wait_until_left(self, seconds: float) -> None:
+        """Give members that are still there time to hear why the run has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._here, seconds)
+
+    def _is_through(self) -> bool:
+        return self._finished >= set(self.roster.members)
 
     def refuse(self, sender: str, reason: str) -> None:
         """Count and tell a message that was not let in."""

@@ -63,8 +63,11 @@ def run_member(
     """Train the rounds after `last_round`, whose state is among `states`. Round 0 evaluates the initial weights."""
     ledgers = list(ledgers)
     if last_round > 0:
+        states.require(last_round)
         member.load(states.path(last_round))
         outer.load(states.path(last_round), last_round)
+    else:
+        states.clear()
     member.start_round(outer)
     if last_round == 0:
         _evaluate(member, replica, reporter, 0)

@@ -27,9 +27,9 @@ class PacedExchange:
         self.forward = Ledger()
         self.backward = Ledger()
 
-    def join(self, member: str, address: str) -> None:
+    def join(self, member: str, address: str) -> int:
         """See ExchangePort."""
-        self._exchange.join(member, address)
+        return self._exchange.join(member, address)
 
     def locate(self, member: str) -> str:
         """See ExchangePort."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero_pp.errors import HeteroPPError
 from replica_groups.ranks import ALONE, Ranks
 
 KEPT = 2
@@ -35,6 +36,17 @@ class SavedStates:
         """After which rounds it was saved."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return {int(match[1]) for path in found if (match := re.fullmatch(r"round-(\d+)", path.name))}
+
+    def require(self, round_: int) -> None:
+        """Raise HeteroPPError if there is no state of this round."""
+        if not self.path(round_).is_dir():
+            raise HeteroPPError(f"the run goes on after round {round_}, and {self.folder} has no state of it")
+
+    def clear(self) -> None:
+        """Forget what an earlier run left."""
+        if self.ranks.is_first:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.ranks.wait()
 
     def is_due(self, round_: int) -> bool:
         return round_ % self.every == 0

@@ -26,10 +26,9 @@ class SharedExchange:
         self._exchange = exchange
         self._ranks = ranks
 
-    def join(self, member: str, address: str) -> None:
+    def join(self, member: str, address: str) -> int:
         """See ExchangePort."""
-        if self._exchange is not None:
-            self._exchange.join(member, address)
+        return int(self._ask(lambda exchange: str(exchange.join(member, address)).encode()))
 
     def locate(self, member: str) -> str:
         """See ExchangePort."""

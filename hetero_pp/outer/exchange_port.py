@@ -17,8 +17,11 @@ class ExchangePort(Protocol):
     Every call may raise Refused (the request is wrong) or RunFailed (another member failed, the run is over).
     """
 
-    def join(self, member: str, address: str) -> None:
-        """Tell that this member runs, and where it listens for its upstream neighbour (empty: nowhere)."""
+    def join(self, member: str, address: str) -> int:
+        """Tell that this member runs, and where it listens for its upstream neighbour (empty: nowhere).
+
+        The answer is the round after which the run goes on: 0 if it begins.
+        """
 
     def locate(self, member: str) -> str:
         """The address of another member; waits until it has joined."""

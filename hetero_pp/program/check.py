@@ -147,7 +147,8 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
         f"Schedule: {rounds} outer rounds of {steps} inner steps, {per_step:,} tokens a step over all replicas, "
         f"{tokens:,} in all."
     )
-    console.print(f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
+    if prepared.source is not None:
+        console.print(f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
     console.print(
         f"Contributions: density {compression.density:.3g}, {compression.value_bits} bits a value, "
         f"{format_bytes(max(sum(blobs.values()) for blobs in _blob_sizes(plan).values()))} a replica and round."

@@ -44,18 +44,37 @@ def launch(
         Path | None,
         typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint, as `model.weights` of the YAML."),
     ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option("--only", metavar="NAME", help="Start only this part here: exchange, a replica, or one stage."),
+    ] = None,
+    exchange: Annotated[
+        str | None, typer.Option("--exchange", metavar="HOST:PORT", help="With --only: where the exchange is.")
+    ] = None,
+    token: Annotated[
+        Path | None, typer.Option("--token-file", help="With --only: the file with the run's token.")
+    ] = None,
+    commands: Annotated[bool, typer.Option("--print-commands", help="Show what to run on each host.")] = False,
     runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
     """Train a topology: one process per stage, per datacenter replica and for the exchange, on this machine.
 
+    With --only, the part of it that this host carries (docs/three_hosts.md).
+
     Everything the run leaves is in runs/<name>/; an earlier run of that name moves to runs/<name>.1, .2, ...
     """
     with readable_errors():
-        from hetero_pp.program.run import run_topology
+        from hetero_pp.program.run import Host, print_commands, run_on_this_host, run_topology
 
         from_weights = [] if weights is None else [f"model.weights={json.dumps(str(weights))}"]
-        run_topology(config, [*overrides, *from_weights], runs, in_process, resume)
+        settings = [*overrides, *from_weights]
+        if commands:
+            print_commands(config, settings)
+        elif only is not None:
+            run_on_this_host(config, settings, runs, Host(only, exchange, token), resume)
+        else:
+            run_topology(config, settings, runs, in_process, resume)
 
 
 @app.command()

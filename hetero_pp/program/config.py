@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -92,6 +93,11 @@ class MemberPlan:
     """Names of the parameters that it trains."""
 
     @property
+    def reads_data(self) -> bool:
+        """Whether it needs the corpus: a whole replica does, and a group's first stage."""
+        return self.stage is None or self.stage.is_first
+
+    @property
     def follows_embedding(self) -> bool:
         """Whether it keeps a synced copy of a token embedding that another member trains."""
         return (
@@ -109,14 +115,30 @@ def _shapes_of(shape: ModelShape, stage: StagePlan | None) -> Mapping[str, tuple
     return MappingProxyType({name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()})
 
 
+def _meaning(config: RunConfig) -> str:
+    """What all hosts of a run have to agree on: not where each keeps its files, listens, or how it computes."""
+    found = config.model_dump(mode="json")
+    for name in ("exchange", "simulate", "plan", "threads"):
+        found.pop(name)
+    for name in ("corpus", "tokenizer"):
+        found["data"].pop(name)
+    found["model"].pop("weights")
+    for replica in found["replicas"]:
+        for name in ("hardware", "accelerators", "device", "rendezvous"):
+            replica.pop(name, None)
+        for stage in replica["stages"] if isinstance(replica.get("stages"), list) else ():
+            stage.pop("listen")
+    return json.dumps(found, sort_keys=True)
+
+
 class RunPlan:
     """A configuration and all that follows from it alone, the same in every process."""
 
     def __init__(self, config: RunConfig, vocabulary: int | None) -> None:
         self.config = config
         self.shape: ModelShape = config.model.resolve(vocabulary)
-        self.run = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:32]
-        """Names the run in its contributions: the same for the same resolved configuration."""
+        self.run = hashlib.sha256(_meaning(config).encode()).hexdigest()[:32]
+        """Names the run in its contributions: the same on all hosts, wherever they keep their files."""
         self.total_steps = config.outer.rounds * config.inner.steps
         self.links: dict[str, LinkPlan] = {plan.name: plan for plan in link_plans(config.replicas, config.links)}
         self.members: dict[str, MemberPlan] = {

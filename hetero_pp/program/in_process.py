@@ -40,7 +40,7 @@ def run_in_process(
     threads = [
         threading.Thread(
             target=_run_member,
-            args=(plan, member, exchange, ends, cache, states_of(plan, folder, name), last_round, errors),
+            args=(plan, member, exchange, ends, cache, states_of(plan, folder, name), errors),
             name=name,
             daemon=True,
         )
@@ -99,13 +99,12 @@ def _run_member(
     ends: Ends,
     cache: Path,
     states: SavedStates,
-    last_round: int,
     errors: list[Exception],
 ) -> None:
     torch.set_num_threads(plan.config.threads)
     upstream, downstream = ends[member.name]
     try:
-        exchange.join(member.name, "")
+        last_round = exchange.join(member.name, "")
         train_member(plan, member, exchange, upstream, downstream, cache, states, last_round)
         for link in (upstream, downstream):
             if link is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.hugging_face.reading import require_weights
+from hetero_pp.program.only import members_named, require_reachable
 from hetero_pp.program.train import replica_batches
 from hetero_pp.program.yaml_file import ConfigFile
-from hetero_pp.topology import ParticipantsReplica
+from hetero_pp.topology import EXCHANGE, ParticipantsReplica
 
 CACHE = ".tokens"
 """Encoded corpora, beside the runs, shared by all of them."""
@@ -25,12 +26,18 @@ class Prepared:
     """A plan whose inputs were found to be there."""
 
     plan: RunPlan
-    source: Source
+    names: Sequence[str]
+    """The members to start here, the exchange among them if it is."""
+    source: Source | None
+    """The corpus, if one of them reads it."""
     cache: Path
 
 
-def prepare(file: ConfigFile, runs: Path) -> Prepared:
-    """Load the tokenizer, encode the corpus (or open it), try the ports. Raises ConfigError with file and line."""
+def prepare(file: ConfigFile, runs: Path, only: str | None = None) -> Prepared:
+    """Load the tokenizer, encode the corpus (or open it), try the ports. Raises ConfigError with file and line.
+
+    With `only`, what the members need that this host carries.
+    """
     config = file.config.with_absolute_paths()
     cache = runs / CACHE
     try:
@@ -38,14 +45,27 @@ def prepare(file: ConfigFile, runs: Path) -> Prepared:
         require_launchable(config)
         plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
         require_weights(plan)
-        source = open_source(config.data, cache)
-        for member in plan.members.values():
-            replica_batches(plan, member, source)
-        for key, address in _fixed_addresses(config):
-            _try_to_listen(key, address)
+        names = [EXCHANGE, *plan.members] if only is None else members_named(config, only)
+        if only is not None:
+            require_reachable(config, names)
+        source = _open_corpus(plan, names, cache)
+        for key, member, address in _fixed_addresses(config):
+            if member in names:
+                _try_to_listen(key, address)
     except ConfigError as error:
         raise file.located(error) from None
-    return Prepared(plan, source, cache)
+    return Prepared(plan, names, source, cache)
+
+
+def _open_corpus(plan: RunPlan, names: Sequence[str], cache: Path) -> Source | None:
+    """Encode or open the corpus, if one of these members reads it."""
+    readers = [plan.members[name] for name in names if name in plan.members and plan.members[name].reads_data]
+    if not readers:
+        return None
+    source = open_source(plan.config.data, cache)
+    for member in readers:
+        replica_batches(plan, member, source)
+    return source
 
 
 def require_launchable(config: RunConfig) -> None:
@@ -64,15 +84,16 @@ def require_launchable(config: RunConfig) -> None:
                 raise ConfigError((*here, "grassmann_every"), f"found {ablations.grassmann_every}, {expected}")
 
 
-def _fixed_addresses(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Every address with a port that the YAML fixes."""
-    found: list[tuple[tuple[str | int, ...], str]] = [(("exchange", "listen"), config.exchange.listen)]
+def _fixed_addresses(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
+    """(key, member, address) of every address with a port that the YAML fixes."""
+    found: list[tuple[tuple[str | int, ...], str, str]] = [(("exchange", "listen"), EXCHANGE, config.exchange.listen)]
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
             for stage, own in enumerate(replica.stages):
                 if own.listen is not None:
-                    found.append((("replicas", index, "stages", stage, "listen"), own.listen))
-    yield from ((key, address) for key, address in found if not address.endswith(":0"))
+                    key = ("replicas", index, "stages", stage, "listen")
+                    found.append((key, replica.members[stage], own.listen))
+    yield from (one for one in found if not one[2].endswith(":0"))
 
 
 def _try_to_listen(key: tuple[str | int, ...], address: str) -> None:

@@ -31,9 +31,7 @@ _SECONDS_FOR_THE_CAUSE = 2.0
 _SECONDS_TO_END = 3.0
 
 
-def launch(
-    plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], last_round: int = 0
-) -> None:
+def launch(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], last_round: int = 0) -> None:
     """Run the whole topology over gRPC, one process a member. `folder` holds the resolved config.yaml.
 
     The run goes on after `last_round`, if that is not 0.
@@ -47,15 +45,21 @@ def launch(
             crew.start(name)
         crew.tell(EXCHANGE, {"token": token})
         address = crew.hear(EXCHANGE)["address"]
-        client = ExchangeClient(address, token, "launcher")
-        watcher = threading.Thread(target=_watch, args=(client, on_report), name="watcher", daemon=True)
-        watcher.start()
+        watcher = watch_exchange(address, token, on_report)
         for name in plan.members:
             crew.tell(name, {"token": token, "exchange": address})
         crew.wait()
         watcher.join()
     finally:
         crew.end()
+
+
+def watch_exchange(address: str, token: str, on_report: Callable[[Report], None]) -> threading.Thread:
+    """A started thread that hands on every report until the exchange ends."""
+    client = ExchangeClient(address, token, "launcher")
+    watcher = threading.Thread(target=_watch, args=(client, on_report), name="watcher", daemon=True)
+    watcher.start()
+    return watcher
 
 
 def _watch(client: ExchangeClient, on_report: Callable[[Report], None]) -> None:

@@ -40,6 +40,9 @@ FAILED = 1
 
 CONNECT_TIMEOUT = 120.0
 
+_SECONDS_TO_HEAR = 5.0
+"""How long the exchange goes on answering after a failure."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -120,6 +123,7 @@ def _run_exchange(plan: RunPlan, token: str, job: Job, launcher: Connection) -> 
     except RunFailed as error:
         _say(launcher, failure=str(error))
         exchange.end_watching()
+        exchange.wait_until_left(_SECONDS_TO_HEAR)
         server.stop(1).wait()
         return CONSEQUENCE
     exchange.end_watching()
@@ -128,18 +132,18 @@ def _run_exchange(plan: RunPlan, token: str, job: Job, launcher: Connection) -> 
 
 
 def _run_member(plan: RunPlan, token: str, address: str, member: MemberPlan, job: Job, launcher: Connection) -> int:
-    exchange = ExchangeClient(address, token, member.name)
+    exchange = ExchangeClient(address, token, member.name, plan.run)
     links: list[LinkEnd] = []
     try:
         if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
             folder, cache = str(job.folder.absolute()), str(job.cache.absolute())
-            ranks = RankJob(member.name, folder, cache, address, job.last_round)
+            ranks = RankJob(member.name, folder, cache, address)
             run_ranks(member.replica, plan.run, ranks, token)
             return 0
-        upstream, downstream = _open_links(plan, token, member, exchange)
+        upstream, downstream, last_round = _open_links(plan, token, member, exchange)
         links = [link for link in (upstream, downstream) if link is not None]
         states = states_of(plan, job.folder, member.name)
-        train_member(plan, member, exchange, upstream, downstream, job.cache, states, job.last_round)
+        train_member(plan, member, exchange, upstream, downstream, job.cache, states, last_round)
         for link in links:
             link.close()
     except (HeteroPPError, OSError) as error:
@@ -171,12 +175,11 @@ def _refusal_reporter(exchange: ExchangeClient, member: str) -> Callable[[str, s
 
 def _open_links(
     plan: RunPlan, token: str, member: MemberPlan, exchange: ExchangeClient
-) -> tuple[LinkEnd | None, LinkEnd | None]:
-    """Listen for the stage before, join, dial the stage after."""
+) -> tuple[LinkEnd | None, LinkEnd | None, int]:
+    """Listen for the stage before, join, dial the stage after; and the round after which the run goes on."""
     replica, stage = member.replica, member.stage
     if stage is None or not isinstance(replica, ParticipantsReplica):
-        exchange.join(member.name, "")
-        return None, None
+        return None, None, exchange.join(member.name, "")
     server, address = None, ""
     if not stage.is_first:
         link = plan.links[stage_link_name(replica.name, stage.index - 1)]
@@ -185,10 +188,10 @@ def _open_links(
         listen = (own and own.listen) or "127.0.0.1:0"
         _, port = make_server(listen, [server.handler()], max_workers=4)
         address = f"{listen.rsplit(':', 1)[0]}:{port}"
-    exchange.join(member.name, address)
+    last_round = exchange.join(member.name, address)
     downstream: LinkEnd | None = None
     if not stage.is_last:
         link = plan.links[stage_link_name(replica.name, stage.index)]
         target = exchange.locate(link.target)
         downstream = open_stage_link(target, link, token, member.name, plan.config.seed, CONNECT_TIMEOUT)
-    return None if server is None else server.accept(CONNECT_TIMEOUT), downstream
+    return None if server is None else server.accept(CONNECT_TIMEOUT), downstream, last_round

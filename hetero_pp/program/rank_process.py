@@ -13,7 +13,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.errors import LinkError, RunFailed
+from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.resume import states_of
 from hetero_pp.program.torchrun import CONSEQUENCE, TOKEN, RankJob
@@ -22,7 +22,8 @@ from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.exchange import ExchangeClient
 from hetero_pp.topology import DatacenterReplica
-from replica_groups.ranks import init_ranks
+from replica_groups.ranks import Ranks, init_ranks
+from replica_groups.shared_exchange import SharedExchange
 
 
 @record
@@ -37,18 +38,26 @@ def main() -> None:
     member = plan.members[job.member]
     assert isinstance(member.replica, DatacenterReplica)
     ranks = init_ranks(device_of(member.replica))
-    exchange = ExchangeClient(job.exchange, os.environ[TOKEN], job.member)
+    exchange = ExchangeClient(job.exchange, os.environ[TOKEN], job.member, plan.run)
     try:
-        if ranks.is_first:
-            exchange.join(job.member, "")
+        require_one_run(ranks, plan.run, job.member)
+        last_round = SharedExchange(exchange if ranks.is_first else None, ranks).join(job.member, "")
         states = replace(states_of(plan, Path(job.folder), job.member), ranks=ranks)
-        train_member(plan, member, exchange, None, None, Path(job.cache), states, job.last_round, ranks)
+        train_member(plan, member, exchange, None, None, Path(job.cache), states, last_round, ranks)
     except (LinkError, RunFailed) as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(CONSEQUENCE)
     finally:
         exchange.close()
     ranks.close()
+
+
+def require_one_run(ranks: Ranks, run: str, member: str) -> None:
+    """Raise HeteroPPError on every rank if one of them has read another configuration than the first."""
+    runs = ranks.gather_bytes(run.encode())
+    for rank, other in enumerate(runs):
+        if other != runs[0]:
+            raise HeteroPPError(f"rank {rank} of {member} was started with another configuration than rank 0")
 
 
 def _follow_parent() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,18 @@ def states_of(plan: RunPlan, folder: Path, member: str) -> SavedStates:
     return SavedStates(folder / "state" / member, plan.config.snapshots.every)
 
 
-def last_round(plan: RunPlan, folder: Path) -> int:
-    """The newest round after which the run has a snapshot, every member its state, and every replica told its loss.
+def last_round(plan: RunPlan, folder: Path, members: Sequence[str]) -> int:
+    """The newest round after which the run has a snapshot, these members their state, and every replica told its loss.
 
     Raises ConfigError if there is no such run, it was another configuration's, or it has no such round.
     """
     config = folder / "config.yaml"
     if not config.is_file():
         raise ConfigError((), f"--resume: found no run in {folder}")
-    if ConfigFile(config).config != plan.config:
+    if RunPlan(ConfigFile(config).config, plan.shape.vocabulary).run != plan.run:
         raise ConfigError((), f"--resume: the run in {folder} has another configuration, see {config}")
     rounds = log_of(folder).snapshots() & _evaluated(plan, folder) - {0}
-    for member in plan.members:
+    for member in members:
         rounds &= states_of(plan, folder, member).rounds()
     if not rounds:
         raise ConfigError(

@@ -34,7 +34,6 @@ class RankJob:
     folder: str
     cache: str
     exchange: str
-    last_round: int
 
 
 def run_ranks(replica: DatacenterReplica, run: str, job: RankJob, token: str) -> None:

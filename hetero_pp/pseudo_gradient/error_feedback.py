@@ -46,9 +46,7 @@ class Selection:
         return self.values.numel()
 
 
-def select(
-    error: Tensor, delta: Tensor, settings: CompressionSettings, sum_over: SumOver | None = None
-) -> Selection:
+def select(error: Tensor, delta: Tensor, settings: CompressionSettings, sum_over: SumOver | None = None) -> Selection:
     """Take from `error`, in place, what is sent this round. Both have the parameter's shape, fp32.
 
     Or the shape of a part of it, whole rows of chunks, or none (pseudo_gradient.rows); then `sum_over` sums over parts.

@@ -51,13 +51,19 @@ class WatchedExchange(ExchangePort, Protocol):
     def refuse(self, sender: str, reason: str) -> None:
         """Count a message that was not let in."""
 
+    def stay(self, member: str) -> None:
+        """A member is there. Wait until it has left, or every member is through."""
+
+    def left(self, member: str) -> None:
+        """A member's connection has ended."""
+
 
 def serve_exchange(exchange: WatchedExchange, token: str, listen: str, members: int) -> tuple[grpc.Server, int]:
     """Serve an exchange at HOST:PORT to callers who know the token; returns the server and the port it got.
 
     Raises OSError if the port is busy.
     """
-    return make_server(listen, [_Handlers(exchange, token).generic()], max_workers=8 + 3 * members)
+    return make_server(listen, [_Handlers(exchange, token).generic()], max_workers=8 + 4 * members)
 
 
 class _Handlers:
@@ -89,6 +95,9 @@ class _Handlers:
                 "Fetch": one_to_frames(self._fetch, pb.FetchRequest),
                 "Confirm": one_to_one(self._confirm, pb.HashReport),
                 "Report": one_to_one(self._report, pb.ReportRequest),
+                "Stay": grpc.unary_unary_rpc_method_handler(
+                    self._stay, pb.StayRequest.FromString, lambda reply: reply.SerializeToString()
+                ),
                 "Watch": grpc.unary_stream_rpc_method_handler(
                     self._guarded_stream(self._watch),
                     pb.WatchRequest.FromString,
@@ -121,13 +130,27 @@ class _Handlers:
         if metadata.get("token") != self.token:
             self.exchange.refuse(f"{member} at {context.peer()}", "a call from another run")
             raise Refused("the exchange serves another run")
+        if metadata.get("run", self.exchange.run) != self.exchange.run:
+            self.exchange.refuse(f"{member} at {context.peer()}", "another configuration")
+            raise Refused(
+                f"{member} was started with another configuration than the exchange: compare the config.yaml of both"
+            )
         return member
 
     def _join(self, request: pb.JoinRequest, member: str) -> pb.JoinReply:
         if request.version != VERSION:
             raise Refused(f"found protocol version {request.version}, expected {VERSION}")
-        self.exchange.join(member, request.address)
-        return pb.JoinReply()
+        return pb.JoinReply(last_round=self.exchange.join(member, request.address))
+
+    def _stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
+        """Held open by every member. If the caller is gone before the run is over, the exchange is told."""
+        try:
+            member = self._caller(context)
+        except HeteroPPError as error:
+            return _abort(context, error)
+        context.add_callback(lambda: self.exchange.left(member))
+        self.exchange.stay(member)
+        return pb.StayReply()
 
     def _locate(self, request: pb.LocateRequest, member: str) -> pb.LocateReply:
         return pb.LocateReply(address=self.exchange.locate(request.member))
@@ -183,18 +206,27 @@ def _abort(context: grpc.ServicerContext, error: HeteroPPError) -> NoReturn:
 class ExchangeClient:
     """The exchange at an address, as one member sees it. Implements ExchangePort."""
 
-    def __init__(self, address: str, token: str, member: str) -> None:
+    def __init__(self, address: str, token: str, member: str, run: str | None = None) -> None:
+        """`run` is the caller's idea of which run this is, which the exchange compares with its own."""
         self.address = address
         self._channel = make_channel(address)
-        self._metadata = (("token", token), ("member", member))
+        self._metadata = (("token", token), ("member", member), *(() if run is None else (("run", run),)))
+        self._stay: grpc.Future | None = None
 
     def close(self) -> None:
         """End the connection; calls under way fail."""
+        if self._stay is not None:
+            self._stay.cancel()
         self._channel.close()
 
-    def join(self, member: str, address: str) -> None:
-        """See ExchangePort. Waits for the exchange to come up."""
-        self._ask("Join", pb.JoinRequest(version=VERSION, address=address), pb.JoinReply, wait=True)
+    def join(self, member: str, address: str) -> int:
+        """See ExchangePort. Waits for the exchange to come up, and from then on is known to be there."""
+        reply = self._ask("Join", pb.JoinRequest(version=VERSION, address=address), pb.JoinReply, wait=True)
+        call = self._channel.unary_unary(
+            f"/{SERVICE}/Stay", lambda message: message.SerializeToString(), pb.StayReply.FromString
+        )
+        self._stay = call.future(pb.StayRequest(), metadata=self._metadata)
+        return reply.last_round
 
     def locate(self, member: str) -> str:
         """See ExchangePort."""

@@ -148,6 +148,16 @@ class JoinRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
+    __slots__ = ("last_round",)
+    LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
+    last_round: int
+    def __init__(self, last_round: _Optional[int] = ...) -> None: ...
+
+class StayRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StayReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -15,7 +15,7 @@ import hetero_pp
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("hetero_pp", "stages", "replica_groups")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-HEAVY_EXTRAS = {"torchtitan", "deepspeed", "obstore", "numba", "transformers", "datasets"}
+HEAVY_EXTRAS = {"torchtitan", "deepspeed", "torchx", "obstore", "numba", "transformers", "datasets"}
 
 
 def _imports(path: Path) -> set[str]:

@@ -124,9 +124,7 @@ class Replicas:
         self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(folder))
         self.parameters = {name: {p: nn.Parameter(t.clone()) for p, t in snapshot.parameters.items()} for name in NAMES}
         self.outer = {
-            name: OuterRound(
-                "run", name, name, HeldParameters(own), dict(snapshot.parameters), self.exchange, settings
-            )
+            name: OuterRound("run", name, name, HeldParameters(own), dict(snapshot.parameters), self.exchange, settings)
             for name, own in self.parameters.items()
         }
 

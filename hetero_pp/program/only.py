@@ -1,0 +1,123 @@
+"""`launch --only NAME`: the part of a run that one host carries, and the commands for all hosts.
+
+One host carries the exchange, records the run and shows it; the others start replicas or stages of it. What they
+share is the YAML, the exchange's address and a token, without which nobody is let in.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.config import RunConfig
+from hetero_pp.program.launch import Crew, watch_exchange
+from hetero_pp.rpc.messages_pb2 import Report
+from hetero_pp.topology import EXCHANGE, ParticipantsReplica
+
+TOKEN_FILE = "token"
+
+
+def members_named(config: RunConfig, name: str) -> list[str]:
+    """The members that `--only NAME` starts: the exchange, all of a replica, or one stage.
+
+    Raises ConfigError with the names there are.
+    """
+    if name == EXCHANGE:
+        return [EXCHANGE]
+    found = {replica.name: replica.members for replica in config.replicas}
+    found |= {member: [member] for replica in config.replicas for member in replica.members}
+    if name not in found:
+        raise ConfigError((), f"--only {name}: expected one of {', '.join([EXCHANGE, *found])}")
+    return found[name]
+
+
+def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
+    """Raise ConfigError for what listens where no other host can reach it."""
+    if EXCHANGE in members and config.exchange.listen.endswith(":0"):
+        raise ConfigError(
+            ("exchange", "listen"), f"found `{config.exchange.listen}`, expected a fixed port that other hosts can dial"
+        )
+    for index, replica in enumerate(config.replicas):
+        if not isinstance(replica, ParticipantsReplica):
+            continue
+        for stage, member in enumerate(replica.members):
+            own = replica.stage_settings(stage)
+            host = "" if own is None or own.listen is None else own.listen.rpartition(":")[0]
+            if member in members and stage > 0 and host in ("0.0.0.0", "[::]"):
+                raise ConfigError(
+                    ("replicas", index, "stages", stage, "listen"),
+                    f"found `{host}`, expected the address at which {replica.members[stage - 1]} can dial this host",
+                )
+
+
+def read_token(path: Path) -> str:
+    """The token in a file. Raises ConfigError if there is none."""
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError((), f"--token-file {path}: {error.strerror}") from None
+    if not token:
+        raise ConfigError((), f"--token-file {path}: expected a token, found an empty file")
+    return token
+
+
+def write_token(folder: Path, token: str) -> Path:
+    """Keep the run's token where only its owner can read it."""
+    path = folder / TOKEN_FILE
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(token + "\n")
+    return path
+
+
+def new_token() -> str:
+    return secrets.token_hex(16)
+
+
+def launch_exchange(
+    folder: Path, cache: Path, token: str, last_round: int, on_report: Callable[[Report], None]
+) -> None:
+    """Carry the exchange until the run is over. Raises RunFailed with its cause if it fails, on whatever host."""
+    crew = Crew(folder, cache, last_round)
+    try:
+        crew.start(EXCHANGE)
+        crew.tell(EXCHANGE, {"token": token})
+        watcher = watch_exchange(crew.hear(EXCHANGE)["address"], token, on_report)
+        crew.wait()
+        watcher.join()
+    finally:
+        crew.end()
+
+
+def launch_members(members: Sequence[str], folder: Path, cache: Path, exchange: str, token: str) -> None:
+    """Carry some members until they are through. Raises RunFailed with the cause if one of them ends before."""
+    crew = Crew(folder, cache)
+    try:
+        for name in members:
+            crew.start(name)
+        for name in members:
+            crew.tell(name, {"token": token, "exchange": exchange})
+        crew.wait()
+    finally:
+        crew.end()
+
+
+def commands(config: RunConfig, path: Path, overrides: Sequence[str]) -> list[str]:
+    """What to run on each host: the exchange, then every replica, and every stage of a group by itself.
+
+    Raises ConfigError if other hosts could not reach what listens.
+    """
+    require_reachable(config, [EXCHANGE, *(name for replica in config.replicas for name in replica.members)])
+    sets = [part for override in overrides for part in ("--set", override)]
+    start = ["hetero-pp", "launch", str(path), *sets]
+    port = config.exchange.listen.rpartition(":")[2]
+    token = ["--token-file", "token"]
+    reach = ["--exchange", f"EXCHANGE_HOST:{port}", *token]
+    found = [shlex.join([*start, "--only", EXCHANGE, *token])]
+    for replica in config.replicas:
+        copies = 1 if isinstance(replica, ParticipantsReplica) else replica.nodes
+        found += [shlex.join([*start, "--only", name, *reach]) for name in replica.members for _ in range(copies)]
+    return found

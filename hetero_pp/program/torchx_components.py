@@ -1,0 +1,45 @@
+"""TorchX components: a part of a run as a job, on any scheduler that TorchX knows.
+
+torchx run -s slurm hetero_pp/program/torchx_components.py:part --only dc --config run.yaml --exchange HOST:PORT
+"""
+
+# No `from __future__ import annotations` here: TorchX takes types of arguments from the annotations themselves.
+from torchx import specs
+
+
+def part(
+    config: str,
+    only: str,
+    exchange: str,
+    token_file: str = "token",
+    nodes: int = 1,
+    gpus: int = 8,
+    cpus: int = 32,
+    memory_gb: int = 256,
+    runs: str = "runs",
+    image: str = "hetero-pp",
+) -> specs.AppDef:
+    """What `hetero-pp launch --only` starts, as a job.
+
+    Args:
+        config: the YAML of the run, as the job sees it
+        only: a replica of it, or one stage
+        exchange: HOST:PORT of the exchange
+        token_file: the file with the run's token, as the job sees it
+        nodes: machines of the replica, as its YAML says
+        gpus: on each machine
+        cpus: on each machine
+        memory_gb: on each machine
+        runs: where logs and states are kept, the same folder for all machines
+        image: of a container with hetero-pp, where the scheduler starts containers
+    """
+    arguments = ["launch", config, "--only", only, "--exchange", exchange]
+    role = specs.Role(
+        name=only.replace(".", "-"),
+        image=image,
+        entrypoint="hetero-pp",
+        args=[*arguments, "--token-file", token_file, "--runs", runs],
+        num_replicas=nodes,
+        resource=specs.Resource(cpu=cpus, gpu=gpus, memMB=memory_gb * 1024),
+    )
+    return specs.AppDef(name=f"hetero-pp-{role.name}", roles=[role])

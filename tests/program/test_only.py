@@ -1,0 +1,175 @@
+"""A run over several hosts: addresses of this machine stand for hosts. What docs/three_hosts.md says, tried."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.only import commands, members_named, require_reachable
+from hetero_pp.program.yaml_file import ConfigFile
+
+CONFIG = """
+name: hosts
+model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
+data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 8}
+inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
+outer: {rounds: ROUNDS, compression: {density: 1/32}}
+snapshots: {every: 1}
+exchange: {listen: "127.0.0.1:PORT"}
+links:
+  dsl: {bandwidth: 100 Mbit/s, latency: 5 ms}
+  fibre: {bandwidth: 1 Gbit/s, latency: 1 ms}
+replicas:
+  - {name: dc, kind: datacenter, batch_size: 4, uplink: fibre}
+  - name: home
+    kind: participants
+    stages: [{layers: 1, listen: "127.0.0.2:0"}, {layers: 1, listen: "127.0.0.3:0"}]
+    batch_size: 4
+    micro_batches: 2
+    link: dsl
+    uplink: dsl
+    boundary: {rank: 1/4}
+"""
+PARTS = ("exchange", "dc", "home.0", "home.1")
+
+
+class Hosts:
+    """One folder, one copy of the YAML and one process a host."""
+
+    def __init__(self, folder: Path, corpus: Path, rounds: int) -> None:
+        self.folder, self.rounds = folder, rounds
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.port = server.getsockname()[1]
+        self.text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", str(self.port)).replace("CORPUS", str(corpus))
+        (folder / "token").write_text("a-secret\n")
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, part: str, *more: str) -> subprocess.Popen[str]:
+        own = self.folder / part
+        own.mkdir(exist_ok=True)
+        (own / "run.yaml").write_text(self.text)
+        reach = [] if part == "exchange" else ["--exchange", f"127.0.0.1:{self.port}"]
+        command = [sys.executable, "-m", "hetero_pp", "launch", str(own / "run.yaml"), "--only", part, *reach, *more]
+        command += ["--token-file", str(self.folder / "token"), "--runs", str(own / "runs")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.processes[part] = process
+        return process
+
+    def wait(self, part: str, seconds: float = 120) -> tuple[int, str]:
+        """Exit code, and what it said on stderr."""
+        _, errors = self.processes[part].communicate(timeout=seconds)
+        return self.processes[part].returncode, errors
+
+    def summary(self) -> dict:
+        return json.loads((self.folder / "exchange" / "runs" / "hosts" / "summary.json").read_text())
+
+    def wait_for_round(self, round_: int) -> None:
+        metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
+        while not (metrics.exists() and f'"evaluation", "replica": "home", "round": {round_}' in metrics.read_text()):
+            assert self.processes["exchange"].poll() is None, self.processes["exchange"].communicate()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, corpus: Path) -> Iterator[Hosts]:
+    found = Hosts(tmp_path, corpus, 3)
+    yield found
+    for process in found.processes.values():
+        if process.poll() is None:
+            process.kill()
+
+
+def test_four_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> None:
+    for part in PARTS:
+        hosts.start(part)
+    assert {part: hosts.wait(part) for part in PARTS} == dict.fromkeys(PARTS, (0, ""))
+    together = hosts.summary()
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(hosts.text)
+    command = [sys.executable, "-m", "hetero_pp", "launch", "--in-process", str(whole), "--runs", str(tmp_path / "one")]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    alone = json.loads((tmp_path / "one" / "hosts" / "summary.json").read_text())
+    assert together["parameters_sha256"] == alone["parameters_sha256"]
+    assert together["validation_loss"] == alone["validation_loss"]
+    token = tmp_path / "exchange" / "runs" / "hosts" / "token"
+    assert token.read_text() == "a-secret\n"
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "home.1" / "runs" / ".tokens").exists()  # only those that read the corpus encode it
+
+
+def test_a_host_that_dies_ends_the_run_and_it_goes_on(tmp_path: Path, corpus: Path) -> None:
+    hosts = Hosts(tmp_path, corpus, 100000)
+    try:
+        for part in PARTS:
+            hosts.start(part)
+        hosts.wait_for_round(2)
+        hosts.processes["dc"].send_signal(signal.SIGKILL)
+        code, errors = hosts.wait("exchange", 20)
+        assert code == 1
+        assert "dc is gone: its connection to the exchange ended" in errors
+        for part in ("home.0", "home.1"):
+            code, errors = hosts.wait(part, 20)
+            assert code == 1
+            assert "dc is gone" in errors
+        assert "dc is gone" in hosts.summary()["failed"]
+        hosts.start("exchange", "--resume")
+        for part in PARTS[1:]:
+            hosts.start(part)
+        hosts.wait_for_round(4)
+        assert hosts.processes["exchange"].poll() is None
+    finally:
+        for process in hosts.processes.values():
+            os.kill(process.pid, signal.SIGTERM) if process.poll() is None else None
+        for part in hosts.processes:
+            hosts.wait(part, 20)
+
+
+def test_a_host_with_another_configuration_is_refused(hosts: Hosts) -> None:
+    hosts.start("exchange")
+    hosts.text = hosts.text.replace("learning_rate: 1e-2", "learning_rate: 2e-2")
+    hosts.start("dc")
+    code, errors = hosts.wait("dc")
+    assert code == 1
+    assert "dc was started with another configuration than the exchange" in errors
+    hosts.processes["exchange"].terminate()
+    hosts.wait("exchange", 20)
+    assert hosts.summary()["refusals"] > 0
+
+
+def _config(tmp_path: Path, corpus: Path) -> ConfigFile:
+    path = tmp_path / "run.yaml"
+    path.write_text(Hosts(tmp_path, corpus, 3).text)
+    return ConfigFile(path)
+
+
+def test_commands_for_all_hosts(tmp_path: Path, corpus: Path) -> None:
+    file = _config(tmp_path, corpus)
+    found = commands(file.config, Path("run.yaml"), ["inner.steps=3"])
+    port = file.config.exchange.listen.rpartition(":")[2]
+    assert found[0] == "hetero-pp launch run.yaml --set inner.steps=3 --only exchange --token-file token"
+    assert [line.split("--only ")[1].split()[0] for line in found] == list(PARTS)
+    assert all(f"--exchange EXCHANGE_HOST:{port} --token-file token" in line for line in found[1:])
+
+
+def test_names_and_addresses_that_cannot_be(tmp_path: Path, corpus: Path) -> None:
+    config = _config(tmp_path, corpus).config
+    assert members_named(config, "home") == ["home.0", "home.1"]
+    with pytest.raises(ConfigError, match=r"expected one of exchange, dc, home, home\.0, home\.1"):
+        members_named(config, "office")
+    text = (tmp_path / "run.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(re.sub(r"127.0.0.1:\d+", "127.0.0.1:0", text).replace("127.0.0.3", "0.0.0.0"))
+    config = ConfigFile(tmp_path / "run.yaml").config
+    with pytest.raises(ConfigError, match="expected a fixed port"):
+        require_reachable(config, ["exchange"])
+    with pytest.raises(ConfigError, match=r"expected the address at which home\.0 can dial this host"):
+        require_reachable(config, ["home.1"])
+    require_reachable(config, ["home.0"])

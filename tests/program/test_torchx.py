@@ -1,0 +1,70 @@
+"""A part of a run as a job: really run by TorchX's local scheduler, and as generated for Slurm and Kubernetes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+from torchx.runner import get_runner
+from torchx.specs import AppState
+
+COMPONENT = f"{Path(__file__).parents[2] / 'hetero_pp' / 'program' / 'torchx_components.py'}:part"
+ARGUMENTS = ["--config", "run.yaml", "--only", "dc", "--exchange", "host:47600", "--nodes", "2", "--gpus", "4"]
+COMMAND = "hetero-pp launch run.yaml --only dc --exchange host:47600 --token-file token --runs runs"
+
+CONFIG = """
+name: job
+model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
+data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 8}
+inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
+outer: {rounds: 2, compression: {density: 1/32}}
+exchange: {listen: "127.0.0.1:PORT"}
+replicas: [{name: dc, kind: datacenter, batch_size: 4}]
+"""
+
+
+def test_a_slurm_job_has_the_command_on_every_node() -> None:
+    with get_runner() as runner:
+        job = str(runner.dryrun_component(COMPONENT, ARGUMENTS, scheduler="slurm", cfg={"partition": "gpu"}))
+    assert job.count(COMMAND) == 2
+    assert job.count("--gpus-per-task=4") == 2
+    assert "--partition=gpu" in job
+
+
+def test_a_kubernetes_job_has_the_command_on_every_node() -> None:
+    with get_runner() as runner:
+        job = str(runner.dryrun_component(COMPONENT, ARGUMENTS, scheduler="kubernetes", cfg={"queue": "default"}))
+    tasks = YAML(typ="safe").load(job)["spec"]["tasks"]
+    assert len(tasks) == 2
+    for task in tasks:
+        (container,) = task["template"]["spec"]["containers"]
+        assert " ".join(container["command"]) == COMMAND
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+
+
+def test_the_local_scheduler_trains(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("CORPUS", str(corpus)).replace("PORT", str(port)))
+    (tmp_path / "token").write_text("a-secret\n")
+    (tmp_path / "hetero-pp").write_text(f'#!/bin/sh\nexec {sys.executable} -m hetero_pp "$@"\n')
+    (tmp_path / "hetero-pp").chmod(0o755)
+    start = ["launch", str(tmp_path / "run.yaml"), "--only", "exchange", "--token-file", str(tmp_path / "token")]
+    exchange = subprocess.Popen([sys.executable, "-m", "hetero_pp", *start, "--runs", str(tmp_path / "runs")])
+    monkeypatch.chdir(tmp_path)  # where the local scheduler looks for `hetero-pp`
+    arguments = ["--config", "run.yaml", "--only", "dc", "--exchange", f"127.0.0.1:{port}", "--gpus", "0"]
+    try:
+        with get_runner() as runner:
+            job = runner.run_component(COMPONENT, [*arguments, "--runs", "job"], scheduler="local_cwd")
+            status = runner.wait(job, wait_interval=0.5)
+        assert status is not None and status.state == AppState.SUCCEEDED
+        assert exchange.wait(60) == 0
+    finally:
+        exchange.kill()
+    summary = json.loads((tmp_path / "runs" / "job" / "summary.json").read_text())
+    assert summary["rounds"] == 2
