@@ -15,7 +15,8 @@ from hetero_pp.program.hugging_face.reading import require_weights
 from hetero_pp.program.only import members_named, require_reachable
 from hetero_pp.program.train import replica_batches
 from hetero_pp.program.yaml_file import ConfigFile
-from hetero_pp.topology import EXCHANGE, ParticipantsReplica
+from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica
+from replica_groups.engines.build import require_engine
 
 CACHE = ".tokens"
 """Encoded corpora, beside the runs, shared by all of them."""
@@ -48,6 +49,7 @@ def prepare(file: ConfigFile, runs: Path, only: str | None = None) -> Prepared:
         names = [EXCHANGE, *plan.members] if only is None else members_named(config, only)
         if only is not None:
             require_reachable(config, names)
+        _require_engines(config, names)
         source = _open_corpus(plan, names, cache)
         for key, member, address in _fixed_addresses(config):
             if member in names:
@@ -55,6 +57,16 @@ def prepare(file: ConfigFile, runs: Path, only: str | None = None) -> Prepared:
     except ConfigError as error:
         raise file.located(error) from None
     return Prepared(plan, names, source, cache)
+
+
+def _require_engines(config: RunConfig, names: Sequence[str]) -> None:
+    """Raise ConfigError if a replica that starts here wants an engine that is not installed."""
+    for index, replica in enumerate(config.replicas):
+        if isinstance(replica, DatacenterReplica) and replica.name in names:
+            try:
+                require_engine(replica.engine)
+            except ConfigError as error:
+                raise ConfigError(("replicas", index, "engine"), error.message) from None
 
 
 def _open_corpus(plan: RunPlan, names: Sequence[str], cache: Path) -> Source | None:

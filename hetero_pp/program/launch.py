@@ -27,7 +27,7 @@ from hetero_pp.topology import EXCHANGE
 PRELOADED = ["hetero_pp.program.member_process", "torch._dynamo"]
 """Imported once for all processes; the first optimizer that is made imports torch._dynamo."""
 
-_SECONDS_FOR_THE_CAUSE = 2.0
+_SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_TO_END = 3.0
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hetero_pp.program.train import device_of, train_member
 from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.exchange import ExchangeClient
+from hetero_pp.rpc.messages_pb2 import Failure, Report
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.ranks import Ranks, init_ranks
 from replica_groups.shared_exchange import SharedExchange
@@ -47,9 +49,18 @@ def main() -> None:
     except (LinkError, RunFailed) as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(CONSEQUENCE)
+    except HeteroPPError as error:
+        _tell(exchange, job.member, f"rank {ranks.rank}: {error}")
+        raise
     finally:
         exchange.close()
     ranks.close()
+
+
+def _tell(exchange: ExchangeClient, member: str, cause: str) -> None:
+    """Say why, before the connection's end says only that this member is gone."""
+    with suppress(HeteroPPError):
+        exchange.report([Report(member=member, failure=Failure(cause=cause))])
 
 
 def require_one_run(ranks: Ranks, run: str, member: str) -> None:

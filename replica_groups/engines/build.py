@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,23 +36,21 @@ def build_engine(
 
     Raises ConfigError if the engine's package is not installed.
     """
+    require_engine(engine)
     if engine == "torchtitan":
-        titan = _import("titan", "torchtitan")
+        titan = importlib.import_module("replica_groups.engines.titan")
         return titan.TitanEngine(shape, parameters, inner, total_steps, micro_batches, torchtitan, ranks)
     if engine == "deepspeed":
         os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)  # it would look for one, and guess
-        zero = _import("zero", "deepspeed")
+        zero = importlib.import_module("replica_groups.engines.zero")
         return zero.ZeroEngine(shape, parameters, inner, total_steps, micro_batches, micro_batch_size, deepspeed, ranks)
     return PlainEngine(_plain(shape, parameters, inner, total_steps, micro_batches, ranks.device))
 
 
-def _import(module: str, package: str) -> ModuleType:
-    try:
-        return importlib.import_module(f"replica_groups.engines.{module}")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != package:
-            raise
-        raise ConfigError((), f"`engine: {package}` needs it installed: pip install hetero-pp[{package}]") from None
+def require_engine(engine: EngineName) -> None:
+    """Raise ConfigError if the engine's package is not installed."""
+    if engine != "torch" and importlib.util.find_spec(engine) is None:
+        raise ConfigError((), f"`engine: {engine}` needs it installed: pip install hetero-pp[{engine}]")
 
 
 def _plain(

@@ -173,3 +173,36 @@ def test_names_and_addresses_that_cannot_be(tmp_path: Path, corpus: Path) -> Non
     with pytest.raises(ConfigError, match=r"expected the address at which home\.0 can dial this host"):
         require_reachable(config, ["home.1"])
     require_reachable(config, ["home.0"])
+
+
+NODES = """
+name: hosts
+model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
+data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 8}
+inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
+outer: {rounds: ROUNDS, compression: {density: 1/32}}
+exchange: {listen: "127.0.0.1:PORT"}
+replicas:
+  - name: titan
+    kind: datacenter
+    engine: torchtitan
+    nodes: 2
+    rendezvous: 127.0.0.1:MEETING
+    batch_size: 4
+    device: cpu
+"""
+
+
+def test_a_replica_on_two_nodes(hosts: Hosts) -> None:
+    """The same command on each node; both see one folder."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        meeting = server.getsockname()[1]
+    text = NODES.replace("ROUNDS", "2").replace("PORT", str(hosts.port)).replace("MEETING", str(meeting))
+    hosts.text = text.replace("CORPUS", re.findall(r"corpus: (\S+),", hosts.text)[0])
+    hosts.start("exchange")
+    first = hosts.start("titan")
+    hosts.start("titan")
+    assert hosts.wait("titan") == (0, "")
+    assert first.wait(30) == 0
+    assert hosts.wait("exchange") == (0, "")
+    assert hosts.summary()["rounds"] == 2

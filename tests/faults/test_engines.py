@@ -1,0 +1,61 @@
+"""An engine that fails: the replica, the rank and the cause in one message, and nothing left behind."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hetero_pp.errors import ConfigError
+from replica_groups.engines.build import require_engine
+
+CONFIG = Path(__file__).parents[2] / "configs" / "mixed_engines.yaml"
+SMALL = ["outer.rounds=1", "data.validation_sequences=8", "data.validation_share=0.2", "data.repeat=true"]
+
+
+def _launch(corpus: Path, runs: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    sets = [part for setting in (*SMALL, f"data.corpus={corpus}", *settings) for part in ("--set", setting)]
+    command = [sys.executable, "-m", "hetero_pp", "launch", str(CONFIG), "--runs", str(runs), *sets]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_an_engines_own_error_is_told(corpus: Path, tmp_path: Path) -> None:
+    done = _launch(corpus, tmp_path, 'replicas.1.deepspeed={"optimizer": {"type": "Nonsense", "params": {}}}')
+    assert done.returncode == 1
+    told = r"zero: rank [01] of zero: AssertionError: Nonsense is not a supported DeepSpeed Optimizer"
+    assert re.search(told, done.stderr)
+    assert len(done.stderr.splitlines()) == 1
+    left = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])]
+    assert not left
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("replicas.0.ranks=3", "replicas[0].batch_size: found micro-batches of 8 sequences, expected a multiple of 3"),
+        ("replicas.0.torchtitan.tensor_parallel=4", "replicas[0].torchtitan: found tensor_parallel 4"),
+        ("replicas.0.engine=torch", "replicas[0].engine: found `torch` with 2 ranks"),
+        ('replicas.1.deepspeed={"train_batch_size": 4}', "replicas[1].deepspeed.train_batch_size: follows from"),
+        ('replicas.1.deepspeed={"bf16": {"enabled": true}}', "replicas[1].deepspeed.zero_optimization: found stage 0"),
+        ("replicas.0.nodes=2", "replicas[0].rendezvous: expected HOST:PORT"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    setting: str, complaint: str, corpus: Path, tmp_path: Path
+) -> None:
+    done = _launch(corpus, tmp_path, setting)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "mixed_engines.yaml:" in done.stderr
+    assert not (tmp_path / "mixed-engines").exists()
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"`engine: deepspeed` needs it installed: pip install hetero-pp\[deepspeed\]"):
+        require_engine("deepspeed")
+    require_engine("torch")
