@@ -10,7 +10,7 @@ demo: $(READY)
 	$(BIN)/hetero-pp launch configs/quickstart.yaml
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
