@@ -56,6 +56,6 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"`engine: deepspeed` needs it installed: pip install hetero-pp\[deepspeed\]"):
+    with pytest.raises(ConfigError, match=r"`engine: deepspeed` needs it installed: pip install .*\[deepspeed\]"):
         require_engine("deepspeed")
     require_engine("torch")
