@@ -90,6 +90,11 @@ def require_launchable(config: RunConfig) -> None:
             "every step, so each is an outer round",
         )
     for index, replica in enumerate(config.replicas):
+        if isinstance(replica, DatacenterReplica) and replica.engine != "torch" and config.outer.source == "gradient":
+            raise ConfigError(
+                ("replicas", index, "engine"),
+                f"found `{replica.engine}`, expected `torch` with method {config.outer.method}",
+            )
         if isinstance(replica, ParticipantsReplica):
             here, ablations = ("replicas", index, "boundary", "ablations"), replica.boundary.ablations
             if ablations.grassmann_every is not None:

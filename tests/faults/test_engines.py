@@ -14,7 +14,13 @@ from hetero_pp.errors import ConfigError
 from replica_groups.engines.build import require_engine
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mixed_engines.yaml"
-SMALL = ["outer.rounds=1", "data.validation_sequences=8", "data.validation_share=0.2", "data.repeat=true"]
+SMALL = [
+    "outer.rounds=1",
+    "inner.steps=1",
+    "data.validation_sequences=8",
+    "data.validation_share=0.2",
+    "data.repeat=true",
+]
 
 
 def _launch(corpus: Path, runs: Path, *settings: str) -> subprocess.CompletedProcess[str]:
@@ -41,6 +47,7 @@ def test_an_engines_own_error_is_told(corpus: Path, tmp_path: Path) -> None:
         ("replicas.0.engine=torch", "replicas[0].engine: found `torch` with 2 ranks"),
         ('replicas.1.deepspeed={"train_batch_size": 4}', "replicas[1].deepspeed.train_batch_size: follows from"),
         ('replicas.1.deepspeed={"bf16": {"enabled": true}}', "replicas[1].deepspeed.zero_optimization: found stage 0"),
+        ('outer={"rounds": 1, "method": "adamw_ddp"}', "replicas[0].engine: found `torchtitan`, expected `torch`"),
         ("replicas.0.nodes=2", "replicas[0].rendezvous: expected HOST:PORT"),
     ],
 )
