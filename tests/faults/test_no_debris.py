@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ended import still_running
 
 YAML = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 MEMBERS = {"exchange", "dc", "home.0", "home.1", "home.2"}
@@ -46,8 +47,7 @@ class Launched:
         """Every process is gone within ten seconds."""
         deadline = time.monotonic() + SECONDS_TO_END
         self.process.wait(SECONDS_TO_END)
-        _, alive = psutil.wait_procs(self.seen, timeout=max(0.0, deadline - time.monotonic()))
-        assert not alive
+        assert not still_running(self.seen, max(0.0, deadline - time.monotonic()))
 
 
 def _until(deadline: float) -> Iterator[None]:

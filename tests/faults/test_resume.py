@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ended import still_running
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 5
@@ -81,7 +82,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, lau
     run = launch(command, tmp_path / "b" / "mixed")
     everyone = run.wait_for_state(2)
     run.process.send_signal(signal.SIGKILL)
-    assert not psutil.wait_procs(everyone, timeout=10)[1]
+    assert not still_running(everyone, 10)
     resumed = _summary([*command, "--resume"], tmp_path / "b", "mixed")
     assert resumed["parameters_sha256"] == unbroken["parameters_sha256"]
     assert resumed["validation_loss"] == unbroken["validation_loss"]
@@ -103,7 +104,7 @@ def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any)
     os.kill(ranks[1].pid, signal.SIGKILL)
     errors = run.process.communicate(timeout=30)[1]
     assert run.process.returncode == 1
-    assert not psutil.wait_procs(everyone, timeout=10)[1]
+    assert not still_running(everyone, 10)
     assert "titan: rank 1 of titan: killed by SIGKILL" in errors
     resumed = _summary([*command, "--resume"], tmp_path / "b", "ranks")
     assert resumed["validation_loss"] == pytest.approx(unbroken["validation_loss"], rel=1e-4)
