@@ -100,8 +100,10 @@ class Ranks:
         if self.world == 1:
             return part
         share = int(max(self.gather(len(part))))
-        own = part.new_zeros(share, *part.shape[1:])
-        own[: len(part)] = part
+        own = part.contiguous()
+        if len(part) < share:
+            own = part.new_zeros(share, *part.shape[1:])
+            own[: len(part)] = part
         whole = part.new_empty(self.world * share, *part.shape[1:])
         dist.all_gather(list(whole.split(share)), own)
         return whole[:rows]

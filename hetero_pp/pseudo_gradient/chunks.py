@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+BAND_ELEMENTS = 1 << 20
+"""About how many are looked at at once."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ class Group:
         """Values kept of each chunk."""
         return max(1, math.floor(density * self.size + 0.5))
 
+    def bands(self) -> Iterator[Group]:
+        """The same chunks in order, some rows of tiles at a time, so that little of a large tensor is held twice."""
+        rows = max(1, BAND_ELEMENTS // (self.rows * (self.right - self.left))) * self.rows
+        for top in range(self.top, self.bottom, rows):
+            yield replace(self, top=top, bottom=min(top + rows, self.bottom))
+
     def gather(self, matrix: Tensor) -> Tensor:
         """The chunks [count, size] of a [R, C] matrix, row by row of tiles, each flattened row by row."""
         part = matrix[self.top : self.bottom, self.left : self.right]
@@ -53,7 +62,7 @@ class Group:
         return origins + offsets[positions]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _tables(group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
     """Flat indices of the chunks' first elements [count, 1], and of a chunk's elements from there [size]."""
     first_row = torch.arange(group.top, group.bottom, group.rows, device=device)

@@ -55,9 +55,10 @@ def select(error: Tensor, delta: Tensor, settings: CompressionSettings, sum_over
     matrix, flat = as_matrix(error), error.view(-1)
     positions, indices = [], []
     for group in groups_of(tuple(error.shape), settings.tile) if error.numel() else ():
-        chosen = top_k_positions(group.gather(matrix), group.kept(settings.density))
-        positions.append(chosen)
-        indices.append(group.flat_indices(chosen).reshape(-1))
+        kept = group.kept(settings.density)
+        chosen = [(band, top_k_positions(band.gather(matrix), kept)) for band in group.bands()]
+        positions.append(torch.cat([found for _, found in chosen]))
+        indices += [band.flat_indices(found).reshape(-1) for band, found in chosen]
     where = torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64, device=error.device)
     values = flat[where]
     codes = levels = None

@@ -139,8 +139,13 @@ class TitanEngine:
         parameter = self._named[name]
         assert isinstance(parameter, DTensor)
         whole = whole.to(parameter.device_mesh.device_type)
+        local = parameter.to_local()
+        if list(parameter.placements) == [Shard(0)]:
+            start = min(self.ranks.rank * -(-len(whole) // self.ranks.world), len(whole))
+            local.copy_(whole[start : start + len(local)])
+            return
         new = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(new.to_local())
+        local.copy_(new.to_local())
 
     def finish_writing(self) -> None:
         """See Held."""
