@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +34,7 @@ from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, next_token_loss
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.simulator.costs import Part, forward_flops
 from hetero_pp.simulator.hardware import CATALOG
 from hetero_pp.snapshot import Snapshot
@@ -95,9 +98,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     """Measure one way, on every rank; what the first found."""
     torch.set_num_threads(1)
     ranks = init_ranks(torch.device(case.device))
-    model = Transformer(case.shape)
-    initialise(model, 0)
-    parameters = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    parameters = _parameters(case)
     inner = InnerSettings(learning_rate=1e-3)
     trainer = (
         PlainLoop(case, parameters, inner, ranks) if case.way == "plain" else _engine(case, parameters, inner, ranks)
@@ -115,7 +116,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         "mfu": _mfu(case, step_seconds, ranks.device),
     }
     if not isinstance(trainer, PlainLoop):
-        found |= _outer_round(trainer, parameters, step_seconds, folder, ranks)
+        found |= _outer_round(case, trainer, parameters, step_seconds, folder, ranks)
     ranks.close()
     return found
 
@@ -129,29 +130,56 @@ def _engine(case: Case, parameters: dict[str, torch.Tensor], inner: InnerSetting
 
 
 def _outer_round(
-    engine: Engine, parameters: dict[str, torch.Tensor], step_seconds: float, folder: Path, ranks: Ranks
+    case: Case, engine: Engine, parameters: dict[str, torch.Tensor], step_seconds: float, folder: Path, ranks: Ranks
 ) -> dict[str, Any]:
-    """Two outer rounds with nobody else, the second measured. Memory beyond that of training, in largest parameters."""
-    blocks = frozenset(shapes_by_block(engine.shapes))
-    settings = OuterSettings.model_validate({"rounds": 2, "compression": {"density": 1 / 128}})
-    exchange = None
+    """Two outer rounds with nobody else, the second measured. Memory beyond that of training, of the worst rank."""
+    settings = _outer_settings()
+    client, stop = None, None
     if ranks.is_first:
-        roster = Roster({"r": "r"}, {"r": blocks})
-        exchange = Exchange("run", roster, Snapshot(0, parameters, None), settings, ContributionLog(folder / "log"))
-    shared = SharedExchange(exchange, ranks)
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=_serve, args=(case, folder, theirs), daemon=True)
+        process.start()
+        client, stop = ExchangeClient(ours.recv(), "token", "r"), ours
+    shared = SharedExchange(client, ranks)
     outer = OuterRound("run", "r", "r", engine, parameters, shared, settings, ranks=ranks)
     outer.synchronise(1)
     before = _reset_peak(ranks.device)
     seconds = _timed(lambda: outer.synchronise(2), ranks.device)
-    largest = max(tensor.numel() * 4 for tensor in parameters.values())
+    extra = max(ranks.gather(_peak(ranks.device) - before))
+    if client is not None and stop is not None:
+        client.close()
+        stop.send("stop")
     kept = sum(tensor.numel() * 4 for tensor in (*outer.error.values(), *outer.theta.values()))
     return {
         "outer_seconds": seconds,
         "outer_share": seconds / (INNER_STEPS * step_seconds + seconds),
         "outer_kept_bytes": kept,
-        "outer_extra_bytes": _peak(ranks.device) - before,
-        "largest_parameter_bytes": largest,
+        "outer_extra_bytes": extra,
+        "largest_parameter_bytes": max(tensor.numel() * 4 for tensor in parameters.values()),
     }
+
+
+def _outer_settings() -> OuterSettings:
+    return OuterSettings.model_validate({"rounds": 2, "compression": {"density": 1 / 128}})
+
+
+def _serve(case: Case, folder: Path, told: Connection) -> None:
+    """The exchange, in a process of its own as in a run, until it is told to stop."""
+    torch.set_num_threads(1)
+    parameters = _parameters(case)
+    roster = Roster({"r": "r"}, {"r": frozenset(shapes_by_block({n: tuple(t.shape) for n, t in parameters.items()}))})
+    log = ContributionLog(folder / "log")
+    exchange = Exchange("run", roster, Snapshot(0, parameters, None), _outer_settings(), log)
+    server, port = serve_exchange(exchange, "token", "127.0.0.1:0", 1)
+    told.send(f"127.0.0.1:{port}")
+    told.recv()
+    server.stop(None)
+
+
+def _parameters(case: Case) -> dict[str, torch.Tensor]:
+    model = Transformer(case.shape)
+    initialise(model, 0)
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
@@ -207,7 +235,7 @@ def _measure(case: Case) -> dict[str, Any]:
 
 
 def _show(results: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{results[0]['preset']} on {results[0]['device']}, {results[0]['ranks']} rank(s)")
+    table = Table(title=f"{results[0]['preset']} on {results[0]['device']}, {results[-1]['ranks']} rank(s)")
     for column in ("way", "tokens/s", "over plain", "MFU", "peak GB", "outer round s", "share of 50 steps", "extra"):
         table.add_column(column, justify="right")
     plain = {

@@ -18,19 +18,46 @@ def packed_size(count: int, width: int) -> int:
 
 def pack(values: NDArray[np.integer], width: int) -> NDArray[np.uint8]:
     """Values below 2^width, flattened, most significant bit first; the last byte is filled with zero bits."""
-    flat = values.reshape(-1).astype(np.uint32)
+    flat = values.reshape(-1)
+    if width in (1, 2, 4):
+        return _pack_few(flat.astype(np.uint8), width)
     if width in (8, 16):
         return flat.astype(f">u{width // 8}").view(np.uint8)
     as_bytes = flat.astype(">u4").view(np.uint8).reshape(-1, 4)
     return np.packbits(np.unpackbits(as_bytes, axis=1)[:, 32 - width :].reshape(-1))
 
 
-def unpack(packed: NDArray[np.uint8], width: int, count: int) -> NDArray[np.uint32]:
+def unpack(packed: NDArray[np.uint8], width: int, count: int) -> NDArray[np.integer]:
     """The `count` numbers packed above. ValueError if `packed` is not exactly as long as they need."""
     if packed.size != packed_size(count, width):
         raise ValueError(f"found {packed.size} bytes for {count} numbers of {width} bits")
+    if width in (1, 2, 4):
+        return _unpack_few(packed, width, count)
     if width in (8, 16):
-        return packed.view(f">u{width // 8}").astype(np.uint32)
+        return packed.view(f">u{width // 8}").astype(f"u{width // 8}")
     bits = np.zeros((count, 32), dtype=np.uint8)
     bits[:, 32 - width :] = np.unpackbits(packed, count=count * width).reshape(count, width)
     return np.packbits(bits, axis=1).view(">u4").reshape(-1).astype(np.uint32)
+
+
+def _pack_few(values: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
+    """Of 1, 2 or 4 bits: whole numbers of values in a byte."""
+    if width == 1:
+        return np.packbits(values)
+    each = 8 // width
+    padded = np.zeros(-(-len(values) // each) * each, dtype=np.uint8)
+    padded[: len(values)] = values
+    packed = np.zeros(len(padded) // each, dtype=np.uint8)
+    for place in range(each):
+        packed |= padded[place::each] << (8 - width * (place + 1))
+    return packed
+
+
+def _unpack_few(packed: NDArray[np.uint8], width: int, count: int) -> NDArray[np.uint8]:
+    if width == 1:
+        return np.unpackbits(packed, count=count)
+    each = 8 // width
+    values = np.empty(packed.size * each, dtype=np.uint8)
+    for place in range(each):
+        values[place::each] = packed >> (8 - width * (place + 1)) & ((1 << width) - 1)
+    return values[:count]

@@ -6,7 +6,8 @@ the selection are cut by rows of chunks (pseudo_gradient.rows), and one paramete
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, Shapes, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.pseudo_gradient.rows import join, packed, rows_of
 from replica_groups.held import Held
 from replica_groups.ranks import ALONE, Ranks
@@ -116,23 +118,28 @@ class OuterRound:
         """Compress and hand in every block; returns the blobs, on the first rank."""
         blobs: dict[str, bytes] = {}
         for block, shapes in shapes_by_block(self.held.shapes).items():
-            selections = {}
-            for name, shape in shapes.items():
-                delta = self._contributed(name)
-                if not bool(torch.isfinite(delta).all()):
-                    raise HeteroPPError(f"{self.member} diverged: {name} is not finite after round {round_}")
-                selections[name] = (shape, self._select(name, delta))
-            if self.ranks.is_first:
-                address = BlobAddress(self.run, round_, self.replica, block)
-                blobs[block] = encode_blob(address, selections, self.settings.compression)
-                self.exchange.deposit(self.member, address, blobs[block])
+            selections = self._selections(round_, shapes)
+            if not self.ranks.is_first:
+                deque(selections, maxlen=0)
+                continue
+            address = BlobAddress(self.run, round_, self.replica, block)
+            blobs[block] = encode_blob(address, selections, self.settings.compression)
+            self.exchange.deposit(self.member, address, blobs[block])
         return blobs
 
-    def _select(self, name: str, delta: Tensor) -> Selection:
-        """What is sent of a parameter; whole on the first rank, this rank's part elsewhere."""
+    def _selections(self, round_: int, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...], Selection]]:
+        """What is sent of each parameter, made when it is asked for; whole on the first rank, else this rank's part."""
+        for name, shape in shapes.items():
+            delta = self._contributed(name)
+            if not bool(torch.isfinite(delta).all()):
+                raise HeteroPPError(f"{self.member} diverged: {name} is not finite after round {round_}")
+            yield name, shape, self._select(name, delta, round_)
+
+    def _select(self, name: str, delta: Tensor, round_: int) -> Selection:
         compression, ranks, kept = self.settings.compression, self.ranks, self.error[name]
         error = kept.to(delta.device)
-        selection = select(error, delta, compression, ranks.sum if ranks.world > 1 else None)
+        generator = generator_of(self.run, round_, self.replica, name, ranks.rank)
+        selection = select(error, delta, compression, ranks.sum if ranks.world > 1 else None, generator)
         if error is not kept:
             kept.copy_(error)
         if ranks.world == 1 and delta.device.type == "cpu":
@@ -144,7 +151,7 @@ class OuterRound:
 
 
 class _ByRows:
-    """An outer optimizer that is told whole means and changes this rank's rows of theta. Implements RoundOptimizer."""
+    """An outer optimizer that is told of, and changes, this rank's rows of theta. Implements RoundOptimizer."""
 
     def __init__(self, whole: RoundOptimizer, shapes: Shapes, rows: Mapping[str, range]) -> None:
         self.settings = whole.settings
@@ -154,9 +161,13 @@ class _ByRows:
         """See RoundOptimizer."""
         return {name: self._shapes[name] for name in theta}
 
+    def rows(self, name: str, shape: tuple[int, ...]) -> range:
+        """See RoundOptimizer."""
+        return self._rows[name]
+
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         """See RoundOptimizer."""
-        self._whole.take(theta, name, _cut(mean, self._rows[name]))
+        self._whole.take(theta, name, mean)
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
         """See RoundOptimizer."""

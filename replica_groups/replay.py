@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from hetero_pp.errors import MalformedContribution
 from hetero_pp.model import block_of
 from hetero_pp.outer.step import RoundOptimizer, Shapes, mean_of
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob
-from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob
 from hetero_pp.rpc.messages_pb2 import RoundRecord
 
 FetchBlob = Callable[[str, str], bytes]
@@ -41,19 +42,30 @@ def replay(
     Whole blocks must be in `theta`. Raises MalformedContribution if a blob is not the one the record names.
     """
     for block, shapes in shapes_by_block(optimizer.needs(theta)).items():
-        decoded = list(_decode_all(block, shapes, run, record, fetch, optimizer.settings.compression))
+        blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
-            optimizer.take(theta, name, mean_of(shape, ((weight, tensors[name]) for weight, tensors in decoded)))
+            rows = optimizer.rows(name, shape)
+            weighted = ((weight, _cut(blob.tensor(name), shape, rows)) for weight, blob in blobs)
+            of_rows = (len(rows), *shape[1:])
+            optimizer.take(theta, name, mean_of(of_rows, weighted, optimizer.settings.divides_by))
     optimizer.finish(theta)
 
 
-def _decode_all(
+def _fetch_all(
     block: str, shapes: Shapes, run: str, record: RoundRecord, fetch: FetchBlob, settings: CompressionSettings
-) -> Iterable[tuple[float, dict[str, DecodedTensor]]]:
+) -> Iterable[tuple[float, ReceivedBlob]]:
     for entry in record.contributions:
         data = fetch(entry.replica, block)
         named = next(blob.sha256 for blob in entry.blobs if blob.block == block)
         if hashlib.sha256(data).digest() != named:
             raise MalformedContribution(f"{entry.replica}, {block}: not the blob that the round record names")
         address = BlobAddress(run, record.round, entry.replica, block)
-        yield entry.weight, decode_blob(data, address, shapes, settings)
+        yield entry.weight, ReceivedBlob(data, address, shapes, settings)
+
+
+def _cut(decoded: DecodedTensor, shape: tuple[int, ...], rows: range) -> DecodedTensor:
+    """Of the rows only, counted from the first of them."""
+    if len(rows) == shape[0]:
+        return decoded
+    stride = math.prod(shape[1:])
+    return decoded.part(rows.start * stride, rows.stop * stride)

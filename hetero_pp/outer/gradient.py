@@ -46,6 +46,10 @@ class GradientOptimizer:
         """The tensors whose mean has to be told in a round, by name."""
         return self._shapes
 
+    def rows(self, name: str, shape: tuple[int, ...]) -> range:
+        """See RoundOptimizer: all, as clipping looks at the whole gradient."""
+        return range(shape[0])
+
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         """The averaged gradient of one tensor."""
         self._squares[name] = mean.double().square().sum().item()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.settings import Settings
 
 _DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
@@ -35,6 +35,9 @@ class OuterSettings(Settings):
     learning_rate: float = Field(1.0, gt=0, description="eta in the paper")
     momentum: float = Field(0.0, ge=0, lt=1)
     nesterov: bool = False
+    divides_by: Literal["replicas", "senders"] = Field(
+        "replicas", description="the mean of a coordinate is over all replicas, or over those that sent it"
+    )
     compression: CompressionSettings = CompressionSettings()
 
     @model_validator(mode="before")

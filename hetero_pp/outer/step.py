@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,15 +17,26 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 
 
-def mean_of(shape: tuple[int, ...], weighted: Iterable[tuple[float, DecodedTensor]]) -> Tensor:
-    """The weighted mean of contributions (at least one) to one tensor, in the order given, as a dense fp32 tensor."""
-    total, weights = None, 0.0
+def mean_of(
+    shape: tuple[int, ...],
+    weighted: Iterable[tuple[float, DecodedTensor]],
+    divides_by: Literal["replicas", "senders"] = "replicas",
+) -> Tensor:
+    """The weighted mean of contributions (at least one) to one tensor, in the order given, as a dense fp32 tensor.
+
+    Over all replicas (equation 2 of Het-PP), or at each coordinate over those that sent it (what is deployed); 0 where
+    nobody did.
+    """
+    total, weights, sent = None, 0.0, None
     for weight, decoded in weighted:
         total = torch.zeros(shape, device=decoded.values.device) if total is None else total
         decoded.add_to(total, weight)
         weights += weight
+        if divides_by == "senders":
+            sent = torch.zeros_like(total) if sent is None else sent
+            DecodedTensor(decoded.indices, torch.ones_like(decoded.values)).add_to(sent, weight)
     assert total is not None
-    return total.div_(weights)
+    return total.div_(weights if sent is None else sent.masked_fill_(sent == 0, 1.0))
 
 
 def outer_step(start: Tensor, direction: Tensor, learning_rate: float) -> Tensor:
@@ -44,8 +55,11 @@ class RoundOptimizer(Protocol):
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """The tensors whose mean has to be told in a round, by name; whole layer blocks."""
 
+    def rows(self, name: str, shape: tuple[int, ...]) -> range:
+        """Which rows of a tensor's mean it has to be told; all but on several ranks."""
+
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
-        """The mean of one tensor; theta may be changed in place already."""
+        """The mean of one tensor's rows; theta may be changed in place already."""
 
     def finish(self, theta: Mapping[str, Tensor]) -> None:
         """Every mean was taken: theta has to be that after the round now."""
@@ -69,6 +83,10 @@ class OuterOptimizer:
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """See RoundOptimizer: what is in theta."""
         return {name: tuple(tensor.shape) for name, tensor in theta.items()}
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> range:
+        """See RoundOptimizer: all."""
+        return range(shape[0])
 
     def take(self, theta: Mapping[str, Tensor], name: str, mean: Tensor) -> None:
         """See RoundOptimizer."""

@@ -24,6 +24,7 @@ from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.hugging_face.reading import first_snapshot
 from hetero_pp.program.train import replica_batches
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.ranks import ALONE, CPU, Ranks
@@ -113,7 +114,7 @@ class AllReplicas:
         if meter is not None:
             self.bias.append((round_, meter.share(self.theta, self.ranks)))
         if self.outer.settings.source == "difference":
-            self._synchronise()
+            self._synchronise(round_)
         self._move_basis(round_)
         self._split()
         return True
@@ -133,17 +134,24 @@ class AllReplicas:
         return True
 
     @torch.no_grad()
-    def _synchronise(self) -> None:
+    def _synchronise(self, round_: int) -> None:
         """The outer round, parameter by parameter."""
         compression = self.outer.settings.compression
         for name, start in self.theta.items():
             total = torch.zeros_like(start).view(-1)
+            senders = torch.zeros_like(total) if self.outer.settings.divides_by == "senders" else None
             for index, replica in enumerate(self.replicas):
                 own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
-                sent = select(self.errors[index][name], own_start - replica.parameters[name], compression)
+                delta = own_start - replica.parameters[name]
+                generator = generator_of(self.plan.run, round_, self.settings[index].name, name)
+                sent = select(self.errors[index][name], delta, compression, generator=generator)
                 total[sent.indices] += sent.values
+                if senders is not None:
+                    senders[sent.indices] += 1
             self.ranks.sum(total)
-            mean = total.view_as(start).div_(self.count)
+            if senders is not None:
+                self.ranks.sum(senders)
+            mean = total.div_(self.count if senders is None else senders.clamp_(min=1)).view_as(start)
             start.copy_(self.outer.step(name, start, mean))
             for replica in self.replicas:
                 replica.parameters[name].copy_(start)

@@ -123,6 +123,7 @@ def _meaning(config: RunConfig) -> str:
     for name in ("corpus", "tokenizer"):
         found["data"].pop(name)
     found["model"].pop("weights")
+    found["outer"]["compression"].pop("accelerator")
     for replica in found["replicas"]:
         for name in ("hardware", "accelerators", "device", "rendezvous"):
             replica.pop(name, None)

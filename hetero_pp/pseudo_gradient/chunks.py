@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-BAND_ELEMENTS = 1 << 20
-"""About how many are looked at at once."""
+BAND_ELEMENTS = 1 << 19
+"""About how many are looked at at once: few enough to stay in a cache."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,29 @@ class Group:
         for top in range(self.top, self.bottom, rows):
             yield replace(self, top=top, bottom=min(top + rows, self.bottom))
 
+    def part(self, matrix: Tensor) -> Tensor:
+        """The part of a [R, C] matrix that the chunks are, a view."""
+        return matrix[self.top : self.bottom, self.left : self.right]
+
     def gather(self, matrix: Tensor) -> Tensor:
         """The chunks [count, size] of a [R, C] matrix, row by row of tiles, each flattened row by row."""
-        part = matrix[self.top : self.bottom, self.left : self.right]
-        tiles = part.unflatten(0, (-1, self.rows)).unflatten(2, (-1, self.columns))
+        tiles = self.part(matrix).unflatten(0, (-1, self.rows)).unflatten(2, (-1, self.columns))
         return tiles.transpose(1, 2).reshape(-1, self.size)
 
     def flat_indices(self, positions: Tensor) -> Tensor:
         """Indices into the flattened tensor of positions [count, k] within the chunks."""
-        origins, offsets = _tables(self, positions.device)
-        return origins + offsets[positions]
+        rows = torch.arange(self.top, self.bottom, self.rows, device=positions.device)
+        columns = torch.arange(self.left, self.right, self.columns, device=positions.device)
+        origins = (rows[:, None] * self.stride + columns).reshape(-1, 1)
+        offsets = _offsets(self.rows, self.columns, self.stride, positions.device)
+        return origins + offsets.index_select(0, positions.reshape(-1)).view(positions.shape)
 
 
-@lru_cache(maxsize=4096)
-def _tables(group: Group, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Flat indices of the chunks' first elements [count, 1], and of a chunk's elements from there [size]."""
-    first_row = torch.arange(group.top, group.bottom, group.rows, device=device)
-    first_column = torch.arange(group.left, group.right, group.columns, device=device)
-    origins = (first_row[:, None] * group.stride + first_column[None, :]).reshape(-1, 1)
-    within = torch.arange(group.size, device=device)
-    return origins, within // group.columns * group.stride + within % group.columns
+@lru_cache(maxsize=64)
+def _offsets(rows: int, columns: int, stride: int, device: torch.device) -> Tensor:
+    """Flat indices of a chunk's elements [size], from its first element on."""
+    within = torch.arange(rows * columns, device=device)
+    return within // columns * stride + within % columns
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

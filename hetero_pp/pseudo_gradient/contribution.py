@@ -1,4 +1,4 @@
-"""The bytes of a contribution: one blob per layer block, each a protobuf message that describes itself.
+"""The bytes of a contribution: one blob per layer block, which describes itself. See docs/wire-format.md.
 
 A blob is known by the sha256 of its bytes, a contribution by the sha256 over its blobs' in block order. Decoding is
 total: any bytes give valid values or `MalformedContribution`; sizes are checked before anything is allocated.
@@ -7,21 +7,36 @@ total: any bytes give valid values or `MalformedContribution`; sizes are checked
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from hetero_pp import bits
-from hetero_pp.errors import MalformedContribution
-from hetero_pp.pseudo_gradient.chunks import Group, groups_of
-from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings, Selection
-from hetero_pp.rpc.messages_pb2 import Blob, BlobEntry, TensorPayload
+from hetero_pp.pseudo_gradient.chunks import groups_of
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.error_feedback import Selection, kept_of_chunks
+from hetero_pp.pseudo_gradient.positions import (
+    by_columns,
+    by_rows,
+    expected_position_bits,
+    read_positions,
+    scans_columns,
+    write_positions,
+)
+from hetero_pp.pseudo_gradient.quantise import BASES, Quantised, dequantise, dequantise_signs
+from hetero_pp.pseudo_gradient.streams import Reader, Writer
+from hetero_pp.rpc.messages_pb2 import BlobEntry
 
-FORMAT_VERSION = 1
+MAGIC = b"HPPB"
+FORMAT_VERSION = 2
+QUANTISERS = {"levels": 0, "signs": 1}
+BEFORE_BODY = len(MAGIC) + 1 + hashlib.sha256().digest_size
+
+EXPECTED_CODE_BITS = {1: 1.0, 2: 1.25, 3: 1.6, 4: 2.1, 8: 5.5, 32: 28.5}
+"""Of a value, about, as levels are not used equally often: what real runs come to (benchmarks/codec.py)."""
 
 Shape = tuple[int, ...]
 
@@ -48,104 +63,202 @@ class DecodedTensor:
         flat = total.view(-1)
         flat[self.indices] = flat[self.indices] + self.values * weight
 
+    def part(self, start: int, stop: int) -> DecodedTensor:
+        """What lies in [start, stop) of the flattened tensor, counted from there."""
+        inside = (self.indices >= start) & (self.indices < stop)
+        return DecodedTensor(self.indices[inside] - start, self.values[inside])
+
+
+# ---- writing ----
+
 
 def encode_blob(
-    address: BlobAddress, selections: Mapping[str, tuple[Shape, Selection]], settings: CompressionSettings
+    address: BlobAddress, tensors: Iterable[tuple[str, Shape, Selection]], settings: CompressionSettings
 ) -> bytes:
-    """Serialise what is sent of one layer block's tensors."""
-    blob = Blob(version=FORMAT_VERSION, run=address.run, round=address.round, replica=address.replica)
-    blob.block = address.block
-    for name, (shape, selection) in sorted(selections.items()):
-        blob.tensors.append(_encode_tensor(name, shape, selection, settings))
-    return blob.SerializeToString(deterministic=True)
+    """Serialise what is sent of one layer block's tensors, one after the other, in the order of their names."""
+    writer = Writer()
+    writer.put_text(address.run)
+    writer.put("Q", address.round)
+    writer.put_text(address.replica)
+    writer.put_text(address.block)
+    _put_settings(writer, settings)
+    for name, shape, selection in tensors:
+        writer.put("B", 1)
+        writer.put_text(name)
+        writer.put(f"B{len(shape)}Q", len(shape), *shape)
+        content = _encode_tensor(shape, selection, settings)
+        writer.put("Q", len(content))
+        writer.put_bytes(content)
+    writer.put("B", 0)
+    body = writer.take()
+    return b"".join([MAGIC, bytes([FORMAT_VERSION]), hashlib.sha256(body).digest(), body])
 
 
-def _encode_tensor(name: str, shape: Shape, selection: Selection, settings: CompressionSettings) -> TensorPayload:
-    payload = TensorPayload(name=name, shape=shape, tile=settings.tile, density=settings.density)
-    payload.positions = b"".join(
-        bits.pack(positions.numpy(), bits.width_of(group.size)).tobytes()
-        for group, positions in zip(groups_of(shape, settings.tile), selection.positions, strict=True)
-        if group.kept(settings.density) < group.size
-    )
-    payload.code_bits = settings.value_bits
-    if selection.codes is None or selection.levels is None:
-        payload.codes = selection.values.numpy().astype("<f4").tobytes()
-    else:
-        payload.codes = bits.pack(selection.codes.numpy(), settings.value_bits).tobytes()
-        payload.levels.extend(selection.levels.tolist())
-    return payload
+def _put_settings(writer: Writer, settings: CompressionSettings) -> None:
+    """What a receiver has to know to read tensors."""
+    writer.put("dII", settings.density, *settings.tile)
+    writer.put("BB", QUANTISERS[settings.quantiser], settings.value_bits)
+
+
+def _encode_tensor(shape: Shape, selection: Selection, settings: CompressionSettings) -> bytes:
+    writer = Writer()
+    groups, quantised = list(groups_of(shape, settings.tile)), selection.quantised
+    values = quantised.values if quantised.codes is None else quantised.codes
+    turns = scans_columns(groups, selection.positions)
+    writer.put("B", turns)
+    ordered, start = [], 0
+    for group, positions in zip(groups, selection.positions, strict=True):
+        own = values[start : start + positions.numel()].view(positions.shape)
+        start += positions.numel()
+        if turns and positions.shape[1] < group.size:
+            positions, order = by_columns(group, positions)
+            own = own.gather(1, order)
+        write_positions(writer, group, positions)
+        ordered.append(own.reshape(-1))
+    _put_values(writer, quantised, torch.cat(ordered), settings)
+    return writer.take()
+
+
+def _put_values(writer: Writer, quantised: Quantised, ordered: Tensor, settings: CompressionSettings) -> None:
+    """Values, or their codes and what these stand for; `ordered` is either, in the order of the scan."""
+    if quantised.codes is None:
+        writer.put_stream(ordered.numpy().astype("<f4", copy=False).tobytes())
+        return
+    if quantised.levels is not None:
+        writer.put_bytes(quantised.levels.numpy().astype("<f4", copy=False).tobytes())
+    if quantised.magnitudes is not None:
+        writer.put("h", quantised.base)
+        writer.put_stream(quantised.magnitudes.numpy().tobytes())
+    writer.put_stream(bits.pack(ordered.numpy(), _width_of_codes(settings)).tobytes())
+
+
+def _width_of_codes(settings: CompressionSettings) -> int:
+    """Bits that a code is packed to: whole numbers of codes in a byte, so that an entropy coder sees them."""
+    return 4 if settings.value_bits == 3 else settings.value_bits
+
+
+# ---- reading ----
+
+
+class ReceivedBlob:
+    """A blob whose digest, header and outline are checked. Its tensors are decoded one at a time."""
+
+    def __init__(
+        self, data: bytes, address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings
+    ) -> None:
+        """The tensors must be exactly those of `shapes`, compressed as the run's settings say.
+
+        Raises MalformedContribution for anything else.
+        """
+        self._settings, self._block, self._shapes = settings, address.block, shapes
+        reader = Reader(_checked_body(data, address.block), address.block)
+        _check_header(reader, address, settings)
+        outline = list(_outline(reader, shapes))
+        if [name for name, _ in outline] != sorted(shapes):
+            raise reader.error(f"found the tensors {[name for name, _ in outline]}, expected {sorted(shapes)}")
+        self._contents = dict(outline)
+
+    def tensor(self, name: str) -> DecodedTensor:
+        """The values of a tensor. Raises MalformedContribution."""
+        reader = Reader(self._contents[name], f"{self._block}: {name}")
+        return _read_tensor(reader, self._shapes[name], self._settings)
 
 
 def decode_blob(
     data: bytes, address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings
 ) -> dict[str, DecodedTensor]:
-    """The tensors of a blob, which must be exactly those of `shapes`, compressed as the run's settings say.
-
-    Raises MalformedContribution for anything else.
-    """
-    try:
-        blob = Blob.FromString(data)
-    except DecodeError:
-        raise MalformedContribution("not a blob") from None
-    found = (blob.version, blob.run, blob.round, blob.replica, blob.block)
-    expected = (FORMAT_VERSION, address.run, address.round, address.replica, address.block)
-    if found != expected:
-        raise MalformedContribution(f"found version, run, round, replica, block {found}, expected {expected}")
-    if [payload.name for payload in blob.tensors] != sorted(shapes):
-        raise MalformedContribution(f"{address.block}: expected the tensors {sorted(shapes)}")
-    return {payload.name: _decode_tensor(payload, shapes[payload.name], settings) for payload in blob.tensors}
+    """All tensors of a blob at once. Raises MalformedContribution, see ReceivedBlob."""
+    blob = ReceivedBlob(data, address, shapes, settings)
+    return {name: blob.tensor(name) for name in sorted(shapes)}
 
 
-def _decode_tensor(payload: TensorPayload, shape: Shape, settings: CompressionSettings) -> DecodedTensor:
-    found = (tuple(payload.shape), tuple(payload.tile), payload.density, payload.code_bits)
-    expected = (shape, settings.tile, settings.density, settings.value_bits)
-    if found != expected:
-        raise MalformedContribution(f"{payload.name}: found shape, tile, density, bits {found}, expected {expected}")
-    groups = list(groups_of(shape, settings.tile))
-    indices = _decode_positions(payload, groups, settings.density)
-    values = _decode_values(payload, len(indices))
+def _checked_body(data: bytes, what: str) -> memoryview:
+    """What comes after the digest, if that is its digest."""
+    reader = Reader(data, what)
+    if reader.take_bytes(len(MAGIC)) != MAGIC:
+        raise reader.error("not a blob")
+    (version,) = reader.take("B")
+    if version != FORMAT_VERSION:
+        raise reader.error(f"found format version {version}, expected {FORMAT_VERSION}")
+    digest, body = reader.take_bytes(hashlib.sha256().digest_size), memoryview(data)[BEFORE_BODY:]
+    if hashlib.sha256(body).digest() != digest:
+        raise reader.error("the digest is not that of the content")
+    return body
+
+
+def _check_header(reader: Reader, address: BlobAddress, settings: CompressionSettings) -> None:
+    found = BlobAddress(reader.take_text(), reader.take("Q")[0], reader.take_text(), reader.take_text())
+    if found != address:
+        raise reader.error(f"found {found}, expected {address}")
+    expected = Writer()
+    _put_settings(expected, settings)
+    if reader.take_bytes(len(expected.take())) != expected.take():
+        raise reader.error("was compressed with other settings than this run's")
+
+
+def _outline(reader: Reader, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, memoryview]]:
+    """The tensors that a blob holds, by name, and the bytes of each."""
+    while True:
+        (more,) = reader.take("B")
+        if more not in (0, 1):
+            raise reader.error(f"found {more} where a tensor begins with 1 or the blob ends with 0")
+        if not more:
+            break
+        name = reader.take_text()
+        (dimensions,) = reader.take("B")
+        shape = reader.take(f"{dimensions}Q")
+        if shape != shapes.get(name):
+            raise reader.error(f"found the tensor {name!r} {list(shape)}, which is not in this block")
+        (length,) = reader.take("Q")
+        yield name, reader.take_bytes(length)
+    reader.end()
+
+
+def _read_tensor(reader: Reader, shape: Shape, settings: CompressionSettings) -> DecodedTensor:
+    (turns,) = reader.take("B")
+    if turns not in (0, 1):
+        raise reader.error(f"found scan {turns}, expected 0 or 1")
+    positions, indices = [], []
+    for group in groups_of(shape, settings.tile):
+        found = read_positions(reader, group, group.kept(settings.density))
+        positions.append(found)
+        is_turned = turns and found.shape[1] < group.size
+        indices.append(group.flat_indices(by_rows(group, found) if is_turned else found).reshape(-1))
+    kept = kept_of_chunks(positions, torch.device("cpu"))
+    where = torch.cat(indices)
+    values = _read_values(reader, len(where), kept, settings)
+    reader.end()
     if not bool(torch.isfinite(values).all()):
-        raise MalformedContribution(f"{payload.name}: a value is not finite")
-    return DecodedTensor(indices, values)
+        raise reader.error("a value is not finite")
+    return DecodedTensor(where, values)
 
 
-def _decode_positions(payload: TensorPayload, groups: list[Group], density: float) -> Tensor:
-    packed = np.frombuffer(payload.positions, dtype=np.uint8)
-    sizes = [_position_bytes(group, density) for group in groups]
-    if packed.size != sum(sizes):
-        raise MalformedContribution(f"{payload.name}: found {packed.size} bytes of positions, expected {sum(sizes)}")
-    indices, start = [], 0
-    for group, size in zip(groups, sizes, strict=True):
-        kept = group.kept(density)
-        if kept == group.size:
-            indices.append(group.flat_indices(torch.arange(kept).expand(group.count, kept)).reshape(-1))
-            continue
-        numbers = bits.unpack(packed[start : start + size], bits.width_of(group.size), group.count * kept)
-        positions = torch.from_numpy(numbers.astype(np.int64)).view(group.count, kept)
-        if bool((positions[:, 1:] <= positions[:, :-1]).any()) or int(positions[:, -1].max()) >= group.size:
-            raise MalformedContribution(f"{payload.name}: positions are not ascending within their chunk")
-        indices.append(group.flat_indices(positions).reshape(-1))
-        start += size
-    return torch.cat(indices)
-
-
-def _position_bytes(group: Group, density: float) -> int:
-    """Of a dense group none are sent."""
-    kept = group.kept(density)
-    return 0 if kept == group.size else bits.packed_size(group.count * kept, bits.width_of(group.size))
-
-
-def _decode_values(payload: TensorPayload, count: int) -> Tensor:
-    width = payload.code_bits
-    packed = np.frombuffer(payload.codes, dtype=np.uint8)
-    if packed.size != bits.packed_size(count, width):
-        raise MalformedContribution(f"{payload.name}: found {packed.size} bytes of codes for {count} values")
+def _read_values(reader: Reader, count: int, kept: Tensor, settings: CompressionSettings) -> Tensor:
+    """Values [count] of chunks that keep `kept` [chunks] each."""
+    width = settings.value_bits
     if width == 32:
-        return torch.from_numpy(packed.view("<f4").astype(np.float32))
-    if len(payload.levels) != 1 << width:
-        raise MalformedContribution(f"{payload.name}: found {len(payload.levels)} levels, expected {1 << width}")
-    levels = torch.tensor(list(payload.levels), dtype=torch.float32)
-    return levels[torch.from_numpy(bits.unpack(packed, width, count).astype(np.int64))]
+        return _floats(reader.take_stream(4 * count, 4 * count))
+    levels, magnitudes, base = None, None, 0
+    if settings.quantiser == "levels":
+        levels = _floats(reader.take_bytes(4 << width))
+    else:
+        (base,) = reader.take("h")
+        if base not in BASES:
+            raise reader.error(f"found the exponent {base}, expected {BASES.start} to {BASES.stop - 1}")
+        magnitudes = torch.frombuffer(bytearray(reader.take_stream(len(kept), len(kept))), dtype=torch.uint8)
+    size = bits.packed_size(count, _width_of_codes(settings))
+    packed = np.frombuffer(reader.take_stream(size, size), dtype=np.uint8)
+    codes = torch.from_numpy(bits.unpack(packed, _width_of_codes(settings), count))
+    if levels is not None:
+        if int(codes.max()) >= len(levels):
+            raise reader.error(f"found a code beyond {len(levels)} levels")
+        return dequantise(codes, levels)
+    assert magnitudes is not None
+    return dequantise_signs(codes, magnitudes, base, kept)
+
+
+def _floats(data: memoryview) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
 
 
 def entry_of(address: BlobAddress, data: bytes, kept_values: int) -> BlobEntry:
@@ -166,27 +279,20 @@ def kept_values(shape: Shape, settings: CompressionSettings) -> int:
     return sum(group.count * group.kept(settings.density) for group in groups_of(shape, settings.tile))
 
 
-def payload_bytes(shape: Shape, settings: CompressionSettings) -> tuple[int, int]:
-    """Bytes of the positions and of the codes of a tensor of this shape."""
-    positions = sum(_position_bytes(group, settings.density) for group in groups_of(shape, settings.tile))
-    return positions, bits.packed_size(kept_values(shape, settings), settings.value_bits)
+def expected_bytes(shape: Shape, settings: CompressionSettings) -> tuple[int, int]:
+    """About how many bytes the positions and the values of a tensor of this shape will take, before they are known."""
+    groups = list(groups_of(shape, settings.tile))
+    positions = sum(group.count * expected_position_bits(group, group.kept(settings.density)) for group in groups)
+    values = kept_values(shape, settings) * EXPECTED_CODE_BITS[settings.value_bits]
+    magnitudes = sum(group.count for group in groups) if settings.quantiser == "signs" else 0
+    return round(positions / 8), round(values / 8) + magnitudes
 
 
 def blob_bytes(address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings) -> int:
-    """The size of a blob of tensors of these shapes, which does not depend on their values."""
-    blob = Blob(version=FORMAT_VERSION, run=address.run, round=address.round, replica=address.replica)
-    blob.block = address.block
-    size = blob.ByteSize()
+    """About the size of a blob of tensors of these shapes; what is kept decides it."""
+    size = len(encode_blob(address, (), settings))
     for name, shape in shapes.items():
-        payload = TensorPayload(name=name, shape=shape, tile=settings.tile, density=settings.density)
-        payload.code_bits = settings.value_bits
-        if settings.value_bits < 32:
-            payload.levels.extend([0.0] * (1 << settings.value_bits))
-        # The two large fields are only counted: those of a 70B model would fill the memory.
-        size += _field_bytes(payload.ByteSize() + sum(map(_field_bytes, payload_bytes(shape, settings))))
+        levels = 4 << settings.value_bits if settings.quantiser == "levels" and settings.value_bits < 32 else 0
+        streams = 6 * sum(1 for _ in groups_of(shape, settings.tile)) + 5
+        size += 20 + len(name.encode()) + 8 * len(shape) + streams + levels + sum(expected_bytes(shape, settings))
     return size
-
-
-def _field_bytes(length: int) -> int:
-    """What protobuf writes of bytes or a message of this length: a tag (fields up to 15), the length, itself."""
-    return 1 + max(1, -(-length.bit_length() // 7)) + length if length else 0

@@ -1,21 +1,64 @@
-"""Kept values as small codes into a table of levels.
+"""Kept values as small codes: into a table of levels a tensor, or their signs beside a magnitude a chunk.
 
 Source: SparseLoCo section 2.3 (2 bits), in the form its authors deploy: per tensor, centre the values, cut six
 standard deviations into 2^bits buckets (rounded to the nearest, so they are not symmetric about the centre), and let
 each bucket's level be the mean of what fell into it.
+
+Signs are ours: error feedback makes the kept magnitudes of a chunk nearly equal, so one of them, to 1/16 of an octave,
+stands for all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+
 RANGE_IN_DEVIATIONS = 6.0
+
+STEPS_PER_OCTAVE = 16
+OCTAVES_BELOW_BASE = 8
+BASES = range(-118, 120)
+"""Of which all magnitudes are normal fp32 numbers."""
 
 SumOver = Callable[[Tensor], None]
 """Adds up, in place, what several holders of parts of one tensor have."""
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What is sent of the kept values of a tensor, and what a receiver makes of it."""
+
+    values: Tensor
+    """As the receiver will see them [n], fp32."""
+    codes: Tensor | None = None
+    """[n], uint8: which level, or the sign (1: negative); None if the values are sent as they are."""
+    levels: Tensor | None = None
+    """[2^bits], fp32."""
+    magnitudes: Tensor | None = None
+    """[chunks], uint8: log magnitudes of a chunk's values, with signs."""
+    base: int = 0
+    """Binary exponent that the magnitudes are relative to."""
+
+
+def quantise_as(
+    settings: CompressionSettings, values: Tensor, kept: Tensor, sum_over: SumOver | None = None
+) -> Quantised:
+    """Values [n] as the settings say; `kept` [chunks] is how many there are of each chunk, in the order of the values.
+
+    If `values` are only a part of the tensor's, `sum_over` sums over all parts.
+    """
+    if settings.value_bits == 32:
+        return Quantised(values)
+    if settings.quantiser == "signs":
+        return quantise_signs(values, kept, sum_over)
+    codes, levels = quantise(values, settings.value_bits, sum_over)
+    return Quantised(dequantise(codes, levels), codes, levels)
 
 
 def quantise(values: Tensor, bits: int, sum_over: SumOver | None = None) -> tuple[Tensor, Tensor]:
@@ -54,3 +97,31 @@ def _moments(values: Tensor, sum_over: SumOver | None) -> tuple[Tensor, Tensor]:
 def dequantise(codes: Tensor, levels: Tensor) -> Tensor:
     """The level of each code [n], fp32."""
     return levels[codes.long()]
+
+
+def quantise_signs(values: Tensor, kept: Tensor, sum_over: SumOver | None = None) -> Quantised:
+    """Signs [n] of values [n], and the mean magnitude of each chunk [chunks] as a byte; 0 for a chunk of zeros.
+
+    A byte c > 0 stands for 2^(base - 8 + c / 16); the base is the exponent of the mean magnitude of all values.
+    """
+    sums = torch.zeros(len(kept), dtype=torch.float64, device=values.device)
+    chunk = torch.repeat_interleave(torch.arange(len(kept), device=values.device), kept)
+    sums.index_add_(0, chunk, values.abs().double())
+    total = torch.stack([sums.sum(), kept.sum().double()])
+    if sum_over is not None:
+        sum_over(total)
+    mean = (total[0] / total[1].clamp(min=1)).item()
+    base = min(max(math.frexp(mean)[1] - 1, BASES.start), BASES.stop - 1) if mean > 0 else 0
+    octaves = (sums / kept.clamp(min=1)).log2() - (base - OCTAVES_BELOW_BASE)
+    bytes_ = (octaves * STEPS_PER_OCTAVE).round_().clamp_(1, 255).to(torch.uint8)
+    magnitudes = torch.where(sums > 0, bytes_, torch.zeros_like(bytes_))
+    codes = (values < 0).to(torch.uint8)
+    return Quantised(dequantise_signs(codes, magnitudes, base, kept), codes, None, magnitudes, base)
+
+
+def dequantise_signs(codes: Tensor, magnitudes: Tensor, base: int, kept: Tensor) -> Tensor:
+    """The magnitude of its chunk with each sign [n], fp32, the same bits on every device."""
+    octaves = ((step / STEPS_PER_OCTAVE) + base - OCTAVES_BELOW_BASE for step in range(1, 256))
+    table = torch.tensor([0.0, *(2.0**octave for octave in octaves)])
+    each = torch.repeat_interleave(table.to(codes.device)[magnitudes.long()], kept)
+    return torch.where(codes == 1, -each, each)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.error_feedback import Selection
+from hetero_pp.pseudo_gradient.quantise import Quantised
 
 Shape = tuple[int, ...]
 
@@ -29,26 +30,36 @@ def rows_of(shape: Shape, tile: tuple[int, int], part: int, parts: int) -> range
 
 
 def join(shape: Shape, tile: tuple[int, int], parts: Sequence[Mapping[str, Tensor]]) -> Selection:
-    """The selection of the whole tensor from `packed` parts, in the order of their rows."""
-    positions, codes, values = [], [], []
+    """The selection of the whole tensor from `packed` parts, in the order of their rows. Its indices are left out."""
+    positions: list[Tensor] = []
+    found: dict[str, list[Tensor]] = {"values": [], "codes": [], "magnitudes": []}
     where = [dict(_groups(part)) for part in parts]
     for group in groups_of(shape, tile):
         key = (group.rows, group.columns)
         held = [(part, own[key]) for part, own in zip(parts, where, strict=True) if key in own]
         positions.append(torch.cat([part[f"positions.{index}"] for part, (index, _, _) in held]))
-        values += [part["values"][start:stop] for part, (_, start, stop) in held]
-        codes += [part["codes"][start:stop] for part, (_, start, stop) in held if "codes" in part]
-    levels = parts[0].get("levels")
-    none = torch.empty(0, dtype=torch.int64)
-    return Selection(tuple(positions), none, torch.cat(codes) if codes else None, levels, torch.cat(values))
+        for part, (index, start, stop) in held:
+            for name in ("values", "codes"):
+                found[name] += [part[name][start:stop]] if name in part else []
+            found["magnitudes"] += [part[f"magnitudes.{index}"]] if "base" in part else []
+    joined = {name: torch.cat(tensors) if tensors else None for name, tensors in found.items()}
+    assert joined["values"] is not None
+    base = int(parts[0]["base"]) if "base" in parts[0] else 0
+    quantised = Quantised(joined["values"], joined["codes"], parts[0].get("levels"), joined["magnitudes"], base)
+    return Selection(tuple(positions), torch.empty(0, dtype=torch.int64), quantised)
 
 
 def packed(selection: Selection, shape: Shape, tile: tuple[int, int]) -> dict[str, Tensor]:
     """A part's selection as tensors by name, to be sent and joined; `shape` is the part's."""
     found = {f"positions.{index}": positions for index, positions in enumerate(selection.positions)}
-    found["values"] = selection.values
-    if selection.codes is not None and selection.levels is not None:
-        found |= {"codes": selection.codes, "levels": selection.levels}
+    quantised = selection.quantised
+    found["values"] = quantised.values
+    found |= {} if quantised.codes is None else {"codes": quantised.codes}
+    found |= {} if quantised.levels is None else {"levels": quantised.levels}
+    if quantised.magnitudes is not None:
+        chunks = [len(positions) for positions in selection.positions]
+        found |= {f"magnitudes.{index}": own for index, own in enumerate(quantised.magnitudes.split(chunks))}
+        found["base"] = torch.tensor(quantised.base)
     groups = [(group.rows, group.columns) for group in groups_of(shape, tile)] if shape[0] else []
     found["groups"] = torch.tensor(groups, dtype=torch.int64).view(-1, 2)
     return {name: tensor.cpu().contiguous() for name, tensor in found.items()}

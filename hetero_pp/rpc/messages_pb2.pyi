@@ -71,42 +71,6 @@ class LinkHeader(_message.Message):
     rows: int
     def __init__(self, purpose: _Optional[_Union[Purpose, str]] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., micro_batch: _Optional[int] = ..., squared_norm: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., rows: _Optional[int] = ...) -> None: ...
 
-class TensorPayload(_message.Message):
-    __slots__ = ("name", "shape", "tile", "density", "positions", "code_bits", "codes", "levels")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
-    TILE_FIELD_NUMBER: _ClassVar[int]
-    DENSITY_FIELD_NUMBER: _ClassVar[int]
-    POSITIONS_FIELD_NUMBER: _ClassVar[int]
-    CODE_BITS_FIELD_NUMBER: _ClassVar[int]
-    CODES_FIELD_NUMBER: _ClassVar[int]
-    LEVELS_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    shape: _containers.RepeatedScalarFieldContainer[int]
-    tile: _containers.RepeatedScalarFieldContainer[int]
-    density: float
-    positions: bytes
-    code_bits: int
-    codes: bytes
-    levels: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., tile: _Optional[_Iterable[int]] = ..., density: _Optional[float] = ..., positions: _Optional[bytes] = ..., code_bits: _Optional[int] = ..., codes: _Optional[bytes] = ..., levels: _Optional[_Iterable[float]] = ...) -> None: ...
-
-class Blob(_message.Message):
-    __slots__ = ("version", "run", "round", "replica", "block", "tensors")
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    REPLICA_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_FIELD_NUMBER: _ClassVar[int]
-    TENSORS_FIELD_NUMBER: _ClassVar[int]
-    version: int
-    run: str
-    round: int
-    replica: str
-    block: str
-    tensors: _containers.RepeatedCompositeFieldContainer[TensorPayload]
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[str] = ..., round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorPayload, _Mapping]]] = ...) -> None: ...
-
 class BlobEntry(_message.Message):
     __slots__ = ("block", "sha256", "size", "kept_values")
     BLOCK_FIELD_NUMBER: _ClassVar[int]

@@ -97,7 +97,7 @@ def test_the_summary_has_what_others_rely_on(both: dict[str, Path]) -> None:
 
 
 def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
-    """To the byte: tensors on stage links, blobs on the links to the exchange."""
+    """To the byte on stage links; blobs, which are as long as what they hold makes them, about."""
     plan = RunPlan(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["payload_bytes"] for link in summary["links"]}
@@ -110,8 +110,9 @@ def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
     for member in plan.members.values():
         loads = exchange_link_loads(plan, member)
         link = measured[f"{member.name}-exchange"]
-        assert link["forward"] == rounds * loads["forward"].outer_round
-        assert link["backward"] == rounds * loads["backward"].outer_round + snapshot_bytes(plan, member)
+        downloaded = rounds * loads["backward"].outer_round + snapshot_bytes(plan, member)
+        assert link["forward"] == pytest.approx(rounds * loads["forward"].outer_round, rel=0.1)
+        assert link["backward"] == pytest.approx(downloaded, rel=0.1)
 
 
 def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
@@ -123,7 +124,7 @@ def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
     for link in (link for replica in predict(plan).replicas for link in replica.links):
         rounds = plan.config.outer.rounds
         if link.name.endswith("exchange"):
-            assert measured[link.name]["forward"] == rounds * link.forward_bytes
+            assert measured[link.name]["forward"] == pytest.approx(rounds * link.forward_bytes, rel=0.1)
         else:
             assert measured[link.name]["backward"] == pytest.approx(rounds * link.backward_bytes, rel=0.01)
             assert measured[link.name]["forward"] == pytest.approx(

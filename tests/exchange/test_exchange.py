@@ -17,8 +17,9 @@ from hetero_pp.errors import HeteroPPError, MalformedContribution, Refused, Repl
 from hetero_pp.model import ModelShape, block_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, encode_blob
-from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings, select
+from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.messages_pb2 import Report
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
 from replica_groups.exchange import Exchange, Roster
@@ -67,11 +68,11 @@ def _blob(snapshot: Snapshot, address: BlobAddress, seed: int = 0) -> bytes:
     """What an honest member would send under this address."""
     compression = SETTINGS.compression
     shapes = shapes_by_block(shapes_of(snapshot.parameters))[address.block]
-    selections = {}
+    selections = []
     for name, shape in shapes.items():
         generator = torch.Generator().manual_seed(seed + len(name) + 1000 * len(address.replica))
         delta = torch.randn(shape, generator=generator)
-        selections[name] = (shape, select(torch.zeros(shape), delta, compression))
+        selections.append((name, shape, select(torch.zeros(shape), delta, compression)))
     return encode_blob(address, selections, compression)
 
 
@@ -190,7 +191,7 @@ def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, snaps
         ("no member", "stranger", good, blob),
         ("not a blob", "dc", good, b"\xff" * 40),
         (None, "dc", good, blob[:-1]),
-        ("expected", "dc", good, b""),
+        ("announced", "dc", good, b""),
         ("expected", "dc", good, _blob(snapshot, _address("home", "norm"))),
         ("expected", "dc", good, _blob(snapshot, _address("dc", "norm", round_=2))),
     ):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.model import ModelShape
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from replica_groups.exchange import Exchange, Roster
 from replica_groups.held import HeldParameters

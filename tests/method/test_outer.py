@@ -29,6 +29,12 @@ def test_the_mean_is_weighted() -> None:
     assert mean_of((2,), weighted).tolist() == [1.0, 2.0]
 
 
+def test_the_mean_over_those_that_sent_a_coordinate() -> None:
+    weighted = [(1.0, _sparse((0, 3.0), (2, 1.0))), (3.0, _sparse((0, 7.0)))]
+    assert mean_of((4,), weighted, "senders").tolist() == [6.0, 0.0, 1.0, 0.0]
+    assert mean_of((4,), weighted, "replicas").tolist() == [6.0, 0.0, 0.25, 0.0]
+
+
 @pytest.mark.parametrize("replicas", [1, 3, 7])
 def test_the_mean_of_many_in_the_order_given(replicas: int) -> None:
     """Against numpy float32 to the bit, one contribution after the other."""

@@ -1,35 +1,24 @@
-"""From a parameter difference to bytes and back, each step against a slow restatement."""
+"""From a parameter difference to what is sent, each step against a slow restatement."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetero_pp import bits
-from hetero_pp.errors import MalformedContribution
 from hetero_pp.pseudo_gradient.chunks import Group, as_matrix, groups_of
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import (
-    BlobAddress,
-    DecodedTensor,
-    blob_bytes,
-    contribution_digest,
-    decode_blob,
-    encode_blob,
-    entry_of,
     kept_values,
-    payload_bytes,
 )
-from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings, Selection, select
-from hetero_pp.pseudo_gradient.quantise import dequantise, quantise
+from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.pseudo_gradient.quantise import dequantise, quantise, quantise_signs
+from hetero_pp.pseudo_gradient.random_k import generator_of, random_positions
 from hetero_pp.pseudo_gradient.top_k import top_k_positions
-from hetero_pp.rpc.messages_pb2 import Blob
 
 unhurried = settings(deadline=None, max_examples=60)
 SIDES = st.integers(1, 20)
@@ -200,7 +189,7 @@ def test_32_bits_send_exact_values_and_leave_zeros() -> None:
     error, delta = torch.zeros(16, 24), _randn((16, 24))
     selection = select(error, delta, compression)
     where = _flat_indices((16, 24), selection, compression)
-    assert selection.codes is None and selection.levels is None
+    assert selection.quantised.codes is None and selection.quantised.levels is None
     assert torch.equal(selection.values, delta.view(-1)[where])
     assert (error.view(-1)[where] == 0).all()
     rest = torch.ones(16 * 24, dtype=torch.bool).index_fill(0, where, False)
@@ -212,220 +201,61 @@ def test_what_is_subtracted_is_the_quantised_value() -> None:
     error, delta = torch.zeros(64), _randn((64,))
     selection = select(error, delta, compression)
     where = _flat_indices((64,), selection, compression)
-    assert selection.codes is not None and selection.levels is not None
-    assert torch.equal(selection.values, selection.levels[selection.codes.long()])
+    assert selection.quantised.codes is not None and selection.quantised.levels is not None
+    assert torch.equal(selection.values, selection.quantised.levels[selection.quantised.codes.long()])
     torch.testing.assert_close(error[where], delta[where] - selection.values, atol=0, rtol=0)
     assert (error[where] != 0).any()
 
 
-# ---- blobs ----
-
-ADDRESS = BlobAddress("run", 3, "home", "layers.1")
-SHAPES: dict[str, tuple[int, ...]] = {"layers.1.a": (20, 13), "layers.1.b": (33,), "layers.1.c": (16, 16)}
-
-
-def _compression(width: int = 2, density: float = 1 / 8) -> CompressionSettings:
-    return CompressionSettings(density=density, tile=(8, 8), value_bits=width)
-
-
-def _selections(
-    compression: CompressionSettings, shapes: dict[str, tuple[int, ...]] = SHAPES
-) -> dict[str, tuple[tuple[int, ...], Selection]]:
-    return {
-        name: (shape, select(torch.zeros(shape), _randn(shape, seed), compression))
-        for seed, (name, shape) in enumerate(shapes.items())
-    }
-
-
-@pytest.mark.parametrize("density", [1 / 8, 1.0])
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 32])
-def test_a_blob_comes_back_to_the_bit(width: int, density: float) -> None:
-    compression = _compression(width, density)
-    selections = _selections(compression)
-    decoded = decode_blob(encode_blob(ADDRESS, selections, compression), ADDRESS, SHAPES, compression)
-    assert decoded.keys() == SHAPES.keys()
-    for name, (shape, selection) in selections.items():
-        assert torch.equal(decoded[name].indices, _flat_indices(shape, selection, compression))
-        assert torch.equal(decoded[name].values, selection.values)
+# ---- signs, random-k ----
 
 
 @unhurried
-@given(MATRICES | VECTORS, TILES, DENSITIES, st.sampled_from([1, 2, 3, 4, 32]))
-def test_any_shape_comes_back_and_has_the_size_foretold(
-    shape: tuple[int, ...], tile: tuple[int, int], density: float, width: int
-) -> None:
-    compression = CompressionSettings(density=density, tile=tile, value_bits=width)
-    selections = _selections(compression, {"x": shape})
-    data = encode_blob(ADDRESS, selections, compression)
-    selection = selections["x"][1]
-    decoded = decode_blob(data, ADDRESS, {"x": shape}, compression)["x"]
-    assert torch.equal(decoded.values, selection.values)
-    assert torch.equal(decoded.indices, _flat_indices(shape, selection, compression))
-    payload = Blob.FromString(data).tensors[0]
-    assert payload_bytes(shape, compression) == (len(payload.positions), len(payload.codes))
-    assert kept_values(shape, compression) == selection.kept_values
-    assert blob_bytes(ADDRESS, {"x": shape}, compression) == len(data)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(-30, 30), st.integers(0, 99))
+def test_signs_are_the_signs_and_magnitudes_the_chunks_means(kept: list[int], exponent: int, seed: int) -> None:
+    """Within half a sixteenth of an octave, as long as a chunk is within 8 octaves of the mean."""
+    values = (_randn((sum(kept),), seed).abs() + 0.5) * _randn((sum(kept),), seed + 1).sign() * 2.0**exponent
+    quantised = quantise_signs(values, torch.tensor(kept))
+    assert torch.equal(quantised.values.sign(), values.sign())
+    for ours, theirs in zip(quantised.values.split(kept), values.split(kept), strict=True):
+        assert ours.abs().unique().numel() == 1
+        assert abs(math.log2(ours[0].abs() / theirs.abs().mean())) <= 1 / 32 + 1e-4
 
 
-def test_sizes_by_hand() -> None:
-    """64 x 64 at 1/32: 128 positions of 12 bits, 128 codes of 2 bits."""
-    assert payload_bytes((64, 64), CompressionSettings()) == (192, 32)
-    # An edge of 32 columns more: one tile of 64 x 32, 64 positions of 11 bits.
-    assert payload_bytes((64, 96), CompressionSettings()) == (192 + 88, 48)
-    assert payload_bytes((64, 64), CompressionSettings(value_bits=32)) == (192, 512)
-    assert blob_bytes(ADDRESS, SHAPES, _compression()) == len(
-        encode_blob(ADDRESS, _selections(_compression()), _compression())
+def test_a_chunk_of_zeros_stays_zeros() -> None:
+    quantised = quantise_signs(torch.tensor([0.0, 0.0, 3.0, -3.0]), torch.tensor([2, 2]))
+    assert quantised.values[:2].tolist() == [0.0, 0.0] and (quantised.values[2:].abs() > 2.9).all()
+    assert quantise_signs(torch.zeros(4), torch.tensor([2, 2])).values.tolist() == [0.0] * 4
+
+
+def test_signs_and_error_feedback_lose_nothing() -> None:
+    compression = CompressionSettings(density=1 / 8, tile=(8, 8), quantiser="signs", value_bits=1)
+    error, delta = torch.zeros(20, 13), _randn((20, 13))
+    selection = select(error, delta, compression)
+    sent = torch.zeros(20 * 13)
+    sent[selection.indices] = selection.values
+    torch.testing.assert_close(error + sent.view(20, 13), delta)
+
+
+def test_signs_in_two_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match="found value_bits 2 with `quantiser: signs`, expected 1"):
+        CompressionSettings(quantiser="signs", value_bits=2)
+
+
+@unhurried
+@given(st.integers(1, 5), st.integers(1, 40), st.data())
+def test_random_k_keeps_k_of_each_chunk_and_the_same_again(chunks: int, size: int, data: st.DataObject) -> None:
+    kept = data.draw(st.integers(1, size))
+    positions, again, other = (
+        random_positions(chunks, size, kept, generator_of("run", round_, "home", "x")) for round_ in (1, 1, 2)
     )
+    assert positions.shape == (chunks, kept) and torch.equal(positions, again)
+    assert (positions[:, 1:] > positions[:, :-1]).all() and positions.min() >= 0 and positions.max() < size
+    if kept < size and chunks * size > 60:
+        assert not torch.equal(positions, other)
 
 
-def test_a_dense_tensor_sends_no_positions() -> None:
-    assert payload_bytes((20, 13), CompressionSettings(density=1.0, value_bits=32)) == (0, 20 * 13 * 4)
-    # Of a chunk so small that its one kept value is all of it, neither: the last row of one column.
-    assert payload_bytes((9, 1), CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=2)) == (1, 1)
-
-
-def test_the_same_selection_gives_the_same_bytes() -> None:
-    compression = _compression()
-    selections = _selections(compression)
-    backwards = dict(reversed(selections.items()))
-    assert encode_blob(ADDRESS, selections, compression) == encode_blob(ADDRESS, backwards, compression)
-
-
-def _check(decoded: dict[str, DecodedTensor], shapes: dict[str, tuple[int, ...]]) -> None:
-    assert decoded.keys() == shapes.keys()
-    for name, shape in shapes.items():
-        indices, values = decoded[name].indices, decoded[name].values
-        assert values.dtype == torch.float32 and torch.isfinite(values).all()
-        assert len(indices) == len(values) == len(indices.unique()) == kept_values(shape, _compression())
-        assert indices.min() >= 0 and indices.max() < math.prod(shape)
-
-
-def _decodes_or_is_refused(data: bytes, width: int) -> None:
-    try:
-        decoded = decode_blob(data, ADDRESS, SHAPES, _compression(width))
-    except MalformedContribution:
-        return
-    _check(decoded, SHAPES)
-
-
-HONEST = {width: encode_blob(ADDRESS, _selections(_compression(width)), _compression(width)) for width in (2, 32)}
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.data(), st.sampled_from([2, 32]))
-def test_mutated_bytes_are_valid_or_refused(data: st.DataObject, width: int) -> None:
-    blob = bytearray(HONEST[width])
-    for _ in range(data.draw(st.integers(1, 4))):
-        blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
-    _decodes_or_is_refused(bytes(blob), width)
-
-
-@unhurried
-@given(st.data(), st.sampled_from([2, 32]))
-def test_truncated_and_extended_bytes_are_refused(data: st.DataObject, width: int) -> None:
-    blob = HONEST[width]
-    cut = blob[: data.draw(st.integers(0, len(blob) - 1))]
-    with pytest.raises(MalformedContribution):
-        decode_blob(cut, ADDRESS, SHAPES, _compression(width))
-    _decodes_or_is_refused(blob + data.draw(st.binary(max_size=20)), width)
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.binary(max_size=200))
-def test_random_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(MalformedContribution):
-        decode_blob(data, ADDRESS, SHAPES, _compression())
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.data(), st.sampled_from([2, 32]))
-def test_random_payloads_of_the_right_form_are_valid_or_refused(data: st.DataObject, width: int) -> None:
-    blob = Blob.FromString(HONEST[width])
-    payload = blob.tensors[data.draw(st.integers(0, 2))]
-    field = data.draw(st.sampled_from(["positions", "codes", "levels"]))
-    if field == "levels":
-        payload.ClearField("levels")
-        payload.levels.extend(data.draw(st.lists(st.floats(width=32), min_size=3, max_size=5)))
-    else:
-        length = len(getattr(payload, field)) + data.draw(st.integers(-1, 1))
-        setattr(payload, field, data.draw(st.binary(min_size=length, max_size=length)))
-    _decodes_or_is_refused(blob.SerializeToString(), width)
-
-
-@pytest.mark.parametrize("change", [{"run": "other"}, {"round": 4}, {"replica": "dc"}, {"block": "layers.2"}])
-def test_a_blob_under_another_address_is_refused(change: dict[str, object]) -> None:
-    address = BlobAddress(**(vars(ADDRESS) | change))  # type: ignore[arg-type]
-    with pytest.raises(MalformedContribution, match="expected"):
-        decode_blob(HONEST[2], address, SHAPES, _compression())
-
-
-@pytest.mark.parametrize(
-    "compression",
-    [
-        CompressionSettings(density=1 / 4, tile=(8, 8), value_bits=2),
-        CompressionSettings(density=1 / 8, tile=(8, 4), value_bits=2),
-        CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=3),
-    ],
-)
-def test_a_blob_compressed_otherwise_is_refused(compression: CompressionSettings) -> None:
-    with pytest.raises(MalformedContribution, match="shape, tile, density, bits"):
-        decode_blob(HONEST[2], ADDRESS, SHAPES, compression)
-
-
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        SHAPES | {"layers.1.a": (13, 20)},
-        SHAPES | {"layers.1.c": (256,)},
-        SHAPES | {"layers.1.d": (4, 4)},
-        {name: shape for name, shape in SHAPES.items() if name != "layers.1.b"},
-    ],
-)
-def test_a_blob_of_other_tensors_is_refused(shapes: dict[str, tuple[int, ...]]) -> None:
-    with pytest.raises(MalformedContribution):
-        decode_blob(HONEST[2], ADDRESS, shapes, _compression())
-
-
-def test_a_tensor_named_twice_is_refused() -> None:
-    blob = Blob.FromString(HONEST[2])
-    blob.tensors.append(blob.tensors[0])
-    with pytest.raises(MalformedContribution, match="expected the tensors"):
-        decode_blob(blob.SerializeToString(), ADDRESS, SHAPES, _compression())
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_are_refused(value: float) -> None:
-    quantised, exact = Blob.FromString(HONEST[2]), Blob.FromString(HONEST[32])
-    quantised.tensors[1].levels[:] = [value] * 4
-    exact.tensors[1].codes = np.array(value, dtype="<f4").tobytes() + exact.tensors[1].codes[4:]
-    for blob, width in ((quantised, 2), (exact, 32)):
-        with pytest.raises(MalformedContribution, match="finite"):
-            decode_blob(blob.SerializeToString(), ADDRESS, SHAPES, _compression(width))
-
-
-@pytest.mark.parametrize("positions", [[3, 3, 5, 9], [3, 2, 5, 9], [3, 5, 9, 33]])
-def test_positions_that_repeat_or_leave_the_chunk_are_refused(positions: list[int]) -> None:
-    blob = Blob.FromString(HONEST[2])
-    assert blob.tensors[1].shape == [33]  # one chunk, of which 4 are kept
-    blob.tensors[1].positions = bits.pack(np.array(positions), 6).tobytes()
-    with pytest.raises(MalformedContribution, match="positions"):
-        decode_blob(blob.SerializeToString(), ADDRESS, SHAPES, _compression())
-
-
-def test_digests_by_hand_and_from_every_blob() -> None:
-    blobs = {f"layers.{index}": bytes([index]) * 3 for index in range(3)}
-    entries = [entry_of(BlobAddress("run", 1, "dc", block), data, 7) for block, data in blobs.items()]
-    text = b"".join(block.encode() + b"\0" + hashlib.sha256(data).digest() for block, data in sorted(blobs.items()))
-    whole = hashlib.sha256(text).digest()
-    assert contribution_digest(entries) == contribution_digest(reversed(entries)) == whole
-    assert (entries[2].block, entries[2].size, entries[2].kept_values) == ("layers.2", 3, 7)
-    for index, block in enumerate(blobs):
-        changed = entry_of(BlobAddress("run", 1, "dc", block), b"other", 7)
-        assert contribution_digest([*entries[:index], changed, *entries[index + 1 :]]) != whole
-        assert contribution_digest([*entries[:index], *entries[index + 1 :]]) != whole
-
-
-def test_a_decoded_tensor_is_added_at_its_indices() -> None:
-    total = torch.ones(2, 3)
-    DecodedTensor(torch.tensor([1, 5]), torch.tensor([2.0, -4.0])).add_to(total, 0.5)
-    assert total.tolist() == [[1, 2, 1], [1, 1, -1]]
+def test_random_k_is_uniform() -> None:
+    positions = random_positions(4000, 10, 3, torch.Generator().manual_seed(0))
+    share = positions.flatten().bincount(minlength=10) / 4000
+    assert (share - 0.3).abs().max() < 0.03

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
-from hetero_pp.pseudo_gradient.error_feedback import CompressionSettings, select
+from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.rows import join, packed, rows_of
 
 TILE = (64, 64)
@@ -32,11 +33,13 @@ class Parts:
         tensor.copy_(total)
 
 
-@pytest.mark.parametrize("value_bits", [2, 32])
+@pytest.mark.parametrize(("quantiser", "value_bits"), [("levels", 2), ("levels", 32), ("signs", 1)])
 @pytest.mark.parametrize("parts", [2, 3, 5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_parts_select_what_the_whole_selects(shape: tuple[int, ...], parts: int, value_bits: int) -> None:
-    settings = CompressionSettings.model_validate({"value_bits": value_bits})
+def test_parts_select_what_the_whole_selects(
+    shape: tuple[int, ...], parts: int, quantiser: str, value_bits: int
+) -> None:
+    settings = CompressionSettings.model_validate({"quantiser": quantiser, "value_bits": value_bits})
     generator = torch.Generator().manual_seed(parts)
     error, delta = (torch.randn(shape, generator=generator) for _ in range(2))
     whole_error = error.clone()
@@ -61,12 +64,14 @@ def test_parts_select_what_the_whole_selects(shape: tuple[int, ...], parts: int,
         assert torch.equal(ours, theirs)
     assert joined.kept_values == whole.kept_values
     if value_bits == 32:
-        assert encode_blob(ADDRESS, {"x": (shape, joined)}, settings) == encode_blob(
-            ADDRESS, {"x": (shape, whole)}, settings
-        )
+        blobs = [encode_blob(ADDRESS, [("x", shape, chosen)], settings) for chosen in (joined, whole)]
+        assert blobs[0] == blobs[1]
     else:
-        assert joined.levels is not None and whole.levels is not None
-        assert torch.allclose(joined.levels, whole.levels, rtol=1e-6, atol=1e-7)
+        assert torch.equal(joined.quantised.codes, whole.quantised.codes)
+        assert torch.allclose(joined.values, whole.values, rtol=1e-6, atol=1e-7)
+    if quantiser == "signs":
+        assert joined.quantised.base == whole.quantised.base
+        assert torch.equal(joined.quantised.magnitudes, whole.quantised.magnitudes)
     assert torch.allclose(torch.cat(errors), whole_error, rtol=1e-5, atol=1e-6)
 
 

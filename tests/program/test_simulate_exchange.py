@@ -74,10 +74,10 @@ def _contribution(plan: RunPlan, density: float | None = None, value_bits: int |
     compression = compression.model_copy(update=changed)
     sizes = {}
     for block, shapes in shapes_by_block(plan.parameter_shapes).items():
-        chosen = {
-            name: (tuple(shape), select(torch.zeros(shape), torch.randn(shape), compression))
+        chosen = [
+            (name, tuple(shape), select(torch.zeros(shape), torch.randn(shape), compression))
             for name, shape in shapes.items()
-        }
+        ]
         sizes[block] = len(encode_blob(BlobAddress(plan.run, 1, EXCHANGE, block), chosen, compression))
     return sizes
 
@@ -101,8 +101,8 @@ def test_bytes_of_a_replica_are_multiples_of_a_contribution(
     plan, found = _whole(tmp_path, *overrides)
     contribution = sum(_contribution(plan).values())
     [replica] = found.replicas
-    assert replica.sent_bytes == pytest.approx(sent * contribution, rel=0.01)  # the wire's framing
-    assert replica.received_bytes == pytest.approx(received * contribution, rel=0.01)
+    assert replica.sent_bytes == pytest.approx(sent * contribution, rel=0.1)  # an estimate, and framing
+    assert replica.received_bytes == pytest.approx(received * contribution, rel=0.1)
     assert found.rounds == pytest.approx(4)
     assert found.sent_bytes == pytest.approx(4 * replica.sent_bytes)
 
@@ -110,11 +110,11 @@ def test_bytes_of_a_replica_are_multiples_of_a_contribution(
 def test_an_aggregate_is_what_the_encoder_would_write(tmp_path: Path) -> None:
     """Of replicas that kept different positions: as many values as all of them, in fp32."""
     plan = _plan(tmp_path, WHOLE, "simulate.exchange=parameter_server")
-    assert aggregate_bytes(plan) == _contribution(plan, REPLICAS / 32, 32)
+    assert aggregate_bytes(plan) == pytest.approx(_contribution(plan, REPLICAS / 32, 32), rel=0.1)
     received = predict(plan).replicas[0].received_bytes
     assert received == sum(wire_bytes(raw_frames(size)) for size in aggregate_bytes(plan).values())
     dense = _plan(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.aggregate=dense")
-    assert aggregate_bytes(dense) == _contribution(dense, 1.0, 32)
+    assert aggregate_bytes(dense) == pytest.approx(_contribution(dense, 1.0, 32), rel=0.1)
     many = _plan(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.fleets.dc.count=40")
     assert sum(aggregate_bytes(many).values()) == sum(aggregate_bytes(dense).values())
 
@@ -210,11 +210,12 @@ def test_what_cannot_be_is_refused(tmp_path: Path, text: str, overrides: list[st
 
 
 def test_seventy_billion_parameters_over_the_internet() -> None:
-    """14 bits for each of 32 of 4096 values; own up at 110 Mbit/s, 19 others' down at 500."""
+    """Geometric gaps and 1.25 bits for each of 32 of 4096 values; own up at 110 Mbit/s, 19 others' down at 500."""
     plan = plan_of(ConfigFile(CONFIGS / "paper" / "sparseloco_70b.yaml"))
     found = predict(plan)
     parameters = sum(int(np.prod(shape)) for shape in plan.parameter_shapes.values())
-    contribution = parameters / 128 * 14 / 8
+    gap = 7 - 127 * np.log2(127 / 128)
+    contribution = parameters / 128 * (gap + 1.25) / 8
     assert found.replicas[0].sent_bytes == pytest.approx(contribution, rel=0.002)
     seconds = contribution * 8 / 110e6 + 19 * contribution * 8 / 500e6
     assert found.outer_seconds == pytest.approx(seconds, rel=0.005)

@@ -123,6 +123,9 @@ def test_averaged_gradients_end_where_the_staged_run_ends(first: str, corpus: Pa
         ({}, {"rank": "1/4", "ablations": {"embedding": "coefficients"}}),
         ({}, {"rank": "1/4", "ablations": {"embedding": "projected", "weight_projection": True}}),
         ({}, {"rank": "1/4", "ablations": {"modified_adamw": True}}),
+        ({"divides_by": "senders"}, {"rank": "1/4"}),
+        ({"compression": {"quantiser": "signs", "value_bits": 1}}, {"rank": "1/4"}),
+        ({"compression": {"selection": "random_k"}}, {"rank": "1/4"}),
     ],
 )
 def test_it_ends_where_the_staged_run_ends(

@@ -79,6 +79,15 @@ def _key(config: RunConfig, bias_every: int | None, corpus: Corpus) -> str:
         meaning.pop(irrelevant)
     if meaning["model"]["weights"] is None:
         meaning["model"].pop("weights")
+    compression = meaning["outer"]["compression"]
+    compression.pop("accelerator")
+    for cells, cell, usual in (
+        (meaning["outer"], "divides_by", "replicas"),
+        (compression, "selection", "top_k"),
+        (compression, "quantiser", "levels"),
+    ):
+        if cells[cell] == usual:  # it was not there when the first rows were trained
+            cells.pop(cell)
     for replica in meaning["replicas"]:
         for irrelevant in ("hardware", "accelerators"):
             replica.pop(irrelevant)

@@ -25,7 +25,7 @@ from hetero_pp.program.display import plain_table, wide
 from hetero_pp.program.simulation.command import plan_of
 from hetero_pp.program.simulation.fleets import part_of
 from hetero_pp.program.yaml_file import ConfigFile
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob, encode_blob
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.simulator.costs import forward_flops
 from hetero_pp.simulator.settings import MeasuredCost
@@ -226,7 +226,7 @@ def _measure_outer(plan: RunPlan, member: MemberPlan, parameters: dict[str, torc
 
     def contribute() -> None:
         for block, shapes in blocks.items():
-            chosen = {name: (shape, select(errors[name], deltas[name], compression)) for name, shape in shapes.items()}
+            chosen = ((name, shape, select(errors[name], deltas[name], compression)) for name, shape in shapes.items())
             blobs[block] = encode_blob(address(block), chosen, compression)
 
     optimizer = OuterOptimizer(plan.config.outer)
@@ -234,9 +234,10 @@ def _measure_outer(plan: RunPlan, member: MemberPlan, parameters: dict[str, torc
 
     def apply() -> None:
         for block, shapes in blocks.items():
-            decoded = [decode_blob(blobs[block], address(block), shapes, compression) for _ in range(count)]
+            received = [ReceivedBlob(blobs[block], address(block), shapes, compression) for _ in range(count)]
             for name, shape in shapes.items():
-                mean = mean_of(shape, ((1.0, tensors[name]) for tensors in decoded))
+                weighted = ((1.0, blob.tensor(name)) for blob in received)
+                mean = mean_of(shape, weighted, plan.config.outer.divides_by)
                 optimizer.step(name, deltas[name], mean)
 
     return _time(contribute), _time(apply)

@@ -1,0 +1,350 @@
+"""The size of a contribution: bits a position and a value, beside the limit and other coders; the speed of making it.
+
+    python benchmarks/codec.py [--elements 33554432] [--json FILE]
+
+`uniform`: positions drawn at random, whose limit is log2 C(4096, k) / k bits. `real`: what the first replica would send
+in the seventh round of a small run that is trained here (two replicas, width 128, a vocabulary of 4096). A message for
+512M parameters is encoded whole: its positions are uniform, its values are drawn from those of the real run. Speeds
+are of benchmarks/compressors.py, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import compressors
+import constriction
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hetero_pp.model import ModelSettings, Transformer
+from hetero_pp.program.all_replicas import AllReplicas
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
+from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.pseudo_gradient.chunks import Group, groups_of
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, Shape, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import Selection, kept_of_chunks, select
+from hetero_pp.pseudo_gradient.positions import by_columns, read_positions, scans_columns, write_positions
+from hetero_pp.pseudo_gradient.quantise import quantise_as
+from hetero_pp.pseudo_gradient.random_k import random_positions
+from hetero_pp.pseudo_gradient.streams import Reader, Writer
+from replica_groups.replay import shapes_by_block
+
+CHUNK = 4096
+KEPT = (32, 128, 256)
+ADDRESS = BlobAddress("0" * 32, 1, "replica", "block")
+VALUES = {"2-bit codes": ("levels", 2), "signs": ("signs", 1), "fp32": ("levels", 32)}
+
+
+def limit(kept: int) -> float:
+    """log2 C(4096, k) / k."""
+    combinations = math.lgamma(CHUNK + 1) - math.lgamma(kept + 1) - math.lgamma(CHUNK - kept + 1)
+    return combinations / math.log(2) / kept
+
+
+# ---- coders of positions: [chunks, k] ascending -> bits ----
+
+
+def ours(positions: Tensor) -> float:
+    """Gaps as bytes, low bits apart, zstd."""
+    return 8 * len(_encoded(positions))
+
+
+def raw(positions: Tensor) -> float:
+    """12 bits each."""
+    return 12 * positions.numel()
+
+
+def plain_zstd(positions: Tensor) -> float:
+    """Positions as 16-bit numbers, through zstd."""
+    return 8 * len(zstandard.ZstdCompressor(level=3).compress(positions.numpy().astype("<u2").tobytes()))
+
+
+def rice(positions: Tensor) -> float:
+    """Golomb-Rice codes of the gaps with the best parameter: its exact size, without writing it."""
+    gaps = _gaps(positions)
+    return float(min((gaps >> low).sum() + len(gaps) * (1 + low) for low in range(12)))
+
+
+def range_coder(positions: Tensor) -> float:
+    """constriction's ANS with the gaps' own frequencies as the model, which is not counted."""
+    gaps = _gaps(positions).astype(np.int32)
+    model = constriction.stream.model.Categorical(
+        np.bincount(gaps).astype(np.float32) / np.float32(len(gaps)), perfect=False
+    )
+    coder = constriction.stream.stack.AnsCoder()
+    coder.encode_reverse(gaps, model)
+    return float(coder.num_bits())
+
+
+CODERS: dict[str, Callable[[Tensor], float]] = {
+    "ours": ours,
+    "constriction": range_coder,
+    "rice": rice,
+    "zstd": plain_zstd,
+    "12 bits": raw,
+}
+
+
+def _gaps(positions: Tensor) -> NDArray[np.int64]:
+    return np.diff(positions.numpy(), axis=1, prepend=-1).reshape(-1) - 1
+
+
+def _group(positions: Tensor) -> Group:
+    return next(groups_of((64 * len(positions), 64), (64, 64)))
+
+
+def _encoded(positions: Tensor) -> bytes:
+    writer = Writer()
+    write_positions(writer, _group(positions), positions)
+    return writer.take()
+
+
+def uniform(values: int) -> dict[int, Tensor]:
+    """Positions of about so many values, by k."""
+    generator = torch.Generator().manual_seed(0)
+    return {kept: random_positions(values // kept, CHUNK, kept, generator) for kept in KEPT}
+
+
+def coder_speed(positions: Tensor) -> dict[str, float]:
+    """Values that our coder takes, and gives back, in a CPU second."""
+    data, group = _encoded(positions), _group(positions)
+    encode = compressors.cpu_seconds(lambda: write_positions(Writer(), group, positions))
+    decode = compressors.cpu_seconds(lambda: read_positions(Reader(data, "x"), group, positions.shape[1]))
+    return {"encode": positions.numel() / encode, "decode": positions.numel() / decode}
+
+
+# ---- a real run ----
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one replica would send of a tensor."""
+
+    kind: str
+    name: str
+    error: Tensor
+    delta: Tensor
+
+
+def real_run(kept: int, corpus: Corpus) -> list[Sent]:
+    """Error feedback and pseudo-gradients of the first replica after six rounds and H steps more."""
+    plan = RunPlan(_config(kept / CHUNK, str(corpus.data.tokenizer)), corpus.store.vocabulary)
+    replicas = AllReplicas(plan, corpus.store)
+    for round_ in range(1, 7):
+        replicas.round(round_)
+    first, batches, steps = replicas.replicas[0], replicas.batches[0], plan.config.inner.steps
+    for step in range(6 * steps, 7 * steps):
+        first.inner_step(batches.train(step), step)
+    return [
+        Sent(_kind(name), name, replicas.errors[0][name], (start - first.parameters[name]).detach())
+        for name, start in sorted(replicas.theta.items())
+    ]
+
+
+def _kind(name: str) -> str:
+    for part, kind in (("tok_embeddings", "embedding"), ("lm_head", "head"), ("norm", "norms")):
+        if part in name:
+            return kind
+    return "layers"
+
+
+def _config(density: float, tokenizer: str) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "codec",
+            "seed": 1,
+            "model": {"preset": "micro", "width": 128, "heads": 4, "feed_forward": 384},
+            "data": {"corpus": "standard-library", "tokenizer": tokenizer, "sequence_length": 128},
+            "inner": {"steps": 10, "learning_rate": 6e-3, "warmup_steps": 10},
+            "outer": {"rounds": 7, "compression": {"density": density, "value_bits": 2, "quantiser": "levels"}},
+            "replicas": [{"name": f"r{index}", "kind": "datacenter", "batch_size": 8} for index in range(2)],
+        }
+    )
+
+
+def _compression(kept: int, values: str) -> CompressionSettings:
+    quantiser, width = VALUES[values]
+    return CompressionSettings.model_validate(
+        {"density": kept / CHUNK, "quantiser": quantiser, "value_bits": width, "error_feedback_decay": 0.95}
+    )
+
+
+def real_sizes(kept: int, sent: list[Sent]) -> dict[str, Any]:
+    """Bits a position by kind of tensor, and bits a value of the whole contribution by quantiser."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for one in sent:
+        compression = _compression(kept, "fp32")
+        chosen = select(one.error.clone(), one.delta, compression)
+        groups = list(groups_of(tuple(one.delta.shape), compression.tile))
+        turns = scans_columns(groups, chosen.positions)
+        writer = Writer()
+        for group, positions in zip(groups, chosen.positions, strict=True):
+            write_positions(writer, group, by_columns(group, positions)[0] if turns else positions)
+        for kind in (one.kind, "all"):
+            found[kind][0] += 8 * len(writer.take())
+            found[kind][1] += chosen.kept_values
+            found[kind][2] += turns
+    return {
+        "bits_per_position": {kind: size / count for kind, (size, count, _) in found.items()},
+        "scanned_by_columns": {kind: int(turns) for kind, (_, _, turns) in found.items()},
+        "bits_per_value": {values: _whole(kept, sent, values) for values in VALUES},
+    }
+
+
+def _whole(kept: int, sent: list[Sent], values: str) -> float:
+    """Bits of the blobs, headers included, a kept value."""
+    compression = _compression(kept, values)
+    by_name = {one.name: one for one in sent}
+    size = count = 0
+    for shapes in shapes_by_block({one.name: tuple(one.delta.shape) for one in sent}).values():
+        chosen = [
+            (name, shape, select(by_name[name].error.clone(), by_name[name].delta, compression))
+            for name, shape in shapes.items()
+        ]
+        size += len(encode_blob(ADDRESS, chosen, compression))
+        count += sum(selection.kept_values for _, _, selection in chosen)
+    return 8 * size / count
+
+
+# ---- a message for 512M parameters ----
+
+
+def megabytes_512m(kept: int, sent: list[Sent], values: str) -> float:
+    """A contribution of the 512m preset, in megabytes."""
+    compression = _compression(kept, values)
+    pools = _pools(kept, sent)
+    with torch.device("meta"):
+        model = Transformer(ModelSettings(preset="512m", vocabulary=32000).resolve(None))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    return (
+        sum(
+            len(encode_blob(ADDRESS, _drawn(block, compression, pools, generator), compression))
+            for block in shapes_by_block(shapes).values()
+        )
+        / 1e6
+    )
+
+
+def _pools(kept: int, sent: list[Sent]) -> dict[str, Tensor]:
+    """Kept values of the real run, each tensor's scaled to the same size, by kind."""
+    pools = defaultdict(list)
+    for one in sent:
+        values = select(one.error.clone(), one.delta, _compression(kept, "fp32")).values
+        pools[one.kind].append(values / values.abs().mean().clamp(min=1e-30))
+    return {kind: torch.cat(values) for kind, values in pools.items()}
+
+
+def _drawn(
+    shapes: dict[str, Shape], compression: CompressionSettings, pools: dict[str, Tensor], generator: torch.Generator
+) -> Iterator[tuple[str, Shape, Selection]]:
+    for name, shape in shapes.items():
+        positions = [
+            torch.cat(
+                [random_positions(b.count, b.size, b.kept(compression.density), generator) for b in group.bands()]
+            )
+            for group in groups_of(shape, compression.tile)
+        ]
+        pool = pools[_kind(name)]
+        count = sum(one.numel() for one in positions)
+        values = pool[torch.randint(len(pool), (count,), generator=generator)]
+        quantised = quantise_as(compression, values, kept_of_chunks(positions, values.device))
+        yield name, shape, Selection(tuple(positions), torch.empty(0, dtype=torch.int64), quantised)
+
+
+# ---- all of it ----
+
+
+def measure(elements: int) -> dict[str, Any]:
+    """The content of the JSON file."""
+    torch.set_num_threads(1)
+    drawn = uniform(1 << 19)
+    corpus = prepare_corpus(_config(1 / 32, "bytes").data, CHUNK, Path(tempfile.gettempdir()) / "hetero-pp-codec")
+    runs = {kept: real_run(kept, corpus) for kept in KEPT}
+    real = {kept: real_sizes(kept, sent) for kept, sent in runs.items()}
+    coders = {
+        name: {str(kept): coder(positions) / positions.numel() for kept, positions in drawn.items()}
+        for name, coder in CODERS.items()
+    }
+    speeds = compressors.measure_all(elements)
+    return {
+        "machine": machine(),
+        "commit": commit(),
+        "limit": {str(kept): limit(kept) for kept in KEPT},
+        "bits_per_position": {
+            "uniform": coders["ours"],
+            "real": {str(kept): found["bits_per_position"]["all"] for kept, found in real.items()},
+        },
+        "coders": coders,
+        "real": {str(kept): found for kept, found in real.items()},
+        "values_per_cpu_second": {str(kept): coder_speed(positions) for kept, positions in drawn.items()},
+        "megabytes_512m": {
+            f"{kept / CHUNK:.4f}": megabytes_512m(kept, runs[kept], "2-bit codes") for kept in (32, 128)
+        },
+        "megabytes_512m_signs": {
+            f"{kept / CHUNK:.4f}": megabytes_512m(kept, runs[kept], "signs") for kept in (32, 128)
+        },
+        **speeds,
+    }
+
+
+def _megabytes(runs: dict[int, list[Sent]], values: str) -> dict[str, float]:
+    return {f"{kept / CHUNK:.4f}": megabytes_512m(kept, runs[kept], values) for kept in (32, 128)}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Tables on the terminal."""
+    console = Console(width=120)
+    table = Table(title="Bits a position (of 4096)")
+    for column in ("coder", *(f"k = {kept}" for kept in KEPT)):
+        table.add_column(column, justify="right")
+    for name, sizes in {"limit": found["limit"], **found["coders"]}.items():
+        table.add_row(name, *(f"{sizes[str(kept)]:.3f}" for kept in KEPT))
+    for kind in ("all", "embedding", "layers", "head"):
+        cells = (found["real"][str(kept)]["bits_per_position"][kind] for kept in KEPT)
+        table.add_row(f"ours, real run: {kind}", *(f"{cell:.3f}" for cell in cells))
+    for values in VALUES:
+        cells = (found["real"][str(kept)]["bits_per_value"][values] for kept in KEPT)
+        table.add_row(f"position and value, real run: {values}", *(f"{cell:.3f}" for cell in cells))
+    console.print(table)
+    for values in ("megabytes_512m", "megabytes_512m_signs"):
+        console.print(f"{values}: " + ", ".join(f"{size:.2f} MB at {share}" for share, size in found[values].items()))
+    for kept, speed in found["values_per_cpu_second"].items():
+        rates = f"{speed['encode'] / 1e6:.0f} M values a CPU second in, {speed['decode'] / 1e6:.0f} out"
+        console.print(f"coder at k = {kept}: {rates}")
+    compressors.show(found)
+
+
+def main() -> None:
+    """Measure, print, and write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--elements", type=int, default=1 << 25)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    found = measure(arguments.elements)
+    show(found)
+    print(f"{time.perf_counter() - started:.0f} s")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Ways to compress a pseudo-gradient: error feedback, top-k per chunk, 2-bit values, and what was sent subtracted.
+
+    python benchmarks/compressors.py [--elements 33554432] [--device cuda] [--json FILE]
+
+On a CPU: elements per CPU second on one thread, the median of runs that take turns, for k of 4096 values a chunk, beside
+the floor: one pass `e <- .95 e + d` and nothing else. Then the values per CPU second that a receiver adds to a total.
+On a GPU: elements per second, and the share of the bandwidth of a copy that 12 bytes an element (e read and written, d
+read) make. templar's ways are restated from what its compressor does: it selects from a copy in tiles, packs positions
+to 12 bits and codes to bytes, and subtracts a dense tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.pseudo_gradient.chunks import groups_of
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.pseudo_gradient.quantise import dequantise, quantise
+from hetero_pp.pseudo_gradient.top_k import top_k_positions
+
+SIDE = 64
+CHUNK = SIDE * SIDE
+COLUMNS = 4096
+KEPT = (32, 128)
+DECAY = 0.95
+RUNS = 5
+BYTES_PER_ELEMENT = 12
+"""The error is read and written, the difference read."""
+
+Way = Callable[[Tensor, Tensor, int], object]
+"""error [R, C] (updated in place), delta [R, C], k."""
+
+
+def _floor_torch(error: Tensor, delta: Tensor, kept: int) -> None:
+    error.mul_(DECAY).add_(delta)
+
+
+def _floor_numba(error: Tensor, delta: Tensor, kept: int) -> None:
+    _fused(error.view(-1).numpy(), delta.view(-1).numpy(), np.float32(DECAY))
+
+
+@njit
+def _fused(error: NDArray[np.float32], delta: NDArray[np.float32], decay: np.float32) -> None:
+    for index in range(error.shape[0]):
+        error[index] = error[index] * decay + delta[index]
+
+
+def _plain(error: Tensor, delta: Tensor, kept: int) -> None:
+    """One torch.topk per chunk."""
+    error.mul_(DECAY).add_(delta)
+    (group,) = groups_of(tuple(error.shape), (SIDE, SIDE))
+    bands = [(band, top_k_positions(band.gather(error), kept)) for band in group.bands()]
+    where = torch.cat([band.flat_indices(positions).view(-1) for band, positions in bands])
+    codes, levels = quantise(error.view(-1)[where], 2)
+    error.view(-1)[where] -= dequantise(codes, levels)
+
+
+def _two_level(error: Tensor, delta: Tensor, kept: int) -> None:
+    select(error, delta, CompressionSettings(density=kept / CHUNK, error_feedback_decay=DECAY))
+
+
+def _numba(error: Tensor, delta: Tensor, kept: int) -> None:
+    select(error, delta, CompressionSettings(density=kept / CHUNK, error_feedback_decay=DECAY, accelerator="numba"))
+
+
+def _templar(error: Tensor, delta: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+    """Packed positions and codes, one byte a code."""
+    error.mul_(DECAY).add_(delta)
+    tiles = error.unflatten(0, (-1, SIDE)).unflatten(2, (-1, SIDE)).transpose(1, 2).reshape(-1, CHUNK)
+    positions = tiles.abs().topk(kept, dim=1, sorted=False).indices
+    values = tiles.gather(1, positions)
+    packed = _pack_12(positions)
+    codes, lookup = _bytes_and_lookup(values)
+    dense = torch.zeros_like(tiles).scatter_(1, positions, lookup[codes.long()])
+    rows, columns = error.shape[0] // SIDE, error.shape[1] // SIDE
+    error.sub_(dense.view(rows, columns, SIDE, SIDE).transpose(1, 2).reshape(error.shape))
+    return packed, codes
+
+
+def _pack_12(positions: Tensor) -> Tensor:
+    first, second = positions.reshape(-1, 2).to(torch.int32).unbind(1)
+    three = (first & 0xFF, (first >> 8) | ((second & 0xF) << 4), second >> 4)
+    return torch.stack([part.to(torch.uint8) for part in three], dim=1)
+
+
+def _unpack_12(packed: Tensor) -> Tensor:
+    low, middle, high = packed.to(torch.int64).unbind(1)
+    return torch.stack([low | ((middle & 0xF) << 8), (middle >> 4) | (high << 4)], dim=1).view(-1)
+
+
+def _bytes_and_lookup(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of 4 buckets over six standard deviations, and the mean of each."""
+    centre = values.mean()
+    centred = values - centre
+    scale = 6 * centred.norm() / (values.numel() - 1) ** 0.5 / 4
+    codes = (centred / scale + 2).round().clamp(0, 3).to(torch.uint8)
+    which = codes.long().view(-1)
+    sums = torch.zeros(4, device=values.device).scatter_add_(0, which, values.view(-1))
+    counts = torch.zeros(4, device=values.device).scatter_add_(0, which, torch.ones_like(values).view(-1))
+    return codes, torch.where(counts > 0, sums / counts, torch.zeros_like(sums))
+
+
+FLOORS: Mapping[str, Way] = {"one pass, torch": _floor_torch, "one pass, numba": _floor_numba}
+WAYS: Mapping[str, Way] = FLOORS | {
+    "numba": _numba,
+    "torch, two-level": _two_level,
+    "torch, one topk": _plain,
+    "templar": _templar,
+}
+GPU_WAYS: Mapping[str, Way] = {name: way for name, way in WAYS.items() if "numba" not in name}
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a receiver adds to a total [R, C]: indices and values [n], or as templar sends it."""
+
+    total: Tensor
+    indices: Tensor
+    values: Tensor
+    packed: Tensor
+    codes: Tensor
+    lookup: Tensor
+
+
+def _add_by_index(received: Received) -> None:
+    flat = received.total.view(-1)
+    flat[received.indices] = flat[received.indices] + received.values * 0.5
+
+
+def _add_by_copy(received: Received) -> None:
+    flat, where = received.total.view(-1), received.indices
+    flat.index_copy_(0, where, flat.index_select(0, where) + received.values * 0.5)
+
+
+def _add_numba(received: Received) -> None:
+    _add(received.total.view(-1).numpy(), received.indices.numpy(), received.values.numpy(), np.float32(0.5))
+
+
+@njit
+def _add(
+    total: NDArray[np.float32], indices: NDArray[np.int64], values: NDArray[np.float32], weight: np.float32
+) -> None:
+    for index in range(indices.shape[0]):
+        total[np.uint64(indices[index])] += values[index] * weight
+
+
+def _add_templar(received: Received) -> None:
+    """Without the way back from tiles, which it takes once for all contributions."""
+    chunks = received.total.view(-1, CHUNK)
+    values = received.lookup[received.codes.long()].view(len(chunks), -1) * 0.5
+    chunks.scatter_add_(1, _unpack_12(received.packed).view(len(chunks), -1), values)
+
+
+ADDERS: Mapping[str, Callable[[Received], object]] = {
+    "numba": _add_numba,
+    "torch, index_copy": _add_by_copy,
+    "torch, indexing": _add_by_index,
+    "templar": _add_templar,
+}
+
+
+def _inputs(elements: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """An error and a difference [R, 4096], whole tiles."""
+    generator = torch.Generator().manual_seed(0)
+    rows = max(1, elements // (COLUMNS * SIDE)) * SIDE
+    error, delta = (torch.randn(rows, COLUMNS, generator=generator).to(device) for _ in range(2))
+    return error, delta
+
+
+def _received(elements: int, kept: int) -> Received:
+    error, delta = _inputs(elements)
+    found = select(error, delta, CompressionSettings(density=kept / CHUNK))
+    quantised = found.quantised
+    assert quantised.codes is not None and quantised.levels is not None
+    packed = _pack_12(found.positions[0])
+    return Received(delta, found.indices, found.values, packed, quantised.codes, quantised.levels)
+
+
+def measure(ways: Mapping[str, Way], elements: int, kept: int) -> dict[str, float]:
+    """Elements per CPU second of each way."""
+    error, delta = _inputs(elements)
+    works = {name: lambda way=way: way(error, delta, kept) for name, way in ways.items()}
+    return {name: error.numel() / seconds for name, seconds in _interleaved(works, time.process_time).items()}
+
+
+def measure_adding(elements: int, kept: int) -> dict[str, float]:
+    """Values per CPU second that each way adds to a total."""
+    received = _received(elements, kept)
+    works = {name: lambda add=add: add(received) for name, add in ADDERS.items()}
+    return {name: len(received.values) / seconds for name, seconds in _interleaved(works, time.process_time).items()}
+
+
+def measure_gpu(device: str, elements: int, kept: int) -> dict[str, float]:
+    """Elements per second of each way on a device, and of a pass at the speed of a copy."""
+    error, delta = _inputs(elements, device)
+    works = {name: lambda way=way: way(error, delta, kept) for name, way in GPU_WAYS.items()}
+    target = torch.empty_like(error)
+    works["copy"] = lambda: target.copy_(delta)
+    found = {name: error.numel() / seconds for name, seconds in _interleaved(works, _clock_of(device)).items()}
+    return found | {"copy": found["copy"] * 8 / BYTES_PER_ELEMENT}
+
+
+def _clock_of(device: str) -> Callable[[], float]:
+    def now() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return now
+
+
+def _interleaved(works: Mapping[str, Callable[[], object]], now: Callable[[], float]) -> dict[str, float]:
+    """Median seconds of each; the first run of each is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(RUNS + 1):
+        for name, work in works.items():
+            started = now()
+            work()
+            seconds[name].append(now() - started)
+    return {name: median(found[1:]) for name, found in seconds.items()}
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """Of one call, the median of several."""
+    return _interleaved({"": work}, time.process_time)[""]
+
+
+def measure_all(elements: int) -> dict[str, Any]:
+    """Every way on the CPU, on one thread, at every k."""
+    torch.set_num_threads(1)
+    return {
+        "elements": elements,
+        "elements_per_cpu_second": {str(kept): measure(WAYS, elements, kept) for kept in KEPT},
+        "values_added_per_cpu_second": {str(kept): measure_adding(elements, kept) for kept in KEPT},
+    }
+
+
+def measure_all_on_gpu(device: str, elements: int) -> dict[str, Any]:
+    """Every way that runs there, at every k."""
+    return {
+        "elements": elements,
+        "elements_per_second": {str(kept): measure_gpu(device, elements, kept) for kept in KEPT},
+    }
+
+
+def _rows(rates: Mapping[str, float], floor: float) -> Iterator[tuple[str, ...]]:
+    for name, rate in rates.items():
+        yield name, f"{rate / 1e6:,.0f}", f"{rate / floor:.3f}", f"{rate / rates['templar']:.1f}"
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Tables on the terminal."""
+    titles = {
+        "elements_per_cpu_second": ("M elements a CPU second", "of the floor"),
+        "values_added_per_cpu_second": ("M values added a CPU second", "of the fastest"),
+        "elements_per_second": ("M elements a second", "of a copy's bandwidth"),
+    }
+    for key, (unit, share) in titles.items():
+        for kept, rates in found.get(key, {}).items():
+            table = Table(title=f"k = {kept} of {CHUNK}")
+            for column in ("way", unit, share, "over templar's"):
+                table.add_column(column, justify="right")
+            floors = (
+                [rate for name, rate in rates.items() if name in FLOORS] if key == "elements_per_cpu_second" else []
+            )
+            for row in _rows(rates, rates.get("copy") or max(floors or rates.values())):
+                table.add_row(*row)
+            Console(width=120).print(table)
+
+
+def main() -> None:
+    """Measure, print, and write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--elements", type=int, default=1 << 25)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    on_gpu = arguments.device == "cuda"
+    found = measure_all_on_gpu("cuda", arguments.elements) if on_gpu else measure_all(arguments.elements)
+    show(found)
+    if arguments.json is not None:
+        content = {"machine": machine(), "commit": commit(), **found}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""How a pseudo-gradient is compressed: the settings that sender and receivers share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from hetero_pp.settings import Ratio, Settings
+
+
+class CompressionSettings(Settings):
+    """How a pseudo-gradient is compressed."""
+
+    density: Ratio = Field(1 / 32, gt=0, le=1, description="share of each chunk that is kept, k / chunk")
+    tile: tuple[int, int] = Field((64, 64), description="rows and columns of a chunk of a matrix")
+    selection: Literal["top_k", "random_k"] = Field("top_k", description="which values of a chunk are kept")
+    quantiser: Literal["levels", "signs"] = Field(
+        "levels", description="levels: 2^value_bits values a tensor; signs: 1 bit, and one magnitude a chunk"
+    )
+    value_bits: Literal[1, 2, 3, 4, 8, 32] = Field(2, description="bits of a kept value; 32 sends it as it is")
+    error_feedback_decay: float = Field(0.95, ge=0, le=1, description="beta in the paper")
+    accelerator: Literal["torch", "numba"] = Field(
+        "torch", description="what selects: numba needs `pip install hetero-pp[numba]`; it keeps the same positions"
+    )
+
+    @model_validator(mode="after")
+    def _signs_are_one_bit(self) -> CompressionSettings:
+        if self.quantiser == "signs" and self.value_bits != 1:
+            raise ValueError(f"found value_bits {self.value_bits} with `quantiser: signs`, expected 1")
+        return self

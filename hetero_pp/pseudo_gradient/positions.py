@@ -1,0 +1,137 @@
+"""Positions within chunks as gaps: a few low bits as they are, the rest as bytes for an entropy coder.
+
+Uniform positions have nearly geometric gaps, which lose nothing by being cut into low bits and a high part. A high part
+of 255 or more is that many bytes of 255 and one below, so the byte stream is all there is. The scan is by rows or by
+columns of a tile, whichever is smaller: embeddings use few rows, heads few columns. Described in docs/wire-format.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hetero_pp import bits
+from hetero_pp.pseudo_gradient.chunks import Group
+from hetero_pp.pseudo_gradient.streams import Reader, Writer
+
+CONTINUES = 255
+USUAL_HIGH_BITS = 6
+"""Of a mean gap: about 64 different bytes are common, which zstd's entropy coder tells apart well."""
+
+FEW = 4096
+"""Gaps of which the table of an entropy coder is felt: all numbers of low bits are tried."""
+
+SAMPLED_CHUNKS = 128
+"""Of which the better scan is found."""
+
+
+def by_columns(group: Group, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions [count, k] counted along columns, ascending, and the permutation [count, k] that sorted them."""
+    turned = positions % group.columns * group.rows + positions // group.columns
+    return turned.sort(dim=1)
+
+
+def by_rows(group: Group, turned: Tensor) -> Tensor:
+    """The positions that `by_columns` counted along columns, in the order they come."""
+    return turned % group.rows * group.columns + turned // group.rows
+
+
+def scans_columns(groups: Sequence[Group], positions: Sequence[Tensor]) -> bool:
+    """Whether a scan by columns is likely smaller, from the magnitudes of gaps in some chunks."""
+    bits_saved = 0.0
+    for group, chosen in zip(groups, positions, strict=True):
+        if len(chosen) and 1 < chosen.shape[1] < group.size and min(group.rows, group.columns) > 1:
+            some = chosen[:: -(-len(chosen) // SAMPLED_CHUNKS)]
+            bits_saved += (_size_of_gaps(some) - _size_of_gaps(by_columns(group, some)[0])) * len(chosen) / len(some)
+    return bits_saved > 0
+
+
+def write_positions(writer: Writer, group: Group, positions: Tensor) -> None:
+    """Positions [count, k] of a group, ascending; of a group that is kept whole, nothing."""
+    kept = positions.shape[1]
+    if kept == group.size:
+        return
+    gaps = _gaps(positions)
+    if len(gaps) > FEW:
+        writer.put_bytes(_encode(gaps, usual_low_bits(group.size, kept)))
+        return
+    widest = math.floor(math.log2(group.size / kept))
+    writer.put_bytes(min((_encode(gaps, low) for low in range(widest + 1)), key=len))
+
+
+def _encode(gaps: NDArray[np.int64], low: int) -> bytes:
+    writer = Writer()
+    writer.put("B", low)
+    if low:
+        writer.put_bytes(bits.pack(gaps & ((1 << low) - 1), low).tobytes())
+    writer.put_stream(_as_bytes(gaps >> low).tobytes())
+    return writer.take()
+
+
+def read_positions(reader: Reader, group: Group, kept: int) -> Tensor:
+    """What was written above. Raises MalformedContribution unless positions ascend strictly within the chunk."""
+    if kept == group.size:
+        return torch.arange(kept).expand(group.count, kept)
+    count = group.count * kept
+    (low,) = reader.take("B")
+    if low >= group.size.bit_length():
+        raise reader.error(f"found {low} low bits for positions in a chunk of {group.size}")
+    packed = reader.take_bytes(bits.packed_size(count, low))
+    most = count + group.count * ((group.size >> low) // CONTINUES)
+    stream = np.frombuffer(reader.take_stream(count, most), dtype=np.uint8)
+    high = _from_bytes(stream)
+    if high is None or len(high) != count:
+        raise reader.error("the gaps of positions are not those of the kept values")
+    gaps = high if low == 0 else (high << low) | bits.unpack(np.frombuffer(packed, dtype=np.uint8), low, count)
+    positions = np.cumsum(gaps.reshape(group.count, kept) + 1, axis=1) - 1
+    if int(positions[:, -1].max(initial=0)) >= group.size:
+        raise reader.error("a position lies outside its chunk")
+    return torch.from_numpy(positions)
+
+
+def usual_low_bits(size: int, kept: int) -> int:
+    """How many bits of a gap are best sent as they are, if there are many gaps."""
+    return max(0, math.floor(math.log2(size / kept)) - USUAL_HIGH_BITS)
+
+
+def expected_position_bits(group: Group, kept: int) -> float:
+    """About how many bits the positions of one chunk take if they are uniform: the entropy of geometric gaps."""
+    if kept == group.size:
+        return 0.0
+    share = kept / group.size
+    entropy = -math.log2(share) * share - math.log2(1 - share) * (1 - share)
+    return kept * entropy / share
+
+
+def _gaps(positions: Tensor) -> NDArray[np.int64]:
+    """Positions that are skipped before each one [count * k]."""
+    return np.diff(positions.numpy(), axis=1, prepend=-1).reshape(-1) - 1
+
+
+def _size_of_gaps(positions: Tensor) -> float:
+    """Bits of the gaps [count, k], were they geometric with the mean of each length's neighbours: sum log2(1 + gap)."""
+    return float(np.log2(_gaps(positions) + 1.0).sum())
+
+
+def _as_bytes(high: NDArray[np.int64]) -> NDArray[np.uint8]:
+    more = high // CONTINUES
+    if not more.any():
+        return high.astype(np.uint8)
+    stream = np.full(len(high) + int(more.sum()), CONTINUES, dtype=np.uint8)
+    stream[np.arange(len(high)) + np.cumsum(more)] = high % CONTINUES
+    return stream
+
+
+def _from_bytes(stream: NDArray[np.uint8]) -> NDArray[np.int64] | None:
+    """High parts; None if the last one does not end."""
+    ends = np.flatnonzero(stream != CONTINUES)
+    if len(stream) and (not len(ends) or ends[-1] != len(stream) - 1):
+        return None
+    high = stream[ends].astype(np.int64)
+    high += np.diff(ends, prepend=-1) * CONTINUES - CONTINUES
+    return high

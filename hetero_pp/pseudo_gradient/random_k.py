@@ -1,0 +1,21 @@
+"""Random-k within each chunk: the yardstick that top-k is measured with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hetero_pp.seeds import seed_of
+
+
+def random_positions(chunks: int, size: int, kept: int, generator: torch.Generator | None) -> Tensor:
+    """Positions [chunks, k] drawn without replacement from each chunk of `size` values, ascending."""
+    if kept == size:
+        return torch.arange(kept).expand(chunks, kept)
+    drawn = torch.rand(chunks, size, generator=generator).topk(kept, dim=1, sorted=False).indices
+    return drawn.sort(dim=1).values
+
+
+def generator_of(run: str, round_: int, replica: str, name: str, part: int = 0) -> torch.Generator:
+    """What one replica draws the positions of one tensor, or of a rank's part of it, from in one round."""
+    return torch.Generator().manual_seed(seed_of("random_k", run, round_, replica, name, part))

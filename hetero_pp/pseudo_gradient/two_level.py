@@ -1,0 +1,60 @@
+"""Top-k of each chunk by two small searches instead of a large one: a few groups by their largest, then among these.
+
+A group is one column of a few consecutive rows of a tile, so the largest of all groups are elementwise maxima of rows,
+without a copy of the tiles. Whatever is among the k largest of a chunk lies in one of the k groups whose largest are
+the largest. One more is searched than is kept: if it is as large as the least that is kept, there is a tie, and
+`top_k` decides it; else the k largest are known, in whatever order they were found.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hetero_pp.pseudo_gradient.chunks import Group
+from hetero_pp.pseudo_gradient.top_k import top_k_positions
+
+GROUPS_PER_KEPT = 8
+"""At least so many groups of a chunk there are for each value that is kept: fewer rows a group, fewer candidates."""
+
+
+def find(matrix: Tensor, band: Group, kept: int) -> Tensor:
+    """Positions [count, k] of the k largest magnitudes of each chunk of a band of a [R, C] matrix (fp32), ascending.
+
+    Exactly what `top_k_positions` finds in the chunks, ties included.
+    """
+    height = group_height(band, kept)
+    if height == 1:
+        return top_k_positions(band.gather(matrix), kept)
+    # Bits of magnitudes have the order of magnitudes, and integers, which cannot be NaN, are compared faster.
+    magnitudes = band.part(matrix).view(torch.int32).bitwise_and(0x7FFFFFFF)
+    tall, tiles = magnitudes.shape[0] // height, magnitudes.shape[1] // band.columns
+    largest = magnitudes.view(tall, height, -1).amax(dim=1).view(-1, band.rows // height, tiles, band.columns)
+    chosen = largest.transpose(1, 2).reshape(band.count, -1).topk(kept + 1, dim=1, sorted=False).indices
+    candidates = _candidates(magnitudes, band, height, chosen)
+    values, where = candidates.topk(kept + 1, dim=1, sorted=False)
+    least, last = values.min(dim=1, keepdim=True)
+    first = chosen.gather(1, where // height)
+    rows = first // band.columns * height + where % height
+    positions = rows * band.columns + first % band.columns
+    positions = positions.scatter_(1, last, band.size).sort(dim=1).values[:, :kept]
+    is_tied = (values == least).sum(dim=1) > 1
+    if bool(is_tied.any()):
+        positions[is_tied] = top_k_positions(band.gather(matrix)[is_tied], kept)
+    return positions
+
+
+def group_height(band: Group, kept: int) -> int:
+    """Rows of a group: the largest divisor of a tile's rows that leaves enough groups; 1 if groups do not help."""
+    most = band.size // (GROUPS_PER_KEPT * kept)
+    return max((height for height in range(1, min(most, band.rows) + 1) if band.rows % height == 0), default=1)
+
+
+def _candidates(magnitudes: Tensor, band: Group, height: int, chosen: Tensor) -> Tensor:
+    """The values [count, groups * height] of the chosen groups [count, groups] of each chunk of a band's magnitudes."""
+    width = magnitudes.shape[1]
+    tops = torch.arange(0, magnitudes.shape[0], band.rows, device=chosen.device) * width
+    origins = (tops[:, None] + torch.arange(0, width, band.columns, device=chosen.device)).view(-1, 1)
+    first = origins + chosen // band.columns * (height * width) + chosen % band.columns
+    rows = torch.arange(height, device=chosen.device) * width
+    return magnitudes.view(-1).take(first[:, :, None] + rows).view(len(chosen), -1)

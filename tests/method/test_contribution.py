@@ -1,0 +1,373 @@
+"""The bytes of a contribution: back to the bit, as docs/wire-format.md says, small; refused if anything is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from wire_reference import decode
+
+from hetero_pp.errors import MalformedContribution
+from hetero_pp.pseudo_gradient.chunks import groups_of
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import (
+    BEFORE_BODY,
+    FORMAT_VERSION,
+    MAGIC,
+    BlobAddress,
+    DecodedTensor,
+    Shape,
+    blob_bytes,
+    contribution_digest,
+    decode_blob,
+    encode_blob,
+    entry_of,
+    kept_values,
+)
+from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.pseudo_gradient.quantise import Quantised
+from hetero_pp.pseudo_gradient.random_k import random_positions
+from hetero_pp.pseudo_gradient.streams import Reader, Writer
+
+unhurried = settings(deadline=None, max_examples=60)
+SIDES = st.integers(1, 20)
+SHAPE = st.tuples(SIDES, SIDES) | st.tuples(st.integers(1, 90))
+TILES = st.tuples(st.integers(1, 9), st.integers(1, 9))
+DENSITIES = st.floats(0.001, 1.0)
+VALUES = [("levels", 1), ("levels", 2), ("levels", 3), ("levels", 4), ("levels", 8), ("levels", 32), ("signs", 1)]
+ADDRESS = BlobAddress("run", 3, "home", "layers.1")
+SHAPES: dict[str, Shape] = {"layers.1.a": (20, 13), "layers.1.b": (33,), "layers.1.c": (16, 16)}
+VECTORS = Path(__file__).parents[1] / "vectors"
+
+
+def _compression(
+    width: int = 2, density: float = 1 / 8, tile: tuple[int, int] = (8, 8), quantiser: str = "levels"
+) -> CompressionSettings:
+    return CompressionSettings(density=density, tile=tile, value_bits=width, quantiser=quantiser)  # type: ignore[arg-type]
+
+
+def _select(shape: Shape, compression: CompressionSettings, seed: int = 0) -> Selection:
+    generator = torch.Generator().manual_seed(seed)
+    delta = torch.randn(shape, generator=generator)
+    return select(torch.zeros(shape), delta, compression, generator=generator)
+
+
+def _selections(
+    compression: CompressionSettings, shapes: dict[str, Shape] = SHAPES
+) -> list[tuple[str, Shape, Selection]]:
+    return [(name, shape, _select(shape, compression, seed)) for seed, (name, shape) in enumerate(shapes.items())]
+
+
+def _dense(shape: Shape, sent: Selection | DecodedTensor) -> Tensor:
+    dense = torch.zeros(math.prod(shape))
+    dense[sent.indices] = sent.values
+    return dense
+
+
+def _sealed(body: bytes) -> bytes:
+    return MAGIC + bytes([FORMAT_VERSION]) + hashlib.sha256(body).digest() + body
+
+
+# ---- back to the bit ----
+
+
+@unhurried
+@given(SHAPE, TILES, DENSITIES, st.sampled_from(VALUES), st.sampled_from(["top_k", "random_k"]))
+def test_any_selection_comes_back_here_and_in_another_decoder(
+    shape: Shape, tile: tuple[int, int], density: float, values: tuple[str, int], selection: str
+) -> None:
+    quantiser, width = values
+    compression = _compression(width, density, tile, quantiser).model_copy(update={"selection": selection})
+    chosen = _select(shape, compression)
+    data = encode_blob(ADDRESS, [("x", shape, chosen)], compression)
+    decoded = decode_blob(data, ADDRESS, {"x": shape}, compression)["x"]
+    assert torch.equal(_dense(shape, decoded), _dense(shape, chosen))
+    assert sorted(decoded.indices.tolist()) == sorted(chosen.indices.tolist())
+    assert len(decoded.values) == chosen.kept_values == kept_values(shape, compression)
+    elsewhere = decode(data)["tensors"]["x"]
+    assert elsewhere == dict(zip(decoded.indices.tolist(), decoded.values.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_scan_along_what_is_kept_is_chosen(columns: bool) -> None:
+    """Few rows, or few columns, are kept: both scans come back, and cost the same few bits."""
+    delta = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    delta[torch.arange(256) % 16 == 3] *= 100
+    delta = delta.T.contiguous() if columns else delta
+    compression = _compression(2, 1 / 32, (64, 64))
+    chosen = select(torch.zeros(256, 256), delta, compression)
+    data = encode_blob(ADDRESS, [("x", (256, 256), chosen)], compression)
+    decoded = decode_blob(data, ADDRESS, {"x": (256, 256)}, compression)["x"]
+    assert torch.equal(_dense((256, 256), decoded), _dense((256, 256), chosen))
+    assert torch.equal(decoded.indices, chosen.indices) is not columns
+    assert 8 * len(data) / chosen.kept_values < 6.0
+    other = select(torch.zeros(256, 256), torch.randn(256, 256), compression)
+    assert 8 * len(encode_blob(ADDRESS, [("x", (256, 256), other)], compression)) / other.kept_values > 7.0
+
+
+@pytest.mark.parametrize("size", [1, 254, 255, 256, 510, 70_000])
+def test_gaps_of_any_length_come_back(size: int) -> None:
+    """One value is kept, after `size` that are not."""
+    delta = torch.zeros(size + 1)
+    delta[-1] = 1.0
+    compression = _compression(32, 1e-9)
+    chosen = select(torch.zeros_like(delta), delta, compression)
+    data = encode_blob(ADDRESS, [("x", (size + 1,), chosen)], compression)
+    decoded = decode_blob(data, ADDRESS, {"x": (size + 1,)}, compression)["x"]
+    assert (decoded.indices.tolist(), decoded.values.tolist()) == ([size], [1.0])
+
+
+def test_the_same_selection_gives_the_same_bytes() -> None:
+    compression = _compression()
+    assert encode_blob(ADDRESS, _selections(compression), compression) == encode_blob(
+        ADDRESS, iter(_selections(compression)), compression
+    )
+
+
+def test_tensors_are_asked_for_one_after_the_other() -> None:
+    """So that of a large model only one tensor's selection is held."""
+    compression, alive = _compression(), []
+
+    def selections() -> Iterator[tuple[str, Shape, Selection]]:
+        for name, shape, chosen in _selections(compression):
+            alive.append(name)
+            yield name, shape, chosen
+            alive.remove(name)
+            assert not alive
+
+    assert encode_blob(ADDRESS, selections(), compression) == encode_blob(
+        ADDRESS, _selections(compression), compression
+    )
+
+
+# ---- the format stays ----
+
+
+@pytest.mark.parametrize("path", sorted(VECTORS.glob("*.json")), ids=lambda path: path.stem)
+def test_vectors_decode_to_what_they_always_did(path: Path) -> None:
+    vector = json.loads(path.read_text())
+    data = path.with_suffix(".blob").read_bytes()
+    compression = CompressionSettings.model_validate(vector["compression"])
+    shapes = {name: tuple(tensor["shape"]) for name, tensor in vector["tensors"].items()}
+    decoded = decode_blob(data, BlobAddress(**vector["address"]), shapes, compression)
+    elsewhere = decode(data)
+    for name, tensor in vector["tensors"].items():
+        expected = {
+            index: struct.unpack("<f", bytes.fromhex(value))[0]
+            for index, value in zip(tensor["indices"], tensor["values"], strict=True)
+        }
+        assert dict(zip(decoded[name].indices.tolist(), decoded[name].values.tolist(), strict=True)) == expected
+        assert elsewhere["tensors"][name] == expected
+
+
+def test_there_are_vectors_of_every_kind() -> None:
+    """So that the test above cannot pass by finding nothing."""
+    kinds = [json.loads(path.read_text())["compression"] for path in VECTORS.glob("*.json")]
+    assert {(kind["quantiser"], kind["value_bits"]) for kind in kinds} == set(VALUES)
+
+
+# ---- size ----
+
+
+@pytest.mark.parametrize(("kept", "limit"), [(32, 8.318), (128, 6.382), (256, 5.376)])
+def test_uniform_positions_take_at_most_two_percent_more_than_they_must(kept: int, limit: float) -> None:
+    """log2 C(4096, k) / k bits."""
+    combinations = math.lgamma(4097) - math.lgamma(kept + 1) - math.lgamma(4097 - kept)
+    assert combinations / math.log(2) / kept == pytest.approx(limit, abs=1e-3)
+    chunks, compression = 65536 // kept, _compression(32, kept / 4096, (64, 64))
+    positions = random_positions(chunks, 4096, kept, torch.Generator().manual_seed(0))
+    zeros = Quantised(torch.zeros(chunks * kept))  # which take next to nothing
+    data = encode_blob(ADDRESS, [("x", (64 * chunks, 64), Selection((positions,), positions, zeros))], compression)
+    assert 8 * len(data) / positions.numel() < limit * 1.02
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("density", [1 / 128, 1 / 32])
+def test_the_size_that_is_expected_of_random_values(values: tuple[str, int], density: float) -> None:
+    compression = _compression(values[1], density, (64, 64), values[0])
+    shapes: dict[str, Shape] = {"a": (512, 768), "b": (768,)}
+    size = len(encode_blob(ADDRESS, _selections(compression, shapes), compression))
+    assert size == pytest.approx(blob_bytes(ADDRESS, shapes, compression), rel=0.12)
+
+
+def test_a_dense_tensor_sends_no_positions() -> None:
+    shape, compression = (20, 13), _compression(8, 1.0)
+    empty = len(encode_blob(ADDRESS, [], compression))
+    size = len(encode_blob(ADDRESS, [("x", shape, _select(shape, compression))], compression))
+    assert size - empty <= 4 * 256 + 20 * 13 + 50
+
+
+# ---- anything else is refused ----
+
+SETTINGS = {kind: _compression(kind[1], quantiser=kind[0]) for kind in [("levels", 2), ("levels", 32), ("signs", 1)]}
+HONEST = {kind: encode_blob(ADDRESS, _selections(chosen), chosen) for kind, chosen in SETTINGS.items()}
+KINDS = st.sampled_from(list(HONEST))
+
+
+def _decodes_or_is_refused(data: bytes, kind: tuple[str, int]) -> None:
+    compression = SETTINGS[kind]
+    try:
+        decoded = decode_blob(data, ADDRESS, SHAPES, compression)
+    except MalformedContribution:
+        return
+    assert decoded.keys() == SHAPES.keys()
+    for name, shape in SHAPES.items():
+        indices, values = decoded[name].indices, decoded[name].values
+        assert values.dtype == torch.float32 and torch.isfinite(values).all()
+        assert len(indices) == len(values) == len(indices.unique()) == kept_values(shape, compression)
+        assert indices.min() >= 0 and indices.max() < math.prod(shape)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data(), KINDS)
+def test_mutated_content_is_valid_or_refused(data: st.DataObject, kind: tuple[str, int]) -> None:
+    """The digest is made right again: it would refuse everything."""
+    body = bytearray(HONEST[kind][BEFORE_BODY:])
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    _decodes_or_is_refused(_sealed(bytes(body)), kind)
+
+
+@unhurried
+@given(st.data(), KINDS)
+def test_mutated_bytes_are_refused(data: st.DataObject, kind: tuple[str, int]) -> None:
+    blob = bytearray(HONEST[kind])
+    blob[data.draw(st.integers(0, len(blob) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(MalformedContribution):
+        decode_blob(bytes(blob), ADDRESS, SHAPES, SETTINGS[kind])
+
+
+@unhurried
+@given(st.data(), KINDS)
+def test_truncated_and_extended_content_is_refused(data: st.DataObject, kind: tuple[str, int]) -> None:
+    body = HONEST[kind][BEFORE_BODY:]
+    cut = body[: data.draw(st.integers(0, len(body) - 1))]
+    for other in (cut, body + data.draw(st.binary(min_size=1, max_size=20))):
+        with pytest.raises(MalformedContribution):
+            decode_blob(_sealed(other), ADDRESS, SHAPES, SETTINGS[kind])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=200), st.booleans())
+def test_random_bytes_are_refused(data: bytes, is_sealed: bool) -> None:
+    with pytest.raises(MalformedContribution):
+        decode_blob(_sealed(data) if is_sealed else data, ADDRESS, SHAPES, _compression())
+
+
+@pytest.mark.parametrize("change", [{"run": "other"}, {"round": 4}, {"replica": "dc"}, {"block": "layers.2"}])
+def test_a_blob_under_another_address_is_refused(change: dict[str, object]) -> None:
+    address = BlobAddress(**(vars(ADDRESS) | change))  # type: ignore[arg-type]
+    with pytest.raises(MalformedContribution, match="expected"):
+        decode_blob(HONEST["levels", 2], address, SHAPES, _compression())
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [_compression(2, 1 / 4), _compression(tile=(8, 4)), _compression(3), _compression(1, quantiser="signs")],
+)
+def test_a_blob_compressed_otherwise_is_refused(compression: CompressionSettings) -> None:
+    with pytest.raises(MalformedContribution, match="other settings"):
+        decode_blob(HONEST["levels", 2], ADDRESS, SHAPES, compression)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        SHAPES | {"layers.1.a": (13, 20)},
+        SHAPES | {"layers.1.c": (256,)},
+        SHAPES | {"layers.1.d": (4, 4)},
+        {name: shape for name, shape in SHAPES.items() if name != "layers.1.b"},
+    ],
+)
+def test_a_blob_of_other_tensors_is_refused(shapes: dict[str, Shape]) -> None:
+    with pytest.raises(MalformedContribution):
+        decode_blob(HONEST["levels", 2], ADDRESS, shapes, _compression())
+
+
+def test_tensors_that_come_twice_or_in_another_order_are_refused() -> None:
+    compression = _compression()
+    a, b, c = _selections(compression)
+    for tensors in ([a, a, b, c], [b, a, c], [a, b, c, c]):
+        with pytest.raises(MalformedContribution, match="found the tensors"):
+            decode_blob(encode_blob(ADDRESS, tensors, compression), ADDRESS, SHAPES, compression)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("width", [2, 32])
+def test_values_that_are_not_finite_are_refused(value: float, width: int) -> None:
+    compression = _compression(width)
+    chosen = _select((33,), compression)
+    spoilt = chosen.quantised.values if chosen.quantised.levels is None else chosen.quantised.levels
+    spoilt[:] = value
+    data = encode_blob(ADDRESS, [("x", (33,), chosen)], compression)
+    with pytest.raises(MalformedContribution, match="finite"):
+        decode_blob(data, ADDRESS, {"x": (33,)}, compression)
+
+
+def test_positions_beyond_the_chunk_are_refused() -> None:
+    compression = _compression(32)
+    chosen = _select((33,), compression)
+    beyond = Selection((torch.tensor([[3, 5, 9, 33]]),), chosen.indices, chosen.quantised)
+    data = encode_blob(ADDRESS, [("x", (33,), beyond)], compression)
+    with pytest.raises(MalformedContribution, match="outside its chunk"):
+        decode_blob(data, ADDRESS, {"x": (33,)}, compression)
+
+
+def test_a_frame_is_not_unpacked_beyond_what_is_expected() -> None:
+    """zstd believes what a frame says of its size, whatever it is told: 6 kB that say 200 MB become 200 MB."""
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
+    writer = Writer()
+    writer.put("BI", 1, len(bomb))
+    writer.put_bytes(bomb)
+    with pytest.raises(MalformedContribution, match="268435456 bytes, expected 0 to 100"):
+        Reader(writer.take(), "x").take_stream(0, 100)
+    silent = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100))
+    with pytest.raises(MalformedContribution, match="does not say its size"):
+        Reader(struct.pack("<BI", 1, len(silent)) + silent, "x").take_stream(0, 100)
+    two = zstandard.ZstdCompressor().compress(bytes(100)) * 2
+    with pytest.raises(MalformedContribution, match="damaged"):
+        Reader(struct.pack("<BI", 1, len(two)) + two, "x").take_stream(0, 100)
+
+
+def test_digests_by_hand_and_from_every_blob() -> None:
+    blobs = {f"layers.{index}": bytes([index]) * 3 for index in range(3)}
+    entries = [entry_of(BlobAddress("run", 1, "dc", block), data, 7) for block, data in blobs.items()]
+    text = b"".join(block.encode() + b"\0" + hashlib.sha256(data).digest() for block, data in sorted(blobs.items()))
+    whole = hashlib.sha256(text).digest()
+    assert contribution_digest(entries) == contribution_digest(reversed(entries)) == whole
+    assert (entries[2].block, entries[2].size, entries[2].kept_values) == ("layers.2", 3, 7)
+    for index, block in enumerate(blobs):
+        changed = entry_of(BlobAddress("run", 1, "dc", block), b"other", 7)
+        assert contribution_digest([*entries[:index], changed, *entries[index + 1 :]]) != whole
+        assert contribution_digest([*entries[:index], *entries[index + 1 :]]) != whole
+
+
+# ---- what a decoded tensor does ----
+
+
+def test_a_decoded_tensor_is_added_at_its_indices() -> None:
+    total = torch.ones(2, 3)
+    DecodedTensor(torch.tensor([1, 5]), torch.tensor([2.0, -4.0])).add_to(total, 0.5)
+    assert total.tolist() == [[1, 2, 1], [1, 1, -1]]
+
+
+def test_a_part_of_a_decoded_tensor_is_counted_from_its_start() -> None:
+    part = DecodedTensor(torch.tensor([9, 1, 5, 4]), torch.tensor([1.0, 2.0, 3.0, 4.0])).part(4, 9)
+    assert (part.indices.tolist(), part.values.tolist()) == ([1, 0], [3.0, 4.0])
+
+
+def test_groups_are_those_of_the_shape() -> None:
+    """What the reference decoder restates: 20 x 13 in tiles of 8 x 8."""
+    sizes = [(group.count, group.size) for group in groups_of((20, 13), (8, 8))]
+    assert sizes == [(2, 64), (2, 40), (1, 32), (1, 20)] and np.prod((20, 13)) == sum(c * s for c, s in sizes)

@@ -1,0 +1,125 @@
+"""The fast ways to select keep exactly what the plain one keeps, to the last tie and the last bit."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.pseudo_gradient import chunks, error_feedback, two_level
+from hetero_pp.pseudo_gradient.chunks import as_matrix, groups_of
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.pseudo_gradient.top_k import top_k_positions
+
+unhurried = settings(deadline=None, max_examples=100)
+SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40)) | st.tuples(st.integers(1, 300))
+TILES = st.sampled_from([(8, 8), (16, 4), (4, 16), (12, 5), (7, 3), (1, 32)])
+DENSITIES = st.sampled_from([0.001, 1 / 128, 1 / 32, 1 / 16, 1 / 8, 0.3, 0.9, 1.0])
+needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
+
+
+def _few(tensor: Tensor) -> Tensor:
+    return (tensor * 2).round() / 2
+
+
+def _mostly_zero(tensor: Tensor) -> Tensor:
+    return tensor * (tensor > 1.5)
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "random": lambda tensor: tensor,
+    "few values": _few,
+    "mostly zero": _mostly_zero,
+    "zero": torch.zeros_like,
+    "minus zero": lambda tensor: -torch.zeros_like(tensor),
+    "one magnitude": torch.sign,
+    "huge": lambda tensor: tensor * 1e38,
+    "denormal": lambda tensor: tensor * 1e-40,
+}
+
+
+def _inputs(shape: tuple[int, ...], kind: str, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    first, second = (KINDS[kind](torch.randn(shape, generator=generator)) for _ in range(2))
+    return first, second
+
+
+@unhurried
+@given(SHAPES, TILES, DENSITIES, st.sampled_from(sorted(KINDS)), st.integers(0, 99))
+def test_two_levels_keep_what_top_k_keeps(
+    shape: tuple[int, ...], tile: tuple[int, int], density: float, kind: str, seed: int
+) -> None:
+    matrix = as_matrix(_inputs(shape, kind, seed)[0])
+    for group in groups_of(shape, tile):
+        kept = group.kept(density)
+        assert torch.equal(two_level.find(matrix, group, kept), top_k_positions(group.gather(matrix), kept))
+
+
+@needs_numba
+@unhurried
+@given(SHAPES, TILES, DENSITIES, st.sampled_from(sorted(KINDS)), st.integers(0, 99))
+def test_numba_keeps_what_top_k_keeps(
+    shape: tuple[int, ...], tile: tuple[int, int], density: float, kind: str, seed: int
+) -> None:
+    from hetero_pp.pseudo_gradient import accelerated
+
+    error, delta = _inputs(shape, kind, seed)
+    expected = error.clone().mul_(0.95).add_(delta)
+    for group in groups_of(shape, tile):
+        kept = group.kept(density)
+        found = accelerated.advance(error, delta, group, kept, 0.95)
+        assert torch.equal(found, top_k_positions(group.gather(as_matrix(expected)), kept))
+    assert torch.equal(error.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("kept", [1, 32, 128, 512, 4096])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_tiles_of_usual_size(kept: int, kind: str) -> None:
+    matrix, _ = _inputs((192, 256), kind, kept)
+    (group,) = groups_of((192, 256), (64, 64))
+    assert torch.equal(two_level.find(matrix, group, kept), top_k_positions(group.gather(matrix), kept))
+
+
+def test_a_tie_at_the_edge_keeps_the_lower_index() -> None:
+    """Two equal values in different groups, of which one is kept, whichever group is searched first."""
+    matrix = torch.zeros(64, 64)
+    matrix[0, 0], matrix[40, 3], matrix[9, 50] = 2.0, -1.0, 1.0
+    (group,) = groups_of((64, 64), (64, 64))
+    assert two_level.group_height(group, 2) > 1
+    assert two_level.find(matrix, group, 2).tolist() == [[0, 9 * 64 + 50]]
+
+
+@needs_numba
+@pytest.mark.parametrize("value_bits", [2, 32])
+@pytest.mark.parametrize("shape", [(130, 200), (64, 64), (300,), (200, 64), (5, 7)], ids=str)
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"huge"}))
+def test_numba_selects_what_torch_selects(
+    kind: str, shape: tuple[int, ...], value_bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round after round, in bands of one row of tiles: positions, values and what is kept, to the bit."""
+    monkeypatch.setattr(chunks, "BAND_ELEMENTS", 1)
+    plain = CompressionSettings.model_validate({"value_bits": value_bits})
+    fast = plain.model_copy(update={"accelerator": "numba"})
+    first, second = torch.zeros(shape), torch.zeros(shape)
+    for round_ in range(3):
+        delta, _ = _inputs(shape, kind, round_)
+        ours, theirs = select(first, delta, plain), select(second, delta, fast)
+        for one, other in zip(ours.positions, theirs.positions, strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(ours.indices, theirs.indices)
+        assert torch.equal(ours.values.view(torch.int32), theirs.values.view(torch.int32))
+        assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+
+
+def test_a_missing_numba_is_missed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(error_feedback.importlib.util, "find_spec", lambda name: None)
+    compression = CompressionSettings.model_validate({"accelerator": "numba"})
+    with pytest.raises(ConfigError, match=r"^outer\.compression\.accelerator: needs `pip install hetero-pp\[numba\]`$"):
+        select(torch.zeros(8, 8), torch.zeros(8, 8), compression)
