@@ -39,7 +39,7 @@ from hetero_pp.program.experiments.report import commit, machine
 from hetero_pp.pseudo_gradient.chunks import Group, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, Shape, encode_blob
-from hetero_pp.pseudo_gradient.error_feedback import Selection, kept_of_chunks, select
+from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.positions import by_columns, read_positions, scans_columns, write_positions
 from hetero_pp.pseudo_gradient.quantise import quantise_as
 from hetero_pp.pseudo_gradient.random_k import random_positions
@@ -265,7 +265,7 @@ def _drawn(
         pool = pools[_kind(name)]
         count = sum(one.numel() for one in positions)
         values = pool[torch.randint(len(pool), (count,), generator=generator)]
-        quantised = quantise_as(compression, values, kept_of_chunks(positions, values.device))
+        quantised = quantise_as(compression, values, [(len(one), one.shape[1]) for one in positions])
         yield name, shape, Selection(tuple(positions), torch.empty(0, dtype=torch.int64), quantised)
 
 

@@ -18,6 +18,7 @@ from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.display import format_bandwidths, plain_table, wide
 from hetero_pp.program.inputs import Prepared, prepare
 from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
 from hetero_pp.topology import (
     DatacenterReplica,
@@ -150,9 +151,14 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     if prepared.source is not None:
         console.print(f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
     console.print(
-        f"Contributions: density {compression.density:.3g}, {compression.value_bits} bits a value, "
+        f"Contributions: density {compression.density:.3g}, {_values_of(compression)}, about "
         f"{format_bytes(max(sum(blobs.values()) for blobs in _blob_sizes(plan).values()))} a replica and round."
     )
+
+
+def _values_of(compression: CompressionSettings) -> str:
+    signs = "signs and a magnitude a chunk"
+    return signs if compression.quantiser == "signs" else f"{compression.value_bits} bits a value"
 
 
 def _members_table(plan: RunPlan) -> Table:

@@ -1,9 +1,9 @@
 """Error feedback and top-k of each chunk in one pass, compiled by numba: the same values and positions as by torch.
 
-Some rows of tiles stay in a core's cache while they are updated, while the largest magnitude is taken of each group (one
-column of a few consecutive rows), and while what may be among the k largest is picked out. Thresholds are found by
-bisection: counting what is at least as large is a vector operation. Magnitudes are compared as the bits of floats,
-which have the same order and are never NaN.
+One row of tiles stays in the cache while it is updated, while the largest magnitude is taken of each group (one column
+of a few consecutive rows), and while what may be among the k largest is picked out. Thresholds are found by bisection:
+counting what is at least as large is a vector operation. Magnitudes are compared as the bits of floats, which have the
+same order and are never NaN. Counters are unsigned, as numba would look for negative indices.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _advance(
     height: int,
     positions: NDArray[np.int64],
 ) -> None:
-    """For parts [r * rows, c * columns] and positions [r * c, k]; `error_bits` are those of `error`, the same memory."""
+    """For parts [r * rows, c * columns] and positions [r * c, k]; `error_bits` is the memory of `error`."""
     tiles, kept = error.shape[1] // columns, positions.shape[1]
     largest = np.empty((rows // height, error.shape[1]), dtype=np.int32)
     groups, keys = np.empty(rows // height * columns, dtype=np.int32), np.empty(rows * columns + 1, dtype=np.int32)
@@ -105,7 +105,7 @@ def _reaching(keys: Ints, least: np.int32) -> np.int32:
 @njit(cache=True, nogil=True)
 def _survivors(
     bits: Ints, groups: Ints, least: np.int32, height: int, survivors: Ints, keys: Ints, places: Ints
-) -> int:
+) -> np.uint32:
     """Fill keys and places with what reaches `least` in one tile, in order; how many do.
 
     Everything is written and the count only then raised: a branch would often be mispredicted.
@@ -115,9 +115,9 @@ def _survivors(
     for top in range(0, bits.shape[0], height):
         own = groups[top // height * width : (top // height + 1) * width]
         count = np.uint32(0)
-        for column in range(width):
-            survivors[count] = column
-            count = np.uint32(count + np.uint32(own[column] >= least))
+        for place in range(width):
+            survivors[count] = place
+            count = np.uint32(count + np.uint32(own[place] >= least))
         for row in range(top, top + height):
             line = bits[row]
             for index in range(count):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,13 +16,25 @@ class CompressionSettings(Settings):
     tile: tuple[int, int] = Field((64, 64), description="rows and columns of a chunk of a matrix")
     selection: Literal["top_k", "random_k"] = Field("top_k", description="which values of a chunk are kept")
     quantiser: Literal["levels", "signs"] = Field(
-        "levels", description="levels: 2^value_bits values a tensor; signs: 1 bit, and one magnitude a chunk"
+        "signs", description="signs: 1 bit, and one magnitude a chunk; levels: 2^value_bits values a tensor"
     )
-    value_bits: Literal[1, 2, 3, 4, 8, 32] = Field(2, description="bits of a kept value; 32 sends it as it is")
+    value_bits: Literal[1, 2, 3, 4, 8, 32] = Field(
+        1, description="bits of a kept value; 32 sends it as it is. More than 1 bit: `quantiser: levels`"
+    )
     error_feedback_decay: float = Field(0.95, ge=0, le=1, description="beta in the paper")
     accelerator: Literal["torch", "numba"] = Field(
         "torch", description="what selects: numba needs `pip install hetero-pp[numba]`; it keeps the same positions"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_implies_the_other(cls, values: Any) -> Any:
+        """Bits without a quantiser ask for levels, levels without bits are the paper's, of 2 bits."""
+        if not isinstance(values, dict) or ("quantiser" in values and "value_bits" in values):
+            return values
+        if values.get("value_bits", 1) != 1:
+            return {**values, "quantiser": "levels"}
+        return {**values, "value_bits": 2} if values.get("quantiser") == "levels" else values
 
     @model_validator(mode="after")
     def _signs_are_one_bit(self) -> CompressionSettings:

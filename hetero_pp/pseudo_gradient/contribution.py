@@ -17,7 +17,7 @@ from torch import Tensor
 from hetero_pp import bits
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.pseudo_gradient.error_feedback import Selection, kept_of_chunks
+from hetero_pp.pseudo_gradient.error_feedback import Selection
 from hetero_pp.pseudo_gradient.positions import (
     by_columns,
     by_rows,
@@ -26,7 +26,7 @@ from hetero_pp.pseudo_gradient.positions import (
     scans_columns,
     write_positions,
 )
-from hetero_pp.pseudo_gradient.quantise import BASES, Quantised, dequantise, dequantise_signs
+from hetero_pp.pseudo_gradient.quantise import BASES, Kept, Quantised, dequantise, dequantise_signs
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 from hetero_pp.rpc.messages_pb2 import BlobEntry
 
@@ -61,7 +61,7 @@ class DecodedTensor:
     def add_to(self, total: Tensor, weight: float) -> None:
         """total += weight * values, at the indices, in fp32."""
         flat = total.view(-1)
-        flat[self.indices] = flat[self.indices] + self.values * weight
+        flat.index_copy_(0, self.indices, flat.index_select(0, self.indices) + self.values * weight)
 
     def part(self, start: int, stop: int) -> DecodedTensor:
         """What lies in [start, stop) of the flattened tensor, counted from there."""
@@ -115,7 +115,7 @@ def _encode_tensor(shape: Shape, selection: Selection, settings: CompressionSett
             own = own.gather(1, order)
         write_positions(writer, group, positions)
         ordered.append(own.reshape(-1))
-    _put_values(writer, quantised, torch.cat(ordered), settings)
+    _put_values(writer, quantised, ordered[0] if len(ordered) == 1 else torch.cat(ordered), settings)
     return writer.take()
 
 
@@ -224,28 +224,26 @@ def _read_tensor(reader: Reader, shape: Shape, settings: CompressionSettings) ->
         positions.append(found)
         is_turned = turns and found.shape[1] < group.size
         indices.append(group.flat_indices(by_rows(group, found) if is_turned else found).reshape(-1))
-    kept = kept_of_chunks(positions, torch.device("cpu"))
-    where = torch.cat(indices)
-    values = _read_values(reader, len(where), kept, settings)
+    where = indices[0] if len(indices) == 1 else torch.cat(indices)
+    values = _read_values(reader, len(where), [(len(one), one.shape[1]) for one in positions], settings)
     reader.end()
-    if not bool(torch.isfinite(values).all()):
-        raise reader.error("a value is not finite")
     return DecodedTensor(where, values)
 
 
-def _read_values(reader: Reader, count: int, kept: Tensor, settings: CompressionSettings) -> Tensor:
-    """Values [count] of chunks that keep `kept` [chunks] each."""
+def _read_values(reader: Reader, count: int, kept: Kept, settings: CompressionSettings) -> Tensor:
+    """Values [count] of chunks."""
     width = settings.value_bits
     if width == 32:
-        return _floats(reader.take_stream(4 * count, 4 * count))
+        return _floats(reader, reader.take_stream(4 * count, 4 * count))
     levels, magnitudes, base = None, None, 0
     if settings.quantiser == "levels":
-        levels = _floats(reader.take_bytes(4 << width))
+        levels = _floats(reader, reader.take_bytes(4 << width))
     else:
         (base,) = reader.take("h")
         if base not in BASES:
             raise reader.error(f"found the exponent {base}, expected {BASES.start} to {BASES.stop - 1}")
-        magnitudes = torch.frombuffer(bytearray(reader.take_stream(len(kept), len(kept))), dtype=torch.uint8)
+        chunks = sum(chunks for chunks, _ in kept)
+        magnitudes = torch.frombuffer(bytearray(reader.take_stream(chunks, chunks)), dtype=torch.uint8)
     size = bits.packed_size(count, _width_of_codes(settings))
     packed = np.frombuffer(reader.take_stream(size, size), dtype=np.uint8)
     codes = torch.from_numpy(bits.unpack(packed, _width_of_codes(settings), count))
@@ -257,8 +255,11 @@ def _read_values(reader: Reader, count: int, kept: Tensor, settings: Compression
     return dequantise_signs(codes, magnitudes, base, kept)
 
 
-def _floats(data: memoryview) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
+def _floats(reader: Reader, data: memoryview) -> Tensor:
+    found = torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
+    if not bool(torch.isfinite(found).all()):
+        raise reader.error("a value is not finite")
+    return found
 
 
 def entry_of(address: BlobAddress, data: bytes, kept_values: int) -> BlobEntry:

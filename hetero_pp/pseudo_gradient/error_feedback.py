@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -65,7 +64,7 @@ def select(
             kept.append(flat.index_select(0, indices[-1]))  # while the band is in the cache
         positions.append(torch.cat(chosen))
     where, values = torch.cat(indices), torch.cat(kept)
-    quantised = quantise_as(settings, values, kept_of_chunks(positions, error.device), sum_over)
+    quantised = quantise_as(settings, values, [(len(one), one.shape[1]) for one in positions], sum_over)
     flat.index_copy_(0, where, values - quantised.values)
     return Selection(tuple(positions), where, quantised)
 
@@ -88,9 +87,3 @@ def _accelerated() -> ModuleType:
     if importlib.util.find_spec("numba") is None:
         raise ConfigError(("outer", "compression", "accelerator"), "needs `pip install hetero-pp[numba]`")
     return importlib.import_module("hetero_pp.pseudo_gradient.accelerated")
-
-
-def kept_of_chunks(positions: Sequence[Tensor], device: torch.device) -> Tensor:
-    """How many values are kept of each chunk [chunks], one group after the other."""
-    sizes = [torch.full((len(chosen),), chosen.shape[1], device=device) for chosen in positions]
-    return torch.cat(sizes) if sizes else torch.empty(0, dtype=torch.int64, device=device)

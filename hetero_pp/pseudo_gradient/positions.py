@@ -26,6 +26,9 @@ USUAL_HIGH_BITS = 6
 FEW = 4096
 """Gaps of which the table of an entropy coder is felt: all numbers of low bits are tried."""
 
+WORTH_TURNING = 0.01
+"""Of the size: what a scan by columns has to save, as it takes time."""
+
 SAMPLED_CHUNKS = 128
 """Of which the better scan is found."""
 
@@ -42,13 +45,14 @@ def by_rows(group: Group, turned: Tensor) -> Tensor:
 
 
 def scans_columns(groups: Sequence[Group], positions: Sequence[Tensor]) -> bool:
-    """Whether a scan by columns is likely smaller, from the magnitudes of gaps in some chunks."""
-    bits_saved = 0.0
+    """Whether a scan by columns is likely smaller by more than chance, from the magnitudes of gaps in some chunks."""
+    by_row = by_column = 0.0
     for group, chosen in zip(groups, positions, strict=True):
         if len(chosen) and 1 < chosen.shape[1] < group.size and min(group.rows, group.columns) > 1:
             some = chosen[:: -(-len(chosen) // SAMPLED_CHUNKS)]
-            bits_saved += (_size_of_gaps(some) - _size_of_gaps(by_columns(group, some)[0])) * len(chosen) / len(some)
-    return bits_saved > 0
+            by_row += _size_of_gaps(some) * len(chosen) / len(some)
+            by_column += _size_of_gaps(by_columns(group, some)[0]) * len(chosen) / len(some)
+    return by_column < (1 - WORTH_TURNING) * by_row
 
 
 def write_positions(writer: Writer, group: Group, positions: Tensor) -> None:
@@ -119,19 +123,21 @@ def _size_of_gaps(positions: Tensor) -> float:
 
 
 def _as_bytes(high: NDArray[np.int64]) -> NDArray[np.uint8]:
-    more = high // CONTINUES
-    if not more.any():
-        return high.astype(np.uint8)
-    stream = np.full(len(high) + int(more.sum()), CONTINUES, dtype=np.uint8)
-    stream[np.arange(len(high)) + np.cumsum(more)] = high % CONTINUES
-    return stream
+    stream = high.astype(np.uint8)
+    long = np.flatnonzero(high >= CONTINUES)
+    if not len(long):
+        return stream
+    stream[long] = high[long] % CONTINUES
+    return np.insert(stream, np.repeat(long, high[long] // CONTINUES), CONTINUES)
 
 
 def _from_bytes(stream: NDArray[np.uint8]) -> NDArray[np.int64] | None:
     """High parts; None if the last one does not end."""
-    ends = np.flatnonzero(stream != CONTINUES)
-    if len(stream) and (not len(ends) or ends[-1] != len(stream) - 1):
+    continued = np.flatnonzero(stream == CONTINUES)
+    if not len(continued):
+        return stream.astype(np.int64)
+    if continued[-1] == len(stream) - 1:
         return None
-    high = stream[ends].astype(np.int64)
-    high += np.diff(ends, prepend=-1) * CONTINUES - CONTINUES
+    high = np.delete(stream, continued).astype(np.int64)
+    np.add.at(high, continued - np.arange(len(continued)), CONTINUES)
     return high

@@ -11,7 +11,7 @@ stands for all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,9 @@ STEPS_PER_OCTAVE = 16
 OCTAVES_BELOW_BASE = 8
 BASES = range(-118, 120)
 """Of which all magnitudes are normal fp32 numbers."""
+
+Kept = Sequence[tuple[int, int]]
+"""How values [n] belong to chunks: of each group its chunks, and how many values are kept of each."""
 
 SumOver = Callable[[Tensor], None]
 """Adds up, in place, what several holders of parts of one tensor have."""
@@ -47,9 +50,9 @@ class Quantised:
 
 
 def quantise_as(
-    settings: CompressionSettings, values: Tensor, kept: Tensor, sum_over: SumOver | None = None
+    settings: CompressionSettings, values: Tensor, kept: Kept, sum_over: SumOver | None = None
 ) -> Quantised:
-    """Values [n] as the settings say; `kept` [chunks] is how many there are of each chunk, in the order of the values.
+    """Values [n] of chunks as the settings say.
 
     If `values` are only a part of the tensor's, `sum_over` sums over all parts.
     """
@@ -71,9 +74,9 @@ def quantise(values: Tensor, bits: int, sum_over: SumOver | None = None) -> tupl
     centre, deviation = _moments(values, sum_over)
     scale = RANGE_IN_DEVIATIONS * deviation / count
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    codes = ((values - centre) / scale + count / 2).round_().clamp_(0, count - 1).to(torch.int64)
-    sums = torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(0, codes, values.double())
-    members = torch.zeros_like(sums).index_add_(0, codes, torch.ones_like(values, dtype=torch.float64))
+    codes = ((values - centre) / scale + count / 2).round_().clamp_(0, count - 1).to(torch.int32)
+    sums = torch.bincount(codes, values.double(), count)
+    members = torch.bincount(codes, minlength=count).double()
     if sum_over is not None:
         sum_over(sums)
         sum_over(members)
@@ -96,32 +99,35 @@ def _moments(values: Tensor, sum_over: SumOver | None) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes: Tensor, levels: Tensor) -> Tensor:
     """The level of each code [n], fp32."""
-    return levels[codes.long()]
+    return levels.index_select(0, codes.int())
 
 
-def quantise_signs(values: Tensor, kept: Tensor, sum_over: SumOver | None = None) -> Quantised:
+def quantise_signs(values: Tensor, kept: Kept, sum_over: SumOver | None = None) -> Quantised:
     """Signs [n] of values [n], and the mean magnitude of each chunk [chunks] as a byte; 0 for a chunk of zeros.
 
     A byte c > 0 stands for 2^(base - 8 + c / 16); the base is the exponent of the mean magnitude of all values.
     """
-    sums = torch.zeros(len(kept), dtype=torch.float64, device=values.device)
-    chunk = torch.repeat_interleave(torch.arange(len(kept), device=values.device), kept)
-    sums.index_add_(0, chunk, values.abs().double())
-    total = torch.stack([sums.sum(), kept.sum().double()])
+    parts = values.abs().split([chunks * each for chunks, each in kept])
+    sums = [part.view(shape).sum(dim=1, dtype=torch.float64) for part, shape in zip(parts, kept, strict=True)]
+    none = values.new_empty(0, dtype=torch.float64)
+    total = torch.stack([torch.cat([none, *sums]).sum(), values.new_tensor(len(values), dtype=torch.float64)])
     if sum_over is not None:
         sum_over(total)
     mean = (total[0] / total[1].clamp(min=1)).item()
     base = min(max(math.frexp(mean)[1] - 1, BASES.start), BASES.stop - 1) if mean > 0 else 0
-    octaves = (sums / kept.clamp(min=1)).log2() - (base - OCTAVES_BELOW_BASE)
+    means = torch.cat([none, *(one / each for one, (_, each) in zip(sums, kept, strict=True))])
+    octaves = means.log2() - (base - OCTAVES_BELOW_BASE)
     bytes_ = (octaves * STEPS_PER_OCTAVE).round_().clamp_(1, 255).to(torch.uint8)
-    magnitudes = torch.where(sums > 0, bytes_, torch.zeros_like(bytes_))
-    codes = (values < 0).to(torch.uint8)
+    magnitudes = torch.where(means > 0, bytes_, torch.zeros_like(bytes_))
+    codes = values.signbit().view(torch.uint8)
     return Quantised(dequantise_signs(codes, magnitudes, base, kept), codes, None, magnitudes, base)
 
 
-def dequantise_signs(codes: Tensor, magnitudes: Tensor, base: int, kept: Tensor) -> Tensor:
+def dequantise_signs(codes: Tensor, magnitudes: Tensor, base: int, kept: Kept) -> Tensor:
     """The magnitude of its chunk with each sign [n], fp32, the same bits on every device."""
     octaves = ((step / STEPS_PER_OCTAVE) + base - OCTAVES_BELOW_BASE for step in range(1, 256))
-    table = torch.tensor([0.0, *(2.0**octave for octave in octaves)])
-    each = torch.repeat_interleave(table.to(codes.device)[magnitudes.long()], kept)
-    return torch.where(codes == 1, -each, each)
+    table = torch.tensor([0.0, *(2.0**octave for octave in octaves)], device=codes.device)
+    of_chunks = table.index_select(0, magnitudes.int()).split([chunks for chunks, _ in kept])
+    parts = [part[:, None].expand(shape).reshape(-1) for part, shape in zip(of_chunks, kept, strict=True)]
+    each = parts[0] if len(parts) == 1 else torch.cat([table[:0], *parts])
+    return torch.where(codes.view(torch.bool), -each, each)

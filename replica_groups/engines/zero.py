@@ -119,13 +119,11 @@ class ZeroEngine:
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if self.ranks.is_first:
                     parameter.data.copy_(whole)
-        elif not hasattr(parameter, "_hp_mapping"):
+        else:  # what DeepSpeed would gather from all ranks again, all parameters at once
             parameter.data.copy_(whole)
 
     def finish_writing(self) -> None:
         """See Held."""
-        if hasattr(self.optimizer, "update_lp_params"):
-            self.optimizer.update_lp_params()
 
     def save(self, folder: Path) -> None:
         """See Engine: in DeepSpeed's own format."""

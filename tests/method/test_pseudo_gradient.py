@@ -215,7 +215,7 @@ def test_what_is_subtracted_is_the_quantised_value() -> None:
 def test_signs_are_the_signs_and_magnitudes_the_chunks_means(kept: list[int], exponent: int, seed: int) -> None:
     """Within half a sixteenth of an octave, as long as a chunk is within 8 octaves of the mean."""
     values = (_randn((sum(kept),), seed).abs() + 0.5) * _randn((sum(kept),), seed + 1).sign() * 2.0**exponent
-    quantised = quantise_signs(values, torch.tensor(kept))
+    quantised = quantise_signs(values, [(1, each) for each in kept])
     assert torch.equal(quantised.values.sign(), values.sign())
     for ours, theirs in zip(quantised.values.split(kept), values.split(kept), strict=True):
         assert ours.abs().unique().numel() == 1
@@ -223,9 +223,9 @@ def test_signs_are_the_signs_and_magnitudes_the_chunks_means(kept: list[int], ex
 
 
 def test_a_chunk_of_zeros_stays_zeros() -> None:
-    quantised = quantise_signs(torch.tensor([0.0, 0.0, 3.0, -3.0]), torch.tensor([2, 2]))
+    quantised = quantise_signs(torch.tensor([0.0, 0.0, 3.0, -3.0]), [(2, 2)])
     assert quantised.values[:2].tolist() == [0.0, 0.0] and (quantised.values[2:].abs() > 2.9).all()
-    assert quantise_signs(torch.zeros(4), torch.tensor([2, 2])).values.tolist() == [0.0] * 4
+    assert quantise_signs(torch.zeros(4), [(2, 2)]).values.tolist() == [0.0] * 4
 
 
 def test_signs_and_error_feedback_lose_nothing() -> None:

@@ -171,7 +171,7 @@ def aggregate_bytes(plan: RunPlan) -> dict[str, int]:
     density = min(1.0, replica_count(plan) * compression.density)
     if plan.config.simulate.aggregate == "dense":
         density = 1.0
-    written = compression.model_copy(update={"density": density, "value_bits": 32})
+    written = compression.model_copy(update={"density": density, "value_bits": 32, "quantiser": "levels"})
     blocks = shapes_by_block(plan.parameter_shapes)
     return {
         block: blob_bytes(BlobAddress(plan.run, 1, EXCHANGE, block), shapes, written)
