@@ -50,6 +50,7 @@ def prepare(file: ConfigFile, runs: Path, only: str | None = None) -> Prepared:
         if only is not None:
             require_reachable(config, names)
         _require_engines(config, names)
+        config.outer.compression.require_accelerator()
         source = _open_corpus(plan, names, cache)
         for key, member, address in _fixed_addresses(config):
             if member in names:

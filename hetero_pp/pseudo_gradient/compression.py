@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from hetero_pp.errors import ConfigError
 from hetero_pp.settings import Ratio, Settings
 
 
@@ -41,3 +43,8 @@ class CompressionSettings(Settings):
         if self.quantiser == "signs" and self.value_bits != 1:
             raise ValueError(f"found value_bits {self.value_bits} with `quantiser: signs`, expected 1")
         return self
+
+    def require_accelerator(self) -> None:
+        """Raise ConfigError if the accelerator is not installed."""
+        if self.accelerator == "numba" and importlib.util.find_spec("numba") is None:
+            raise ConfigError(("outer", "compression", "accelerator"), "needs `pip install hetero-pp[numba]`")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -40,10 +42,23 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _settings(density: float, bits: int, momentum: float = 0.0, nesterov: bool = False) -> OuterSettings:
-    compression = CompressionSettings(density=density, tile=(TILE, TILE), value_bits=bits, error_feedback_decay=0.9)
+def _settings(
+    density: float,
+    bits: int | None,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    divides_by: Literal["replicas", "senders"] = "replicas",
+) -> OuterSettings:
+    """`bits`: None for signs."""
+    quantiser = {"quantiser": "signs"} if bits is None else {"quantiser": "levels", "value_bits": bits}
+    tile = {"density": density, "tile": (TILE, TILE), "error_feedback_decay": 0.9}
     return OuterSettings(
-        rounds=ROUNDS, learning_rate=0.7, momentum=momentum, nesterov=nesterov, compression=compression
+        rounds=ROUNDS,
+        learning_rate=0.7,
+        momentum=momentum,
+        nesterov=nesterov,
+        divides_by=divides_by,
+        compression=CompressionSettings.model_validate(tile | quantiser),
     )
 
 
@@ -64,11 +79,13 @@ class Plain:
 
     def round(self, round_: int) -> None:
         for parameter, start in self.theta.items():
-            total = np.zeros_like(start)
+            total, senders = np.zeros_like(start), np.zeros_like(start)
             for name in NAMES:
                 local = start + _change(name, parameter, round_, torch.Size(start.shape)).numpy()
-                total = total + self._sent(self.errors[name], parameter, start - local)
-            mean = direction = total / np.float32(len(NAMES))
+                sent, kept = self._sent(self.errors[name], parameter, start - local)
+                total, senders = total + sent, senders + kept
+            is_all = self.settings.divides_by == "replicas"
+            mean = direction = total / (np.float32(len(NAMES)) if is_all else np.maximum(senders, 1))
             mu = np.float32(self.settings.momentum)
             if mu > 0:
                 before = self.momentum.get(parameter, np.zeros_like(mean))
@@ -77,30 +94,51 @@ class Plain:
                     direction = mean + direction * mu
             self.theta[parameter] = start - direction * np.float32(self.settings.learning_rate)
 
-    def _sent(self, errors: dict[str, Array], parameter: str, delta: Array) -> Array:
+    def _sent(self, errors: dict[str, Array], parameter: str, delta: Array) -> tuple[Array, NDArray[np.bool_]]:
         compression = self.settings.compression
         error = errors[parameter] * np.float32(compression.error_feedback_decay) + delta
         kept = _largest(error, compression.density)
         sent = np.zeros_like(error)
         values = error[kept]
-        sent[kept] = values if compression.value_bits == 32 else _rounded(values, compression.value_bits)
+        if compression.quantiser == "signs":
+            sent = _signs(error, kept)
+        else:
+            sent[kept] = values if compression.value_bits == 32 else _rounded(values, compression.value_bits)
         errors[parameter] = error - sent
-        return sent
+        return sent, kept
+
+
+def _chunks(error: Array) -> Iterator[tuple[slice, slice]]:
+    """Where the chunks of a tensor are, as a matrix."""
+    matrix = np.atleast_2d(error)
+    rows, columns = (TILE, TILE) if error.ndim == 2 else matrix.shape
+    for top in range(0, matrix.shape[0], rows):
+        for left in range(0, matrix.shape[1], columns):
+            yield slice(top, top + rows), slice(left, left + columns)
 
 
 def _largest(error: Array, density: float) -> NDArray[np.bool_]:
     """Where each chunk's largest magnitudes are; earlier ones first among equals."""
     matrix = np.atleast_2d(error)
-    rows, columns = (TILE, TILE) if error.ndim == 2 else matrix.shape
     mask = np.zeros(matrix.shape, dtype=bool)
-    for top in range(0, matrix.shape[0], rows):
-        for left in range(0, matrix.shape[1], columns):
-            chunk = matrix[top : top + rows, left : left + columns]
-            order = np.argsort(-np.abs(chunk).reshape(-1), kind="stable")
-            inside = np.zeros(chunk.size, dtype=bool)
-            inside[order[: max(1, int(density * chunk.size + 0.5))]] = True
-            mask[top : top + rows, left : left + columns] = inside.reshape(chunk.shape)
+    for where in _chunks(error):
+        chunk = matrix[where]
+        order = np.argsort(-np.abs(chunk).reshape(-1), kind="stable")
+        inside = np.zeros(chunk.size, dtype=bool)
+        inside[order[: max(1, int(density * chunk.size + 0.5))]] = True
+        mask[where] = inside.reshape(chunk.shape)
     return mask.reshape(error.shape)
+
+
+def _signs(error: Array, kept: NDArray[np.bool_]) -> Array:
+    """Each chunk's kept values as their sign times their mean magnitude, to a sixteenth of an octave."""
+    matrix, mask = np.atleast_2d(error).astype(np.float64), np.atleast_2d(kept)
+    base, sent = math.floor(math.log2(np.abs(matrix[mask]).mean())), np.zeros_like(matrix)
+    for where in _chunks(error):
+        mean = np.abs(matrix[where][mask[where]]).mean()
+        octaves = np.clip(np.round((math.log2(mean) - base + 8) * 16), 1, 255) / 16
+        sent[where] = np.float32(2.0 ** (base - 8 + octaves)) * np.sign(matrix[where]) * mask[where]
+    return sent.reshape(error.shape).astype(np.float32)
 
 
 def _rounded(values: Array, bits: int) -> Array:
@@ -160,8 +198,23 @@ class Replicas:
         _settings(1.0, 2),
         _settings(1.0, 32, momentum=0.9, nesterov=True),
         _settings(1 / 8, 2, momentum=0.5),
+        _settings(1 / 8, None),
+        _settings(1 / 32, None, divides_by="senders"),
+        _settings(1 / 8, 32, divides_by="senders"),
     ],
-    ids=["2 bits", "1 bit", "4 bits", "exact", "dense", "dense 2 bits", "nesterov", "momentum"],
+    ids=[
+        "2 bits",
+        "1 bit",
+        "4 bits",
+        "exact",
+        "dense",
+        "dense 2 bits",
+        "nesterov",
+        "momentum",
+        "signs",
+        "signs, senders",
+        "senders",
+    ],
 )
 def test_rounds_are_the_method_restated(settings: OuterSettings, tmp_path: Path) -> None:
     snapshot = initial_snapshot(SHAPE, None, seed=2)
