@@ -12,6 +12,7 @@ a copy in tiles, packs positions to 12 bits and codes to bytes, subtracts a dens
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -245,6 +246,22 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return _interleaved({"": work}, time.process_time)[""]
 
 
+def measure_memory(kept: int, accelerator: str) -> float:
+    """The most memory that compressing the embedding of the 512m preset takes beside it, over its size."""
+    error, delta = torch.zeros(32000, 1536), torch.randn(32000, 1536)
+    _ours(error, delta, _settings(kept, accelerator))
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _of_status("VmRSS")
+    _ours(error, delta, _settings(kept, accelerator))
+    return (_of_status("VmHWM") - before) / (error.numel() * 4)
+
+
+def _of_status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
 def measure_all(elements: int) -> dict[str, Any]:
     """Every way on the CPU, on one thread, at every k."""
     torch.set_num_threads(1)
@@ -252,6 +269,10 @@ def measure_all(elements: int) -> dict[str, Any]:
         "elements": elements,
         "floor": {str(kept): max(measure(FLOORS, elements, kept).values()) for kept in KEPT},
         "elements_per_cpu_second": {str(kept): measure(WAYS, elements, kept) for kept in KEPT},
+        "extra_memory": {
+            accelerator: {str(kept): measure_memory(kept, accelerator) for kept in KEPT}
+            for accelerator in ("torch", "numba")
+        },
         "values_added_per_cpu_second": {str(kept): measure_adding(elements, kept) for kept in KEPT},
     }
 
@@ -277,6 +298,9 @@ def show(found: Mapping[str, Any]) -> None:
         "values_added_per_cpu_second": ("M values decoded and added a CPU second", "of the fastest"),
         "elements_per_second": ("M elements a second", "of a copy's bandwidth"),
     }
+    for accelerator, shares in found.get("extra_memory", {}).items():
+        for kept, share in shares.items():
+            print(f"memory beside a tensor, {accelerator}, k = {kept}: {share:.2f} of the tensor's")
     for key, (unit, share) in titles.items():
         for kept, rates in found.get(key, {}).items():
             table = Table(title=f"k = {kept} of {CHUNK}")

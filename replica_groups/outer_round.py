@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError
@@ -26,6 +26,7 @@ from hetero_pp.pseudo_gradient.rows import join, packed, rows_of
 from replica_groups.held import Held
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.replay import replay, shapes_by_block
+from replica_groups.saved_parts import read_part, write_part
 
 
 class OuterRound:
@@ -90,22 +91,16 @@ class OuterRound:
 
     def save(self, folder: Path) -> None:
         """Write this rank's error feedback and what the outer optimizer keeps; theta is in the run's snapshots."""
-        tensors = {f"error.{name}": tensor for name, tensor in self.error.items()}
-        tensors |= {f"optimizer.{name}": tensor.contiguous() for name, tensor in self.optimizer.state.items()}
-        save_file(tensors, folder / self._file)
+        tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
+        write_part(folder, self.ranks, tensors | {f"optimizer:{name}": t for name, t in self.optimizer.state.items()})
 
     def load(self, folder: Path, round_: int) -> None:
-        """Go on after a round, in a member that started from its snapshot, on as many ranks."""
-        tensors = load_file(folder / self._file)
+        """Go on after a round, in a member that started from its snapshot, on any number of ranks."""
+        tensors = read_part(folder, self.ranks, self.shapes, self.settings.compression.tile)
         for name, error in self.error.items():
-            error.copy_(tensors[f"error.{name}"])
-        prefix = "optimizer."
-        kept = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            error.copy_(tensors[f"error:{name}"])
+        kept = {name.split(":")[1]: tensor for name, tensor in tensors.items() if name.startswith("optimizer:")}
         self.optimizer.load(kept, round_)
-
-    @property
-    def _file(self) -> str:
-        return f"outer-{self.ranks.rank}-of-{self.ranks.world}.safetensors"
 
     def _contributed(self, name: str) -> Tensor:
         """This rank's rows of the pseudo-gradient, or of the gradient, which is then used up."""

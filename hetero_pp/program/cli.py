@@ -72,7 +72,7 @@ def launch(
         if commands:
             print_commands(config, settings)
         elif only is not None:
-            run_on_this_host(config, settings, runs, Host(only, exchange, token), resume)
+            run_on_this_host(config, settings, runs, Host(only, exchange, token), in_process, resume)
         else:
             run_topology(config, settings, runs, in_process, resume)
 

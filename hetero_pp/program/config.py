@@ -125,7 +125,7 @@ def _meaning(config: RunConfig) -> str:
     found["model"].pop("weights")
     found["outer"]["compression"].pop("accelerator")
     for replica in found["replicas"]:
-        for name in ("hardware", "accelerators", "device", "rendezvous"):
+        for name in ("hardware", "accelerators", "device", "ranks", "nodes", "rendezvous"):
             replica.pop(name, None)
         for stage in replica["stages"] if isinstance(replica.get("stages"), list) else ():
             stage.pop("listen")

@@ -42,11 +42,15 @@ def run_topology(path: Path, overrides: Sequence[str], runs: Path, in_process: b
     _run_and_record(prepared, runs, run_in_process if in_process else launch, resume)
 
 
-def run_on_this_host(path: Path, overrides: Sequence[str], runs: Path, host: Host, resume: bool) -> None:
+def run_on_this_host(
+    path: Path, overrides: Sequence[str], runs: Path, host: Host, in_process: bool, resume: bool
+) -> None:
     """Carry a part of a run: the exchange, which records and shows it, or members that join one.
 
     Raises ConfigError if this host cannot reach the rest.
     """
+    if in_process:
+        raise ConfigError((), f"--only {host.only}: leave out --in-process, other hosts carry the rest")
     prepared = _prepare(path, overrides, runs, host.only)
     if host.only == EXCHANGE:
         token = new_token() if host.token is None else read_token(host.token)

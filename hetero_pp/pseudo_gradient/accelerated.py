@@ -1,9 +1,12 @@
-"""Error feedback and top-k of each chunk in one pass, compiled by numba: the same values and positions as by torch.
+"""Error feedback, top-k and signs of each chunk in two passes, compiled by numba: the same bits as by torch.
 
-One row of tiles stays in the cache while it is updated, while the largest magnitude is taken of each group (one column
-of a few consecutive rows), and while what may be among the k largest is picked out. Thresholds are found by bisection:
-counting what is at least as large is a vector operation. Magnitudes are compared as the bits of floats, which have the
-same order and are never NaN. Counters are unsigned, as numba would look for negative indices.
+The first pass updates the error and finds what is kept, the second, over that alone, subtracts what is sent: between
+them lies the mean of all kept magnitudes, which the holders of parts of a tensor add up.
+
+In the first pass one row of tiles stays in the cache while it is updated, while the largest magnitude is taken of each
+group (one column of a few consecutive rows), and while what may be among the k largest is picked out. Thresholds are
+found by bisection: counting what is at least as large is a vector operation. Magnitudes are compared as the bits of
+floats, which have the same order and are never NaN. Counters are unsigned, as numba would look for negative indices.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hetero_pp.pseudo_gradient.chunks import Group, as_matrix
+from hetero_pp.pseudo_gradient.quantise import Kept, Quantised, SumOver, dequantise_signs, magnitudes_of
 from hetero_pp.pseudo_gradient.two_level import group_height
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -22,21 +26,52 @@ MAGNITUDE = np.int32(0x7FFFFFFF)
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
 
 
-def advance(error: Tensor, delta: Tensor, band: Group, kept: int, decay: float) -> Tensor:
-    """error <- decay error + delta in a band of tensors on the CPU, rounded twice as by torch.
+def advance(error: Tensor, delta: Tensor, group: Group, kept: int, decay: float) -> tuple[Tensor, Tensor, Tensor]:
+    """error <- decay error + delta in a group of tensors on the CPU, rounded twice as by torch.
 
-    Returns positions [count, k] of the k largest magnitudes of each chunk, ascending; of equal ones the lower index.
+    Returns of the k largest magnitudes of each chunk, of equal ones the lower index: positions [count, k], ascending,
+    indices into the flattened tensor [count, k], and values [count, k].
     """
-    positions = np.empty((band.count, kept), dtype=np.int64)
-    own, added = (band.part(as_matrix(tensor.detach())) for tensor in (error, delta))
-    height = group_height(band, kept)
-    beta = np.float32(decay)
+    positions, indices = (torch.empty(group.count, kept, dtype=torch.int64) for _ in range(2))
+    values = torch.empty(group.count, kept)
+    own, added = (group.part(as_matrix(tensor.detach())) for tensor in (error, delta))
+    height, first = group_height(group, kept), group.top * group.stride + group.left
     _advance(
-        own.numpy(), own.view(torch.int32).numpy(), added.numpy(), beta, band.rows, band.columns, height, positions
+        own.numpy(),
+        own.view(torch.int32).numpy(),
+        added.numpy(),
+        positions.numpy(),
+        indices.numpy(),
+        values.numpy(),
+        np.float32(decay),
+        group.rows,
+        group.columns,
+        height,
+        first,
+        group.stride,
     )
-    return torch.from_numpy(positions)
+    return positions, indices, values
+
+
+def quantise_signs(
+    flat: Tensor, indices: Tensor, values: Tensor, kept: Kept, sum_over: SumOver | None = None
+) -> Quantised:
+    """As quantise.quantise_signs of values [n], which are overwritten; flat[indices] becomes what they lose."""
+    sizes = [chunks * each for chunks, each in kept]
+    parts = [part.view(shape).numpy() for part, shape in zip(values.split(sizes), kept, strict=True)]
+    sums = [torch.from_numpy(_sums(part)) for part in parts]
+    base, magnitudes = magnitudes_of(sums, kept, values.device, sum_over)
+    codes, chunks = torch.empty(len(values), dtype=torch.uint8), [(len(magnitudes), 1)]
+    of_chunks = dequantise_signs(torch.zeros_like(magnitudes), magnitudes, base, chunks)
+    each = zip(
+        parts, indices.split(sizes), codes.split(sizes), of_chunks.split([len(one) for one in sums]), strict=True
+    )
+    for part, where, signs, magnitude in each:
+        _subtract(flat.numpy(), where.view(part.shape).numpy(), part, signs.view(part.shape).numpy(), magnitude.numpy())
+    return Quantised(values, codes, None, magnitudes, base)
 
 
 @njit(cache=True, nogil=True)
@@ -44,13 +79,20 @@ def _advance(
     error: Floats,
     error_bits: Ints,
     delta: Floats,
+    positions: Longs,
+    indices: Longs,
+    values: Floats,
     decay: np.float32,
     rows: int,
     columns: int,
     height: int,
-    positions: NDArray[np.int64],
+    first: int,
+    stride: int,
 ) -> None:
-    """For parts [r * rows, c * columns] and positions [r * c, k]; `error_bits` is the memory of `error`."""
+    """For parts [r * rows, c * columns] and what is kept [r * c, k]; `error_bits` is the memory of `error`.
+
+    `first` is the index of the part's first element, `stride` that of the second row's from there.
+    """
     tiles, kept = error.shape[1] // columns, positions.shape[1]
     largest = np.empty((rows // height, error.shape[1]), dtype=np.int32)
     groups, keys = np.empty(rows // height * columns, dtype=np.int32), np.empty(rows * columns + 1, dtype=np.int32)
@@ -60,13 +102,15 @@ def _advance(
         for row in range(rows):
             _update(error[top + row], delta[top + row], decay, largest[row // height])
         for tile in range(tiles):
-            left = tile * columns
+            left, chunk = tile * columns, top // rows * tiles + tile
             for group in range(rows // height):
                 groups[group * columns : (group + 1) * columns] = largest[group, left : left + columns]
             least = _threshold(groups, kept, kept // 8)
             tile_bits = error_bits[top : top + rows, left : left + columns]
             found = _survivors(tile_bits, groups, least, height, survivors, keys, places)
-            _keep(keys[:found], places[:found], positions[top // rows * tiles + tile])
+            _keep(keys[:found], places[:found], positions[chunk])
+            own, start = error[top : top + rows, left : left + columns], first + top * stride + left
+            _look_up(own, positions[chunk], start, stride, indices[chunk], values[chunk])
 
 
 @njit(cache=True, nogil=True)
@@ -130,7 +174,7 @@ def _survivors(
 
 
 @njit(cache=True, nogil=True)
-def _keep(keys: Ints, places: Ints, positions: NDArray[np.int64]) -> None:
+def _keep(keys: Ints, places: Ints, positions: Longs) -> None:
     """The places of the largest keys [k], of equal ones the first."""
     least = _threshold(keys, positions.shape[0], 0)
     room = positions.shape[0] - _reaching(keys, np.int32(least + 1))
@@ -141,3 +185,41 @@ def _keep(keys: Ints, places: Ints, positions: NDArray[np.int64]) -> None:
             positions[kept] = places[index]
             kept += 1
             room -= is_equal
+
+
+@njit(cache=True, nogil=True)
+def _look_up(tile: Floats, positions: Longs, start: int, stride: int, indices: Longs, values: Floats) -> None:
+    """Indices and values [k] of positions [k] in a tile whose first element has the index `start`."""
+    width = np.uint32(tile.shape[1])
+    for place in range(positions.shape[0]):
+        position = np.uint32(positions[place])
+        row = position // width
+        column = np.uint32(position - row * width)
+        indices[place] = start + np.int64(row) * stride + column
+        values[place] = tile[row, column]
+
+
+@njit(cache=True, nogil=True)
+def _sums(values: Floats) -> NDArray[np.float64]:
+    """Of the magnitudes of each chunk [chunks, k]."""
+    sums = np.empty(values.shape[0], dtype=np.float64)
+    for chunk in range(values.shape[0]):
+        total = 0.0
+        for place in range(values.shape[1]):
+            total += np.float64(abs(values[chunk, place]))
+        sums[chunk] = total
+    return sums
+
+
+@njit(cache=True, nogil=True)
+def _subtract(flat: Floats, indices: Longs, values: Floats, codes: NDArray[np.uint8], magnitudes: Floats) -> None:
+    """Signs of values [chunks, k] and, in their place, the chunk's magnitude with them; `flat` gets the difference."""
+    for chunk in range(values.shape[0]):
+        magnitude = magnitudes[chunk]
+        for place in range(values.shape[1]):
+            value = np.float32(values[chunk, place])
+            sign = value.view(np.uint32) >> np.uint32(31)
+            sent = -magnitude if sign else magnitude
+            codes[chunk, place] = sign
+            values[chunk, place] = sent
+            flat[np.uint64(indices[chunk, place])] = value - sent

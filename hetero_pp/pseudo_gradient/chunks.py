@@ -17,6 +17,11 @@ from torch import Tensor
 BAND_ELEMENTS = 1 << 19
 """About how many are looked at at once: few enough to stay in a cache."""
 
+GPU_BAND_ELEMENTS = 1 << 26
+"""Of a GPU, so many that starting its kernels takes less time than they do."""
+
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Group:
@@ -44,9 +49,10 @@ class Group:
         """Values kept of each chunk."""
         return max(1, math.floor(density * self.size + 0.5))
 
-    def bands(self) -> Iterator[Group]:
+    def bands(self, device: torch.device = CPU) -> Iterator[Group]:
         """The same chunks in order, some rows of tiles at a time, so that little of a large tensor is held twice."""
-        rows = max(1, BAND_ELEMENTS // (self.rows * (self.right - self.left))) * self.rows
+        elements = BAND_ELEMENTS if device.type == "cpu" else GPU_BAND_ELEMENTS
+        rows = max(1, elements // (self.rows * (self.right - self.left))) * self.rows
         for top in range(self.top, self.bottom, rows):
             yield replace(self, top=top, bottom=min(top + rows, self.bottom))
 

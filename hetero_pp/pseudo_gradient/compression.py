@@ -41,7 +41,7 @@ class CompressionSettings(Settings):
     @model_validator(mode="after")
     def _signs_are_one_bit(self) -> CompressionSettings:
         if self.quantiser == "signs" and self.value_bits != 1:
-            raise ValueError(f"found value_bits {self.value_bits} with `quantiser: signs`, expected 1")
+            raise ValueError(f"found value_bits {self.value_bits} with `quantiser: signs`, expected 1 or `levels`")
         return self
 
     def require_accelerator(self) -> None:

@@ -36,7 +36,10 @@ QUANTISERS = {"levels": 0, "signs": 1}
 BEFORE_BODY = len(MAGIC) + 1 + hashlib.sha256().digest_size
 
 EXPECTED_CODE_BITS = {1: 1.0, 2: 1.25, 3: 1.6, 4: 2.1, 8: 5.5, 32: 28.5}
-"""Of a value, about, as levels are not used equally often: what real runs come to (benchmarks/codec.py)."""
+"""Of one of the largest values, about, as levels are not used equally often: what real runs come to."""
+
+SAVED_OF_DENSE = 0.5
+"""Bits, of levels that are even over six standard deviations of a normal distribution."""
 
 Shape = tuple[int, ...]
 
@@ -284,7 +287,9 @@ def expected_bytes(shape: Shape, settings: CompressionSettings) -> tuple[int, in
     """About how many bytes the positions and the values of a tensor of this shape will take, before they are known."""
     groups = list(groups_of(shape, settings.tile))
     positions = sum(group.count * expected_position_bits(group, group.kept(settings.density)) for group in groups)
-    values = kept_values(shape, settings) * EXPECTED_CODE_BITS[settings.value_bits]
+    is_dense = settings.density == 1 and 1 < settings.value_bits < 32
+    each = settings.value_bits - SAVED_OF_DENSE if is_dense else EXPECTED_CODE_BITS[settings.value_bits]
+    values = kept_values(shape, settings) * each
     magnitudes = sum(group.count for group in groups) if settings.quantiser == "signs" else 0
     return round(positions / 8), round(values / 8) + magnitudes
 

@@ -8,14 +8,12 @@ The value that is subtracted is the quantised one, so the receiver's loss of pre
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from hetero_pp.errors import ConfigError
 from hetero_pp.pseudo_gradient import two_level
 from hetero_pp.pseudo_gradient.chunks import Group, as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -55,35 +53,48 @@ def select(
     `generator`, on the CPU, is what random-k draws from.
     """
     flat = error.view(-1)
-    positions, indices, kept = [], [torch.empty(0, dtype=torch.int64, device=error.device)], [flat[:0]]
-    for group in groups_of(tuple(error.shape), settings.tile) if error.numel() else ():
-        chosen = []
-        for band in group.bands():
-            chosen.append(_advance(error, delta, band, settings, generator))
-            indices.append(band.flat_indices(chosen[-1]).view(-1))
-            kept.append(flat.index_select(0, indices[-1]))  # while the band is in the cache
-        positions.append(torch.cat(chosen))
-    where, values = torch.cat(indices), torch.cat(kept)
-    quantised = quantise_as(settings, values, [(len(one), one.shape[1]) for one in positions], sum_over)
+    groups = groups_of(tuple(error.shape), settings.tile) if error.numel() else ()
+    found = [_advance(error, delta, group, settings, generator) for group in groups]
+    positions = tuple(one for one, _, _ in found)
+    where = _joined([one.view(-1) for _, one, _ in found], torch.empty(0, dtype=torch.int64, device=error.device))
+    values = _joined([one.view(-1) for _, _, one in found], flat[:0])
+    kept = [(len(one), one.shape[1]) for one in positions]
+    if _is_accelerated(error, settings) and settings.quantiser == "signs":
+        return Selection(positions, where, _accelerated(settings).quantise_signs(flat, where, values, kept, sum_over))
+    quantised = quantise_as(settings, values, kept, sum_over)
     flat.index_copy_(0, where, values - quantised.values)
-    return Selection(tuple(positions), where, quantised)
+    return Selection(positions, where, quantised)
 
 
 def _advance(
-    error: Tensor, delta: Tensor, band: Group, settings: CompressionSettings, generator: torch.Generator | None
-) -> Tensor:
-    """error <- beta error + delta in a band, while it is in the cache; which of each chunk [count, k] are sent."""
-    kept = band.kept(settings.density)
-    if settings.accelerator == "numba" and settings.selection == "top_k" and error.device.type == "cpu":
-        return _accelerated().advance(error, delta, band, kept, settings.error_feedback_decay)
-    band.part(as_matrix(error)).mul_(settings.error_feedback_decay).add_(band.part(as_matrix(delta)))
-    if settings.selection == "random_k":
-        return random_positions(band.count, band.size, kept, generator).to(error.device)
-    return two_level.find(as_matrix(error), band, kept)
+    error: Tensor, delta: Tensor, group: Group, settings: CompressionSettings, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """error <- beta error + delta in a group; positions, flat indices and values [count, k] of what is sent."""
+    kept, decay = group.kept(settings.density), settings.error_feedback_decay
+    if _is_accelerated(error, settings):
+        return _accelerated(settings).advance(error, delta, group, kept, decay)
+    positions, indices, values = [], [], []
+    for band in group.bands(error.device):  # all of it while the band is in the cache
+        band.part(as_matrix(error)).mul_(decay).add_(band.part(as_matrix(delta)))
+        if settings.selection == "random_k":
+            positions.append(random_positions(band.count, band.size, kept, generator).to(error.device))
+        else:
+            positions.append(two_level.find(as_matrix(error), band, kept))
+        indices.append(band.flat_indices(positions[-1]))
+        values.append(error.view(-1).take(indices[-1]))
+    return torch.cat(positions), torch.cat(indices), torch.cat(values)
 
 
-def _accelerated() -> ModuleType:
+def _joined(parts: list[Tensor], none: Tensor) -> Tensor:
+    """Without a copy if there is one part, as of most tensors."""
+    return parts[0] if len(parts) == 1 else torch.cat([none, *parts])
+
+
+def _is_accelerated(error: Tensor, settings: CompressionSettings) -> bool:
+    return settings.accelerator == "numba" and settings.selection == "top_k" and error.device.type == "cpu"
+
+
+def _accelerated(settings: CompressionSettings) -> ModuleType:
     """The module that needs numba. Raises ConfigError if that is not installed."""
-    if importlib.util.find_spec("numba") is None:
-        raise ConfigError(("outer", "compression", "accelerator"), "needs `pip install hetero-pp[numba]`")
+    settings.require_accelerator()
     return importlib.import_module("hetero_pp.pseudo_gradient.accelerated")

@@ -68,7 +68,7 @@ def write_positions(writer: Writer, group: Group, positions: Tensor) -> None:
     writer.put_bytes(min((_encode(gaps, low) for low in range(widest + 1)), key=len))
 
 
-def _encode(gaps: NDArray[np.int64], low: int) -> bytes:
+def _encode(gaps: NDArray[np.int32], low: int) -> bytes:
     writer = Writer()
     writer.put("B", low)
     if low:
@@ -112,9 +112,14 @@ def expected_position_bits(group: Group, kept: int) -> float:
     return kept * entropy / share
 
 
-def _gaps(positions: Tensor) -> NDArray[np.int64]:
+def _gaps(positions: Tensor) -> NDArray[np.int32]:
     """Positions that are skipped before each one [count * k]."""
-    return np.diff(positions.numpy(), axis=1, prepend=-1).reshape(-1) - 1
+    flat = positions.numpy().reshape(-1)
+    gaps = np.empty(len(flat), dtype=np.int32)
+    np.subtract(flat[1:], flat[:-1], out=gaps[1:])
+    gaps -= 1
+    gaps.reshape(positions.shape)[:, 0] = positions[:, 0].numpy()
+    return gaps
 
 
 def _size_of_gaps(positions: Tensor) -> float:
@@ -122,7 +127,7 @@ def _size_of_gaps(positions: Tensor) -> float:
     return float(np.log2(_gaps(positions) + 1.0).sum())
 
 
-def _as_bytes(high: NDArray[np.int64]) -> NDArray[np.uint8]:
+def _as_bytes(high: NDArray[np.int32]) -> NDArray[np.uint8]:
     stream = high.astype(np.uint8)
     long = np.flatnonzero(high >= CONTINUES)
     if not len(long):

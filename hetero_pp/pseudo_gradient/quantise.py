@@ -109,18 +109,26 @@ def quantise_signs(values: Tensor, kept: Kept, sum_over: SumOver | None = None) 
     """
     parts = values.abs().split([chunks * each for chunks, each in kept])
     sums = [part.view(shape).sum(dim=1, dtype=torch.float64) for part, shape in zip(parts, kept, strict=True)]
-    none = values.new_empty(0, dtype=torch.float64)
-    total = torch.stack([torch.cat([none, *sums]).sum(), values.new_tensor(len(values), dtype=torch.float64)])
+    base, magnitudes = magnitudes_of(sums, kept, values.device, sum_over)
+    codes = values.signbit().view(torch.uint8)
+    return Quantised(dequantise_signs(codes, magnitudes, base, kept), codes, None, magnitudes, base)
+
+
+def magnitudes_of(
+    sums: Sequence[Tensor], kept: Kept, device: torch.device, sum_over: SumOver | None = None
+) -> tuple[int, Tensor]:
+    """The base and the byte of each chunk [chunks], from the sums of each group's magnitudes [chunks], fp64."""
+    none = torch.empty(0, dtype=torch.float64, device=device)
+    count = sum(chunks * each for chunks, each in kept)
+    total = torch.stack([torch.cat([none, *sums]).sum(), none.new_tensor(count)])
     if sum_over is not None:
         sum_over(total)
     mean = (total[0] / total[1].clamp(min=1)).item()
     base = min(max(math.frexp(mean)[1] - 1, BASES.start), BASES.stop - 1) if mean > 0 else 0
     means = torch.cat([none, *(one / each for one, (_, each) in zip(sums, kept, strict=True))])
-    octaves = means.log2() - (base - OCTAVES_BELOW_BASE)
-    bytes_ = (octaves * STEPS_PER_OCTAVE).round_().clamp_(1, 255).to(torch.uint8)
-    magnitudes = torch.where(means > 0, bytes_, torch.zeros_like(bytes_))
-    codes = values.signbit().view(torch.uint8)
-    return Quantised(dequantise_signs(codes, magnitudes, base, kept), codes, None, magnitudes, base)
+    steps = (means.log2() - (base - OCTAVES_BELOW_BASE)) * STEPS_PER_OCTAVE
+    bytes_ = steps.round_().clamp_(1, 255).to(torch.uint8)
+    return base, torch.where(means > 0, bytes_, torch.zeros_like(bytes_))
 
 
 def dequantise_signs(codes: Tensor, magnitudes: Tensor, base: int, kept: Kept) -> Tensor:

@@ -37,7 +37,7 @@ INNER = InnerSettings(learning_rate=1e-3, warmup_steps=2)
 STEPS, BATCH, MICRO_BATCHES, TILE = 8, 8, 2, (64, 64)
 
 
-def _tokens(seed: int) -> torch.Tensor:
+def tokens_of(seed: int) -> torch.Tensor:
     return torch.randint(0, SHAPE.vocabulary, (BATCH, 17), generator=torch.Generator().manual_seed(seed))
 
 
@@ -47,7 +47,7 @@ def _model() -> Transformer:
     return model
 
 
-def _build(engine: str, settings: dict[str, Any], ranks: Ranks, micro_batches: int = MICRO_BATCHES) -> Engine:
+def build(engine: str, settings: dict[str, Any], ranks: Ranks, micro_batches: int = MICRO_BATCHES) -> Engine:
     return build_engine(
         engine,
         SHAPE,
@@ -76,7 +76,7 @@ def _apart(engine: Engine, plain: PlainEngine, ranks: Ranks) -> float:
 
 def _gradients(engine: Any, plain: PlainEngine) -> float:
     """The largest difference of any gradient of one step, taken in one micro-batch."""
-    rows = _tokens(50)
+    rows = tokens_of(50)
     if isinstance(engine, PlainEngine):
         engine.whole.backward(rows, 0)
     elif hasattr(engine, "parallel"):
@@ -95,7 +95,9 @@ def _gradients(engine: Any, plain: PlainEngine) -> float:
 class Round:
     """Outer rounds of two replicas that hold the same: the engine on all ranks, and plain PyTorch on the first."""
 
-    settings = OuterSettings(rounds=2, momentum=0.5, nesterov=True)
+    settings = OuterSettings.model_validate(
+        {"rounds": 2, "momentum": 0.5, "nesterov": True, "compression": {"quantiser": "levels"}}
+    )
 
     def __init__(self, engine: Engine, plain: PlainEngine, start: dict[str, torch.Tensor], folder: Path, ranks: Ranks):
         self.ranks, self.shapes = ranks, plain.shapes
@@ -166,24 +168,24 @@ def _outer_rounds(engine: Engine, plain: PlainEngine, folder: Path, ranks: Ranks
 
 def _contract(name: str, settings: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, object]:
     """Start, gradients, steps, evaluation, saving and loading, writing, outer rounds, and a step after them."""
-    engine = _build(name, settings, ranks)
+    engine = build(name, settings, ranks)
     plain = PlainEngine(WholeReplica("r", _model(), INNER, STEPS, MICRO_BATCHES))
     found: dict[str, object] = {"names": list(engine.shapes) == sorted(plain.shapes)}
     found["start"] = _apart(engine, plain, ranks)
-    found["gradients"] = _gradients(_build(name, settings, ranks, micro_batches=1), plain)
-    validation = [_tokens(90)[:3], _tokens(91)[:1]]
-    pairs = [(engine.inner_step(_tokens(step), step), plain.inner_step(_tokens(step), step)) for step in range(3)]
+    found["gradients"] = _gradients(build(name, settings, ranks, micro_batches=1), plain)
+    validation = [tokens_of(90)[:3], tokens_of(91)[:1]]
+    pairs = [(engine.inner_step(tokens_of(step), step), plain.inner_step(tokens_of(step), step)) for step in range(3)]
     found["steps"] = pairs
     found["trained"] = _apart(engine, plain, ranks)
     found["evaluation"] = [engine.evaluate(validation), plain.evaluate(validation)]
     engine.save(folder / "saved")
-    following = [engine.inner_step(_tokens(step), step) for step in range(3, 6)]
-    again = _build(name, settings, ranks)
+    following = [engine.inner_step(tokens_of(step), step) for step in range(3, 6)]
+    again = build(name, settings, ranks)
     again.load(folder / "saved")
-    found["resumed"] = [following, [again.inner_step(_tokens(step), step) for step in range(3, 6)]]
+    found["resumed"] = [following, [again.inner_step(tokens_of(step), step) for step in range(3, 6)]]
     found["outer"] = _outer_rounds(engine, plain, folder, ranks)
     found["evaluation after"] = [engine.evaluate(validation), plain.evaluate(validation)]
-    found["step after"] = [engine.inner_step(_tokens(7), 6), plain.inner_step(_tokens(7), 6)]
+    found["step after"] = [engine.inner_step(tokens_of(7), 6), plain.inner_step(tokens_of(7), 6)]
     return found
 
 

@@ -75,3 +75,12 @@ def _check_outer_rounds(everyone: list[dict[str, Any]], tolerance: float) -> Non
         assert found["step after"][0][0] == pytest.approx(found["step after"][1][0], rel=tolerance)
     kept = [found["outer"]["kept"] for found in everyone]
     assert sum(kept) == 120128  # error feedback is cut, nothing of it is kept twice: one value a parameter
+
+
+def test_torchtitan_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    torchrun(2, SCRIPT, "torchtitan", json.dumps([{}]), str(tmp_path))
+    following, _ = json.loads((tmp_path / "0-0.json").read_text())["resumed"]
+    told = tmp_path / "told.json"
+    torchrun(4, SCRIPT.with_name("other_ranks.py"), str(tmp_path / "0" / "saved"), str(told))
+    for ours, theirs in zip(json.loads(told.read_text()), following, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)

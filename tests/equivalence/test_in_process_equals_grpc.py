@@ -90,7 +90,9 @@ def test_the_summary_has_what_others_rely_on(both: dict[str, Path]) -> None:
     }
     assert all(replica["tokens"] == 3 * 3 * 4 * 32 for replica in summary["replicas"])
     assert summary["contributions"]["bytes"] > 0
-    assert summary["contributions"]["bytes"] == sum(blob.stat().st_size for blob in (both["grpc"] / "log").rglob("*.blob"))
+    assert summary["contributions"]["bytes"] == sum(
+        blob.stat().st_size for blob in (both["grpc"] / "log").rglob("*.blob")
+    )
     for name in ("config.yaml", "metrics.jsonl", "loss.png", "links.png"):
         assert (both["grpc"] / name).stat().st_size > 0
     assert list((both["grpc"] / "tensorboard").iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,9 +107,12 @@ def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any)
     assert run.process.returncode == 1
     assert not still_running(everyone, 10)
     assert "titan: rank 1 of titan: killed by SIGKILL" in errors
-    resumed = _summary([*command, "--resume"], tmp_path / "b", "ranks")
-    assert resumed["validation_loss"] == pytest.approx(unbroken["validation_loss"], rel=1e-4)
-    assert len(set(resumed["parameters_sha256"].values())) == 1
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    on_one_rank = _command(config, corpus, tmp_path / "c", "--resume", "--set", "replicas.0.ranks=1")
+    for runs, resuming in (("b", [*command, "--resume"]), ("c", on_one_rank)):
+        resumed = _summary(resuming, tmp_path / runs, "ranks")
+        assert resumed["validation_loss"] == pytest.approx(unbroken["validation_loss"], rel=1e-4)
+        assert len(set(resumed["parameters_sha256"].values())) == 1
 
 
 def test_nothing_to_go_on_with(corpus: Path, tmp_path: Path) -> None:

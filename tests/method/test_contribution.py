@@ -201,6 +201,13 @@ def test_the_size_that_is_expected_of_random_values(values: tuple[str, int], den
     assert size == pytest.approx(blob_bytes(ADDRESS, shapes, compression), rel=0.12)
 
 
+@pytest.mark.parametrize("width", [2, 3, 4, 8, 32])
+def test_the_size_that_is_expected_of_dense_random_values(width: int) -> None:
+    compression, shapes = _compression(width, 1.0, (64, 64)), {"a": (512, 768)}
+    size = len(encode_blob(ADDRESS, _selections(compression, shapes), compression))
+    assert size == pytest.approx(blob_bytes(ADDRESS, shapes, compression), rel=0.06)
+
+
 def test_a_dense_tensor_sends_no_positions() -> None:
     shape, compression = (20, 13), _compression(8, 1.0)
     empty = len(encode_blob(ADDRESS, [], compression))

@@ -238,7 +238,7 @@ def test_signs_and_error_feedback_lose_nothing() -> None:
 
 
 def test_signs_in_two_bits_are_refused() -> None:
-    with pytest.raises(ValueError, match="found value_bits 2 with `quantiser: signs`, expected 1"):
+    with pytest.raises(ValueError, match="found value_bits 2 with `quantiser: signs`, expected 1 or `levels`"):
         CompressionSettings(quantiser="signs", value_bits=2)
 
 

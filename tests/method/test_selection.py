@@ -16,6 +16,7 @@ from hetero_pp.pseudo_gradient import chunks, error_feedback, two_level
 from hetero_pp.pseudo_gradient.chunks import as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.pseudo_gradient.quantise import Quantised
 from hetero_pp.pseudo_gradient.top_k import top_k_positions
 
 unhurried = settings(deadline=None, max_examples=100)
@@ -74,8 +75,10 @@ def test_numba_keeps_what_top_k_keeps(
     expected = error.clone().mul_(0.95).add_(delta)
     for group in groups_of(shape, tile):
         kept = group.kept(density)
-        found = accelerated.advance(error, delta, group, kept, 0.95)
-        assert torch.equal(found, top_k_positions(group.gather(as_matrix(expected)), kept))
+        positions, indices, values = accelerated.advance(error, delta, group, kept, 0.95)
+        assert torch.equal(positions, top_k_positions(group.gather(as_matrix(expected)), kept))
+        assert torch.equal(indices, group.flat_indices(positions))
+        assert torch.equal(values.view(torch.int32), expected.view(-1).take(indices).view(torch.int32))
     assert torch.equal(error.view(torch.int32), expected.view(torch.int32))
 
 
@@ -96,8 +99,16 @@ def test_a_tie_at_the_edge_keeps_the_lower_index() -> None:
     assert two_level.find(matrix, group, 2).tolist() == [[0, 9 * 64 + 50]]
 
 
+def _assert_equal(ours: Quantised, theirs: Quantised) -> None:
+    assert torch.equal(ours.values.view(torch.int32), theirs.values.view(torch.int32))
+    assert ours.base == theirs.base
+    for name in ("codes", "levels", "magnitudes"):
+        one, other = getattr(ours, name), getattr(theirs, name)
+        assert (one is None and other is None) or (one.dtype == other.dtype and torch.equal(one, other))
+
+
 @needs_numba
-@pytest.mark.parametrize("value_bits", [2, 32])
+@pytest.mark.parametrize("value_bits", [1, 2, 32])
 @pytest.mark.parametrize("shape", [(130, 200), (64, 64), (300,), (200, 64), (5, 7)], ids=str)
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"huge"}))
 def test_numba_selects_what_torch_selects(
@@ -114,8 +125,26 @@ def test_numba_selects_what_torch_selects(
         for one, other in zip(ours.positions, theirs.positions, strict=True):
             assert torch.equal(one, other)
         assert torch.equal(ours.indices, theirs.indices)
-        assert torch.equal(ours.values.view(torch.int32), theirs.values.view(torch.int32))
+        _assert_equal(ours.quantised, theirs.quantised)
         assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+
+
+@needs_numba
+@pytest.mark.parametrize("others", [(0.0, 0.0), (1000.0, 7.0)], ids=["none", "large"])
+@pytest.mark.parametrize("shape", [(130, 200), (300,), (0, 64)], ids=str)
+def test_numba_sums_over_parts_as_torch_does(shape: tuple[int, ...], others: tuple[float, float]) -> None:
+    """A part is quantised relative to the mean of all parts, and a part without rows takes part in the sum."""
+
+    def sum_over(total: Tensor) -> None:
+        total += torch.tensor(others, dtype=torch.float64)
+
+    plain = CompressionSettings.model_validate({})
+    first, delta = _inputs(shape, "random", 0)
+    second = first.clone()
+    ours = select(first, delta, plain, sum_over)
+    theirs = select(second, delta, plain.model_copy(update={"accelerator": "numba"}), sum_over)
+    _assert_equal(ours.quantised, theirs.quantised)
+    assert torch.equal(first.view(torch.int32), second.view(torch.int32))
 
 
 def test_a_missing_numba_is_missed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

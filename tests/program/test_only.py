@@ -16,6 +16,7 @@ import pytest
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.only import commands, members_named, require_reachable
+from hetero_pp.program.run import Host, run_on_this_host
 from hetero_pp.program.yaml_file import ConfigFile
 
 CONFIG = """
@@ -173,6 +174,21 @@ def test_names_and_addresses_that_cannot_be(tmp_path: Path, corpus: Path) -> Non
     with pytest.raises(ConfigError, match=r"expected the address at which home\.0 can dial this host"):
         require_reachable(config, ["home.1"])
     require_reachable(config, ["home.0"])
+
+
+@pytest.mark.parametrize(
+    ("in_process", "resume", "complaint"),
+    [
+        (True, False, "leave out --in-process, other hosts carry the rest"),
+        (False, False, "expected --exchange HOST:PORT and --token-file FILE"),
+    ],
+)
+def test_options_that_exclude_each_other(
+    in_process: bool, resume: bool, complaint: str, tmp_path: Path, corpus: Path
+) -> None:
+    _config(tmp_path, corpus)
+    with pytest.raises(ConfigError, match=complaint):
+        run_on_this_host(tmp_path / "run.yaml", [], tmp_path, Host("dc", None, None), in_process, resume)
 
 
 NODES = """
