@@ -5,8 +5,11 @@
 On a CPU: elements per CPU second on one thread, the median of runs that take turns, for k of 4096 values a chunk,
 beside the floor: one pass `e <- .95 e + d` and nothing else. Then values per CPU second from bytes into a total, one
 contribution at a time or eight. On a GPU: elements per second, and the share of the bandwidth of a copy that 12 bytes
-an element (e read and written, d read) make. templar's ways are restated from what its compressor does: it selects from
-a copy in tiles, packs positions to 12 bits and codes to bytes, subtracts a dense tensor, and makes one to decode.
+an element (e read and written, d read) make.
+
+templar's ways are restated from what its compressor does: it selects from a copy in tiles, packs positions to 12 bits
+and codes to bytes, subtracts a dense tensor, and makes one to decode. Much of their time is memory that malloc gives
+back and faults in again; MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 keeps it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -248,6 +252,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 def measure_memory(kept: int, accelerator: str) -> float:
     """The most memory that compressing the embedding of the 512m preset takes beside it, over its size."""
+    torch.set_num_threads(1)
     error, delta = torch.zeros(32000, 1536), torch.randn(32000, 1536)
     _ours(error, delta, _settings(kept, accelerator))
     gc.collect()
@@ -255,6 +260,12 @@ def measure_memory(kept: int, accelerator: str) -> float:
     before = _of_status("VmRSS")
     _ours(error, delta, _settings(kept, accelerator))
     return (_of_status("VmHWM") - before) / (error.numel() * 4)
+
+
+def _elsewhere(work: Callable[..., float], *arguments: object) -> float:
+    """In a process of its own: this one keeps memory that it has freed."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, arguments)
 
 
 def _of_status(key: str) -> int:
@@ -270,7 +281,7 @@ def measure_all(elements: int) -> dict[str, Any]:
         "floor": {str(kept): max(measure(FLOORS, elements, kept).values()) for kept in KEPT},
         "elements_per_cpu_second": {str(kept): measure(WAYS, elements, kept) for kept in KEPT},
         "extra_memory": {
-            accelerator: {str(kept): measure_memory(kept, accelerator) for kept in KEPT}
+            accelerator: {str(kept): _elsewhere(measure_memory, kept, accelerator) for kept in KEPT}
             for accelerator in ("torch", "numba")
         },
         "values_added_per_cpu_second": {str(kept): measure_adding(elements, kept) for kept in KEPT},
