@@ -5,7 +5,7 @@
 `uniform`: positions drawn at random, whose limit is log2 C(4096, k) / k bits. `real`: what the first replica would send
 in the seventh round of a small run that is trained here (two replicas, width 128, a vocabulary of 4096). A message for
 512M parameters is encoded whole: its positions are uniform, its values are drawn from those of the real run. Speeds
-are of benchmarks/compressors.py, on one thread.
+are of benchmarks/compressors.py, on one thread. Needs `pip install hetero-pp[benchmarks,numba]`.
 """
 
 from __future__ import annotations

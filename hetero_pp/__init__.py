@@ -12,9 +12,9 @@ The way of the data, and where each step stands:
       -> inner optimizer step                     hetero_pp.inner
     after H inner steps, per parameter tensor:
       theta_start - theta_local                   replica_groups.outer_round
-      -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .top_k, .chunks
+      -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .two_level, .chunks
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
-      -> contribution                             hetero_pp.pseudo_gradient.contribution
+      -> contribution                             hetero_pp.pseudo_gradient.contribution, .positions, .streams
       -> the exchange, round record, log          replica_groups.exchange, replica_groups.log
            over gRPC                              hetero_pp.rpc.exchange
       -> decode, mean, outer step                 replica_groups.replay, hetero_pp.outer.step
