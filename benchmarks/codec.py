@@ -204,8 +204,19 @@ def real_sizes(kept: int, sent: list[Sent]) -> dict[str, Any]:
     return {
         "bits_per_position": {kind: size / count for kind, (size, count, _) in found.items()},
         "scanned_by_columns": {kind: int(turns) for kind, (_, _, turns) in found.items()},
-        "bits_per_value": {values: _whole(kept, sent, values) for values in VALUES},
+        "bits_per_value": {values: _whole(kept, sent, values) for values in VALUES}
+        | {"templar's layout": peers_bits(kept, sent)},
     }
+
+
+def peers_bits(kept: int, sent: list[Sent]) -> float:
+    """Bits a value in templar's layout, 12-bit positions and a byte a code, of the run's whole tiles."""
+    size = count = 0
+    for one in sent:
+        if one.delta.ndim == 2 and all(side % 64 == 0 for side in one.delta.shape):
+            packed, codes = compressors.templar(one.error.clone(), one.delta, kept)
+            size, count = size + 8 * (packed.numel() + codes.numel()), count + codes.numel()
+    return size / count
 
 
 def _whole(kept: int, sent: list[Sent], values: str) -> float:
@@ -320,7 +331,7 @@ def show(found: dict[str, Any]) -> None:
     for kind in ("all", "embedding", "layers", "head"):
         cells = (found["real"][str(kept)]["bits_per_position"][kind] for kept in KEPT)
         table.add_row(f"ours, real run: {kind}", *(f"{cell:.3f}" for cell in cells))
-    for values in VALUES:
+    for values in (*VALUES, "templar's layout"):
         cells = (found["real"][str(kept)]["bits_per_value"][values] for kept in KEPT)
         table.add_row(f"position and value, real run: {values}", *(f"{cell:.3f}" for cell in cells))
     console.print(table)

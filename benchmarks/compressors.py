@@ -100,7 +100,7 @@ def _numba(error: Tensor, delta: Tensor, kept: int) -> bytes:
     return _ours(error, delta, _settings(kept, "numba"))
 
 
-def _templar(error: Tensor, delta: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+def templar(error: Tensor, delta: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     """Packed positions and codes, one byte a code."""
     error.mul_(DECAY).add_(delta)
     tiles = error.unflatten(0, (-1, SIDE)).unflatten(2, (-1, SIDE)).transpose(1, 2).reshape(-1, CHUNK)
@@ -142,7 +142,7 @@ WAYS: Mapping[str, Way] = FLOORS | {
     "numba": _numba,
     "torch, two-level": _two_level,
     "torch, one topk": _plain,
-    "templar": _templar,
+    "templar": templar,
 }
 GPU_WAYS: Mapping[str, Way] = {name: way for name, way in WAYS.items() if "numba" not in name}
 

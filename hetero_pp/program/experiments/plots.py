@@ -1,9 +1,9 @@
-"""An experiment as a picture: loss curves, final loss against bytes, and against k/d where rows differ in it."""
+"""An experiment as a picture: loss curves, final loss against bytes, and against k/d, where rows differ in them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,15 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     from matplotlib.figure import Figure
 
     lines = _by_rank(result)
-    panels = 3 if any(len(points) > 1 for points in lines.values()) else 2
-    figure = Figure(figsize=(7 * panels, 6), layout="constrained")
-    axes = figure.subplots(1, panels)
-    _draw_curves(axes[0], result, outcomes)
-    _draw_bytes(axes[1], result)
-    if panels == 3:
-        _draw_ranks(axes[2], result, lines)
-    for one in axes:
-        one.grid(alpha=0.3)
+    panels: list[Callable[[Axes], None]] = [lambda axes: _draw_curves(axes, result, outcomes)]
+    if len({row["bytes_per_token"] for row in result["rows"] if row["ours"] is not None}) > 1:
+        panels.append(lambda axes: _draw_bytes(axes, result))
+    if any(len(points) > 1 for points in lines.values()):
+        panels.append(lambda axes: _draw_ranks(axes, result, lines))
+    figure = Figure(figsize=(7 * len(panels), 6), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        panel(axes)
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=80)
 
 
