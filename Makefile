@@ -9,9 +9,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/hetero-pp launch configs/quickstart.yaml
 
-# Two at a time, as most tests wait for processes to start; alone what has to end, or to arrive, within seconds.
+# Three at a time, as most tests wait for processes to start; alone what has to end, or to arrive, within seconds.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/faults --ignore tests/link
+	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore tests/faults --ignore tests/link
 	$(BIN)/python -m pytest tests/faults tests/link
 
 lint: $(READY)

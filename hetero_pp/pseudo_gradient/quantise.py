@@ -75,13 +75,20 @@ def quantise(values: Tensor, bits: int, sum_over: SumOver | None = None) -> tupl
     scale = RANGE_IN_DEVIATIONS * deviation / count
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     codes = ((values - centre) / scale + count / 2).round_().clamp_(0, count - 1).to(torch.int32)
-    sums = torch.bincount(codes, values.double(), count)
-    members = torch.bincount(codes, minlength=count).double()
+    sums, members = _totals(codes, values, count)
     if sum_over is not None:
         sum_over(sums)
         sum_over(members)
     levels = torch.where(members > 0, sums / members.clamp(min=1), torch.zeros_like(sums))
     return codes.to(torch.uint8), levels.float()
+
+
+def _totals(codes: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Sum and number of the values of each code [count], fp64."""
+    if values.device.type == "cpu":  # several times faster there, and not deterministic on a GPU
+        return torch.bincount(codes, values.double(), count), torch.bincount(codes, minlength=count).double()
+    none = torch.zeros(count, dtype=torch.float64, device=values.device)
+    return none.index_add(0, codes, values.double()), none.index_add(0, codes, torch.ones_like(values).double())
 
 
 def _moments(values: Tensor, sum_over: SumOver | None) -> tuple[Tensor, Tensor]:

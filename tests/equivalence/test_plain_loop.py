@@ -24,6 +24,7 @@ from hetero_pp.topology import DatacenterReplica
 H = 4
 ROUNDS = 2
 DENSITY = 1 / 32
+PAPERS = CompressionSettings(density=DENSITY, quantiser="levels")
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def config(corpus: Path) -> RunConfig:
         model=ModelSettings(width=64, heads=2, feed_forward=96, layers=2),
         data=DataSettings(corpus=str(corpus), sequence_length=32, validation_share=0.1, validation_sequences=4),
         inner=InnerSettings(steps=H, learning_rate=0.01, warmup_steps=3),
-        outer=OuterSettings(rounds=ROUNDS, learning_rate=0.8, compression=CompressionSettings(density=DENSITY)),
+        outer=OuterSettings(rounds=ROUNDS, learning_rate=0.8, compression=PAPERS),
         replicas=[DatacenterReplica(name="dc", kind="datacenter", batch_size=4)],
         snapshots={"every": 1},
     )
