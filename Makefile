@@ -11,7 +11,7 @@ demo: $(READY)
 
 # Three at a time, as most tests wait for processes to start; alone what has to end, or to arrive, within seconds.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --ignore tests/faults --ignore tests/link
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/link
 	$(BIN)/python -m pytest tests/faults tests/link
 
 lint: $(READY)

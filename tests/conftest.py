@@ -12,6 +12,13 @@ import pytest
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
+SLOW = ("program/test_only", "engines/", "equivalence/", "replicas/test_replicas_on_ranks", "experiments/", "data/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long and has few tests begins first, so that no core waits for it at the end."""
+    items.sort(key=lambda item: next((n for n, part in enumerate(SLOW) if part in item.nodeid), len(SLOW)))
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:

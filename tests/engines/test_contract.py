@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,27 @@ def _is_exact(settings: dict[str, Any]) -> bool:
     return "bf16" not in settings
 
 
+@pytest.fixture(scope="module")
+def contracts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder in which an engine's ranks have gone through the contract, once."""
+    done: dict[str, Path] = {}
+
+    def folder_of(engine: str) -> Path:
+        if engine not in done:
+            ranks, cases = CASES[engine]
+            folder = tmp_path_factory.mktemp(engine)
+            torchrun(ranks, SCRIPT, engine, json.dumps(cases), str(folder))
+            done[engine] = folder
+        return done[engine]
+
+    return folder_of
+
+
 @pytest.mark.parametrize("engine", CASES)
-def test_an_engine_is_plain_pytorch_on_ranks(engine: str, tmp_path: Path) -> None:
-    ranks, cases = CASES[engine]
-    torchrun(ranks, SCRIPT, engine, json.dumps(cases), str(tmp_path))
+def test_an_engine_is_plain_pytorch_on_ranks(engine: str, contracts: Callable[[str], Path]) -> None:
+    (ranks, cases), folder = CASES[engine], contracts(engine)
     for index, settings in enumerate(cases):
-        everyone = [json.loads((tmp_path / f"{index}-{rank}.json").read_text()) for rank in range(ranks)]
+        everyone = [json.loads((folder / f"{index}-{rank}.json").read_text()) for rank in range(ranks)]
         _check_training(everyone, 1e-5 if _is_exact(settings) else 1e-2)
         _check_outer_rounds(everyone, 1e-5 if _is_exact(settings) else 1e-2)
 
@@ -77,10 +93,9 @@ def _check_outer_rounds(everyone: list[dict[str, Any]], tolerance: float) -> Non
     assert sum(kept) == 120128  # error feedback is cut, nothing of it is kept twice: one value a parameter
 
 
-def test_torchtitan_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    torchrun(2, SCRIPT, "torchtitan", json.dumps([{}]), str(tmp_path))
-    following, _ = json.loads((tmp_path / "0-0.json").read_text())["resumed"]
-    told = tmp_path / "told.json"
-    torchrun(4, SCRIPT.with_name("other_ranks.py"), str(tmp_path / "0" / "saved"), str(told))
+def test_torchtitan_goes_on_with_another_number_of_ranks(contracts: Callable[[str], Path], tmp_path: Path) -> None:
+    folder, told = contracts("torchtitan"), tmp_path / "told.json"
+    following, _ = json.loads((folder / "0-0.json").read_text())["resumed"]
+    torchrun(4, SCRIPT.with_name("other_ranks.py"), str(folder / "0" / "saved"), str(told))
     for ours, theirs in zip(json.loads(told.read_text()), following, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
