@@ -18,7 +18,7 @@ from torch import Tensor
 from hetero_pp.errors import MalformedContribution, Refused, ReplicasDiffer, RunFailed
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, decode_blob, entry_of
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, contribution_digest, entry_of
 from hetero_pp.rpc.messages_pb2 import (
     BlobEntry,
     ContributionEntry,
@@ -118,11 +118,13 @@ class Exchange:
             raise self._refused(member, "a contribution to another run")
         if address.round != self._open_round():
             raise self._refused(member, f"found round {address.round}, expected {self._open_round()}")
+        shapes = self._shapes[address.block]
         try:
-            decoded = decode_blob(data, address, self._shapes[address.block], self.settings.compression)
+            blob = ReceivedBlob(data, address, shapes, self.settings.compression)
+            kept = sum(len(blob.tensor(name).values) for name in shapes)
         except MalformedContribution as error:
             raise self._refused(member, str(error)) from None
-        entry = entry_of(address, data, sum(tensor.values.numel() for tensor in decoded.values()))
+        entry = entry_of(address, data, kept)
         slot = (address.replica, address.block)
         with self._changed:
             self._check_alive()
