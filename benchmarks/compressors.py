@@ -144,7 +144,9 @@ WAYS: Mapping[str, Way] = FLOORS | {
     "torch, one topk": _plain,
     "templar": templar,
 }
-GPU_WAYS: Mapping[str, Way] = {name: way for name, way in WAYS.items() if "numba" not in name}
+GPU_WAYS: Mapping[str, Way] = {name: way for name, way in WAYS.items() if "numba" not in name} | {
+    "compiled": lambda error, delta, kept: _ours(error, delta, _settings(kept, "compile"))
+}
 
 
 @dataclass(frozen=True)

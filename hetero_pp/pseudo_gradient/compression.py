@@ -24,8 +24,8 @@ class CompressionSettings(Settings):
         1, description="bits of a kept value; 32 sends it as it is. More than 1 bit: `quantiser: levels`"
     )
     error_feedback_decay: float = Field(0.95, ge=0, le=1, description="beta in the paper")
-    accelerator: Literal["torch", "numba"] = Field(
-        "torch", description="what selects: numba needs `pip install hetero-pp[numba]`; it keeps the same positions"
+    accelerator: Literal["torch", "numba", "compile"] = Field(
+        "torch", description="what selects: numba (`pip install hetero-pp[numba]`) on a CPU, torch.compile on a GPU"
     )
 
     @model_validator(mode="before")

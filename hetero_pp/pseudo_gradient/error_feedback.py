@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from hetero_pp.pseudo_gradient import two_level
+from hetero_pp.pseudo_gradient import fused, two_level
 from hetero_pp.pseudo_gradient.chunks import Group, as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.quantise import Quantised, SumOver, quantise_as
@@ -75,14 +75,23 @@ def _advance(
         return _accelerated(settings).advance(error, delta, group, kept, decay)
     positions, indices, values = [], [], []
     for band in group.bands(error.device):  # all of it while the band is in the cache
-        band.part(as_matrix(error)).mul_(decay).add_(band.part(as_matrix(delta)))
-        if settings.selection == "random_k":
-            positions.append(random_positions(band.count, band.size, kept, generator).to(error.device))
-        else:
-            positions.append(two_level.find(as_matrix(error), band, kept))
+        positions.append(_advance_band(error, delta, band, settings, generator))
         indices.append(band.flat_indices(positions[-1]))
         values.append(error.view(-1).take(indices[-1]))
     return torch.cat(positions), torch.cat(indices), torch.cat(values)
+
+
+def _advance_band(
+    error: Tensor, delta: Tensor, band: Group, settings: CompressionSettings, generator: torch.Generator | None
+) -> Tensor:
+    """error <- beta error + delta in a band; positions [count, k] of what is sent."""
+    kept, decay = band.kept(settings.density), settings.error_feedback_decay
+    if settings.accelerator == "compile" and settings.selection == "top_k" and kept < band.size:
+        return fused.advance(error, delta, band, kept, decay)
+    band.part(as_matrix(error)).mul_(decay).add_(band.part(as_matrix(delta)))
+    if settings.selection == "random_k":
+        return random_positions(band.count, band.size, kept, generator).to(error.device)
+    return two_level.find(as_matrix(error), band, kept)
 
 
 def _joined(parts: list[Tensor], none: Tensor) -> Tensor:

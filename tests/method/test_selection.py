@@ -152,3 +152,19 @@ def test_a_missing_numba_is_missed_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     compression = CompressionSettings.model_validate({"accelerator": "numba"})
     with pytest.raises(ConfigError, match=r"^outer\.compression\.accelerator: needs `pip install hetero-pp\[numba\]`$"):
         select(torch.zeros(8, 8), torch.zeros(8, 8), compression)
+
+
+@pytest.mark.parametrize("shape", [(128, 192), (130, 70), (50,)], ids=str)
+def test_the_compiled_pass_keeps_what_torch_keeps(shape: tuple[int, ...]) -> None:
+    """But for the last place of the error, where a compiler may round once instead of twice."""
+    generator = torch.Generator().manual_seed(3)
+    error, delta = (torch.randn(shape, generator=generator) for _ in range(2))
+    found = {}
+    for accelerator in ("torch", "compile"):
+        own = error.clone()
+        settings = CompressionSettings.model_validate({"accelerator": accelerator, "value_bits": 32})
+        found[accelerator] = (own, select(own, delta, settings))
+    (ours, sent), (theirs, expected) = found["compile"], found["torch"]
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert torch.equal(sent.indices, expected.indices)
+    torch.testing.assert_close(sent.values, expected.values, rtol=1e-6, atol=1e-7)

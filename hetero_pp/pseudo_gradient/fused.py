@@ -1,0 +1,57 @@
+"""Error feedback and the largest magnitude of each group in one pass over memory, compiled by torch: for GPUs.
+
+What follows looks at few values: the groups' largest, and what lies in the groups that are chosen (see two_level). A
+compiler may round a multiplication and an addition once, so the error can differ from the CPU's in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hetero_pp.pseudo_gradient.chunks import Group, as_matrix
+from hetero_pp.pseudo_gradient.top_k import top_k_positions
+from hetero_pp.pseudo_gradient.two_level import group_height
+
+MAGNITUDE = 0x7FFFFFFF
+"""The bits of a float without its sign, which have the order of magnitudes."""
+
+
+def advance(error: Tensor, delta: Tensor, band: Group, kept: int, decay: float) -> Tensor:
+    """error <- decay error + delta in a band; positions [count, k] of the k largest of each chunk, ascending.
+
+    Of equal magnitudes the lower position is kept, as everywhere.
+    """
+    own, added = (band.part(as_matrix(tensor)) for tensor in (error, delta))
+    height = group_height(band, kept)
+    largest = _compiled()(own, added, decay, height)
+    if height == 1:
+        return top_k_positions(band.gather(as_matrix(error)), kept)
+    tiles = largest.view(-1, band.rows // height, own.shape[1] // band.columns, band.columns).transpose(1, 2)
+    chosen = tiles.reshape(band.count, -1).topk(kept + 1, dim=1, sorted=False).indices
+    first = chosen // band.columns * (height * band.columns) + chosen % band.columns
+    below = torch.arange(height, device=error.device) * band.columns
+    candidates = (first[:, :, None] + below).view(band.count, -1)
+    keys = error.view(-1).take(band.flat_indices(candidates)).view(torch.int32).bitwise_and(MAGNITUDE)
+    values, where = keys.topk(kept + 1, dim=1, sorted=False)
+    least, last = values.min(dim=1, keepdim=True)
+    positions = candidates.gather(1, where).scatter_(1, last, band.size).sort(dim=1).values[:, :kept]
+    is_tied = (values == least).sum(dim=1) > 1
+    if bool(is_tied.any()):
+        positions[is_tied] = top_k_positions(band.gather(as_matrix(error))[is_tied], kept)
+    return positions
+
+
+def update_and_largest(error: Tensor, delta: Tensor, decay: float, height: int) -> Tensor:
+    """error <- decay error + delta [R, C], in place; of each `height` rows the largest magnitude [R / height, C]."""
+    updated = error * decay + delta
+    error.copy_(updated)
+    return updated.view(torch.int32).bitwise_and(MAGNITUDE).view(-1, height, updated.shape[1]).amax(dim=1)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[[Tensor, Tensor, float, int], Tensor]:
+    return torch.compile(update_and_largest, dynamic=True)
