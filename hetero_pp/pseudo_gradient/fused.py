@@ -14,10 +14,7 @@ from torch import Tensor
 
 from hetero_pp.pseudo_gradient.chunks import Group, as_matrix
 from hetero_pp.pseudo_gradient.top_k import top_k_positions
-from hetero_pp.pseudo_gradient.two_level import group_height
-
-MAGNITUDE = 0x7FFFFFFF
-"""The bits of a float without its sign, which have the order of magnitudes."""
+from hetero_pp.pseudo_gradient.two_level import MAGNITUDE, choose, find_among, group_height
 
 
 def advance(error: Tensor, delta: Tensor, band: Group, kept: int, decay: float) -> Tensor:
@@ -27,22 +24,15 @@ def advance(error: Tensor, delta: Tensor, band: Group, kept: int, decay: float) 
     """
     own, added = (band.part(as_matrix(tensor)) for tensor in (error, delta))
     height = group_height(band, kept)
-    largest = _compiled()(own, added, decay, height)
+    matrix, largest = as_matrix(error), _compiled()(own, added, decay, height)
     if height == 1:
-        return top_k_positions(band.gather(as_matrix(error)), kept)
-    tiles = largest.view(-1, band.rows // height, own.shape[1] // band.columns, band.columns).transpose(1, 2)
-    chosen = tiles.reshape(band.count, -1).topk(kept + 1, dim=1, sorted=False).indices
+        return top_k_positions(band.gather(matrix), kept)
+    chosen = choose(largest, band, height, kept)
     first = chosen // band.columns * (height * band.columns) + chosen % band.columns
     below = torch.arange(height, device=error.device) * band.columns
-    candidates = (first[:, :, None] + below).view(band.count, -1)
-    keys = error.view(-1).take(band.flat_indices(candidates)).view(torch.int32).bitwise_and(MAGNITUDE)
-    values, where = keys.topk(kept + 1, dim=1, sorted=False)
-    least, last = values.min(dim=1, keepdim=True)
-    positions = candidates.gather(1, where).scatter_(1, last, band.size).sort(dim=1).values[:, :kept]
-    is_tied = (values == least).sum(dim=1) > 1
-    if bool(is_tied.any()):
-        positions[is_tied] = top_k_positions(band.gather(as_matrix(error))[is_tied], kept)
-    return positions
+    where = band.flat_indices((first[:, :, None] + below).view(band.count, -1))
+    candidates = error.view(-1).take(where).view(torch.int32).bitwise_and(MAGNITUDE)
+    return find_among(candidates, chosen, matrix, band, kept)
 
 
 def update_and_largest(error: Tensor, delta: Tensor, decay: float, height: int) -> Tensor:

@@ -62,10 +62,6 @@ class Reader:
         """Whole numbers, as `struct` lays them out."""
         return struct.unpack(f"<{layout}", self.take_bytes(struct.calcsize(f"<{layout}")))
 
-    def take_float(self) -> float:
-        """A double."""
-        return struct.unpack("<d", self.take_bytes(8))[0]
-
     def take_bytes(self, count: int) -> memoryview:
         """So many bytes, where they are."""
         if count > len(self._rest):

@@ -17,6 +17,9 @@ from hetero_pp.pseudo_gradient.top_k import top_k_positions
 GROUPS_PER_KEPT = 8
 """At least so many groups of a chunk there are for each value that is kept: fewer rows a group, fewer candidates."""
 
+MAGNITUDE = 0x7FFFFFFF
+"""The bits of a float without its sign: they have the order of magnitudes, and cannot be NaN."""
+
 
 def find(matrix: Tensor, band: Group, kept: int) -> Tensor:
     """Positions [count, k] of the k largest magnitudes of each chunk of a band of a [R, C] matrix (fp32), ascending.
@@ -26,12 +29,21 @@ def find(matrix: Tensor, band: Group, kept: int) -> Tensor:
     height = group_height(band, kept)
     if height == 1:
         return top_k_positions(band.gather(matrix), kept)
-    # Bits of magnitudes have the order of magnitudes, and integers, which cannot be NaN, are compared faster.
-    magnitudes = band.part(matrix).view(torch.int32).bitwise_and(0x7FFFFFFF)
-    tall, tiles = magnitudes.shape[0] // height, magnitudes.shape[1] // band.columns
-    largest = magnitudes.view(tall, height, -1).amax(dim=1).view(-1, band.rows // height, tiles, band.columns)
-    chosen = largest.transpose(1, 2).reshape(band.count, -1).topk(kept + 1, dim=1, sorted=False).indices
-    candidates = _candidates(magnitudes, band, height, chosen)
+    magnitudes = band.part(matrix).view(torch.int32).bitwise_and(MAGNITUDE)
+    largest = magnitudes.view(magnitudes.shape[0] // height, height, -1).amax(dim=1)
+    chosen = choose(largest, band, height, kept)
+    return find_among(_candidates(magnitudes, band, height, chosen), chosen, matrix, band, kept)
+
+
+def choose(largest: Tensor, band: Group, height: int, kept: int) -> Tensor:
+    """The k + 1 groups [count, k + 1] of each chunk whose largest values [R / height, C] are the largest."""
+    tiles = largest.view(-1, band.rows // height, largest.shape[1] // band.columns, band.columns)
+    return tiles.transpose(1, 2).reshape(band.count, -1).topk(kept + 1, dim=1, sorted=False).indices
+
+
+def find_among(candidates: Tensor, chosen: Tensor, matrix: Tensor, band: Group, kept: int) -> Tensor:
+    """Positions [count, k] of the largest of the chosen groups' values [count, (k + 1) height], group by group."""
+    height = candidates.shape[1] // chosen.shape[1]
     values, where = candidates.topk(kept + 1, dim=1, sorted=False)
     least, last = values.min(dim=1, keepdim=True)
     first = chosen.gather(1, where // height)
