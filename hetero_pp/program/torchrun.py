@@ -17,10 +17,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hetero_pp.errors import HeteroPPError, RunFailed
+from hetero_pp.program.rendezvous import BACKEND, interface_towards, register
 from hetero_pp.topology import DatacenterReplica
 
 TOKEN = "HETERO_PP_TOKEN"
 """The environment variable that carries the run's token to the ranks."""
+
+_LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The only way to tell gloo and NCCL on which interface ranks listen for each other; by default it is a public one."""
 
 CONSEQUENCE = 3
 """Exit code of a process that only stopped because another one failed."""
@@ -42,17 +46,20 @@ def run_ranks(replica: DatacenterReplica, run: str, job: RankJob, token: str) ->
     Raises HeteroPPError with the first rank that failed and its cause; RunFailed if it failed because of another
     member.
     """
+    endpoint = replica.rendezvous if replica.nodes > 1 and replica.rendezvous is not None else ""
+    register()
     config = LaunchConfig(
         min_nodes=replica.nodes,
         max_nodes=replica.nodes,
         nproc_per_node=replica.ranks,
         run_id=f"{run}-{job.member}",
-        rdzv_backend="c10d",
-        rdzv_endpoint=replica.rendezvous or "localhost:0",
+        rdzv_backend=BACKEND,
+        rdzv_endpoint=endpoint,
         max_restarts=0,
         monitor_interval=0.1,
     )
     os.environ[TOKEN] = token
+    os.environ |= dict.fromkeys(_LISTENING, interface_towards(endpoint))
     with _lifeline():
         try:
             elastic_launch(config, sys.executable)("-m", "hetero_pp.program.rank_process", json.dumps(asdict(job)))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mixed_engines.yaml"
@@ -21,18 +25,70 @@ SHORT = [
 PLAIN = [f"replicas.{index}.{key}" for index in (0, 1) for key in ("engine=torch", "ranks=1")]
 
 
-def _launch(runs: Path, corpus: Path, *more: str) -> dict[str, Any]:
+class Listening:
+    """What the processes of a launch were seen to listen on: (address, program) of each socket."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+
+    def look(self, launcher: int) -> None:
+        """At every process there is now."""
+        for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
+            try:
+                program = "rank" if "hetero_pp.program.rank_process" in process.cmdline() else "member"
+                sockets = process.net_connections("inet")
+            except psutil.Error:
+                continue  # it has ended
+            self.seen |= {(one.laddr.ip, program) for one in sockets if one.status == psutil.CONN_LISTEN}
+
+    def beyond_loopback(self) -> set[tuple[str, str]]:
+        """What others could reach."""
+        return {(ip, program) for ip, program in self.seen if not _is_loopback(ip)}
+
+
+def _is_loopback(ip: str) -> bool:
+    address = ipaddress.ip_address(ip)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _public_interface() -> dict[str, str]:
+    """What would have ranks listen for each other where other machines are, if a launch did not say otherwise."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and not _is_loopback(one.address) for one in addresses):
+            return {"GLOO_SOCKET_IFNAME": interface}
+    return {}
+
+
+def _launch(runs: Path, corpus: Path, *more: str, listening: Listening | None = None) -> dict[str, Any]:
     settings = [*SHORT, f"data.corpus={corpus}", "replicas.0.device=cpu", "replicas.1.device=cpu"]
     sets = [part for setting in settings for part in ("--set", setting)]
     command = [sys.executable, "-m", "hetero_pp", "launch", str(CONFIG), "--runs", str(runs), *sets, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = os.environ | _public_interface()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        said = _wait(process, listening)
+    assert process.returncode == 0, said
     return json.loads((runs / "mixed-engines" / "summary.json").read_text())
 
 
+def _wait(process: subprocess.Popen[str], listening: Listening | None) -> str:
+    """What it printed until its end, while somebody looks at its sockets."""
+    while True:
+        try:
+            return process.communicate(timeout=250 if listening is None else 0.2)[0]
+        except subprocess.TimeoutExpired:
+            assert listening is not None, "the run hangs"
+            listening.look(process.pid)
+
+
 def test_engines_and_stages_are_one_run(corpus: Path, tmp_path: Path) -> None:
-    """Equal to the bit after every round, and with the losses of the same topology in plain PyTorch."""
-    mixed = _launch(tmp_path / "mixed", corpus)
+    """Equal to the bit after every round, with the losses of the same topology in plain PyTorch, closed to others."""
+    listening = Listening()
+    mixed = _launch(tmp_path / "mixed", corpus, listening=listening)
+    assert {program for _, program in listening.seen} == {"member", "rank"}
+    assert not listening.beyond_loopback()
     plain = _launch(
         tmp_path / "plain", corpus, "--in-process", *(part for setting in PLAIN for part in ("--set", setting))
     )

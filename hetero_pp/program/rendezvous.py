@@ -1,0 +1,141 @@
+"""Where the nodes of a datacenter replica meet: a store that listens on one address only, and holds no pickles.
+
+torchrun's own meeting places listen on every interface, and unpickle what they find in their store: whoever reached
+them could run code. Here one node listens on loopback, several on the address that the YAML names, and what is written
+there are numbers and JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from datetime import timedelta
+
+import psutil
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from hetero_pp.errors import HeteroPPError
+
+BACKEND = "hetero_pp"
+"""The name under which torchrun's agent finds this."""
+
+LOOPBACK = "127.0.0.1"
+
+_TIMEOUT = timedelta(minutes=10)
+_IN_USE_OR_ELSEWHERE = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+
+
+def register() -> None:
+    """Let torchrun's agent find this meeting place. May be called again."""
+    rendezvous_handler_registry.register(BACKEND, _from_parameters)
+
+
+def _from_parameters(parameters: RendezvousParameters) -> RendezvousHandler:
+    return NodeRendezvous(parameters.endpoint, parameters.max_nodes, parameters.run_id)
+
+
+class NodeRendezvous(RendezvousHandler):
+    """The meeting of a fixed number of nodes, once. `endpoint` is HOST:PORT on one of them, empty for one node."""
+
+    def __init__(self, endpoint: str, nodes: int, run: str, timeout: timedelta = _TIMEOUT) -> None:
+        self._endpoint = endpoint or f"{LOOPBACK}:0"
+        self._nodes = nodes
+        self._run = run
+        self._timeout = timeout
+
+    def get_backend(self) -> str:
+        """See RendezvousHandler."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """See RendezvousHandler: ranks dial this store, so that none of them listens for the others."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See RendezvousHandler. Nodes are numbered as they come.
+
+        Raises HeteroPPError if too many come, or too few within the time limit.
+        """
+        host, port = _split(self._endpoint)
+        try:
+            store = _store(host, port, self._timeout)
+            shared = PrefixStore(self._run, store)
+            node = shared.add("nodes", 1) - 1
+            if node >= self._nodes:
+                raise HeteroPPError(f"found a node beside the {self._nodes} that met at {self._endpoint}")
+            shared.set(f"node {node}", "")
+            shared.wait([f"node {other}" for other in range(self._nodes)], self._timeout)
+        except DistError as error:
+            raise HeteroPPError(
+                f"{self._nodes} nodes did not meet at {self._endpoint} within {self._timeout}: {error}"
+            ) from None
+        return RendezvousInfo(shared, node, self._nodes, RendezvousStoreInfo(host, store.port))
+
+    def is_closed(self) -> bool:
+        """See RendezvousHandler."""
+        return False
+
+    def set_closed(self) -> None:
+        """See RendezvousHandler: nobody can come later."""
+
+    def num_nodes_waiting(self) -> int:
+        """See RendezvousHandler: nobody can come later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See RendezvousHandler."""
+        return self._run
+
+    def shutdown(self) -> bool:
+        """See RendezvousHandler: the store ends with this process."""
+        return True
+
+
+def _store(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """The store at HOST:PORT: served from here if that is an address of this machine that is free, else dialled."""
+    listening = None
+    try:
+        family = socket.getaddrinfo(host, port)[0][0]
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        if error.errno not in _IN_USE_OR_ELSEWHERE:
+            raise HeteroPPError(f"rendezvous {host}:{port}: {error.strerror}") from None
+    if listening is None:
+        return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+    port = listening.getsockname()[1]
+    # The store takes over a socket that listens on one address; given a port, it would listen on all of them.
+    descriptor = listening.detach()
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def interface_towards(endpoint: str) -> str:
+    """The network interface over which this machine reaches HOST:PORT; loopback's if it is empty.
+
+    Ranks listen on it for each other, and on no other. Raises HeteroPPError if there is none.
+    """
+    host, port = _split(endpoint or f"{LOOPBACK}:1")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as asking:
+            asking.connect(address)  # sends nothing
+            own = asking.getsockname()[0]
+    except OSError as error:
+        raise HeteroPPError(f"rendezvous {endpoint}: {error.strerror}") from None
+    wanted = LOOPBACK if own.startswith("127.") else own  # all of 127.0.0.0/8 is loopback's
+    for interface, addresses in psutil.net_if_addrs().items():
+        if wanted in [one.address.partition("%")[0] for one in addresses]:
+            return interface
+    raise HeteroPPError(f"rendezvous {endpoint}: no network interface has {own}")
+
+
+def _split(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
