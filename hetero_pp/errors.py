@@ -2,6 +2,7 @@
 
 HeteroPPError
 ├── ConfigError            a YAML, a corpus or a tokenizer that cannot be used: the user can mend it
+├── DamagedFile            a file of a run that is not what was written
 ├── LinkError
 │   ├── LinkClosed         the other end is gone (a dead peer)
 │   └── LinkTimeout        nothing came in time (a slow link, or a peer that hangs)
@@ -32,6 +33,10 @@ class ConfigError(HeteroPPError):
         self.key = tuple(key)
         self.message = message
         super().__init__(f"{dotted(key)}: {message}" if key else message)
+
+
+class DamagedFile(HeteroPPError):
+    """A file of a run that is not what was written; the text names it."""
 
 
 class LinkError(HeteroPPError):

@@ -6,19 +6,26 @@ between machines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from hetero_pp.errors import DamagedFile
+from hetero_pp.files import whole
 from hetero_pp.model import ModelShape, Transformer, initialise
+from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.subspace import random_basis
 
 BASIS = "subspace.basis"
 MOMENTUM = "outer.momentum."
+
+ROUND, DIGEST = "round", "tensors_sha256"
+"""Keys of the file's metadata."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +58,46 @@ def initial_snapshot(
     return Snapshot(0, parameters, None if rank is None else random_basis(shape.width, rank, seed))
 
 
-def save_snapshot(snapshot: Snapshot, path: Path, parameters_sha256: bytes) -> None:
-    """Write a snapshot so that no reader ever sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+def save_snapshot(snapshot: Snapshot, path: Path) -> None:
+    """Write a snapshot whole, with the digest of its parameters and that of all its tensors."""
     tensors = {name: tensor.contiguous() for name, tensor in snapshot.tensors().items()}
-    metadata = {"round": str(snapshot.round), "parameters_sha256": parameters_sha256.hex(), "format": "pt"}
-    save_file(tensors, temporary, metadata)
-    temporary.replace(path)
+    hashes = {name: parameter_sha256(tensor) for name, tensor in tensors.items()}
+    of_parameters = parameters_sha256({name: hashes[name] for name in snapshot.parameters})
+    metadata = {
+        "format": "pt",
+        ROUND: str(snapshot.round),
+        "parameters_sha256": of_parameters.hex(),
+        DIGEST: _digest(str(snapshot.round), hashes),
+    }
+    with whole(path) as part:
+        save_file(tensors, part, metadata)
 
 
 def load_snapshot(path: Path) -> Snapshot:
-    """Read a snapshot back."""
-    with safe_open(path, "pt") as file:
-        round_ = int(file.metadata()["round"])
-    tensors = load_file(path)
+    """Read a snapshot back. Raises DamagedFile if it is not what was written."""
+    with open_snapshot(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        round_ = int(file.metadata()[ROUND])
     basis = tensors.pop(BASIS, None)
     momentum = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MOMENTUM)}
     return Snapshot(round_, tensors, basis, {name.removeprefix(MOMENTUM): b for name, b in momentum.items()})
+
+
+@contextmanager
+def open_snapshot(path: Path) -> Iterator[safe_open]:
+    """A snapshot to read tensors from, one at a time. Raises DamagedFile if it is not what was written."""
+    try:
+        with safe_open(path, "pt") as file:
+            hashes = {name: parameter_sha256(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise DamagedFile(f"{path} is damaged: {error}") from None
+    if metadata.get(DIGEST) != _digest(metadata.get(ROUND, ""), hashes):
+        raise DamagedFile(f"{path} is damaged: its tensors are not those of its digest")
+    with safe_open(path, "pt") as file:
+        yield file
+
+
+def _digest(round_: str, hashes: Mapping[str, bytes]) -> str:
+    """Over the round, and name and content of every tensor, in hexadecimal digits."""
+    return parameters_sha256({**hashes, ROUND: round_.encode()}).hex()

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hetero_pp.errors import MalformedContribution, Refused, ReplicasDiffer, RunFailed
+from hetero_pp.outer.exchange_port import NOTHING, HeldStates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, contribution_digest, entry_of
 from hetero_pp.rpc.messages_pb2 import (
+    Begun,
     BlobEntry,
     ContributionEntry,
     Failure,
@@ -30,7 +32,7 @@ from hetero_pp.rpc.messages_pb2 import (
 )
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import EXCHANGE
-from replica_groups.log import ContributionLog
+from replica_groups.log import ContributionLog, record_digest
 from replica_groups.replay import Shapes, shapes_by_block, shapes_of
 
 REMEMBERED_REPORTS = 10_000
@@ -55,19 +57,21 @@ class Exchange:
     """State of a run as the exchange sees it. Implements ExchangePort."""
 
     def __init__(
-        self, run: str, roster: Roster, snapshot: Snapshot, settings: OuterSettings, log: ContributionLog
+        self, run: str, roster: Roster, snapshot: Snapshot | None, settings: OuterSettings, log: ContributionLog
     ) -> None:
+        """Without a snapshot members can join, but nothing else can be asked until `begin` brings one."""
         self.run = run
         self.roster = roster
         self.settings = settings
         self.log = log
         self.refusals = 0
-        self._snapshot = snapshot
-        self._shapes: dict[str, Shapes] = shapes_by_block(shapes_of(snapshot.parameters))
-        self._names = frozenset(snapshot.parameters)
         self._changed = threading.Condition()
+        self._begun: Snapshot | None = None
+        self._shapes: dict[str, Shapes] = {}
+        self._names: frozenset[str] = frozenset()
         self._failure: str | None = None
         self._addresses: dict[str, str] = {}
+        self._held: dict[str, HeldStates] = {}
         self._entries: dict[int, dict[tuple[str, str], BlobEntry]] = defaultdict(dict)
         self._records: dict[int, RoundRecord] = {}
         self._hashes: dict[int, dict[str, tuple[bytes, str]]] = defaultdict(dict)
@@ -76,21 +80,52 @@ class Exchange:
         self._here: set[str] = set()
         self._watchers: list[queue.SimpleQueue[Report | None]] = []
         self._reports: deque[Report] = deque(maxlen=REMEMBERED_REPORTS)
+        if snapshot is not None:
+            self.begin(snapshot)
+
+    # ---- the beginning ----
+
+    def wait_until_joined(self) -> Mapping[str, HeldStates]:
+        """Wait until every member has joined; what each holds."""
+        with self._changed:
+            self._wait_until(lambda: self._held.keys() >= self.roster.members.keys())
+            return dict(self._held)
+
+    def begin(self, snapshot: Snapshot, damaged: Sequence[str] = ()) -> None:
+        """Open the round after a snapshot's; `damaged` files were passed over to find it."""
+        with self._changed:
+            self._shapes = shapes_by_block(shapes_of(snapshot.parameters))
+            self._names = frozenset(snapshot.parameters)
+            self._begun = snapshot
+        begun = Begun(last_round=snapshot.round, damaged=damaged)
+        self.report([Report(time=time.time(), member=EXCHANGE, begun=begun)])
+
+    def last_round(self) -> int:
+        """See ExchangePort."""
+        with self._changed:
+            self._wait_until(lambda: self._begun is not None and self._held.keys() >= self.roster.members.keys())
+        return self._snapshot("a member").round
+
+    def _snapshot(self, sender: str) -> Snapshot:
+        """Of the last round before the run began, or went on."""
+        if self._begun is None:
+            raise self._refused(sender, "the run has not begun: not all members have joined")
+        return self._begun
 
     # ---- members ----
 
-    def join(self, member: str, address: str) -> int:
+    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
         """See ExchangePort. A second process under one name is refused."""
         self._expect_member(member)
         with self._changed:
             if member in self._addresses:
                 raise self._refused(member, f"found a second `{member}`")
             self._addresses[member] = address
+            self._held[member] = held
             self._changed.notify_all()
         report = Report(time=time.time(), member=member)
         report.joined.address = address
         self.report([report])
-        return self._snapshot.round
 
     def locate(self, member: str) -> str:
         """See ExchangePort."""
@@ -101,7 +136,7 @@ class Exchange:
 
     def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
         """See ExchangePort."""
-        tensors = self._snapshot.tensors()
+        tensors = self._snapshot("a member").tensors()
         unknown = [name for name in names if name not in tensors]
         if unknown:
             raise self._refused("a member", f"no tensors {unknown} in the snapshot")
@@ -116,8 +151,9 @@ class Exchange:
             raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's")
         if address.run != self.run:
             raise self._refused(member, "a contribution to another run")
-        if address.round != self._open_round():
-            raise self._refused(member, f"found round {address.round}, expected {self._open_round()}")
+        open_round = self._snapshot(member).round + len(self._records) + 1
+        if address.round != open_round:
+            raise self._refused(member, f"found round {address.round}, expected {open_round}")
         shapes = self._shapes[address.block]
         try:
             blob = ReceivedBlob(data, address, shapes, self.settings.compression)
@@ -151,9 +187,6 @@ class Exchange:
             raise self._refused(member, f"no `{block}` of {replica} in a closed round {round_}")
         return self.log.read_blob(round_, replica, block)
 
-    def _open_round(self) -> int:
-        return self._snapshot.round + len(self._records) + 1
-
     def _close_if_whole(self, round_: int) -> None:
         entries = self._entries[round_]
         if len(entries) < len(self.roster.replicas) * len(self._shapes) or round_ in self._records:
@@ -164,6 +197,7 @@ class Exchange:
             record.contributions.append(
                 ContributionEntry(replica=replica, weight=1.0, digest=contribution_digest(blobs), blobs=blobs)
             )
+        record.sha256 = record_digest(record)
         self.log.write_record(record)
         self._records[round_] = record
         self._changed.notify_all()

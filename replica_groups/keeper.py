@@ -7,7 +7,7 @@ import threading
 import torch
 
 from hetero_pp.errors import RunFailed
-from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, parameters_sha256
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
 from hetero_pp.snapshot import Snapshot, save_snapshot
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange import Exchange
@@ -28,7 +28,7 @@ class Keeper:
         self.exchange = exchange
         self.rounds = rounds
         self.snapshot_every = snapshot_every
-        self._first = snapshot.round
+        self._start = snapshot
         self._basis = snapshot.basis
         self._optimizer = optimizer or OuterOptimizer(exchange.settings)
         if snapshot.round > 0:
@@ -37,9 +37,8 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
     def start(self) -> None:
-        """Write the first snapshot, if it is not there, and begin to follow the rounds."""
-        if self._first == 0:
-            self._save(0)
+        """Write the snapshot that the run begins or goes on with, and begin to follow the rounds."""
+        save_snapshot(self._start, self.exchange.log.snapshot_path(self._start.round))
         self._thread.start()
 
     def join(self) -> None:
@@ -48,7 +47,7 @@ class Keeper:
 
     def _run(self) -> None:
         try:
-            for round_ in range(self._first + 1, self.rounds + 1):
+            for round_ in range(self._start.round + 1, self.rounds + 1):
                 self._follow(round_)
         except RunFailed:
             return
@@ -69,6 +68,5 @@ class Keeper:
             self._save(round_)
 
     def _save(self, round_: int) -> None:
-        hashes: dict[str, bytes] = {name: parameter_sha256(tensor) for name, tensor in self._theta.items()}
         snapshot = Snapshot(round_, self._theta, self._basis, self._optimizer.state)
-        save_snapshot(snapshot, self.exchange.log.snapshot_path(round_), parameters_sha256(hashes))
+        save_snapshot(snapshot, self.exchange.log.snapshot_path(round_))

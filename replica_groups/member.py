@@ -66,11 +66,9 @@ def run_member(
         states.require(last_round)
         member.load(states.path(last_round))
         outer.load(states.path(last_round), last_round)
-    else:
-        states.clear()
     member.start_round(outer)
+    _evaluate(member, replica, reporter, last_round)  # again, if the run goes on: it may have died before it was told
     if last_round == 0:
-        _evaluate(member, replica, reporter, 0)
         _tell_links(reporter, ledgers, 0)
     for round_ in range(last_round + 1, rounds + 1):
         told = time.monotonic()
@@ -102,6 +100,7 @@ def run_member(
         reporter.tell(report)
         _tell_links(reporter, ledgers, round_)
         if states.is_due(round_):
+            reporter.flush()  # a run that goes on from this state has lost no report from before it
             states.save(round_, lambda folder: _save(member, outer, folder))
 
 

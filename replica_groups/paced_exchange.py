@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
 from hetero_pp.link.shaping import Pacer
-from hetero_pp.outer.exchange_port import ExchangePort
+from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 from hetero_pp.topology import LinkPlan
@@ -27,9 +27,13 @@ class PacedExchange:
         self.forward = Ledger()
         self.backward = Ledger()
 
-    def join(self, member: str, address: str) -> int:
+    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
         """See ExchangePort."""
-        return self._exchange.join(member, address)
+        self._exchange.join(member, address, held)
+
+    def last_round(self) -> int:
+        """See ExchangePort."""
+        return self._exchange.last_round()
 
     def locate(self, member: str) -> str:
         """See ExchangePort."""

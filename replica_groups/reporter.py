@@ -18,7 +18,7 @@ class Reporter:
         self.member = member
         self._exchange = exchange
         self._interval = interval
-        self._queue: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Report | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"reporter {member}", daemon=True)
         self._thread.start()
 
@@ -30,6 +30,13 @@ class Reporter:
         """Queue a report."""
         self._queue.put(report)
 
+    def flush(self) -> None:
+        """Wait until the exchange has what was told so far, or is gone."""
+        told = threading.Event()
+        self._queue.put(told)
+        while not told.wait(0.1) and self._thread.is_alive():
+            pass
+
     def close(self) -> None:
         """Send what is queued."""
         self._queue.put(None)
@@ -38,17 +45,19 @@ class Reporter:
     def _run(self) -> None:
         over = False
         while not over:
-            batch: list[Report | None] = [self._queue.get()]
+            batch = [self._queue.get()]
             deadline = time.monotonic() + self._interval
-            while batch[-1] is not None and (left := deadline - time.monotonic()) > 0:
+            while isinstance(batch[-1], Report) and (left := deadline - time.monotonic()) > 0:
                 try:
                     batch.append(self._queue.get(timeout=left))
                 except queue.Empty:
                     break
-            over = batch[-1] is None
-            reports = [report for report in batch if report is not None]
+            reports = [one for one in batch if isinstance(one, Report)]
             if reports and not self._send(reports):
                 return
+            if isinstance(batch[-1], threading.Event):
+                batch[-1].set()
+            over = batch[-1] is None
 
     def _send(self, reports: list[Report]) -> bool:
         try:

@@ -1,13 +1,16 @@
 """What a member needs to go on after a round, beside the run's snapshot: its optimizer, its error feedback, its data.
 
     <folder>/round-000010/...
+    <folder>/round-000010/digests.json
 
-A folder appears under its name only when it is whole. The newest two are kept: a run that dies while its members save
-goes on from the newest round that all of them have.
+A folder appears under its name only when it is whole and on the disk. The newest two are kept: a run that dies while
+its members save goes on from the newest round that all of them have. Nothing else is ever deleted: what a run that
+begins anew, or goes on from an earlier round, has no use for is moved to <folder>/aside-1, aside-2, ...
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -15,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_pp.errors import HeteroPPError
+from hetero_pp.files import file_sha256, rename_whole, write_whole
+from hetero_pp.outer.exchange_port import HeldStates
 from replica_groups.ranks import ALONE, Ranks
 
 KEPT = 2
+DIGESTS = "digests.json"
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,8 @@ class SavedStates:
     """One member's, every so many rounds; on several ranks all of them make every call, and see one file system."""
 
     folder: Path
+    run: str
+    """Names the run; states of another are no use to this one."""
     every: int
     ranks: Ranks = ALONE
 
@@ -32,21 +40,65 @@ class SavedStates:
         """Where the state after a round is."""
         return self.folder / f"round-{round_:06d}"
 
-    def rounds(self) -> set[int]:
-        """After which rounds it was saved."""
+    def rounds(self) -> list[int]:
+        """After which rounds something was saved, whatever it is worth."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return {int(match[1]) for path in found if (match := re.fullmatch(r"round-(\d+)", path.name))}
+        return sorted(int(match[1]) for path in found if (match := re.fullmatch(r"round-(\d+)", path.name)))
+
+    def check(self) -> HeldStates:
+        """Read all states of this run and hold them against their digests."""
+        whole, damaged = [], []
+        for round_ in self.rounds():
+            complaint = self._complaint(round_)
+            if complaint is None:
+                whole.append(round_)
+            elif complaint:
+                damaged.append(f"{self.path(round_)} is damaged: {complaint}")
+        return HeldStates(frozenset(whole), tuple(damaged))
+
+    def _complaint(self, round_: int) -> str | None:
+        """What is wrong with a state: None if nothing, empty if it is another run's."""
+        digests = self._digests(self.path(round_))
+        try:
+            noted = json.loads((self.path(round_) / DIGESTS).read_text())
+            if noted["run"] != self.run:
+                return ""
+            expected = noted["files"]
+        except (OSError, ValueError, TypeError, KeyError):
+            return f"{DIGESTS} cannot be read"
+        wrong = sorted(name for name in {*expected, *digests} if expected.get(name) != digests.get(name))
+        return f"{wrong[0]} is not what was written" if wrong else None
+
+    def _digests(self, folder: Path) -> dict[str, str]:
+        """sha256 of every file in a folder, each read by one rank."""
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS)
+        own = {
+            path.relative_to(folder).as_posix(): file_sha256(path)
+            for path in files[self.ranks.rank :: self.ranks.world]
+        }
+        parts = self.ranks.gather_bytes(json.dumps(own).encode())
+        return {name: digest for part in parts for name, digest in json.loads(part).items()}
 
     def require(self, round_: int) -> None:
         """Raise HeteroPPError if there is no state of this round."""
         if not self.path(round_).is_dir():
             raise HeteroPPError(f"the run goes on after round {round_}, and {self.folder} has no state of it")
 
-    def clear(self) -> None:
-        """Forget what an earlier run left."""
-        if self.ranks.is_first:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def set_aside_all_but(self, kept: frozenset[int]) -> Path | None:
+        """Move what this run has no use for out of the way; where to, if there is any."""
+        others = [round_ for round_ in self.rounds() if round_ not in kept]
+        if not others:
+            return None
+        number = 1
+        while (aside := self.folder / f"aside-{number}").exists():
+            number += 1
         self.ranks.wait()
+        if self.ranks.is_first:
+            aside.mkdir()
+            for round_ in others:
+                self.path(round_).rename(aside / self.path(round_).name)
+        self.ranks.wait()
+        return aside
 
     def is_due(self, round_: int) -> bool:
         return round_ % self.every == 0
@@ -60,8 +112,9 @@ class SavedStates:
         self.ranks.wait()
         write(part)
         self.ranks.wait()
+        files = self._digests(part)
         if self.ranks.is_first:
-            shutil.rmtree(self.path(round_), ignore_errors=True)
-            part.rename(self.path(round_))
-            for old in sorted(self.rounds())[:-KEPT]:
+            write_whole(part / DIGESTS, json.dumps({"run": self.run, "files": files}, indent=1).encode())
+            rename_whole(part, self.path(round_))
+            for old in self.rounds()[:-KEPT]:
                 shutil.rmtree(self.path(old))

@@ -8,7 +8,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError, RunFailed
-from hetero_pp.outer.exchange_port import ExchangePort
+from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 from replica_groups.ranks import Ranks
@@ -26,9 +26,18 @@ class SharedExchange:
         self._exchange = exchange
         self._ranks = ranks
 
-    def join(self, member: str, address: str) -> int:
+    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
+        """See ExchangePort. The first rank speaks for all: they see one file system."""
+
+        def join(exchange: ExchangePort) -> bytes:
+            exchange.join(member, address, held)
+            return b""
+
+        self._ask(join)
+
+    def last_round(self) -> int:
         """See ExchangePort."""
-        return int(self._ask(lambda exchange: str(exchange.join(member, address)).encode()))
+        return int(self._ask(lambda exchange: str(exchange.last_round()).encode()))
 
     def locate(self, member: str) -> str:
         """See ExchangePort."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -11,17 +12,28 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 
 
+@dataclass(frozen=True)
+class HeldStates:
+    """What a member could go on from: the rounds of which it has a sound state, and what is wrong with others."""
+
+    rounds: frozenset[int] = frozenset()
+    damaged: tuple[str, ...] = ()
+
+
+NOTHING = HeldStates()
+
+
 class ExchangePort(Protocol):
     """The exchange of contributions, as one member sees it.
 
     Every call may raise Refused (the request is wrong) or RunFailed (another member failed, the run is over).
     """
 
-    def join(self, member: str, address: str) -> int:
-        """Tell that this member runs, and where it listens for its upstream neighbour (empty: nowhere).
+    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
+        """Tell that this member is here, what it holds, and where it listens for the stage before (empty: nowhere)."""
 
-        The answer is the round after which the run goes on: 0 if it begins.
-        """
+    def last_round(self) -> int:
+        """The round after which the run goes on: 0 if it begins. Waits until that is decided: until all have joined."""
 
     def locate(self, member: str) -> str:
         """The address of another member; waits until it has joined."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -115,7 +116,7 @@ def _shapes_of(shape: ModelShape, stage: StagePlan | None) -> Mapping[str, tuple
     return MappingProxyType({name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()})
 
 
-def _meaning(config: RunConfig) -> str:
+def meaning(config: RunConfig) -> dict[str, Any]:
     """What all hosts of a run have to agree on: not where each keeps its files, listens, or how it computes."""
     found = config.model_dump(mode="json")
     for name in ("exchange", "simulate", "plan", "threads"):
@@ -129,7 +130,7 @@ def _meaning(config: RunConfig) -> str:
             replica.pop(name, None)
         for stage in replica["stages"] if isinstance(replica.get("stages"), list) else ():
             stage.pop("listen")
-    return json.dumps(found, sort_keys=True)
+    return found
 
 
 class RunPlan:
@@ -138,7 +139,7 @@ class RunPlan:
     def __init__(self, config: RunConfig, vocabulary: int | None) -> None:
         self.config = config
         self.shape: ModelShape = config.model.resolve(vocabulary)
-        self.run = hashlib.sha256(_meaning(config).encode()).hexdigest()[:32]
+        self.run = hashlib.sha256(json.dumps(meaning(config), sort_keys=True).encode()).hexdigest()[:32]
         """Names the run in its contributions: the same on all hosts, wherever they keep their files."""
         self.total_steps = config.outer.rounds * config.inner.steps
         self.links: dict[str, LinkPlan] = {plan.name: plan for plan in link_plans(config.replicas, config.links)}

@@ -8,32 +8,34 @@ from pathlib import Path
 
 import torch
 
-from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
+from hetero_pp.errors import ConfigError, HeteroPPError, LinkClosed, RunFailed
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.program.config import MemberPlan, RunPlan
-from hetero_pp.program.exchange_host import start_exchange
+from hetero_pp.program.exchange_host import begin_run, make_exchange
 from hetero_pp.program.resume import states_of
 from hetero_pp.program.train import train_member
 from hetero_pp.rpc.messages_pb2 import Report
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, stage_link_name
 from replica_groups.exchange import Exchange
+from replica_groups.restart import join_run
 from replica_groups.saved_states import SavedStates
 
 Ends = dict[str, tuple[LinkEnd | None, LinkEnd | None]]
 
 
 def run_in_process(
-    plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], last_round: int = 0
+    plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool = False
 ) -> None:
-    """Train the whole topology, from after `last_round` on; raises the first member's error, if any fails.
+    """Train the whole topology, or go on with the run in the folder; raises the first member's error, if any fails.
 
     Raises ConfigError for replicas that need processes of their own.
     """
     require_threads(plan)
     torch.set_num_threads(plan.config.threads)
-    exchange, keeper = start_exchange(plan, folder, last_round)
-    watcher = threading.Thread(target=_watch, args=(exchange, on_report), name="watcher", daemon=True)
+    exchange = make_exchange(plan, folder)
+    failures: list[Exception] = []
+    watcher = threading.Thread(target=_watch, args=(exchange, on_report, failures), name="watcher", daemon=True)
     watcher.start()
     ends = _connect(plan)
     errors: list[Exception] = []
@@ -49,16 +51,20 @@ def run_in_process(
     try:
         for thread in threads:
             thread.start()
+        keeper = begin_run(exchange, plan, resume)
         for thread in threads:
             thread.join()
         keeper.join()
-    except KeyboardInterrupt:
-        exchange.fail("interrupted")
-        _abort(ends, "interrupted")
+    except (HeteroPPError, KeyboardInterrupt) as error:
+        exchange.fail(str(error) or "interrupted")
+        _abort(ends, str(error) or "interrupted")
         raise
     finally:
         exchange.end_watching()
         watcher.join()
+    if failures:
+        kind = type(failures[0]).__name__
+        raise RunFailed(f"the run's reports could not be followed to its end: {kind}: {failures[0]}")
     if errors:
         raise next((error for error in errors if not isinstance(error, LinkClosed | RunFailed)), errors[0])
 
@@ -73,9 +79,12 @@ def require_threads(plan: RunPlan) -> None:
             )
 
 
-def _watch(exchange: Exchange, on_report: Callable[[Report], None]) -> None:
-    for report in exchange.watch():
-        on_report(report)
+def _watch(exchange: Exchange, on_report: Callable[[Report], None], failures: list[Exception]) -> None:
+    try:
+        for report in exchange.watch():
+            on_report(report)
+    except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run tells)
+        failures.append(error)
 
 
 def _connect(plan: RunPlan) -> Ends:
@@ -104,7 +113,7 @@ def _run_member(
     torch.set_num_threads(plan.config.threads)
     upstream, downstream = ends[member.name]
     try:
-        last_round = exchange.join(member.name, "")
+        last_round = join_run(exchange, member.name, "", states)
         train_member(plan, member, exchange, upstream, downstream, cache, states, last_round)
         for link in (upstream, downstream):
             if link is not None:

@@ -31,21 +31,22 @@ _SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_TO_END = 3.0
 
 
-def launch(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], last_round: int = 0) -> None:
+def launch(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool = False) -> None:
     """Run the whole topology over gRPC, one process a member. `folder` holds the resolved config.yaml.
 
-    The run goes on after `last_round`, if that is not 0.
+    With `resume` it goes on with the run that is in the folder.
 
-    Raises RunFailed with the first cause if any process fails. However this function ends, its processes have.
+    Raises RunFailed with the first cause if any process fails, or if reports could not be followed. However this
+    function ends, its processes have.
     """
     token = secrets.token_hex(16)
-    crew = Crew(folder, cache, last_round)
+    crew = Crew(folder, cache, resume)
     try:
         for name in (EXCHANGE, *plan.members):
             crew.start(name)
         crew.tell(EXCHANGE, {"token": token})
         address = crew.hear(EXCHANGE)["address"]
-        watcher = watch_exchange(address, token, on_report)
+        watcher = Watcher(address, token, on_report)
         for name in plan.members:
             crew.tell(name, {"token": token, "exchange": address})
         crew.wait()
@@ -54,31 +55,42 @@ def launch(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report
         crew.end()
 
 
-def watch_exchange(address: str, token: str, on_report: Callable[[Report], None]) -> threading.Thread:
-    """A started thread that hands on every report until the exchange ends."""
-    client = ExchangeClient(address, token, "launcher")
-    watcher = threading.Thread(target=_watch, args=(client, on_report), name="watcher", daemon=True)
-    watcher.start()
-    return watcher
+class Watcher:
+    """A thread that hands on every report until the exchange ends."""
 
+    def __init__(self, address: str, token: str, on_report: Callable[[Report], None]) -> None:
+        self._client = ExchangeClient(address, token, "launcher")
+        self._on_report = on_report
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self._thread.start()
 
-def _watch(client: ExchangeClient, on_report: Callable[[Report], None]) -> None:
-    try:
-        for report in client.watch():
-            on_report(report)
-    except (LinkError, RunFailed):
-        pass  # the exchange has ended; `Crew.wait` says why
-    finally:
-        client.close()
+    def join(self) -> None:
+        """Wait for the last report. Raises RunFailed if one of them could not be handed on."""
+        self._thread.join()
+        if self._error is not None:
+            kind = type(self._error).__name__
+            raise RunFailed(f"the run's reports could not be followed to its end: {kind}: {self._error}")
+
+    def _run(self) -> None:
+        try:
+            for report in self._client.watch():
+                self._on_report(report)
+        except (LinkError, RunFailed):
+            pass  # the exchange has ended; `Crew.wait` says why, and whoever counts rounds whether it was too early
+        except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run tells)
+            self._error = error
+        finally:
+            self._client.close()
 
 
 class Crew:
     """The processes of one run, each with a connection to it that is also its lifeline."""
 
-    def __init__(self, folder: Path, cache: Path, last_round: int = 0) -> None:
+    def __init__(self, folder: Path, cache: Path, resume: bool = False) -> None:
         self._folder = folder
         self._cache = cache
-        self._last_round = last_round
+        self._resume = resume
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._processes: dict[str, ForkServerProcess] = {}
@@ -87,7 +99,7 @@ class Crew:
     def start(self, member: str) -> None:
         """Start a member, which then waits for its job; what it prints goes to logs/<member>.log."""
         ours, theirs = self._context.Pipe()
-        job = Job(member, self._folder, self._cache, self._last_round)
+        job = Job(member, self._folder, self._cache, self._resume)
         process = self._context.Process(target=process_main, args=(theirs, job), name=member)
         process.start()
         theirs.close()

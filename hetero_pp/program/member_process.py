@@ -25,7 +25,7 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.program.config import MemberPlan, RunPlan
-from hetero_pp.program.exchange_host import start_exchange
+from hetero_pp.program.exchange_host import begin_run, make_exchange
 from hetero_pp.program.resume import states_of
 from hetero_pp.program.torchrun import CONSEQUENCE, RankJob, run_ranks
 from hetero_pp.program.train import train_member
@@ -35,6 +35,8 @@ from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.rpc.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica, stage_link_name
+from replica_groups.restart import join_run
+from replica_groups.saved_states import SavedStates
 
 FAILED = 1
 
@@ -51,8 +53,8 @@ class Job:
     member: str
     folder: Path
     cache: Path
-    last_round: int = 0
-    """Of the run that goes on."""
+    resume: bool = False
+    """Whether the exchange goes on with the run that is in the folder."""
 
 
 def log_path(folder: Path, member: str) -> Path:
@@ -109,7 +111,7 @@ def _say(launcher: Connection, **words: str) -> None:
 
 
 def _run_exchange(plan: RunPlan, token: str, job: Job, launcher: Connection) -> int:
-    exchange, keeper = start_exchange(plan, job.folder, job.last_round)
+    exchange = make_exchange(plan, job.folder)
     listen = plan.config.exchange.listen
     try:
         server, port = serve_exchange(exchange, token, listen, len(plan.members))
@@ -118,10 +120,12 @@ def _run_exchange(plan: RunPlan, token: str, job: Job, launcher: Connection) -> 
         return FAILED
     _say(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
+        keeper = begin_run(exchange, plan, job.resume)
         exchange.wait_until_finished()
         keeper.join()
     except RunFailed as error:
         _say(launcher, failure=str(error))
+        exchange.fail(str(error))
         exchange.end_watching()
         exchange.wait_until_left(_SECONDS_TO_HEAR)
         server.stop(1).wait()
@@ -140,9 +144,9 @@ def _run_member(plan: RunPlan, token: str, address: str, member: MemberPlan, job
             ranks = RankJob(member.name, folder, cache, address)
             run_ranks(member.replica, plan.run, ranks, token)
             return 0
-        upstream, downstream, last_round = _open_links(plan, token, member, exchange)
-        links = [link for link in (upstream, downstream) if link is not None]
         states = states_of(plan, job.folder, member.name)
+        upstream, downstream, last_round = _open_links(plan, token, member, exchange, states)
+        links = [link for link in (upstream, downstream) if link is not None]
         train_member(plan, member, exchange, upstream, downstream, job.cache, states, last_round)
         for link in links:
             link.close()
@@ -174,12 +178,12 @@ def _refusal_reporter(exchange: ExchangeClient, member: str) -> Callable[[str, s
 
 
 def _open_links(
-    plan: RunPlan, token: str, member: MemberPlan, exchange: ExchangeClient
+    plan: RunPlan, token: str, member: MemberPlan, exchange: ExchangeClient, states: SavedStates
 ) -> tuple[LinkEnd | None, LinkEnd | None, int]:
     """Listen for the stage before, join, dial the stage after; and the round after which the run goes on."""
     replica, stage = member.replica, member.stage
     if stage is None or not isinstance(replica, ParticipantsReplica):
-        return None, None, exchange.join(member.name, "")
+        return None, None, join_run(exchange, member.name, "", states)
     server, address = None, ""
     if not stage.is_first:
         link = plan.links[stage_link_name(replica.name, stage.index - 1)]
@@ -188,7 +192,7 @@ def _open_links(
         listen = (own and own.listen) or "127.0.0.1:0"
         _, port = make_server(listen, [server.handler()], max_workers=4)
         address = f"{listen.rsplit(':', 1)[0]}:{port}"
-    last_round = exchange.join(member.name, address)
+    last_round = join_run(exchange, member.name, address, states)
     downstream: LinkEnd | None = None
     if not stage.is_last:
         link = plan.links[stage_link_name(replica.name, stage.index)]

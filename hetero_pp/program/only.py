@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.config import RunConfig
-from hetero_pp.program.launch import Crew, watch_exchange
+from hetero_pp.program.launch import Crew, Watcher
 from hetero_pp.rpc.messages_pb2 import Report
 from hetero_pp.topology import EXCHANGE, ParticipantsReplica
 
@@ -77,15 +77,13 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
-def launch_exchange(
-    folder: Path, cache: Path, token: str, last_round: int, on_report: Callable[[Report], None]
-) -> None:
+def launch_exchange(folder: Path, cache: Path, token: str, resume: bool, on_report: Callable[[Report], None]) -> None:
     """Carry the exchange until the run is over. Raises RunFailed with its cause if it fails, on whatever host."""
-    crew = Crew(folder, cache, last_round)
+    crew = Crew(folder, cache, resume)
     try:
         crew.start(EXCHANGE)
         crew.tell(EXCHANGE, {"token": token})
-        watcher = watch_exchange(crew.hear(EXCHANGE)["address"], token, on_report)
+        watcher = Watcher(crew.hear(EXCHANGE)["address"], token, on_report)
         crew.wait()
         watcher.join()
     finally:

@@ -25,6 +25,7 @@ from hetero_pp.rpc.exchange import ExchangeClient
 from hetero_pp.rpc.messages_pb2 import Failure, Report
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.ranks import Ranks, init_ranks
+from replica_groups.restart import join_run
 from replica_groups.shared_exchange import SharedExchange
 
 
@@ -43,8 +44,9 @@ def main() -> None:
     exchange = ExchangeClient(job.exchange, os.environ[TOKEN], job.member, plan.run)
     try:
         require_one_run(ranks, plan.run, job.member)
-        last_round = SharedExchange(exchange if ranks.is_first else None, ranks).join(job.member, "")
         states = replace(states_of(plan, Path(job.folder), job.member), ranks=ranks)
+        shared = SharedExchange(exchange if ranks.is_first else None, ranks)
+        last_round = join_run(shared, job.member, "", states)
         train_member(plan, member, exchange, None, None, Path(job.cache), states, last_round, ranks)
     except (LinkError, RunFailed) as error:
         print(error, file=sys.stderr, flush=True)

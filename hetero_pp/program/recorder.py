@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
 
+from hetero_pp.files import PART, flush, write_whole
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.pictures import draw_links, draw_losses
 from hetero_pp.program.run_state import RunState
@@ -21,23 +22,56 @@ SUMMARY = "summary.json"
 
 
 class Recorder:
-    """Writes reports as they come. Give each report to `state` first, then to `on_report`."""
+    """Writes reports as they come. Give each report to `state` first, then to `on_report`.
 
-    def __init__(self, plan: RunPlan, folder: Path, state: RunState) -> None:
+    What it writes is a view of the run: where that fails it says so, once, and neither ends nor falsifies the run.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        folder: Path,
+        state: RunState,
+        resume: bool = False,
+        complain: Callable[[str], None] = print,
+    ) -> None:
+        """With `resume` what an earlier start of the run left stays as it is until `go_on`."""
         self._folder = folder
         self._state = state
+        self._complain = complain
+        self._complained = False
         self._lock = threading.Lock()
-        self._metrics = (folder / METRICS).open("w", buffering=1)  # by line: a killed run keeps what it wrote
+        self._path = folder / (METRICS + PART if resume else METRICS)
+        self._metrics = self._path.open("w", buffering=1)  # by line: a killed run keeps what it wrote
         self._board = _Board(plan, folder / "tensorboard", state)
+
+    def go_on(self) -> None:
+        """Take the place of what an earlier start wrote: all that is to be kept of it was reported again."""
+        with self._lock:
+            self._metrics.flush()
+            flush(self._path)
+            self._path = self._path.replace(self._folder / METRICS)
+            flush(self._folder)
 
     def on_report(self, report: Report) -> None:
         """Write one report; nothing any more after `close`."""
         with self._lock:
             if self._metrics.closed:
                 return
-            for line in flat_lines(report):
-                self._metrics.write(to_json(line) + "\n")
-            self._board.on_report(report)
+            try:
+                self._write(report)
+            except Exception as error:  # noqa: BLE001 (see above: whatever fails here is not the run)
+                self._fails(error)
+
+    def _write(self, report: Report) -> None:
+        for line in flat_lines(report):
+            self._metrics.write(to_json(line) + "\n")
+        self._board.on_report(report)
+
+    def _fails(self, error: Exception) -> None:
+        if not self._complained:
+            self._complain(f"what is recorded in {self._folder} has gaps, the run goes on: {error}")
+        self._complained = True
 
     def fail(self, cause: str) -> None:
         """The run has failed: the summary will say why."""
@@ -46,11 +80,15 @@ class Recorder:
     def close(self) -> None:
         """Write summary.json and the pictures, of what is known."""
         with self._lock:
-            self._metrics.close()
-            self._board.close()
-        part = self._folder / f"{SUMMARY}.part"
-        part.write_text(to_json(self._state.summary(), indent=2) + "\n")
-        part.replace(self._folder / SUMMARY)
+            for close in (self._metrics.close, self._board.close):
+                try:
+                    close()
+                except Exception as error:  # noqa: BLE001 (see above)
+                    self._fails(error)
+        if self._path.name != METRICS:
+            self._path.unlink()  # the run did not go on: what it had left stays
+            return
+        write_whole(self._folder / SUMMARY, (to_json(self._state.summary(), indent=2) + "\n").encode())
         draw_losses(self._state, self._folder / "loss.png")
         draw_links(self._state, self._folder / "links.png")
 
@@ -80,6 +118,9 @@ def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
             "contributions": len(record.contributions),
         }
         yield from (head | {"event": "contribution"} | line for line in _contribution_lines(record))
+    elif event == "begun":
+        begun = report.begun
+        yield head | {"event": event, "last_round": begun.last_round, "damaged": "; ".join(begun.damaged)}
     elif event is not None:
         yield head | {"event": event} | _fields(getattr(report, event))
 

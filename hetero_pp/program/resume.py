@@ -1,9 +1,13 @@
-"""Going on with a run that ended early: from which round, and what it had reported until then."""
+"""Going on with a run that ended early: what may change, where its parts are, and what had been reported of it.
+
+After which round it goes on is not decided here: members tell what they hold, and the exchange chooses
+(replica_groups.restart).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,13 +15,17 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.program.config import RunPlan
+from hetero_pp.errors import ConfigError, DamagedFile, dotted
+from hetero_pp.program.config import RunConfig, RunPlan, meaning
 from hetero_pp.program.recorder import METRICS
 from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.rpc.messages_pb2 import Report
+from hetero_pp.topology import EXCHANGE
 from replica_groups.log import ContributionLog
 from replica_groups.saved_states import SavedStates
+
+_KEPT = ("inner_step", "evaluation", "link_use", "round_verified")
+"""Events that a run which goes on tells again; closed rounds are in the log."""
 
 
 def log_of(folder: Path) -> ContributionLog:
@@ -27,63 +35,63 @@ def log_of(folder: Path) -> ContributionLog:
 
 def states_of(plan: RunPlan, folder: Path, member: str) -> SavedStates:
     """Where a member of the run in a folder keeps its state."""
-    return SavedStates(folder / "state" / member, plan.config.snapshots.every)
+    return SavedStates(folder / "state" / member, plan.run, plan.config.snapshots.every)
 
 
-def last_round(plan: RunPlan, folder: Path, members: Sequence[str]) -> int:
-    """The newest round after which the run has a snapshot, these members their state, and every replica told its loss.
-
-    Raises ConfigError if there is no such run, it was another configuration's, or it has no such round.
-    """
-    config = folder / "config.yaml"
-    if not config.is_file():
+def require_same_run(config: RunConfig, folder: Path) -> None:
+    """Raise ConfigError if there is no run in the folder, or one that this configuration cannot go on with."""
+    path = folder / "config.yaml"
+    if not path.is_file():
         raise ConfigError((), f"--resume: found no run in {folder}")
-    if RunPlan(ConfigFile(config).config, plan.shape.vocabulary).run != plan.run:
-        raise ConfigError((), f"--resume: the run in {folder} has another configuration, see {config}")
-    rounds = log_of(folder).snapshots() & _evaluated(plan, folder) - {0}
-    for member in members:
-        rounds &= states_of(plan, folder, member).rounds()
-    if not rounds:
-        raise ConfigError(
-            (), f"--resume: the run in {folder} ended before all members saved a round (snapshots.every); start it anew"
-        )
-    return max(rounds)
+    before = ConfigFile(path).config
+    weights = [{"model": {"weights": one.model.weights}} for one in (before, config)]
+    for old, new in ((meaning(before), meaning(config)), weights):
+        for key, was, now in _differences(old, new):
+            shown = f"found {json.dumps(now)}, expected {json.dumps(was)} as in {path}"
+            raise ConfigError((), f"--resume: {dotted(key)}: {shown}: it may not change while a run goes on")
 
 
-def reports_until(folder: Path, round_: int) -> list[Report]:
-    """What was reported of a run's rounds up to this one."""
-    return list(_reports(_lines(folder), log_of(folder), round_))
+def _differences(
+    old: Any, new: Any, key: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], Any, Any]]:
+    """(key, what it was, what it is) of every value that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            yield from _differences(old.get(name), new.get(name), (*key, name))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (was, now) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(was, now, (*key, index))
+    elif old != new:
+        yield key, old, new
 
 
-def _evaluated(plan: RunPlan, folder: Path) -> set[int]:
-    """Rounds of which every replica's loss was reported: reports come some time after what they tell."""
-    told: dict[str, set[int]] = {replica.name: set() for replica in plan.config.replicas}
-    for line in _lines(folder):
-        if line.get("event") == "evaluation" and line["replica"] in told:
-            told[line["replica"]].add(line["round"])
-    return set.intersection(*told.values())
+def reports_until(folder: Path, last: int, complain: Callable[[str], None]) -> list[Report]:
+    """What was reported of a run's rounds up to this one: closed rounds by its log, the rest as far as it was noted."""
+    lines = list(_lines(folder / METRICS))
+    closed = {line["round"]: line["time"] for line in lines if line.get("event") == "round_closed"}
+    reports = [_report(line) for line in lines if line.get("event") in _KEPT and line["round"] <= last]
+    log = log_of(folder)
+    for round_ in range(1, last + 1):
+        try:
+            record = log.read_record(round_)
+        except (DamagedFile, FileNotFoundError) as error:
+            complain(f"round {round_} is left out of the summary: {error}")
+            continue
+        written = log.folder / f"round-{round_:06d}" / "record.json"
+        reports.append(Report(time=closed.get(round_, written.stat().st_mtime), member=EXCHANGE, round_closed=record))
+    return sorted(reports, key=lambda report: report.time)
 
 
-def _lines(folder: Path) -> Iterator[dict[str, Any]]:
-    metrics = folder / METRICS
-    for line in metrics.read_text().splitlines() if metrics.is_file() else ():
+def _lines(metrics: Path) -> Iterator[dict[str, Any]]:
+    for line in metrics.read_text(errors="replace").splitlines() if metrics.is_file() else ():
         with suppress(json.JSONDecodeError):  # the last line of a run that was killed as it wrote
             yield json.loads(line)
 
 
-def _reports(lines: Iterator[dict[str, Any]], log: ContributionLog, last: int) -> Iterator[Report]:
-    for line in lines:
-        event = line.get("event")
-        if event not in ("inner_step", "evaluation", "link_use", "round_closed", "round_verified"):
-            continue
-        if line["round"] > last:
-            continue
-        report = Report(time=line["time"], member=line["member"])
-        if event == "round_closed":
-            report.round_closed.CopyFrom(log.read_record(line["round"]))
-        else:
-            _fill(getattr(report, event), line)
-        yield report
+def _report(line: dict[str, Any]) -> Report:
+    report = Report(time=line["time"], member=line["member"])
+    _fill(getattr(report, line["event"]), line)
+    return report
 
 
 def _fill(message: Message, line: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.errors import ConfigError, HeteroPPError
+from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
+from hetero_pp.program.claim import claim, claim_all
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.display import LiveDisplay, print_result
 from hetero_pp.program.in_process import run_in_process
@@ -16,14 +17,14 @@ from hetero_pp.program.inputs import Prepared, new_run_folder, prepare
 from hetero_pp.program.launch import launch
 from hetero_pp.program.only import commands, launch_exchange, launch_members, new_token, read_token, write_token
 from hetero_pp.program.recorder import Recorder
-from hetero_pp.program.resume import last_round, log_of, reports_until
+from hetero_pp.program.resume import reports_until, require_same_run
 from hetero_pp.program.run_state import RunState
 from hetero_pp.program.yaml_file import ConfigFile, save_config
-from hetero_pp.rpc.messages_pb2 import Report
-from hetero_pp.topology import EXCHANGE
+from hetero_pp.rpc.messages_pb2 import Begun, Report
+from hetero_pp.topology import EXCHANGE, DatacenterReplica
 
-Start = Callable[[RunPlan, Path, Path, Callable[[Report], None], int], None]
-"""(plan, folder, cache, on_report, last round): runs until the run is over."""
+Start = Callable[[RunPlan, Path, Path, Callable[[Report], None], bool], None]
+"""(plan, folder, cache, on_report, whether it goes on): runs until the run is over."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Host:
 def run_topology(path: Path, overrides: Sequence[str], runs: Path, in_process: bool, resume: bool = False) -> None:
     """Train the topology of a YAML and leave everything in a new folder under `runs`; or go on with the one there."""
     prepared = _prepare(path, overrides, runs, None)
-    _run_and_record(prepared, runs, run_in_process if in_process else launch, resume)
+    with claim(runs.absolute(), prepared.plan.config.name, prepared.names):
+        _run_and_record(prepared, runs, run_in_process if in_process else launch, resume)
 
 
 def run_on_this_host(
@@ -55,21 +57,32 @@ def run_on_this_host(
     if host.only == EXCHANGE:
         token = new_token() if host.token is None else read_token(host.token)
 
-        def start(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], last: int) -> None:
+        def start(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool) -> None:
             Console().print(f"Members need --exchange HOST:{_port(plan)} and the token in {write_token(folder, token)}")
-            launch_exchange(folder, cache, token, last, on_report)
+            launch_exchange(folder, cache, token, resume, on_report)
 
-        _run_and_record(prepared, runs, start, resume)
+        with claim(runs.absolute(), prepared.plan.config.name, [EXCHANGE]):
+            _run_and_record(prepared, runs, start, resume)
         return
     if host.exchange is None or host.token is None:
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE beside it")
     if resume:
         raise ConfigError((), f"--only {host.only}: leave out --resume, the exchange says after which round to go on")
-    folder = runs.absolute() / prepared.plan.config.name
-    folder.mkdir(parents=True, exist_ok=True)
-    save_config(prepared.plan.config, folder / "config.yaml")
-    Console().print(f"{prepared.plan.config.name}: {', '.join(prepared.names)} (what they print: {folder}/logs)")
-    launch_members(prepared.names, folder, prepared.cache, host.exchange, read_token(host.token))
+    _run_members(prepared, runs.absolute(), host.exchange, read_token(host.token))
+
+
+def _run_members(prepared: Prepared, runs: Path, exchange: str, token: str) -> None:
+    name, folder = prepared.plan.config.name, runs / prepared.plan.config.name
+    with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.plan, one)]):
+        save_config(prepared.plan.config, folder / "config.yaml")
+        Console().print(f"{name}: {', '.join(prepared.names)} (what they print: {folder}/logs)")
+        launch_members(prepared.names, folder, prepared.cache, exchange, token)
+
+
+def _is_shared(plan: RunPlan, member: str) -> bool:
+    """Whether several nodes carry a member together, and see one folder."""
+    replica = plan.members[member].replica
+    return isinstance(replica, DatacenterReplica) and replica.nodes > 1
 
 
 def print_commands(path: Path, overrides: Sequence[str]) -> None:
@@ -94,32 +107,56 @@ def _port(plan: RunPlan) -> str:
 
 
 def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -> None:
-    """Run it, with metrics, summary, pictures and a live view."""
+    """Run it, with metrics, summary, pictures and a live view.
+
+    Raises RunFailed if it ended early without saying why.
+    """
     plan, console = prepared.plan, Console()
-    folder, last, told = runs.absolute() / plan.config.name, 0, []
-    if resume:
-        last = last_round(plan, folder, [name for name in prepared.names if name != EXCHANGE])
-        told = reports_until(folder, last)
-        log_of(folder).forget_after(last)
-        console.print(f"{plan.config.name}: going on after round {last}")
-    else:
-        new_run_folder(runs.absolute(), plan.config.name)
-        save_config(plan.config, folder / "config.yaml")
+    folder = _folder_for(plan, runs.absolute(), resume)
+
+    def say(line: str) -> None:
+        console.print(f"{plan.config.name}: {line}", soft_wrap=True, highlight=False, markup=False)
+
     state = RunState(plan)
-    recorder = Recorder(plan, folder, state)
+    recorder = Recorder(plan, folder, state, resume, say)
 
     def on_report(report: Report) -> None:
+        if report.HasField("begun") and resume:
+            _go_on(folder, report.begun, state, recorder, say)
         state.apply(report)
         recorder.on_report(report)
 
-    for report in told:
-        on_report(report)
     try:
         with LiveDisplay(state, console):
-            start(plan, folder, prepared.cache, on_report, last)
+            start(plan, folder, prepared.cache, on_report, resume)
+        if not state.is_over or state.rounds < plan.config.outer.rounds:
+            raise RunFailed(f"ended after round {state.rounds} of {plan.config.outer.rounds}, and nobody said why")
     except (HeteroPPError, KeyboardInterrupt) as error:
         recorder.fail(str(error) or "interrupted")
         raise
     finally:
         recorder.close()
     print_result(console, state.summary(), folder)
+
+
+def _folder_for(plan: RunPlan, runs: Path, resume: bool) -> Path:
+    """The folder of the run, with its configuration: a new one, or that of the run that goes on."""
+    folder = runs / plan.config.name
+    if resume:
+        require_same_run(plan.config, folder)
+    else:
+        with claim_all(runs, plan.config.name):
+            new_run_folder(runs, plan.config.name)
+    save_config(plan.config, folder / "config.yaml")
+    return folder
+
+
+def _go_on(folder: Path, begun: Begun, state: RunState, recorder: Recorder, say: Callable[[str], None]) -> None:
+    """Tell again what had been reported of the rounds before."""
+    for damaged in begun.damaged:
+        say(f"passed over: {damaged}")
+    say(f"going on after round {begun.last_round}")
+    for report in reports_until(folder, begun.last_round, say):
+        state.apply(report)
+        recorder.on_report(report)
+    recorder.go_on()

@@ -354,12 +354,10 @@ def _contribution_sizes(size: int, kept_values: int) -> dict[str, Any]:
     return {"bytes": size, "kept_values": kept_values, "bits_per_value": bits}
 
 
-def _from_first_round(losses: Mapping[int, float | None]) -> list[float]:
-    """The losses of rounds 1, 2, ... up to the first that is not known."""
-    known: list[float] = []
-    while (loss := losses.get(len(known) + 1)) is not None:
-        known.append(loss)
-    return known
+def _from_first_round(losses: Mapping[int, float | None]) -> list[float | None]:
+    """The losses of rounds 1, 2, ... up to the last that is known; None for what was not told before it."""
+    last = max((round_ for round_, loss in losses.items() if loss is not None), default=0)
+    return [losses.get(round_) for round_ in range(1, last + 1)]
 
 
 def _replica_summary(replica: ReplicaState) -> dict[str, Any]:

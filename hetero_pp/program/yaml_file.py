@@ -14,6 +14,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from hetero_pp.errors import ConfigError, dotted
+from hetero_pp.files import whole
 from hetero_pp.program.config import RunConfig
 from hetero_pp.program.hugging_face.reading import with_weights_described
 
@@ -101,8 +102,8 @@ def save_config(config: RunConfig, path: Path) -> None:
     """Write the resolved configuration; loading it gives an equal one."""
     yaml = YAML()
     yaml.default_flow_style = False
-    with path.open("w") as file:
-        yaml.dump(config.model_dump(mode="json"), file)
+    with whole(path) as part:
+        yaml.dump(config.model_dump(mode="json"), part)
 
 
 def _plain(node: Any) -> Any:

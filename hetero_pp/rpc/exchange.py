@@ -16,14 +16,14 @@ from google.protobuf.message import Message
 from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError, LinkClosed, MalformedMessage, Refused, ReplicasDiffer, RunFailed
-from hetero_pp.outer.exchange_port import ExchangePort
+from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import messages_pb2 as pb
 from hetero_pp.rpc.channels import make_channel, make_server
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 
 SERVICE = "hetero_pp.Exchange"
-VERSION = 1
+VERSION = 2
 MAX_BLOB_BYTES = 4 << 30
 
 _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
@@ -86,6 +86,7 @@ class _Handlers:
             SERVICE,
             {
                 "Join": one_to_one(self._join, pb.JoinRequest),
+                "LastRound": one_to_one(self._last_round, pb.LastRoundRequest),
                 "Locate": one_to_one(self._locate, pb.LocateRequest),
                 "Snapshot": one_to_frames(self._snapshot, pb.SnapshotRequest),
                 "Deposit": grpc.stream_unary_rpc_method_handler(
@@ -140,7 +141,12 @@ class _Handlers:
     def _join(self, request: pb.JoinRequest, member: str) -> pb.JoinReply:
         if request.version != VERSION:
             raise Refused(f"found protocol version {request.version}, expected {VERSION}")
-        return pb.JoinReply(last_round=self.exchange.join(member, request.address))
+        held = HeldStates(frozenset(request.rounds), tuple(request.damaged))
+        self.exchange.join(member, request.address, held)
+        return pb.JoinReply()
+
+    def _last_round(self, request: pb.LastRoundRequest, member: str) -> pb.LastRoundReply:
+        return pb.LastRoundReply(last_round=self.exchange.last_round())
 
     def _stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
         """Held open by every member. If the caller is gone before the run is over, the exchange is told."""
@@ -219,14 +225,18 @@ class ExchangeClient:
             self._stay.cancel()
         self._channel.close()
 
-    def join(self, member: str, address: str) -> int:
+    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
         """See ExchangePort. Waits for the exchange to come up, and from then on is known to be there."""
-        reply = self._ask("Join", pb.JoinRequest(version=VERSION, address=address), pb.JoinReply, wait=True)
+        request = pb.JoinRequest(version=VERSION, address=address, rounds=sorted(held.rounds), damaged=held.damaged)
+        self._ask("Join", request, pb.JoinReply, wait=True)
         call = self._channel.unary_unary(
             f"/{SERVICE}/Stay", lambda message: message.SerializeToString(), pb.StayReply.FromString
         )
         self._stay = call.future(pb.StayRequest(), metadata=self._metadata)
-        return reply.last_round
+
+    def last_round(self) -> int:
+        """See ExchangePort."""
+        return self._ask("LastRound", pb.LastRoundRequest(), pb.LastRoundReply).last_round
 
     def locate(self, member: str) -> str:
         """See ExchangePort."""

@@ -96,22 +96,36 @@ class ContributionEntry(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
-    __slots__ = ("round", "contributions")
+    __slots__ = ("round", "contributions", "sha256")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
     round: int
     contributions: _containers.RepeatedCompositeFieldContainer[ContributionEntry]
-    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ...) -> None: ...
+    sha256: bytes
+    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("version", "address")
+    __slots__ = ("version", "address", "rounds", "damaged")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     version: int
     address: str
-    def __init__(self, version: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    rounds: _containers.RepeatedScalarFieldContainer[int]
+    damaged: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., address: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., damaged: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LastRoundRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LastRoundReply(_message.Message):
     __slots__ = ("last_round",)
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     last_round: int
@@ -296,12 +310,20 @@ class Joined(_message.Message):
     address: str
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
+class Begun(_message.Message):
+    __slots__ = ("last_round", "damaged")
+    LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    last_round: int
+    damaged: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, last_round: _Optional[int] = ..., damaged: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class Finished(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +336,7 @@ class Report(_message.Message):
     ROUND_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     time: float
     member: str
     inner_step: InnerStep
@@ -326,7 +349,8 @@ class Report(_message.Message):
     round_verified: RoundVerified
     joined: Joined
     finished: Finished
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    begun: Begun
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
-from safetensors import safe_open
 
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
@@ -18,8 +16,8 @@ from hetero_pp.program.hugging_face.writing import DTypeName, Parameters, write_
 from hetero_pp.program.resume import log_of
 from hetero_pp.program.train import round_optimizer
 from hetero_pp.program.yaml_file import ConfigFile
-from hetero_pp.snapshot import load_snapshot
-from replica_groups.replay import replay
+from hetero_pp.snapshot import open_snapshot
+from replica_groups.restart import snapshot_after
 
 
 def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
@@ -59,26 +57,18 @@ def theta_after(plan: RunPlan, run: Path, round_: int | None) -> Iterator[tuple[
         raise ConfigError((), f"{log.folder}: found no snapshot, expected at least the one that a run starts with")
     wanted = max(found) if round_ is None else round_
     if wanted in found:
-        with safe_open(log.snapshot_path(wanted), "pt") as file:
+        with open_snapshot(log.snapshot_path(wanted)) as file:
             yield wanted, file.get_tensor
     else:
-        earlier = [number for number in found if number < wanted]
-        if not earlier:
-            raise ConfigError((), f"--round {wanted}: found no earlier snapshot in {log.folder} to start from")
-        yield wanted, _replayed(plan, run, max(earlier), wanted)
+        yield wanted, _replayed(plan, run, wanted)
 
 
-@torch.no_grad()
-def _replayed(plan: RunPlan, run: Path, start: int, wanted: int) -> Parameters:
-    """theta after round `wanted`, from the snapshot after round `start` and the log of the rounds between."""
-    log = log_of(run)
-    snapshot = load_snapshot(log.snapshot_path(start))
-    theta = dict(snapshot.parameters)
-    optimizer = round_optimizer(plan, snapshot.basis)
-    optimizer.load(snapshot.momentum, start)
-    for number in range(start + 1, wanted + 1):
-        try:
-            replay(theta, plan.run, log.read_record(number), partial(log.read_blob, number), optimizer)
-        except FileNotFoundError:
-            raise ConfigError((), f"--round {wanted}: the log in {log.folder} ends before round {number}") from None
-    return theta.__getitem__
+def _replayed(plan: RunPlan, run: Path, wanted: int) -> Parameters:
+    """theta after round `wanted`, from an earlier snapshot and the log of the rounds between."""
+    damaged: list[str] = []
+    try:
+        snapshot = snapshot_after(log_of(run), plan.run, wanted, partial(round_optimizer, plan), damaged)
+    except FileNotFoundError as error:
+        reasons = damaged or [str(error)]
+        raise ConfigError((), f"--round {wanted}: {'; '.join(reasons)}") from None
+    return snapshot.parameters.__getitem__

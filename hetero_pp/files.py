@@ -1,0 +1,53 @@
+"""Files that are whole and durable once they have their name: written beside, flushed to the disk, renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PART = ".part"
+"""What the name of a file ends in until it is whole."""
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file of which no reader ever sees a part, and which a crash of the machine does not take back."""
+    with whole(path) as part:
+        part.write_bytes(data)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write a file at, which becomes `path` if the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + PART)
+    yield part
+    flush(part)
+    part.replace(path)
+    flush(path.parent)
+
+
+def rename_whole(part: Path, path: Path) -> None:
+    """Give a folder that is written its name, once all that is in it is on the disk."""
+    for found in part.rglob("*"):
+        flush(found)
+    flush(part)
+    part.rename(path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk before anything else is done."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file's bytes, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

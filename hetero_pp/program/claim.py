@@ -1,0 +1,49 @@
+"""Which launches use the folder of a run: two cannot carry the same part of it, nor move it away under another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from hetero_pp.errors import ConfigError
+
+LOCKS = ".locks"
+"""Beside the runs: a run's folder may be moved, its locks may not."""
+
+
+@contextmanager
+def claim(runs: Path, name: str, parts: Sequence[str]) -> Iterator[None]:
+    """Hold these parts of runs/<name> while the block runs. The system lets go of them however the process ends.
+
+    Raises ConfigError if another launch holds one of them.
+    """
+    with ExitStack() as held:
+        for part in parts:
+            _take(held, runs, name, part)
+        yield
+
+
+@contextmanager
+def claim_all(runs: Path, name: str) -> Iterator[None]:
+    """Hold every part that any launch ever held, for as long as it takes to move the folder away.
+
+    Raises ConfigError if another launch holds one of them. Those that this process holds are no hindrance.
+    """
+    with ExitStack() as held:
+        for path in sorted((runs / LOCKS / name).glob("*")):
+            _take(held, runs, name, path.name)
+        yield
+
+
+def _take(held: ExitStack, runs: Path, name: str, part: str) -> None:
+    folder = runs / LOCKS / name
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held.enter_context(FileLock(folder / part, timeout=0, is_singleton=True))
+    except Timeout:
+        raise ConfigError(
+            (), f"{runs / name}: another launch is using it ({part}): wait for its end, or give this one another `name`"
+        ) from None

@@ -1,0 +1,105 @@
+"""Where a run that ended early goes on: after the newest round that all members hold and that the log can give."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hetero_pp.errors import DamagedFile, MalformedContribution, RunFailed
+from hetero_pp.outer.exchange_port import ExchangePort, HeldStates
+from hetero_pp.outer.step import RoundOptimizer
+from hetero_pp.snapshot import Snapshot, load_snapshot
+from replica_groups.log import ContributionLog
+from replica_groups.replay import replay
+from replica_groups.saved_states import SavedStates
+
+OptimizerFor = Callable[[Tensor | None], RoundOptimizer]
+"""The run's outer optimizer, by the run's basis."""
+
+
+def join_run(exchange: ExchangePort, member: str, address: str, states: SavedStates) -> int:
+    """A member's part: tell which sound states it has, and hear after which round the run goes on (0: it begins).
+
+    States that this run has no use for are moved aside: they may be all that is left of another one.
+    """
+    held = states.check()
+    exchange.join(member, address, held)
+    last_round = exchange.last_round()
+    aside = states.set_aside_all_but(frozenset(round_ for round_ in held.rounds if round_ <= last_round))
+    if aside is not None:
+        print(f"{member}: states that the run does not go on from were moved to {aside}", file=sys.stderr, flush=True)
+    return last_round
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What a run goes on from."""
+
+    snapshot: Snapshot
+    damaged: tuple[str, ...]
+    """Files that were passed over, each with what is wrong with it."""
+
+
+def find_restart(
+    log: ContributionLog, run: str, held: Mapping[str, HeldStates], optimizer_for: OptimizerFor
+) -> Restart:
+    """The newest round of which every member has a sound state, and theta after it.
+
+    Raises RunFailed with who holds what if there is none.
+    """
+    damaged = [f"{member}: {one}" for member, states in sorted(held.items()) for one in states.damaged]
+    common = frozenset.intersection(*(states.rounds for states in held.values()))
+    for round_ in sorted(common, reverse=True):
+        try:
+            snapshot = snapshot_after(log, run, round_, optimizer_for, damaged)
+        except FileNotFoundError:
+            continue
+        return Restart(snapshot, tuple(dict.fromkeys(damaged)))
+    holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(held.items()))
+    last = max(log.records(), default=0)
+    complaint = f"found no round that all members hold and the log (up to round {last}) can give: {holders}"
+    raise RunFailed("; ".join([complaint, *dict.fromkeys(damaged)]))
+
+
+@torch.no_grad()
+def snapshot_after(
+    log: ContributionLog, run: str, round_: int, optimizer_for: OptimizerFor, damaged: list[str]
+) -> Snapshot:
+    """theta after a round: the newest snapshot up to it that is sound, and the rounds since, replayed.
+
+    What is found damaged is added to `damaged`. Raises FileNotFoundError if what is left does not suffice.
+    """
+    snapshot = _newest_sound(log, round_, damaged)
+    theta = dict(snapshot.parameters)
+    optimizer = optimizer_for(snapshot.basis)
+    if snapshot.round > 0:
+        optimizer.load(snapshot.momentum, snapshot.round)
+    for number in range(snapshot.round + 1, round_ + 1):
+        try:
+            replay(theta, run, log.read_record(number), partial(log.read_blob, number), optimizer)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"the log in {log.folder} ends before round {number}") from None
+        except (DamagedFile, MalformedContribution) as error:
+            damaged.append(str(error) if isinstance(error, DamagedFile) else f"{log.folder}, round {number}: {error}")
+            raise FileNotFoundError(f"the log in {log.folder} cannot be read beyond round {number - 1}") from None
+    momentum = optimizer.state if snapshot.round < round_ else snapshot.momentum
+    return Snapshot(round_, theta, snapshot.basis, momentum)
+
+
+def _newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snapshot:
+    for number in sorted(log.snapshots(), reverse=True):
+        if number <= round_:
+            try:
+                return load_snapshot(log.snapshot_path(number))
+            except DamagedFile as error:
+                damaged.append(str(error))
+    raise FileNotFoundError(f"found no sound snapshot up to round {round_} in {log.folder}")
+
+
+def _listed(rounds: frozenset[int]) -> str:
+    return f"holds {', '.join(map(str, sorted(rounds)))}" if rounds else "holds none"
