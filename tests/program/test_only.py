@@ -44,13 +44,17 @@ replicas:
 PARTS = ("exchange", "dc", "home.0", "home.1")
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 class Hosts:
     """One folder, one copy of the YAML and one process a host."""
 
     def __init__(self, folder: Path, corpus: Path, rounds: int) -> None:
         self.folder, self.rounds = folder, rounds
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.port = server.getsockname()[1]
+        self.port = _free_port()
         self.text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", str(self.port)).replace("CORPUS", str(corpus))
         (folder / "token").write_text("a-secret\n")
         self.processes: dict[str, subprocess.Popen[str]] = {}
@@ -122,16 +126,23 @@ def test_a_host_that_dies_ends_the_run_and_it_goes_on(tmp_path: Path, corpus: Pa
             assert code == 1
             assert "dc is gone" in errors
         assert "dc is gone" in hosts.summary()["failed"]
-        hosts.start("exchange", "--resume")
+        held = [_states(hosts, part) for part in PARTS[1:]]
+        hosts.port = _free_port()  # which may change; the members dial it
+        hosts.start("exchange", "--resume", "--set", f"exchange.listen=127.0.0.1:{hosts.port}")
         for part in PARTS[1:]:
             hosts.start(part)
-        hosts.wait_for_round(4)
+        hosts.wait_for_round(max(set.intersection(*held)) + 3)
         assert hosts.processes["exchange"].poll() is None
     finally:
         for process in hosts.processes.values():
             os.kill(process.pid, signal.SIGTERM) if process.poll() is None else None
         for part in hosts.processes:
             hosts.wait(part)
+
+
+def _states(hosts: Hosts, part: str) -> set[int]:
+    """After which rounds a host has saved its state."""
+    return {int(path.name[-6:]) for path in (hosts.folder / part / "runs/hosts/state").glob("*/round-*")}
 
 
 def test_a_host_with_another_configuration_is_refused(hosts: Hosts) -> None:
@@ -211,9 +222,7 @@ replicas:
 
 def test_a_replica_on_two_nodes(hosts: Hosts) -> None:
     """The same command on each node; both see one folder."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        meeting = server.getsockname()[1]
-    text = NODES.replace("ROUNDS", "2").replace("PORT", str(hosts.port)).replace("MEETING", str(meeting))
+    text = NODES.replace("ROUNDS", "2").replace("PORT", str(hosts.port)).replace("MEETING", str(_free_port()))
     hosts.text = text.replace("CORPUS", re.findall(r"corpus: (\S+),", hosts.text)[0])
     hosts.start("exchange")
     first = hosts.start("titan")
