@@ -48,13 +48,17 @@ class SavedStates:
     def check(self) -> HeldStates:
         """Read all states of this run and hold them against their digests."""
         whole, damaged = [], []
-        for round_ in self.rounds():
+        for round_ in self._rounds_of_first():
             complaint = self._complaint(round_)
             if complaint is None:
                 whole.append(round_)
             elif complaint:
                 damaged.append(f"{self.path(round_)} is damaged: {complaint}")
         return HeldStates(frozenset(whole), tuple(damaged))
+
+    def _rounds_of_first(self) -> list[int]:
+        """What the first rank sees, on all of them."""
+        return json.loads(self.ranks.broadcast_bytes(json.dumps(self.rounds()).encode()))
 
     def _complaint(self, round_: int) -> str | None:
         """What is wrong with a state: None if nothing, empty if it is another run's."""
@@ -86,7 +90,7 @@ class SavedStates:
 
     def set_aside_all_but(self, kept: frozenset[int]) -> Path | None:
         """Move what this run has no use for out of the way; where to, if there is any."""
-        others = [round_ for round_ in self.rounds() if round_ not in kept]
+        others = [round_ for round_ in self._rounds_of_first() if round_ not in kept]
         if not others:
             return None
         number = 1

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -80,8 +81,11 @@ class Hosts:
 
     def wait_for_round(self, round_: int) -> None:
         metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
-        while not (metrics.exists() and f'"evaluation", "replica": "home", "round": {round_}' in metrics.read_text()):
-            assert self.processes["exchange"].poll() is None, self.processes["exchange"].communicate()
+        event = f'"evaluation", "replica": "home", "round": {round_}'
+        while not (metrics.exists() and event in metrics.read_text()):
+            with suppress(subprocess.TimeoutExpired):  # leaves the processors to those that are waited for
+                self.processes["exchange"].wait(0.1)
+                pytest.fail(str(self.processes["exchange"].communicate()))
 
 
 @pytest.fixture

@@ -1,0 +1,313 @@
+"""Where a run that ended early goes on: what members hold decides, what is damaged is named, nothing is deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hetero_pp.snapshot
+from hetero_pp.errors import DamagedFile, RunFailed
+from hetero_pp.model import ModelShape, block_of
+from hetero_pp.outer.exchange_port import HeldStates
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot, open_snapshot, save_snapshot
+from replica_groups.exchange import Exchange, Roster
+from replica_groups.held import HeldParameters
+from replica_groups.keeper import Keeper
+from replica_groups.log import ContributionLog
+from replica_groups.outer_round import OuterRound
+from replica_groups.restart import Restart, find_restart, join_run
+from replica_groups.saved_states import DIGESTS, SavedStates
+
+SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
+SETTINGS = OuterSettings(
+    rounds=5, momentum=0.9, learning_rate=0.7, compression=CompressionSettings(density=1 / 8, tile=(8, 8))
+)
+Rounds = dict[int, dict[str, Tensor]]
+
+
+def _roster(snapshot: Snapshot, *members: str) -> Roster:
+    blocks = frozenset(map(block_of, snapshot.parameters))
+    return Roster(
+        dict.fromkeys(members, "dc") if len(members) == 1 else {m: m for m in members}, dict.fromkeys(members, blocks)
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
+    """The log of five rounds with snapshots after 0, 2, 4 and 5, and theta after each round."""
+    folder = tmp_path_factory.mktemp("log")
+    snapshot = initial_snapshot(SHAPE, rank=4, seed=1)
+    exchange = Exchange("run", _roster(snapshot, "dc"), snapshot, SETTINGS, ContributionLog(folder))
+    keeper = Keeper(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
+    keeper.start()
+    parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
+    outer = OuterRound("run", "dc", "dc", HeldParameters(parameters), snapshot.parameters, exchange, SETTINGS)
+    generator, after = torch.Generator().manual_seed(3), {}
+    for round_ in range(1, SETTINGS.rounds + 1):
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        outer.synchronise(round_)
+        after[round_] = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    keeper.join()
+    return folder, after
+
+
+@pytest.fixture
+def log(trained: tuple[Path, Rounds], tmp_path: Path) -> ContributionLog:
+    """A copy to damage."""
+    shutil.copytree(trained[0], tmp_path / "log")
+    return ContributionLog(tmp_path / "log")
+
+
+def _held(**rounds: set[int]) -> dict[str, HeldStates]:
+    return {member: HeldStates(frozenset(found)) for member, found in rounds.items()}
+
+
+def _find(log: ContributionLog, held: Mapping[str, HeldStates]) -> Restart:
+    return find_restart(log, "run", held, lambda basis: OuterOptimizer(SETTINGS))
+
+
+def _flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+# ---- which round ----
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        (_held(a={3, 4}, b={2, 3}, dc={2, 3}), 3),  # no snapshot after 3: it is replayed
+        (_held(a={3, 4}, b={4}, dc={3, 4}), 4),
+        (_held(a={1, 2}, dc={2, 3}), 2),
+        (_held(a={4, 6}, dc={4, 6}), 4),  # the log ends before 6
+    ],
+)
+def test_the_newest_round_that_all_hold_is_taken(
+    trained: tuple[Path, Rounds], log: ContributionLog, held: dict[str, HeldStates], expected: int
+) -> None:
+    found = _find(log, held)
+    assert found.snapshot.round == expected
+    assert found.damaged == ()
+    for name, tensor in trained[1][expected].items():
+        assert tensor.equal(found.snapshot.parameters[name]), name
+
+
+def test_a_replayed_round_has_the_momentum_of_its_snapshot(log: ContributionLog) -> None:
+    saved = load_snapshot(log.snapshot_path(4))
+    log.snapshot_path(4).unlink()
+    replayed = _find(log, _held(dc={4})).snapshot
+    assert saved.momentum.keys() == replayed.momentum.keys() == saved.parameters.keys()
+    for name, tensor in saved.tensors().items():
+        assert tensor.equal(replayed.tensors()[name]), name
+
+
+def test_if_there_is_none_one_line_says_who_holds_what(log: ContributionLog) -> None:
+    with pytest.raises(RunFailed) as failure:
+        _find(log, _held(a={3, 4}, b={2}, dc=set()))
+    told = str(failure.value)
+    assert told == (
+        "found no round that all members hold and the log (up to round 5) can give: "
+        "a holds 3, 4; b holds 2; dc holds none"
+    )
+
+
+def test_members_tell_and_the_exchange_chooses(log: ContributionLog, tmp_path: Path) -> None:
+    """Through the exchange, as members do: nobody is told anything before all have joined."""
+    first = load_snapshot(log.snapshot_path(0))
+    exchange = Exchange("run", _roster(first, "a", "b"), None, SETTINGS, log)
+    states = {name: SavedStates(tmp_path / name, "run", 1) for name in ("a", "b")}
+    for name, rounds in {"a": (3, 4), "b": (2, 3)}.items():
+        for round_ in rounds:
+            states[name].save(round_, lambda folder: (folder / "part").write_bytes(b"state"))
+    told: dict[str, int] = {}
+    members = [
+        threading.Thread(
+            target=lambda name=name: told.update({name: join_run(exchange, name, "", states[name])}), daemon=True
+        )
+        for name in states
+    ]
+    members[0].start()
+    with pytest.raises(Exception, match="the run has not begun"):
+        exchange.snapshot(["norm.weight"])
+    members[1].start()
+    restart = _find(log, exchange.wait_until_joined())
+    assert not told
+    exchange.begin(restart.snapshot)
+    for member in members:
+        member.join()
+    assert told == {"a": 3, "b": 3}
+    assert (states["a"].rounds(), states["b"].rounds()) == ([3], [2, 3])
+    assert (tmp_path / "a" / "aside-1" / "round-000004" / "part").read_bytes() == b"state"
+
+
+# ---- damage ----
+
+
+def test_a_damaged_snapshot_is_named_and_passed_over(trained: tuple[Path, Rounds], log: ContributionLog) -> None:
+    _flip(log.snapshot_path(4), 8 * (log.snapshot_path(4).stat().st_size - 100))
+    found = _find(log, _held(dc={3, 4}))
+    assert found.snapshot.round == 4  # from the snapshot after 2
+    assert len(found.damaged) == 1
+    assert "snapshot-000004.safetensors is damaged" in found.damaged[0]
+    for name, tensor in trained[1][4].items():
+        assert tensor.equal(found.snapshot.parameters[name]), name
+
+
+def test_what_needs_a_damaged_record_or_contribution_is_not_taken(log: ContributionLog) -> None:
+    record = log.folder / "round-000004" / "record.json"
+    record.write_text(record.read_text().replace('"weight": 1.0', '"weight": 3.0'))
+    log.snapshot_path(4).unlink()
+    found = _find(log, _held(dc={3, 4}))
+    assert found.snapshot.round == 3
+    assert "round-000004/record.json is damaged" in found.damaged[0]
+    blob = next((log.folder / "round-000003").rglob("*.blob"))
+    _flip(blob, 8 * 60)
+    found = _find(log, _held(dc={2, 3}))
+    assert found.snapshot.round == 2
+    assert "not the blob that the round record names" in found.damaged[0]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
+def test_a_flipped_bit_in_a_snapshot_is_noticed(trained: tuple[Path, Rounds], tmp_path: Path, share: float) -> None:
+    path = tmp_path / "snapshot.safetensors"
+    path.write_bytes((trained[0] / "snapshot-000005.safetensors").read_bytes())
+    load_snapshot(path)
+    _flip(path, int(8 * share * path.stat().st_size) + 3)
+    with pytest.raises(DamagedFile, match=r"snapshot\.safetensors is damaged"):
+        load_snapshot(path)
+    with pytest.raises(DamagedFile, match=r"snapshot\.safetensors is damaged"), open_snapshot(path):
+        pass
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "subspace.basis", "outer.momentum.norm.weight"])
+def test_every_tensor_of_a_snapshot_is_in_its_digest(
+    trained: tuple[Path, Rounds], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written again with one tensor that is another, under the digest of what it was."""
+    snapshot = load_snapshot(trained[0] / "snapshot-000005.safetensors")
+    save_snapshot(snapshot, tmp_path / "same")
+    assert load_snapshot(tmp_path / "same").round == 5
+    real = hetero_pp.snapshot.save_file
+    monkeypatch.setattr(
+        hetero_pp.snapshot,
+        "save_file",
+        lambda tensors, path, metadata: real({**tensors, name: tensors[name] + 1}, path, metadata),
+    )
+    save_snapshot(snapshot, tmp_path / "other")
+    with pytest.raises(DamagedFile, match="its tensors are not those of its digest"):
+        load_snapshot(tmp_path / "other")
+
+
+def test_a_record_is_its_digest(log: ContributionLog) -> None:
+    path = log.folder / "round-000002" / "record.json"
+    log.read_record(2)
+    content = json.loads(path.read_text())
+    changes = [("round", 3), ("weight", 2.0), ("replica", "other"), ("size", "1"), ("kept_values", "1")]
+    for field, value in changes:
+        changed = json.loads(path.read_text())
+        entry = changed["contributions"][0]
+        part = changed if field in changed else entry if field in entry else entry["blobs"][0]
+        assert field in part, content
+        part[field] = value
+        (log.folder / "round-000001" / "record.json").write_text(path.read_text())
+        path.write_text(json.dumps(changed))
+        with pytest.raises(DamagedFile, match=r"round-000002/record\.json is damaged"):
+            log.read_record(2)
+        path.write_text(json.dumps(content))
+    with pytest.raises(DamagedFile, match=r"round-000001/record\.json is damaged"):
+        log.read_record(1)  # the record of round 2
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DamagedFile, match=r"round-000002/record\.json is damaged"):
+        log.read_record(2)
+
+
+# ---- states ----
+
+
+def _saved(folder: Path, run: str = "run", rounds: tuple[int, ...] = (3, 4)) -> SavedStates:
+    states = SavedStates(folder, run, 1)
+
+    def write(part: Path) -> None:
+        (part / "engine").mkdir()
+        (part / "engine" / "moments").write_bytes(bytes(range(256)))
+        (part / "error").write_bytes(b"feedback")
+
+    for round_ in rounds:
+        states.save(round_, write)
+    return states
+
+
+def test_states_are_what_was_saved(tmp_path: Path) -> None:
+    states = _saved(tmp_path, rounds=(1, 2, 3, 4))
+    assert states.rounds() == [3, 4]
+    assert states.check() == HeldStates(frozenset({3, 4}))
+
+
+@pytest.mark.parametrize("damage", ["flip", "missing", "more", "no digests", "torn digests"])
+def test_a_damaged_state_is_named_and_not_held(tmp_path: Path, damage: str) -> None:
+    states = _saved(tmp_path)
+    moments = states.path(4) / "engine" / "moments"
+    if damage == "flip":
+        _flip(moments, 700)
+    elif damage == "missing":
+        moments.unlink()
+    elif damage == "more":
+        (states.path(4) / "engine" / "other").write_text("?")
+    elif damage == "no digests":
+        (states.path(4) / DIGESTS).unlink()
+    else:
+        (states.path(4) / DIGESTS).write_text('{"run": "run", "files": {"err')
+    held = states.check()
+    assert held.rounds == {3}
+    assert len(held.damaged) == 1
+    assert "round-000004 is damaged: " in held.damaged[0]
+
+
+def _joined(states: SavedStates, snapshot: Snapshot, folder: Path) -> int:
+    exchange = Exchange("run", _roster(snapshot, "dc"), snapshot, SETTINGS, ContributionLog(folder))
+    return join_run(exchange, "dc", "", states)
+
+
+def test_an_exchange_that_begins_anew_costs_no_member_its_states(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = initial_snapshot(SHAPE, rank=4, seed=1)
+    states = _saved(tmp_path / "state")
+    assert _joined(states, snapshot, tmp_path / "log") == 0
+    assert states.rounds() == []
+    assert f"were moved to {tmp_path / 'state' / 'aside-1'}" in capfd.readouterr().err
+    for round_ in (3, 4):
+        kept = tmp_path / "state" / "aside-1" / f"round-00000{round_}"
+        assert (kept / "engine" / "moments").read_bytes() == bytes(range(256))
+    states.save(3, lambda folder: (folder / "new").write_text("another"))
+    _joined(states, snapshot, tmp_path / "log")
+    assert (tmp_path / "state" / "aside-2" / "round-000003" / "new").exists()
+    assert (tmp_path / "state" / "aside-1" / "round-000003" / "engine").exists()
+
+
+def test_states_of_a_later_round_or_another_run_do_not_push_new_ones_out(tmp_path: Path) -> None:
+    snapshot = initial_snapshot(SHAPE, rank=4, seed=1)
+    later = Snapshot(3, snapshot.parameters, snapshot.basis)
+    states = _saved(tmp_path / "state", rounds=(3,))
+    _saved(tmp_path / "other", "another run", rounds=(2,)).path(2).rename(states.path(2))
+    _saved(tmp_path / "later", rounds=(40,)).path(40).rename(states.path(40))
+    assert states.check().rounds == {3, 40}
+    assert _joined(states, later, tmp_path / "log") == 3
+    assert states.rounds() == [3]
+    assert {path.name for path in (tmp_path / "state" / "aside-1").iterdir()} == {"round-000002", "round-000040"}
+    states.save(4, lambda folder: (folder / "new").write_text("state"))
+    assert states.rounds() == [3, 4]

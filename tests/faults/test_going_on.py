@@ -1,0 +1,258 @@
+"""A run whose files were damaged, changed or shared: what goes on, what is refused, and that nothing is passed over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_pp.errors import ConfigError, RunFailed
+from hetero_pp.program.claim import claim
+from hetero_pp.program.recorder import Recorder
+from hetero_pp.program.run import run_topology
+from hetero_pp.program.run_state import RunState
+from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.rpc.messages_pb2 import Report
+from replica_groups.exchange import Exchange
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+ROUNDS = 4
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("finished")
+    _train(corpus, runs)
+    return runs
+
+
+@pytest.fixture
+def cut(finished: Path, tmp_path: Path) -> Path:
+    """The folder of a run that ended as it closed its last round; its members hold states after the last two."""
+    shutil.copytree(finished, tmp_path / "runs")
+    folder = tmp_path / "runs" / "mixed"
+    shutil.rmtree(folder / "log" / f"round-{ROUNDS:06d}")
+    (folder / "log" / f"snapshot-{ROUNDS:06d}.safetensors").unlink()
+    (folder / "summary.json").unlink()
+    return folder
+
+
+def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> dict[str, Any]:
+    given = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1", *settings]
+    run_topology(MIXED, given, runs, in_process=True, resume=resume)
+    return _summary(runs / "mixed")
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def _same(summary: dict[str, Any], other: dict[str, Any]) -> bool:
+    keys = ("parameters_sha256", "validation_loss", "initial_validation_loss", "rounds", "contributions")
+    return all(summary[key] == other[key] for key in keys)
+
+
+# ---- damage ----
+
+
+def test_a_run_that_was_cut_goes_on_to_the_same_bits(
+    finished: Path, cut: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
+    assert f"mixed: going on after round {ROUNDS - 1}" in capsys.readouterr().out
+
+
+def test_a_flipped_bit_in_a_state_is_named_and_the_round_before_taken(
+    finished: Path, cut: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished / "mixed" / "log", cut / "log", dirs_exist_ok=True)  # whole again
+    state = cut / "state" / "home.1" / f"round-{ROUNDS:06d}" / "stage.pt"
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 1
+    state.write_bytes(content)
+    assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
+    told = capsys.readouterr().out
+    assert "mixed: passed over: home.1: " in told
+    assert "round-000004 is damaged: stage.pt is not what was written" in told
+    assert f"mixed: going on after round {ROUNDS - 1}" in told
+
+
+def test_no_round_that_all_hold_is_told_in_one_line(cut: Path, corpus: Path) -> None:
+    shutil.rmtree(cut / "state" / "dc")
+    before = (cut / "metrics.jsonl").read_text()
+    with pytest.raises(RunFailed, match=r"dc holds none; home\.0 holds 3, 4; home\.1 holds 3, 4; home\.2 holds 3, 4"):
+        _train(corpus, cut.parent, resume=True)
+    assert (cut / "metrics.jsonl").read_text() == before
+    assert not (cut / "metrics.jsonl.part").exists()
+
+
+@pytest.mark.parametrize("metrics", ["killed as they were rewritten", "torn", "lost"])
+def test_the_log_alone_decides(finished: Path, cut: Path, corpus: Path, metrics: str) -> None:
+    whole = (cut / "metrics.jsonl").read_text()
+    if metrics == "torn":
+        (cut / "metrics.jsonl").write_text(whole + whole[:200])
+    elif metrics == "lost":
+        (cut / "metrics.jsonl").unlink()
+    else:
+        (cut / "metrics.jsonl.part").write_text(whole[: len(whole) // 3])
+    found, unbroken = _train(corpus, cut.parent, resume=True), _summary(finished / "mixed")
+    if metrics == "lost":  # losses of rounds before were noted there only
+        assert found["validation_loss"] == [None, None, *unbroken["validation_loss"][2:]]
+        assert found["parameters_sha256"] == unbroken["parameters_sha256"]
+        assert found["contributions"] == unbroken["contributions"]
+    else:
+        assert _same(found, unbroken)
+    assert not (cut / "metrics.jsonl.part").exists()
+
+
+def test_metrics_are_whole_until_others_take_their_place(tmp_path: Path, finished: Path, corpus: Path) -> None:
+    """Whenever the process is killed between the two, the run can be resumed."""
+    plan = _plan(finished)
+    (tmp_path / "metrics.jsonl").write_text("what was told before\n")
+    recorder = Recorder(plan, tmp_path, RunState(plan), resume=True)
+    report = Report(time=1.0, member="dc")
+    report.joined.address = ""
+    recorder.on_report(report)
+    assert (tmp_path / "metrics.jsonl").read_text() == "what was told before\n"
+    recorder.go_on()
+    recorder.on_report(report)
+    recorder.close()
+    assert (tmp_path / "metrics.jsonl").read_text().count("joined") == 2
+
+
+def _plan(runs: Path) -> Any:
+    from hetero_pp.data.tokenizers import load_tokenizer
+    from hetero_pp.program.config import RunPlan
+
+    config = ConfigFile(runs / "mixed" / "config.yaml").config
+    return RunPlan(config, load_tokenizer(config.data).vocabulary)
+
+
+# ---- what may change ----
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("inner.learning_rate=2e-2", "inner.learning_rate: found 0.02, expected 0.01"),
+        ("outer.rounds=9", "outer.rounds: found 9, expected 4"),
+        ("snapshots.every=2", "snapshots.every: found 2, expected 1"),
+        ("replicas.1.boundary.rank=1/2", "replicas[1].boundary.rank: found 0.5, expected 0.25"),
+        ("model.weights=/nowhere", "model.weights"),
+    ],
+)
+def test_what_may_not_change_is_refused_in_one_line(cut: Path, corpus: Path, setting: str, key: str) -> None:
+    before = {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError) as refusal:
+        _train(corpus, cut.parent, setting, resume=True)
+    told = str(refusal.value)
+    assert key in told
+    assert "\n" not in told
+    assert {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()} == before
+
+
+def test_what_may_change_is_applied(finished: Path, cut: Path, corpus: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(corpus, moved)
+    changed = [f"data.corpus={moved}", "exchange.listen=127.0.0.1:0", "replicas.0.device=cpu"]
+    assert _same(_train(corpus, cut.parent, *changed, resume=True), _summary(finished / "mixed"))
+    config = ConfigFile(cut / "config.yaml").config
+    assert config.data.corpus == str(moved)
+    assert config.replicas[0].model_dump()["device"] == "cpu"
+
+
+# ---- no silent success ----
+
+
+def test_an_error_in_recording_is_told_and_neither_ends_nor_falsifies_the_run(
+    finished: Path, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, written = Recorder._write, []
+
+    def fails(recorder: Recorder, report: Report) -> None:
+        written.append(report)
+        if len(written) > 20:
+            raise OSError(28, "No space left on device")
+        write(recorder, report)
+
+    monkeypatch.setattr(Recorder, "_write", fails)
+    found = _train(corpus, tmp_path)
+    assert _same(found, _summary(finished / "mixed"))
+    assert "failed" not in found
+    told = [line for line in capsys.readouterr().out.splitlines() if "No space left on device" in line]
+    assert len(told) == 1
+    assert "has gaps, the run goes on" in told[0]
+
+
+def test_reports_that_cannot_be_followed_are_no_success(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = RunState.apply
+
+    def fails(state: RunState, report: Report) -> None:
+        if state.rounds == 1:
+            raise KeyError("a bug")
+        apply(state, report)
+
+    monkeypatch.setattr(RunState, "apply", fails)
+    with pytest.raises(RunFailed, match="reports could not be followed to its end: KeyError: 'a bug'"):
+        _train(corpus, tmp_path)
+    assert "a bug" in _summary(tmp_path / "mixed")["failed"]
+
+
+def test_a_run_that_ends_before_its_last_round_is_no_success(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Exchange.watch
+
+    def ends_early(exchange: Exchange) -> Iterator[Report]:
+        for report in watch(exchange):
+            if report.HasField("round_closed") and report.round_closed.round == 2:
+                return
+            yield report
+
+    monkeypatch.setattr(Exchange, "watch", ends_early)
+    with pytest.raises(RunFailed, match="ended after round 1 of 4, and nobody said why"):
+        _train(corpus, tmp_path)
+
+
+# ---- two launches ----
+
+
+def _launch(corpus: Path, runs: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    sets = [part for key in (f"data.corpus={corpus}", "outer.rounds=1") for part in ("--set", key)]
+    command = [sys.executable, "-m", "hetero_pp", "launch", str(MIXED), "--runs", str(runs), *sets, *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def test_two_launches_cannot_share_a_folder(tmp_path: Path, corpus: Path) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "mine").write_text("a run under way")
+    ways = [["--in-process"], ["--resume"], ["--only", "exchange", "--set", "exchange.listen=127.0.0.1:1"]]
+    with claim(tmp_path, "mixed", ["home.1"]):
+        for way in ways:
+            done = _launch(corpus, tmp_path, *way)
+            assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+            assert f"{folder}: another launch is using it (home.1)" in done.stderr
+    assert (folder / "mine").read_text() == "a run under way"
+    assert not (tmp_path / "mixed.1").exists()
+    assert _launch(corpus, tmp_path, "--in-process").returncode == 0
+    assert (tmp_path / "mixed.1" / "mine").exists()
+
+
+def test_a_launch_that_was_killed_lets_go(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib; from hetero_pp.program.claim import claim\n"
+        f"with claim(pathlib.Path({str(tmp_path)!r}), 'run', ['dc']): os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9
+    with claim(tmp_path, "run", ["dc"]):
+        pass
