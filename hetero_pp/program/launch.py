@@ -132,13 +132,13 @@ class Crew:
     def _culprit(self, first: str) -> str:
         """Of the processes that end within a moment, the first that did not end because of another."""
         deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
-        left = {process.sentinel: member for member, process in self._processes.items()}
+        left = {process.sentinel: member for member, process in self._processes.items() if member != first}
         ended = [first]
         while True:
             guilty = [member for member in ended if self._exit_code(member) not in (0, CONSEQUENCE)]
             if guilty:
                 return guilty[0]
-            ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+            ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic())) if left else []
             if not ready:
                 return first
             ended = [left.pop(sentinel) for sentinel in ready if isinstance(sentinel, int)]
