@@ -11,26 +11,26 @@ are of benchmarks/compressors.py, on one thread. Needs `pip install hetero-pp[be
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import compressors
-import constriction
 import numpy as np
 import torch
 import zstandard
+from command_line import extra, parse, save
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from hetero_pp.data.settings import DataSettings
 from hetero_pp.model import ModelSettings, Transformer
 from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.config import RunConfig, RunPlan
@@ -46,10 +46,41 @@ from hetero_pp.pseudo_gradient.random_k import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 from replica_groups.replay import shapes_by_block
 
+with extra("benchmarks"):
+    import constriction
+
 CHUNK = 4096
-KEPT = (32, 128, 256)
+LENGTH = 128
 ADDRESS = BlobAddress("0" * 32, 1, "replica", "block")
 VALUES = {"2-bit codes": ("levels", 2), "signs": ("signs", 1), "fp32": ("levels", 32)}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    elements: int
+    """Of the tensors whose compression is timed."""
+    embedding: Sequence[int]
+    """What takes most memory to compress."""
+    kept: Sequence[int]
+    """Of 4096 values a chunk."""
+    message_kept: Sequence[int]
+    """In a whole message, and where compression is timed."""
+    preset: str
+    """Of the model that the message is for."""
+    positions: int
+    """Uniform ones."""
+    rounds: int
+    """Of the real run, before the one whose contribution is looked at."""
+    steps: int
+    """Of a round."""
+    text: str | None
+    """What the real run reads; None is the standard library."""
+
+
+FULL = Size(1 << 25, compressors.EMBEDDING, (32, 128, 256), (32, 128), "512m", 1 << 19, 6, 10, None)
+SMALLEST = Size(1 << 18, (8192, 64), (32, 128), (32,), "micro", 1 << 12, 1, 2, Path(__file__).read_text())
 
 
 def limit(kept: int) -> float:
@@ -116,10 +147,10 @@ def _encoded(positions: Tensor) -> bytes:
     return writer.take()
 
 
-def uniform(values: int) -> dict[int, Tensor]:
+def uniform(size: Size) -> dict[int, Tensor]:
     """Positions of about so many values, by k."""
     generator = torch.Generator().manual_seed(0)
-    return {kept: random_positions(values // kept, CHUNK, kept, generator) for kept in KEPT}
+    return {kept: random_positions(size.positions // kept, CHUNK, kept, generator) for kept in size.kept}
 
 
 def coder_speed(positions: Tensor) -> dict[str, float]:
@@ -143,14 +174,14 @@ class Sent:
     delta: Tensor
 
 
-def real_run(kept: int, corpus: Corpus) -> list[Sent]:
-    """Error feedback and pseudo-gradients of the first replica after six rounds and H steps more."""
-    plan = RunPlan(_config(kept / CHUNK, str(corpus.data.tokenizer)), corpus.store.vocabulary)
+def real_run(size: Size, kept: int, corpus: Corpus) -> list[Sent]:
+    """Error feedback and pseudo-gradients of the first replica after all rounds and H steps more."""
+    plan = RunPlan(_config(size, kept / CHUNK, corpus.data), corpus.store.vocabulary)
     replicas = AllReplicas(plan, corpus.store)
-    for round_ in range(1, 7):
+    for round_ in range(1, size.rounds + 1):
         replicas.round(round_)
-    first, batches, steps = replicas.replicas[0], replicas.batches[0], plan.config.inner.steps
-    for step in range(6 * steps, 7 * steps):
+    first, batches = replicas.replicas[0], replicas.batches[0]
+    for step in range(size.rounds * size.steps, (size.rounds + 1) * size.steps):
         first.inner_step(batches.train(step), step)
     return [
         Sent(_kind(name), name, replicas.errors[0][name], (start - first.parameters[name]).detach())
@@ -165,15 +196,29 @@ def _kind(name: str) -> str:
     return "layers"
 
 
-def _config(density: float, tokenizer: str) -> RunConfig:
+def _corpus(text: str | None, folder: Path) -> Corpus:
+    """The text in byte pairs, in this folder; or the standard library, kept for the next call."""
+    if text is None:
+        cache = Path(tempfile.gettempdir()) / "hetero-pp-codec"
+        return prepare_corpus(DataSettings(sequence_length=LENGTH), CHUNK, cache)
+    path = folder / "corpus.txt"
+    path.write_text(text)
+    data = DataSettings(corpus=str(path), sequence_length=LENGTH, validation_share=0.1, validation_sequences=1)
+    return prepare_corpus(data, CHUNK, folder)
+
+
+def _config(size: Size, density: float, data: DataSettings) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "codec",
             "seed": 1,
             "model": {"preset": "micro", "width": 128, "heads": 4, "feed_forward": 384},
-            "data": {"corpus": "standard-library", "tokenizer": tokenizer, "sequence_length": 128},
-            "inner": {"steps": 10, "learning_rate": 6e-3, "warmup_steps": 10},
-            "outer": {"rounds": 7, "compression": {"density": density, "value_bits": 2, "quantiser": "levels"}},
+            "data": data,
+            "inner": {"steps": size.steps, "learning_rate": 6e-3, "warmup_steps": 10},
+            "outer": {
+                "rounds": size.rounds + 1,
+                "compression": {"density": density, "value_bits": 2, "quantiser": "levels"},
+            },
             "replicas": [{"name": f"r{index}", "kind": "datacenter", "batch_size": 8} for index in range(2)],
         }
     )
@@ -234,15 +279,15 @@ def _whole(kept: int, sent: list[Sent], values: str) -> float:
     return 8 * size / count
 
 
-# ---- a message for 512M parameters ----
+# ---- a message for a large model ----
 
 
-def megabytes_512m(kept: int, sent: list[Sent], values: str) -> float:
-    """A contribution of the 512m preset, in megabytes."""
+def megabytes(preset: str, kept: int, sent: list[Sent], values: str) -> float:
+    """A contribution to a model of this preset."""
     compression = _compression(kept, values)
     pools = _pools(kept, sent)
     with torch.device("meta"):
-        model = Transformer(ModelSettings(preset="512m", vocabulary=32000).resolve(None))
+        model = Transformer(ModelSettings.model_validate({"preset": preset, "vocabulary": 32000}).resolve(None))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     return (
@@ -283,22 +328,23 @@ def _drawn(
 # ---- all of it ----
 
 
-def measure(elements: int) -> dict[str, Any]:
+def measure(size: Size) -> dict[str, Any]:
     """The content of the JSON file."""
     torch.set_num_threads(1)
-    drawn = uniform(1 << 19)
-    corpus = prepare_corpus(_config(1 / 32, "bytes").data, CHUNK, Path(tempfile.gettempdir()) / "hetero-pp-codec")
-    runs = {kept: real_run(kept, corpus) for kept in KEPT}
+    drawn = uniform(size)
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-codec-") as folder:
+        corpus = _corpus(size.text, Path(folder))
+        runs = {kept: real_run(size, kept, corpus) for kept in size.kept}
     real = {kept: real_sizes(kept, sent) for kept, sent in runs.items()}
     coders = {
         name: {str(kept): coder(positions) / positions.numel() for kept, positions in drawn.items()}
         for name, coder in CODERS.items()
     }
-    speeds = compressors.measure_all(elements)
+    speeds = compressors.measure_all(size.elements, size.message_kept, size.embedding)
     return {
         "machine": machine(),
         "commit": commit(),
-        "limit": {str(kept): limit(kept) for kept in KEPT},
+        "limit": {str(kept): limit(kept) for kept in size.kept},
         "bits_per_position": {
             "uniform": coders["ours"],
             "real": {str(kept): found["bits_per_position"]["all"] for kept, found in real.items()},
@@ -306,37 +352,34 @@ def measure(elements: int) -> dict[str, Any]:
         "coders": coders,
         "real": {str(kept): found for kept, found in real.items()},
         "values_per_cpu_second": {str(kept): coder_speed(positions) for kept, positions in drawn.items()},
-        "megabytes_512m": {
-            f"{kept / CHUNK:.4f}": megabytes_512m(kept, runs[kept], "2-bit codes") for kept in (32, 128)
-        },
-        "megabytes_512m_signs": {
-            f"{kept / CHUNK:.4f}": megabytes_512m(kept, runs[kept], "signs") for kept in (32, 128)
-        },
+        f"megabytes_{size.preset}": _messages(size, runs, "2-bit codes"),
+        f"megabytes_{size.preset}_signs": _messages(size, runs, "signs"),
         **speeds,
     }
 
 
-def _megabytes(runs: dict[int, list[Sent]], values: str) -> dict[str, float]:
-    return {f"{kept / CHUNK:.4f}": megabytes_512m(kept, runs[kept], values) for kept in (32, 128)}
+def _messages(size: Size, runs: dict[int, list[Sent]], values: str) -> dict[str, float]:
+    """By density."""
+    return {f"{kept / CHUNK:.4f}": megabytes(size.preset, kept, runs[kept], values) for kept in size.message_kept}
 
 
 def show(found: dict[str, Any]) -> None:
     """Tables on the terminal."""
     console = Console(width=120)
     table = Table(title="Bits a position (of 4096)")
-    for column in ("coder", *(f"k = {kept}" for kept in KEPT)):
+    for column in ("coder", *(f"k = {kept}" for kept in found["limit"])):
         table.add_column(column, justify="right")
     for name, sizes in {"limit": found["limit"], **found["coders"]}.items():
-        table.add_row(name, *(f"{sizes[str(kept)]:.3f}" for kept in KEPT))
+        table.add_row(name, *(f"{bits:.3f}" for bits in sizes.values()))
     for kind in ("all", "embedding", "layers", "head"):
-        cells = (found["real"][str(kept)]["bits_per_position"][kind] for kept in KEPT)
+        cells = (real["bits_per_position"][kind] for real in found["real"].values())
         table.add_row(f"ours, real run: {kind}", *(f"{cell:.3f}" for cell in cells))
     for values in (*VALUES, "templar's layout"):
-        cells = (found["real"][str(kept)]["bits_per_value"][values] for kept in KEPT)
+        cells = (real["bits_per_value"][values] for real in found["real"].values())
         table.add_row(f"position and value, real run: {values}", *(f"{cell:.3f}" for cell in cells))
     console.print(table)
-    for values in ("megabytes_512m", "megabytes_512m_signs"):
-        console.print(f"{values}: " + ", ".join(f"{size:.2f} MB at {share}" for share, size in found[values].items()))
+    for name in (key for key in found if key.startswith("megabytes_")):
+        console.print(f"{name}: " + ", ".join(f"{size:.2f} MB at {share}" for share, size in found[name].items()))
     for kept, speed in found["values_per_cpu_second"].items():
         rates = f"{speed['encode'] / 1e6:.0f} M values a CPU second in, {speed['decode'] / 1e6:.0f} out"
         console.print(f"coder at k = {kept}: {rates}")
@@ -346,15 +389,13 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--elements", type=int, default=1 << 25)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--elements", type=int, default=FULL.elements)
+    arguments = parse(parser, {"elements": SMALLEST.elements})
     started = time.perf_counter()
-    found = measure(arguments.elements)
+    found = measure(replace(SMALLEST if arguments.smoke else FULL, elements=arguments.elements))
     show(found)
     print(f"{time.perf_counter() - started:.0f} s")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    save(found, arguments.json)
 
 
 if __name__ == "__main__":

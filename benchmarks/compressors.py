@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from command_line import extra, parse, save
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -41,11 +41,17 @@ from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.quantise import dequantise, quantise
 from hetero_pp.pseudo_gradient.top_k import top_k_positions
 
+with extra("numba"):
+    from numba import njit
+
 SIDE = 64
 CHUNK = SIDE * SIDE
 ADDRESS = BlobAddress("run", 1, "replica", "block")
 COLUMNS = 4096
 KEPT = (32, 128)
+EMBEDDING = (32000, 1536)
+"""Of the 512m preset."""
+SMOKE = {"elements": COLUMNS * SIDE, "kept": [32], "embedding": [8192, 64]}
 DECAY = 0.95
 RUNS = 5
 BYTES_PER_ELEMENT = 12
@@ -138,14 +144,16 @@ def _bytes_and_lookup(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 FLOORS: Mapping[str, Way] = {"one pass, torch": _floor_torch, "one pass, numba": _floor_numba}
-WAYS: Mapping[str, Way] = FLOORS | {
+WAYS: Mapping[str, Way] = {
+    **FLOORS,
     "numba": _numba,
     "torch, two-level": _two_level,
     "torch, one topk": _plain,
     "templar": templar,
 }
-GPU_WAYS: Mapping[str, Way] = {name: way for name, way in WAYS.items() if "numba" not in name} | {
-    "compiled": lambda error, delta, kept: _ours(error, delta, _settings(kept, "compile"))
+GPU_WAYS: Mapping[str, Way] = {
+    **{name: way for name, way in WAYS.items() if "numba" not in name},
+    "compiled": lambda error, delta, kept: _ours(error, delta, _settings(kept, "compile")),
 }
 
 
@@ -205,14 +213,14 @@ def _received(elements: int, kept: int) -> Received:
 def measure(ways: Mapping[str, Way], elements: int, kept: int) -> dict[str, float]:
     """Elements per CPU second of each way."""
     error, delta = _inputs(elements)
-    works = {name: lambda way=way: way(error, delta, kept) for name, way in ways.items()}
+    works = {name: partial(way, error, delta, kept) for name, way in ways.items()}
     return {name: error.numel() / seconds for name, seconds in _interleaved(works, time.process_time).items()}
 
 
 def measure_adding(elements: int, kept: int) -> dict[str, float]:
     """Values per CPU second that each way decodes and adds to a total."""
     received = _received(elements, kept)
-    works = {name: lambda add=add: add(received) for name, add in ADDERS.items()}
+    works = {name: partial(add, received) for name, add in ADDERS.items()}
     found = _interleaved(works, time.process_time)
     return {name: received.codes.numel() * (8 if "8" in name else 1) / seconds for name, seconds in found.items()}
 
@@ -220,9 +228,9 @@ def measure_adding(elements: int, kept: int) -> dict[str, float]:
 def measure_gpu(device: str, elements: int, kept: int) -> dict[str, float]:
     """Elements per second of each way on a device, and of a pass at the speed of a copy."""
     error, delta = _inputs(elements, device)
-    works = {name: lambda way=way: way(error, delta, kept) for name, way in GPU_WAYS.items()}
+    works = {name: partial(way, error, delta, kept) for name, way in GPU_WAYS.items()}
     target = torch.empty_like(error)
-    works["copy"] = lambda: target.copy_(delta)
+    works["copy"] = partial(target.copy_, delta)
     found = {name: error.numel() / seconds for name, seconds in _interleaved(works, _clock_of(device)).items()}
     return found | {"copy": found["copy"] * 8 / BYTES_PER_ELEMENT}
 
@@ -252,10 +260,10 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return _interleaved({"": work}, time.process_time)[""]
 
 
-def measure_memory(kept: int, accelerator: str) -> float:
-    """The most memory that compressing the embedding of the 512m preset takes beside it, over its size."""
+def measure_memory(embedding: Sequence[int], kept: int, accelerator: str) -> float:
+    """The most memory that compressing an embedding of this shape takes beside it, over its size."""
     torch.set_num_threads(1)
-    error, delta = torch.zeros(32000, 1536), torch.randn(32000, 1536)
+    error, delta = torch.zeros(*embedding), torch.randn(*embedding)
     _ours(error, delta, _settings(kept, accelerator))
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
@@ -275,26 +283,26 @@ def _of_status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def measure_all(elements: int) -> dict[str, Any]:
+def measure_all(elements: int, ks: Sequence[int], embedding: Sequence[int]) -> dict[str, Any]:
     """Every way on the CPU, on one thread, at every k."""
     torch.set_num_threads(1)
     return {
         "elements": elements,
-        "floor": {str(kept): max(measure(FLOORS, elements, kept).values()) for kept in KEPT},
-        "elements_per_cpu_second": {str(kept): measure(WAYS, elements, kept) for kept in KEPT},
+        "floor": {str(kept): max(measure(FLOORS, elements, kept).values()) for kept in ks},
+        "elements_per_cpu_second": {str(kept): measure(WAYS, elements, kept) for kept in ks},
         "extra_memory": {
-            accelerator: {str(kept): _elsewhere(measure_memory, kept, accelerator) for kept in KEPT}
+            accelerator: {str(kept): _elsewhere(measure_memory, embedding, kept, accelerator) for kept in ks}
             for accelerator in ("torch", "numba")
         },
-        "values_added_per_cpu_second": {str(kept): measure_adding(elements, kept) for kept in KEPT},
+        "values_added_per_cpu_second": {str(kept): measure_adding(elements, kept) for kept in ks},
     }
 
 
-def measure_all_on_gpu(device: str, elements: int) -> dict[str, Any]:
+def measure_all_on_gpu(device: str, elements: int, ks: Sequence[int]) -> dict[str, Any]:
     """Every way that runs there, at every k."""
     return {
         "elements": elements,
-        "elements_per_second": {str(kept): measure_gpu(device, elements, kept) for kept in KEPT},
+        "elements_per_second": {str(kept): measure_gpu(device, elements, kept) for kept in ks},
     }
 
 
@@ -331,15 +339,16 @@ def main() -> None:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--elements", type=int, default=1 << 25)
+    parser.add_argument("--kept", type=int, nargs="+", default=KEPT, help="of 4096 values a chunk")
+    parser.add_argument("--embedding", type=int, nargs=2, default=EMBEDDING, help="whose memory is measured")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    on_gpu = arguments.device == "cuda"
-    found = measure_all_on_gpu("cuda", arguments.elements) if on_gpu else measure_all(arguments.elements)
+    arguments = parse(parser, SMOKE)
+    if arguments.device == "cuda":
+        found = measure_all_on_gpu("cuda", arguments.elements, arguments.kept)
+    else:
+        found = measure_all(arguments.elements, arguments.kept, arguments.embedding)
     show(found)
-    if arguments.json is not None:
-        content = {"machine": machine(), "commit": commit(), **found}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    save({"machine": machine(), "commit": commit(), **found}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import re
 import struct
 from collections.abc import Iterator
@@ -88,6 +89,26 @@ def seeds() -> Iterator[bytes]:
         yield bytes([way, 0]) + honest.blob
         yield bytes([way, 1]) + honest.blob[BEFORE_BODY:]
         yield bytes([way, 2]) + honest.blob[honest.content]
+
+
+def mutated(data: bytes, other: bytes, dice: random.Random) -> bytes:
+    """A few changes of the kinds that fuzzers make, behind the two bytes that say what the input is."""
+    found = bytearray(data)
+    for _ in range(dice.randint(1, 4)):
+        at, length = dice.randint(2, len(found)), dice.choice((1, 1, 2, 4, 8, 40))
+        match dice.randrange(5):
+            case 0:
+                found[at : at + 1] = bytes([dice.randrange(256)])
+            case 1:
+                del found[at : at + length]
+            case 2:
+                found[at:at] = dice.randbytes(length)
+            case 3:
+                found[at : at + length] = dice.choice((b"\x00", b"\xff")) * length
+            case 4:
+                start = dice.randrange(len(other))
+                found[at : at + length] = other[start : start + length]
+    return bytes(found)
 
 
 def try_one(data: bytes, count: Count) -> None:

@@ -20,16 +20,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from command_line import parse, save
 from rich.console import Console
 from rich.table import Table
 
 from hetero_pp.engine_settings import TorchtitanSettings
+from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, next_token_loss
 from hetero_pp.outer.methods import OuterSettings
@@ -38,7 +41,7 @@ from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.simulator.costs import Part, forward_flops
 from hetero_pp.simulator.hardware import CATALOG
 from hetero_pp.snapshot import Snapshot
-from replica_groups.engines.build import build_engine
+from replica_groups.engines.build import build_engine, require_engine
 from replica_groups.engines.engine import Engine
 from replica_groups.exchange import Exchange, Roster
 from replica_groups.log import ContributionLog
@@ -49,6 +52,7 @@ from replica_groups.shared_exchange import SharedExchange
 
 INNER_STEPS = 50
 TOTAL = 1000
+SMOKE = {"preset": "micro", "device": "cpu", "batch_size": 2, "length": 32, "steps": 1}
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Case:
 
     @property
     def shape(self) -> ModelShape:
-        return ModelSettings(preset=self.preset, vocabulary=32000 if self.preset != "micro" else 1024).resolve(None)  # type: ignore[arg-type]
+        vocabulary = 32000 if self.preset != "micro" else 1024
+        return ModelSettings.model_validate({"preset": self.preset, "vocabulary": vocabulary}).resolve(None)
 
 
 class PlainLoop:
@@ -107,7 +112,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     tokens = torch.randint(case.shape.vocabulary, (case.batch_size, case.length + 1), generator=generator)
     seconds = []
     for step in range(case.steps + 3):
-        seconds.append(_timed(lambda step=step: trainer.inner_step(tokens, step), ranks.device))
+        seconds.append(_timed(partial(trainer.inner_step, tokens, step), ranks.device))
     step_seconds = median(seconds[3:])
     found = asdict(case) | {
         "step_seconds": step_seconds,
@@ -230,7 +235,7 @@ def _measure(case: Case) -> dict[str, Any]:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", __file__]
         done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
         if done.returncode != 0:
-            return asdict(case) | {"failed": done.stderr.strip().splitlines()[-1], "log": done.stderr[-4000:]}
+            return asdict(case) | {"failed": f"exit code {done.returncode}", "log": done.stderr[-4000:]}
         return json.loads((Path(folder) / "found.json").read_text())
 
 
@@ -273,11 +278,16 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", action="store_true", help="also compiled, on a CPU too")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser, SMOKE)
+    engines = arguments.engines.split(",")
+    try:
+        for engine in engines:
+            require_engine(engine)
+    except ConfigError as error:
+        raise SystemExit(f"benchmarks/engines.py: {error}") from None
     results = []
     for compiled in (False, True) if arguments.compile or arguments.device == "cuda" else (False,):
-        for way in ("plain", *arguments.engines.split(",")):
+        for way in ("plain", *engines):
             ranks = 1 if way == "plain" else arguments.ranks
             share = arguments.batch_size // arguments.ranks if way == "plain" else arguments.batch_size
             if way == "deepspeed" and compiled:
@@ -285,9 +295,9 @@ def main() -> None:
             length, steps, preset = arguments.length, arguments.steps, arguments.preset
             results.append(_measure(Case(way, preset, arguments.device, ranks, share, length, steps, compiled)))
     _show(results)
-    if arguments.json is not None:
-        content = {"machine": machine(), "commit": commit(), "results": results}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    save({"machine": machine(), "commit": commit(), "results": results}, arguments.json)
+    if logs := [one["log"] for one in results if "failed" in one]:
+        raise SystemExit("\n".join(logs))
 
 
 if __name__ == "__main__":

@@ -3,26 +3,32 @@
     python benchmarks/fuzz_contribution.py --inputs 10000000 [--seed N] [--corpus FOLDER] [--json FILE]
 
 Needs `pip install hetero-pp[fuzz]` (atheris). Inputs that reach new code are kept in the corpus folder, which a later
-call goes on from.
+call goes on from. `--smoke` mutates honest blobs at random and needs no guide.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import random
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
-import atheris
+with suppress(ModuleNotFoundError):  # without atheris there is --smoke
+    import atheris
 
-with atheris.instrument_imports(include=["hetero_pp.pseudo_gradient", "hetero_pp.bits"]):
-    from contribution_target import Count, seeds, try_one
+    with atheris.instrument_imports(include=["hetero_pp.pseudo_gradient", "hetero_pp.bits"]):
+        import contribution_target  # noqa: F401
 
 import torch
+from command_line import extra, parse, save
+from contribution_target import Count, mutated, seeds, try_one
 
 from hetero_pp.program.experiments.report import commit, machine
+
+SMOKE = {"inputs": 1000}
 
 
 def main() -> None:
@@ -31,21 +37,37 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--corpus", type=Path)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
-    corpus = arguments.corpus or Path(tempfile.mkdtemp())
+    if arguments.smoke:
+        mutate(arguments.inputs, arguments.seed)
+    else:
+        fuzz(arguments.inputs, arguments.seed, arguments.corpus or Path(tempfile.mkdtemp()), arguments.json)
+
+
+def mutate(inputs: int, seed: int) -> None:
+    """Honest blobs with a few changes at random."""
+    dice, honest, count, started = random.Random(seed), list(seeds()), Count(), time.process_time()
+    for _ in range(inputs):
+        try_one(mutated(dice.choice(honest), dice.choice(honest), dice), count)
+    report(count, time.process_time() - started, 0, None)
+
+
+def fuzz(inputs: int, seed: int, corpus: Path, path: Path | None) -> None:
+    """By a guide that looks for inputs which reach new code."""
+    with extra("fuzz"):
+        import atheris
     corpus.mkdir(parents=True, exist_ok=True)
-    for number, seed in enumerate(seeds()):
-        (corpus / f"seed-{number}").write_bytes(seed)
+    for number, honest in enumerate(seeds()):
+        (corpus / f"seed-{number}").write_bytes(honest)
     count, started = Count(), time.process_time()
 
     def target(data: bytes) -> None:
         try_one(data, count)
-        if count.inputs % 100_000 == 0 or count.inputs == arguments.inputs:
-            report(count, time.process_time() - started, len(list(corpus.iterdir())), arguments.json)
+        if count.inputs % 100_000 == 0 or count.inputs == inputs:
+            report(count, time.process_time() - started, len(list(corpus.iterdir())), path)
 
-    options = [f"-runs={arguments.inputs}", f"-seed={arguments.seed}", "-max_len=4096", "-verbosity=0"]
+    options = [f"-runs={inputs}", f"-seed={seed}", "-max_len=4096", "-verbosity=0"]
     atheris.Setup([sys.argv[0], *options, str(corpus)], target)
     atheris.Fuzz()
 
@@ -53,19 +75,18 @@ def main() -> None:
 def report(count: Count, seconds: float, corpus: int, path: Path | None) -> None:
     """Print how far it is; write it too."""
     print(f"{count.inputs:,} inputs: {count.decoded:,} valid, {count.refused:,} refused; {corpus} kept", flush=True)
-    if path is not None:
-        found = {
-            "machine": machine(),
-            "commit": commit(),
-            "inputs": count.inputs,
-            "valid": count.decoded,
-            "refused": count.refused,
-            "escaped": 0,
-            "reached_new_code": corpus,
-            "cpu_seconds": seconds,
-            "reasons": dict(sorted(count.reasons.items(), key=lambda one: -one[1])),
-        }
-        path.write_text(json.dumps(found, indent=1) + "\n")
+    found = {
+        "machine": machine(),
+        "commit": commit(),
+        "inputs": count.inputs,
+        "valid": count.decoded,
+        "refused": count.refused,
+        "escaped": 0,
+        "reached_new_code": corpus,
+        "cpu_seconds": seconds,
+        "reasons": dict(sorted(count.reasons.items(), key=lambda one: -one[1])),
+    }
+    save(found, path)
 
 
 if __name__ == "__main__":

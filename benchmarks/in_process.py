@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
+from command_line import parse, save
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.model import Transformer, initialise, next_token_loss
@@ -42,15 +42,31 @@ class Scale:
 
 
 SCALES = {
+    "least": Scale({"width": 32, "layers": 4, "heads": 2, "feed_forward": 64, "vocabulary": 256}, 32, 2, 2, 2),
     "micro": Scale({"preset": "micro", "vocabulary": 1024}, 128, 4, 4, 10),
     "small": Scale({"width": 256, "layers": 8, "heads": 4, "feed_forward": 704, "vocabulary": 4096}, 512, 8, 8, 25),
 }
-ENGINES: dict[str, dict[str, bool]] = {
-    "eager": {"stacks": False},
-    "compiled": {"stacks": False, "compiles": True},
-    "stacked": {"stacks": True},
-    "stacked, compiled": {"stacks": True, "compiles": True},
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the engine computes."""
+
+    stacks: bool = False
+    compiles: bool = False
+
+    def build(self, plan: RunPlan, store: TokenStore, device: torch.device) -> AllReplicas:
+        """Its replicas, before the first round."""
+        return AllReplicas(plan, store, compiles=self.compiles, stacks=self.stacks, device=device)
+
+
+ENGINES = {
+    "eager": Way(),
+    "compiled": Way(compiles=True),
+    "stacked": Way(stacks=True),
+    "stacked, compiled": Way(stacks=True, compiles=True),
 }
+SMOKE = {"scale": "least", "rounds": 1, "engines": ["eager"]}
 
 
 class Runner(Protocol):
@@ -107,11 +123,11 @@ def compare(
 ) -> dict[str, Any]:
     """Seconds a round of every engine and of the plain loop, in turns; the medians and their ratios."""
     before = _held(device)
-    eager = AllReplicas(plan, store, device=device, **ENGINES["eager"])
+    eager = ENGINES["eager"].build(plan, store, device)
     eager.round(1)
     held = _held(device) - before
     runners: dict[str, Runner] = {"plain": PlainLoop(plan, eager, device), "eager": eager}
-    runners |= {name: AllReplicas(plan, store, device=device, **ENGINES[name]) for name in engines if name != "eager"}
+    runners |= {name: ENGINES[name].build(plan, store, device) for name in engines if name != "eager"}
     for name, runner in runners.items():
         if name != "eager":
             runner.round(1)
@@ -158,11 +174,11 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="micro")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="by default all that run on the device")
+    arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     scale, device = SCALES[arguments.scale], torch.device(arguments.device)
-    engines = [name for name in ENGINES if device.type == "cuda" or not ENGINES[name]["stacks"]]
+    engines = arguments.engines or [name for name, way in ENGINES.items() if device.type == "cuda" or not way.stacks]
     store = prepare_tokens(plan_of(scale, 0).config.data, Path("runs/.tokens"))
     results = []
     for compressed in (0, scale.replicas // 2, scale.replicas):
@@ -174,9 +190,8 @@ def main() -> None:
         speeds, ratios = result["tokens_per_second"], {"plain": 1.0} | result["over_plain"]
         cells = "".join(f"{speeds[name]:>17,.0f} ({ratios[name]:.3f})" for name in ("plain", *engines))
         print(f"{result['compressed_replicas']:>5} of {scale.replicas}{cells}{result['held_over_expected']:>18.3f}")
-    if arguments.json is not None:
-        measured = {"scale": arguments.scale, "device": arguments.device, "results": results}
-        arguments.json.write_text(json.dumps({"machine": machine(), "commit": commit(), **measured}, indent=1) + "\n")
+    measured = {"scale": arguments.scale, "device": arguments.device, "results": results}
+    save({"machine": machine(), "commit": commit(), **measured}, arguments.json)
 
 
 if __name__ == "__main__":

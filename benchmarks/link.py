@@ -9,7 +9,6 @@ that carry a protobuf bytes field; the three take turns in every round, so that 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import platform
@@ -18,7 +17,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -27,19 +26,22 @@ from typing import Any
 
 import grpc
 import torch
+from command_line import parse, save
+from google.protobuf.wrappers_pb2 import BytesValue
 
 from hetero_pp.errors import LinkClosed
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.rpc.channels import keep_freed_memory, make_server
-from hetero_pp.rpc.messages_pb2 import FLUSH, LinkHeader, TensorPayload
+from hetero_pp.rpc.messages_pb2 import FLUSH, LinkHeader
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.topology import LinkPlan, LinkShape
 
 HOST = "127.0.0.1"
 RUN = "benchmark"
 SECONDS = 60.0
-SIZES = [64 << 10, 512 << 10, 4 << 20, 32 << 20]
+SIZES = [64, 512, 4 << 10, 32 << 10]
 RATES = {"10 Mbit/s": 10e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9}
+SMOKE = {"rates": ["1 Gbit/s"], "seconds": 0.1, "repeats": 3, "rounds": 1, "sizes": [64, 4 << 10], "megabytes": 1}
 DEFAULT_MALLOC = "--default-malloc"
 UNARY_METHOD = "/hetero_pp.Benchmark/Send"
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -50,23 +52,26 @@ Transfer = Callable[[int, int], float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of the unshaped comparison")
-    parser.add_argument("--megabytes", type=int, default=128, help="bytes per unshaped measurement, in MiB")
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES), help="of shaped transfers")
     parser.add_argument("--seconds", type=float, default=5.0, help="length of a shaped transfer")
+    parser.add_argument("--repeats", type=int, default=50, help="messages whose latency is measured")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of the unshaped comparison")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="of unshaped messages, in KiB")
+    parser.add_argument("--megabytes", type=int, default=128, help="bytes per unshaped measurement, in MiB")
     parser.add_argument(DEFAULT_MALLOC, action="store_true", help="leave the allocator of all processes alone")
-    arguments = parser.parse_args()
+    arguments = parse(parser, SMOKE)
     prepare_process()
     result = {
         "machine": machine(),
         "keeps_freed_memory": not arguments.default_malloc,
-        "shaped": [measure_rate(name, rate, arguments.seconds) for name, rate in RATES.items()],
-        "latency": measure_latency(0.020),
-        "unshaped": measure_unshaped(arguments.rounds, arguments.megabytes << 20),
+        "shaped": [measure_rate(name, RATES[name], arguments.seconds) for name in arguments.rates],
+        "latency": measure_latency(0.020, arguments.repeats),
+        "unshaped": measure_unshaped(
+            [kib << 10 for kib in arguments.sizes], arguments.rounds, arguments.megabytes << 20
+        ),
     }
     print_tables(result)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, arguments.json)
 
 
 def prepare_process() -> None:
@@ -107,7 +112,7 @@ def measure_rate(name: str, rate: float, seconds: float) -> dict[str, Any]:
     }
 
 
-def measure_latency(latency: float, repeats: int = 50) -> dict[str, float]:
+def measure_latency(latency: float, repeats: int) -> dict[str, float]:
     """Median seconds from sending a small message to the answer, over an unlimited way back."""
     result = {"configured": latency}
     for name, shape in {"with": LinkShape(latency=latency), "without": LinkShape()}.items():
@@ -119,7 +124,7 @@ def measure_latency(latency: float, repeats: int = 50) -> dict[str, float]:
 # ---- the speed ----------------------------------------------------------------------------------------------
 
 
-def measure_unshaped(rounds: int, total: int) -> list[dict[str, Any]]:
+def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict[str, Any]]:
     """Median GB/s of each way at each size, and the ratio to the TCP socket."""
     with ExitStack() as stack:
         ways: dict[str, Transfer] = {
@@ -127,16 +132,16 @@ def measure_unshaped(rounds: int, total: int) -> list[dict[str, Any]]:
             "link": stack.enter_context(link_transfer()),
             "unary": stack.enter_context(unary_transfer()),
         }
-        seen: dict[tuple[str, int], list[float]] = {(way, size): [] for way in ways for size in SIZES}
+        seen: dict[tuple[str, int], list[float]] = {(way, size): [] for way in ways for size in sizes}
         for round_ in range(rounds + 1):
-            for size in SIZES:
+            for size in sizes:
                 count = max(2, total // size)
                 for way, transfer in ways.items():
                     rate = size * count / transfer(size, count) / 1e9
                     if round_ > 0:  # the first is for warming up
                         seen[way, size].append(rate)
     rows = []
-    for size in SIZES:
+    for size in sizes:
         medians = {way: statistics.median(seen[way, size]) for way in ways}
         ratios = {f"{way}_over_tcp": medians[way] / medians["tcp"] for way in ("link", "unary")}
         rows.append({"message_bytes": size, **medians, **ratios, "all": {way: seen[way, size] for way in ways}})
@@ -172,13 +177,13 @@ def link_transfer() -> Iterator[Transfer]:
 def unary_transfer() -> Iterator[Transfer]:
     """One call per message, of a protobuf message with a bytes field."""
     with peer(serve_unary) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
-        call = channel.unary_unary(UNARY_METHOD, TensorPayload.SerializeToString, TensorPayload.FromString)
+        call = channel.unary_unary(UNARY_METHOD, BytesValue.SerializeToString, BytesValue.FromString)
 
         def transfer(size: int, count: int) -> float:
             data = torch.zeros(size, dtype=torch.uint8)
             start = time.perf_counter()
             for _ in range(count):
-                call(TensorPayload(name="tensor", shape=[size], codes=data.numpy().tobytes()))
+                call(BytesValue(value=data.numpy().tobytes()))
             return time.perf_counter() - start
 
         yield transfer
@@ -264,7 +269,7 @@ def serve_unary(control: Connection) -> None:
     """Parse and forget, until the parent is done."""
     prepare_process()
     method = grpc.unary_unary_rpc_method_handler(
-        lambda request, context: TensorPayload(), TensorPayload.FromString, TensorPayload.SerializeToString
+        lambda request, context: BytesValue(), BytesValue.FromString, BytesValue.SerializeToString
     )
     service, name = UNARY_METHOD.strip("/").split("/")
     handler = grpc.method_handlers_generic_handler(service, {name: method})
