@@ -3,8 +3,9 @@
     sudo python benchmarks/kernel_links.py [--runs N] [--json FILE]
 
 The kernel's run has links without limits in its YAML and lives in a network namespace of its own, where `tc` gives each
-direction of each hop on the loopback a token bucket of its own (tbf). Needs root, `ip` and `tc`. Compared are the
-median times between steps of the first stage, over runs of all kinds in turn.
+direction of each hop on the loopback a token bucket of its own (tbf). Needs root, `ip` and `tc`; with --smoke, what
+needs them is left out where they lack. Compared are the median times between steps of the first stage, over runs of all
+kinds in turn.
 
 A token bucket is not yet a link of that rate. What made it differ, and what is done about it:
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -32,11 +34,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from command_line import parse, save
 from simulator import ROUNDS, STEPS, measured_step, words
 
 from hetero_pp.program.experiments.report import commit, machine
 
-NAMESPACE = "hetero-pp-links"
+NAMESPACE = f"hetero-pp-links-{os.getpid()}"
 FIRST_PORT = 47600
 MTU = 1500
 SMALLEST_MTU = 250
@@ -92,13 +95,12 @@ class Topology:
         """Bit/s of packets that carry the bandwidth."""
         return round(self.bandwidth * 1e6 * (self.mtu + ETHERNET) / (self.mtu - TCP_AND_IP))
 
-    def yaml(self, corpus: Path, burst: float | None) -> str:
-        """The group with links of this shape, or without any."""
+    def yaml(self, corpus: Path, steps: int, rounds: int, burst: float | None) -> str:
+        """The group with links of this shape; or without any, and listening where the kernel's buckets are."""
         link = f"{{bandwidth: {self.bandwidth} Mbit/s}}" if burst is None else "{}"
-        stages = ", ".join(
-            f"{{layers: {4 // self.stages}, listen: '127.0.0.1:{FIRST_PORT + stage}'}}" for stage in range(self.stages)
-        )
-        return YAML.format(corpus=corpus, steps=STEPS, rounds=ROUNDS, link=link, stages=stages, rank=self.rank)
+        ports = [0 if burst is None else FIRST_PORT + stage for stage in range(self.stages)]
+        stages = ", ".join(f"{{layers: {4 // self.stages}, listen: '127.0.0.1:{port}'}}" for port in ports)
+        return YAML.format(corpus=corpus, steps=steps, rounds=rounds, link=link, stages=stages, rank=self.rank)
 
 
 TOPOLOGIES = [
@@ -108,24 +110,24 @@ TOPOLOGIES = [
     Topology(10, 4, "full"),
     Topology(50, 2, "full"),
 ]
+SMOKE = {"only": ["50 Mbit/s"], "runs": 1, "steps": 2, "rounds": 1, "bursts": [0.004]}
 
 
 @contextmanager
 def kernel_links(topology: Topology, burst: float) -> Iterator[list[str]]:
-    """A namespace whose loopback shapes every direction of every hop; what to put before a command to run in it."""
+    """A namespace whose loopback shapes every direction of every hop; what to put before a command to run in it.
 
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True)
-
+    Raises OSError, with what the system says, where that cannot be had.
+    """
     inside = ["ip", "netns", "exec", NAMESPACE]
 
     def tc(text: str) -> None:
-        subprocess.run([*inside, "tc", *text.split()], check=True, stderr=subprocess.DEVNULL)
+        _call([*inside, "tc", *text.split()])
 
-    ip("netns", "add", NAMESPACE)
+    _call(["ip", "netns", "add", NAMESPACE])
     try:
-        subprocess.run([*inside, "ip", "link", "set", "lo", "up", "mtu", str(topology.mtu)], check=True)
-        subprocess.run([*inside, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"], check=True)
+        _call([*inside, "ip", "link", "set", "lo", "up", "mtu", str(topology.mtu)])
+        _call([*inside, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"])
         tc("qdisc add dev lo root handle 1: htb default 999")  # only sorts: its classes are as good as unlimited
         tc("class add dev lo parent 1: classid 1:999 htb rate 10gbit burst 1m")
         bucket = f"rate {topology.packet_rate}bit burst {topology.burst_bytes(burst)}"
@@ -139,15 +141,30 @@ def kernel_links(topology: Topology, burst: float) -> Iterator[list[str]]:
                 tc(f"filter add dev lo parent 1: protocol ip prio 2 u32 {match} flowid 1:{number}")
         yield inside
     finally:
-        ip("netns", "delete", NAMESPACE)
+        _call(["ip", "netns", "delete", NAMESPACE])
 
 
-def launch(topology: Topology, burst: float | None) -> float:
+def _call(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def why_not() -> str | None:
+    """Why the kernel cannot shape links here; None if it can."""
+    try:
+        with kernel_links(TOPOLOGIES[0], max(BURSTS)):
+            return None
+    except OSError as error:
+        return str(error)
+
+
+def launch(topology: Topology, steps: int, rounds: int, burst: float | None) -> float:
     """The median time of a step, with buckets of the kernel's that hold so many seconds, or (None) in process."""
     with tempfile.TemporaryDirectory(prefix="hetero-pp-links-") as name:
         folder = Path(name)
         (folder / "corpus.txt").write_text(words())
-        (folder / "topology.yaml").write_text(topology.yaml(folder / "corpus.txt", burst))
+        (folder / "topology.yaml").write_text(topology.yaml(folder / "corpus.txt", steps, rounds, burst))
         command = [sys.executable, "-m", "hetero_pp", "launch", str(folder / "topology.yaml")]
         command += ["--runs", str(folder / "runs")]
         if burst is None:
@@ -165,19 +182,18 @@ def _run(topology: Topology, command: list[str]) -> None:
         raise SystemExit(f"{topology.name}: {done.stdout}{done.stderr}")
 
 
-def compare(topology: Topology, runs: int) -> dict[str, Any]:
+def compare(topology: Topology, steps: int, rounds: int, bursts: Sequence[float], runs: int) -> dict[str, Any]:
     """All kinds in turn; how far in process is from each kernel's, and from what lies between them."""
-    turns = [[launch(topology, burst) for burst in (None, *BURSTS)] for _ in range(runs)]
-    own, *kernels = ([turn[kind] for turn in turns] for kind in range(1 + len(BURSTS)))
-    middle = mean(median(kernel) for kernel in kernels)
+    turns = [[launch(topology, steps, rounds, burst) for burst in (None, *bursts)] for _ in range(runs)]
+    own, *kernels = ([turn[kind] for turn in turns] for kind in range(1 + len(bursts)))
     return {
         "topology": topology.name,
         "in_process_seconds": own,
         "kernel_seconds": {
-            f"burst of {burst * 1000:g} ms": kernel for burst, kernel in zip(BURSTS, kernels, strict=True)
+            f"burst of {burst * 1000:g} ms": kernel for burst, kernel in zip(bursts, kernels, strict=True)
         },
         "ratios": [median(own) / median(kernel) for kernel in kernels],
-        "ratio": median(own) / middle,
+        "ratio": median(own) / mean(median(kernel) for kernel in kernels) if kernels else None,
     }
 
 
@@ -185,27 +201,36 @@ def main() -> None:
     """Run and print; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3, help="of each kind")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    parser.add_argument("--only", nargs="*", help="parts of names")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a round")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--bursts", type=float, nargs="+", default=BURSTS, help="of the kernel's buckets, in seconds")
+    arguments = parse(parser, SMOKE)
+    lacks = why_not()
+    if lacks is not None and not arguments.smoke:
+        raise SystemExit(f"benchmarks/kernel_links.py needs root, `ip` and `tc`: {lacks}")
+    bursts = arguments.bursts if lacks is None else []
+    topologies = [one for one in TOPOLOGIES if not arguments.only or any(part in one.name for part in arguments.only)]
     results: list[dict[str, Any]] = []
-    columns = ["in process", *(f"kernel, {burst * 1000:g} ms" for burst in BURSTS)]
+    columns = ["in process", *(f"kernel, {burst * 1000:g} ms" for burst in bursts)]
     print(f"{'median (least, most), seconds':<32}" + "".join(f"{column:>24}" for column in columns) + f"{'ratio':>8}")
-    for topology in TOPOLOGIES:
-        result = compare(topology, arguments.runs)
+    for topology in topologies:
+        result = compare(topology, arguments.steps, arguments.rounds, bursts, arguments.runs)
         results.append(result)
         cells = [_spread(seconds) for seconds in (result["in_process_seconds"], *result["kernel_seconds"].values())]
-        print(
-            f"{topology.name:<32}" + "".join(f"{cell:>24}" for cell in cells) + f"{result['ratio']:>8.3f}", flush=True
-        )
+        ratio = "" if result["ratio"] is None else f"{result['ratio']:.3f}"
+        print(f"{topology.name:<32}" + "".join(f"{cell:>24}" for cell in cells) + f"{ratio:>8}", flush=True)
+    if lacks is not None:
+        print(f"not shaped by the kernel, which needs root, `ip` and `tc`: {lacks}")
+        return
     found = {
-        f"burst of {burst * 1000:g} ms": _off(one["ratios"][at] for one in results) for at, burst in enumerate(BURSTS)
+        f"burst of {burst * 1000:g} ms": _off(one["ratios"][at] for one in results) for at, burst in enumerate(bursts)
     }
     found["between them"] = _off(one["ratio"] for one in results)
     for name, off in found.items():
         print(f"{name}: off by {off:.2%} in the median")
-    if arguments.json is not None:
-        content = {"machine": machine(), "commit": commit(), "median_errors": found, "topologies": results}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    content = {"machine": machine(), "commit": commit(), "median_errors": found, "topologies": results}
+    save(content, arguments.json)
 
 
 def _off(ratios: Iterable[float]) -> float:

@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from command_line import parse, save
 
 from hetero_pp.program.experiments.report import commit, machine
 from hetero_pp.program.simulation.calibrate import measure_all
@@ -36,6 +37,12 @@ from hetero_pp.program.simulation.prediction import Prediction, ReplicaPredictio
 from hetero_pp.program.yaml_file import ConfigFile
 
 STEPS, ROUNDS = 8, 2
+SMOKE = {
+    "only": ["50 Mbit/s, 0 ms, 2 stages", "quickstart"],
+    "steps": 2,
+    "rounds": 1,
+    "quickstart": ["outer.rounds=1", "inner.steps=2", "replicas.1.stages=2", "data.sequence_length=32"],
+}
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 LINK_BOUND = 0.5
 """Share of the inner loop that links add, from which on a topology counts as link-bound."""
@@ -88,18 +95,17 @@ TOPOLOGIES = [
 ]
 
 
-def compare(topology: Topology, folder: Path) -> dict[str, Any]:
+def compare(topology: Topology, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
     """One group between itself."""
     (folder / "corpus.txt").write_text(words())
     yaml = folder / "topology.yaml"
-    changes = asdict(topology) | {"corpus": folder / "corpus.txt", "steps": STEPS, "rounds": ROUNDS}
+    changes = asdict(topology) | {"corpus": folder / "corpus.txt", "steps": steps, "rounds": rounds}
     yaml.write_text(YAML.format(**changes))
     return {"topology": topology.name} | measured_beside_predicted(yaml, [], folder)
 
 
-def compare_quickstart(folder: Path) -> dict[str, Any]:
-    """The quickstart, with fewer rounds; predicted with members alone on a core, and beside busy processes."""
-    overrides = [f"outer.rounds={ROUNDS}"]
+def compare_quickstart(overrides: list[str], folder: Path) -> dict[str, Any]:
+    """The quickstart, changed; predicted with members alone on a core, and beside busy processes."""
     found = measured_beside_predicted(QUICKSTART, overrides, folder)
     with busy_processes(len(plan_of(ConfigFile(QUICKSTART, overrides)).members) - 1):
         loaded = calibrated_prediction(QUICKSTART, overrides)
@@ -166,10 +172,9 @@ def measured_step(events: list[dict[str, Any]]) -> float:
 
 def _measured_bytes(events: list[dict[str, Any]]) -> dict[str, float]:
     """Of the last round, by link and direction."""
-    found: dict[str, float] = {}
-    for event in events:
-        if event["event"] == "link_use" and event["round"] == ROUNDS:
-            found[f"{event['link']} {event['direction']}"] = event["wire_bytes"]
+    uses = [event for event in events if event["event"] == "link_use"]
+    last = max(use["round"] for use in uses)
+    found = {f"{use['link']} {use['direction']}": use["wire_bytes"] for use in uses if use["round"] == last}
     return dict(sorted(found.items()))
 
 
@@ -203,14 +208,18 @@ def step_ratio(result: dict[str, Any]) -> float:
 def main() -> None:
     """Run and print; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", help="parts of names")
-    arguments = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a round")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--quickstart", nargs="*", default=[f"outer.rounds={ROUNDS}"], metavar="KEY=VALUE")
+    arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     results = []
     print(f"{'topology':<44} {'predicted':>10} {'measured':>10} {'ratio':>7}  bound by")
-    parts: dict[str, Callable[[Path], dict[str, Any]]] = {one.name: partial(compare, one) for one in TOPOLOGIES}
-    parts["quickstart"] = compare_quickstart
+    parts: dict[str, Callable[[Path], dict[str, Any]]] = {
+        one.name: partial(compare, one, arguments.steps, arguments.rounds) for one in TOPOLOGIES
+    }
+    parts["quickstart"] = partial(compare_quickstart, arguments.quickstart)
     for name, part in parts.items():
         if arguments.only and not any(wanted in name for wanted in arguments.only):
             continue
@@ -224,9 +233,8 @@ def main() -> None:
             print(f"{'  from costs beside busy processes':<44} {result['predicted']['loaded_step_seconds']:>9.3f}s")
     for error, value in errors(results).items():
         print(f"{error}: off by {value:.2%}")
-    if arguments.json is not None:
-        content = {"machine": machine(), "commit": commit(), "errors": errors(results), "topologies": results}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    content = {"machine": machine(), "commit": commit(), "errors": errors(results), "topologies": results}
+    save(content, arguments.json)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from command_line import parse, save
 
 from hetero_pp.program.experiments.report import commit, machine
 from hetero_pp.program.simulation.command import plan_of
@@ -28,6 +30,10 @@ from hetero_pp.program.yaml_file import ConfigFile
 YAML = Path(__file__).parents[1] / "configs" / "simulate" / "ten_thousand.yaml"
 STAGES = 4
 """Of a group of that YAML."""
+PARTICIPANTS = (1_000, 10_000, 100_000, 1_000_000)
+STAGES_OF_A_GROUP = (2, 4, 8, 16, 32)
+MICRO_BATCHES = (4, 16, 64, 256)
+SMOKE = {"participants": [100], "stages": [2], "micro_batches": [4]}
 GROUPS = 256
 """Where stages or micro-batches grow: on machines with memory enough for the first, of a model with layers enough."""
 
@@ -37,19 +43,19 @@ class Growth:
     """What grows, its sizes, and what a size changes in the YAML."""
 
     of: str
-    sizes: list[int]
+    sizes: Sequence[int]
     overrides: Callable[[int], list[str]]
 
 
-def growths(participants: list[int]) -> list[Growth]:
+def growths(participants: Sequence[int], stages: Sequence[int], micro_batches: Sequence[int]) -> list[Growth]:
     """All that is measured."""
     groups = [f"simulate.fleets.home.count={GROUPS}", "replicas.0.hardware=h200", "model.layers=32"]
     return [
         Growth("participants", participants, lambda size: [f"simulate.fleets.home.count={size // STAGES}"]),
-        Growth("stages", [2, 4, 8, 16, 32], lambda size: [*groups, f"replicas.0.stages={size}"]),
+        Growth("stages", stages, lambda size: [*groups, f"replicas.0.stages={size}"]),
         Growth(
             "micro-batches",
-            [4, 16, 64, 256],
+            micro_batches,
             lambda size: [*groups, f"replicas.0.batch_size={size}", f"replicas.0.micro_batches={size}"],
         ),
     ]
@@ -106,25 +112,24 @@ def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def main() -> None:
     """Run and print; write files if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--chart", type=Path)
-    parser.add_argument("--participants", type=int, nargs="+", default=[1_000, 10_000, 100_000, 1_000_000])
+    parser.add_argument("--participants", type=int, nargs="+", default=PARTICIPANTS)
+    parser.add_argument("--stages", type=int, nargs="+", default=STAGES_OF_A_GROUP)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=MICRO_BATCHES)
     parser.add_argument("--one", nargs="*", metavar="KEY=VALUE", help="predict once, here, and print JSON")
-    arguments = parser.parse_args()
+    arguments = parse(parser, SMOKE)
     if arguments.one is not None:
         print(json.dumps(measure(arguments.one)))
         return
     results: dict[str, list[dict[str, Any]]] = {}
-    for growth in growths(arguments.participants):
+    for growth in growths(arguments.participants, arguments.stages, arguments.micro_batches):
         print(f"{growth.of:>14} {'CPU seconds':>12} {'peak memory':>12}")
         for size in growth.sizes:
             found = measured_alone(growth.overrides(size))
             results.setdefault(growth.of, []).append({"size": size} | found)
             memory = f"{found['peak_memory_bytes'] / 1e9:.2f} GB"
             print(f"{size:>14,} {found['cpu_seconds']:>12.2f} {memory:>12}", flush=True)
-    if arguments.json is not None:
-        content = {"machine": machine(), "commit": commit(), "growth": results}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    save({"machine": machine(), "commit": commit(), "growth": results}, arguments.json)
     if arguments.chart is not None:
         draw(results, arguments.chart)
 
