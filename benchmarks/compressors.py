@@ -228,9 +228,9 @@ def measure_adding(elements: int, kept: int) -> dict[str, float]:
 def measure_gpu(device: str, elements: int, kept: int) -> dict[str, float]:
     """Elements per second of each way on a device, and of a pass at the speed of a copy."""
     error, delta = _inputs(elements, device)
-    works = {name: partial(way, error, delta, kept) for name, way in GPU_WAYS.items()}
     target = torch.empty_like(error)
-    works["copy"] = partial(target.copy_, delta)
+    works: dict[str, Callable[[], object]] = {"copy": partial(target.copy_, delta)}
+    works |= {name: partial(way, error, delta, kept) for name, way in GPU_WAYS.items()}
     found = {name: error.numel() / seconds for name, seconds in _interleaved(works, _clock_of(device)).items()}
     return found | {"copy": found["copy"] * 8 / BYTES_PER_ELEMENT}
 

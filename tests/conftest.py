@@ -12,7 +12,15 @@ import pytest
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-SLOW = ("program/test_only", "engines/", "equivalence/", "replicas/test_replicas_on_ranks", "experiments/", "data/")
+SLOW = (
+    "program/test_only",
+    "engines/",
+    "equivalence/",
+    "replicas/test_replicas_on_ranks",
+    "experiments/",
+    "data/",
+    "benchmarks/",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -84,7 +84,8 @@ def _readme_tree() -> tuple[set[str], set[str]]:
     """The files that the tree names, and the folders that it names without naming what is in them."""
     tree = (ROOT / "README.md").read_text().split("```text\nMakefile")[1].split("```")[0]
     folders: list[str] = []
-    files, whole = set(), set()
+    files: set[str] = set()
+    whole: set[str] = set()
     for line in ("Makefile" + tree).splitlines():
         match = re.match(r"( *)(\S+)\s+\S", line)
         assert match, f"no comment: {line}"

@@ -49,13 +49,12 @@ class Lists:
     def tokens(self, held_out: int = 0) -> Counter[int]:
         """Of an epoch."""
         texts = [text for number, shard in enumerate(self.texts) for text in shard[held_out if number == 0 else 0 :]]
-        return Counter(int(word) for text in texts for word in [*text.split(), SEPARATOR] if text)
+        return Counter(number for text in texts for number in [*map(int, text.split()), SEPARATOR] if text)
 
 
 def stream_of(shards: Lists, replica: int = 0, replicas: int = 1, repeat: bool = True, **values: Any) -> TokenStream:
-    order = Order(
-        **{"shards": shards, "seed": 1, "shuffle_buffer": 3, "replica": replica, "replicas": replicas} | values
-    )
+    settings: dict[str, Any] = {"seed": 1, "shuffle_buffer": 3, "replica": replica, "replicas": replicas}
+    order = Order(shards=shards, **settings | values)
     return TokenStream(order, Numbers(), repeat)
 
 

@@ -64,7 +64,7 @@ def dclm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(SHARDS):
         below = folder / f"global-shard_0{i + 1}_of_10" / "local-shard_0_of_10"
         below.mkdir(parents=True)
-        more = {"metadata": {"Content-Length": "12"}, "language_id_whole_page_fasttext": {"en": 0.9}}
+        more: dict[str, Any] = {"metadata": {"Content-Length": "12"}, "language_id_whole_page_fasttext": {"en": 0.9}}
         (below / f"shard_{i:08d}_processed.jsonl.zst").write_bytes(zstandard.compress(lines(i, **more)))
     return folder
 
@@ -196,7 +196,7 @@ def test_paths_are_made_absolute_and_names_of_the_hub_are_not(tmp_path: Path, mo
     assert settings_of("~/x/y").with_absolute_paths().corpus == f"hf:{Path('~/x/y').expanduser()}"
 
 
-BAD = {
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no folder": ("MISSING/x", {}, "expected `hf:owner/name`, or a folder, a file or a pattern that exists"),
     "no file": ("MISSING/*.jsonl", {}, "expected `hf:owner/name`, or a folder, a file or a pattern that exists"),
     "no format": ("C4/README.md", {}, r"README.md`, expected .jsonl, .json, .parquet, or those compressed"),

@@ -10,11 +10,11 @@ import json
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from hetero_pp.engine_settings import TorchtitanSettings
+from hetero_pp.engine_settings import EngineName, TorchtitanSettings
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, Transformer, initialise
 from hetero_pp.outer.methods import OuterSettings
@@ -47,7 +47,7 @@ def _model() -> Transformer:
     return model
 
 
-def build(engine: str, settings: dict[str, Any], ranks: Ranks, micro_batches: int = MICRO_BATCHES) -> Engine:
+def build(engine: EngineName, settings: dict[str, Any], ranks: Ranks, micro_batches: int = MICRO_BATCHES) -> Engine:
     return build_engine(
         engine,
         SHAPE,
@@ -166,7 +166,7 @@ def _outer_rounds(engine: Engine, plain: PlainEngine, folder: Path, ranks: Ranks
     return found
 
 
-def _contract(name: str, settings: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, object]:
+def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, object]:
     """Start, gradients, steps, evaluation, saving and loading, writing, outer rounds, and a step after them."""
     engine = build(name, settings, ranks)
     plain = PlainEngine(WholeReplica("r", _model(), INNER, STEPS, MICRO_BATCHES))
@@ -189,7 +189,7 @@ def _contract(name: str, settings: dict[str, Any], folder: Path, ranks: Ranks) -
     return found
 
 
-def main(name: str, cases: list[dict[str, Any]], folder: Path) -> None:
+def main(name: EngineName, cases: list[dict[str, Any]], folder: Path) -> None:
     """One contract after the other."""
     torch.set_num_threads(1)
     ranks = init_ranks(torch.device("cpu"))
@@ -203,4 +203,5 @@ def main(name: str, cases: list[dict[str, Any]], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]))
+    names: dict[str, EngineName] = {name: name for name in get_args(EngineName)}
+    main(names[sys.argv[1]], json.loads(sys.argv[2]), Path(sys.argv[3]))

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,11 +99,11 @@ def _reports(exchange: Exchange) -> list[Report]:
     return [first, *watching]
 
 
-def _in_threads(*works: Callable[[], None]) -> list[HeteroPPError]:
+def _in_threads(*works: Callable[[], object]) -> list[HeteroPPError]:
     """Run all at once; the errors that ended them."""
     errors: list[HeteroPPError] = []
 
-    def run(work: Callable[[], None]) -> None:
+    def run(work: Callable[[], object]) -> None:
         try:
             work()
         except HeteroPPError as error:
@@ -195,7 +196,7 @@ def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, snaps
         ("expected", "dc", good, _blob(snapshot, _address("home", "norm"))),
         ("expected", "dc", good, _blob(snapshot, _address("dc", "norm", round_=2))),
     ):
-        _expect_refusal(exchange, match, lambda m=member, a=address, d=data: exchange.deposit(m, a, d))
+        _expect_refusal(exchange, match, partial(exchange.deposit, member, address, data))
     assert exchange.refusals == 11
     told = [report.refusal.sender for report in _reports(exchange) if report.HasField("refusal")]
     assert len(told) == 11 and set(told) == {"dc", "home.0", "stranger"}
@@ -255,7 +256,7 @@ def _deposit_all_others(exchange: Exchange, snapshot: Snapshot, but: BlobAddress
 def test_fetches_that_are_refused(exchange: Exchange, snapshot: Snapshot) -> None:
     _deposit_all(exchange, snapshot)
     for round_, replica, block in ((2, "dc", "norm"), (1, "nobody", "norm"), (1, "dc", "../../log")):
-        _expect_refusal(exchange, "closed round", lambda r=round_, n=replica, b=block: exchange.fetch("dc", r, n, b))
+        _expect_refusal(exchange, "closed round", partial(exchange.fetch, "dc", round_, replica, block))
 
 
 def test_joining_locating_and_the_snapshot(exchange: Exchange, snapshot: Snapshot) -> None:
@@ -268,6 +269,7 @@ def test_joining_locating_and_the_snapshot(exchange: Exchange, snapshot: Snapsho
     assert exchange.locate("home.1") == "127.0.0.1:5"
     given = exchange.snapshot(["norm.weight", "subspace.basis"])
     assert given["norm.weight"].equal(snapshot.parameters["norm.weight"])
+    assert snapshot.basis is not None
     assert given["subspace.basis"].equal(snapshot.basis)
 
 
@@ -345,8 +347,8 @@ def test_whoever_waits_wakes_when_the_run_fails(exchange: Exchange) -> None:
         exchange.fail("a cause")
 
     errors = _in_threads(
-        lambda: exchange.record(1) and None,
-        lambda: exchange.locate("dc") and None,
+        lambda: exchange.record(1),
+        lambda: exchange.locate("dc"),
         exchange.wait_until_finished,
         fail,
     )
@@ -361,7 +363,7 @@ def test_whoever_waits_wakes_when_replicas_differ(exchange: Exchange) -> None:
         exchange.confirm("home.0", 1, {"norm.weight": bytes(32)})
         exchange.confirm("home.1", 1, {"norm.weight": b"\1" * 32})
 
-    errors = _in_threads(lambda: exchange.record(1) and None, differ)
+    errors = _in_threads(lambda: exchange.record(1), differ)
     assert {type(error) for error in errors} == {RunFailed, ReplicasDiffer}
 
 
@@ -455,7 +457,7 @@ def _replayed(
     optimizer = OuterOptimizer(SETTINGS)
     for round_ in rounds:
         record = exchange.log.read_record(round_)
-        replay(theta, "run", record, lambda r, b, t=round_: exchange.log.read_blob(t, r, b), optimizer)
+        replay(theta, "run", record, partial(exchange.log.read_blob, round_), optimizer)
     return theta
 
 
@@ -478,7 +480,7 @@ def test_the_keepers_snapshots_read_back(trained: tuple[Exchange, dict[str, Tens
     for loaded, expected in ((first, snapshot.parameters), (last, held)):
         assert loaded.parameters.keys() == expected.keys()
         assert all(loaded.parameters[name].equal(tensor) for name, tensor in expected.items())
-        assert loaded.basis is not None and loaded.basis.equal(snapshot.basis)
+        assert loaded.basis is not None and snapshot.basis is not None and loaded.basis.equal(snapshot.basis)
     with safe_open(exchange.log.snapshot_path(3), "pt") as file:
         whole = parameters_sha256({name: parameter_sha256(tensor) for name, tensor in held.items()})
         assert file.metadata()["parameters_sha256"] == whole.hex()

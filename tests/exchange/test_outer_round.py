@@ -179,7 +179,7 @@ class Replicas:
     def _member(self, name: str, round_: int, errors: list[HeteroPPError]) -> None:
         with torch.no_grad():
             for parameter, tensor in self.parameters[name].items():
-                tensor += _change(name, parameter, round_, tensor.shape)
+                tensor.add_(_change(name, parameter, round_, tensor.shape))
         try:
             self.outer[name].synchronise(round_)
         except HeteroPPError as error:

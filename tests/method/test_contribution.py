@@ -54,7 +54,7 @@ VECTORS = Path(__file__).parents[1] / "vectors"
 def _compression(
     width: int = 2, density: float = 1 / 8, tile: tuple[int, int] = (8, 8), quantiser: str = "levels"
 ) -> CompressionSettings:
-    return CompressionSettings(density=density, tile=tile, value_bits=width, quantiser=quantiser)  # type: ignore[arg-type]
+    return CompressionSettings(density=density, tile=tile, value_bits=width, quantiser=quantiser)
 
 
 def _select(shape: Shape, compression: CompressionSettings, seed: int = 0) -> Selection:
@@ -203,7 +203,8 @@ def test_the_size_that_is_expected_of_random_values(values: tuple[str, int], den
 
 @pytest.mark.parametrize("width", [2, 3, 4, 8, 32])
 def test_the_size_that_is_expected_of_dense_random_values(width: int) -> None:
-    compression, shapes = _compression(width, 1.0, (64, 64)), {"a": (512, 768)}
+    compression = _compression(width, 1.0, (64, 64))
+    shapes: dict[str, Shape] = {"a": (512, 768)}
     size = len(encode_blob(ADDRESS, _selections(compression, shapes), compression))
     assert size == pytest.approx(blob_bytes(ADDRESS, shapes, compression), rel=0.06)
 
@@ -274,7 +275,7 @@ def test_random_bytes_are_refused(data: bytes, is_sealed: bool) -> None:
 
 @pytest.mark.parametrize("change", [{"run": "other"}, {"round": 4}, {"replica": "dc"}, {"block": "layers.2"}])
 def test_a_blob_under_another_address_is_refused(change: dict[str, object]) -> None:
-    address = BlobAddress(**(vars(ADDRESS) | change))  # type: ignore[arg-type]
+    address = BlobAddress(**(vars(ADDRESS) | change))
     with pytest.raises(MalformedContribution, match="expected"):
         decode_blob(HONEST["levels", 2], address, SHAPES, _compression())
 

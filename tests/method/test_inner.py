@@ -137,7 +137,7 @@ def test_with_a_perpendicular_the_gradient_step_is_still_adamws() -> None:
         optimizer.step(step, optimizer.gradient_norm())
         rate = adam.param_groups[0]["lr"] = settings.learning_rate_at(step, TOTAL)
         with torch.no_grad():
-            plain[EMBEDDING] -= rate * 0.5 * (plain[EMBEDDING] - rest)
+            plain[EMBEDDING].sub_(rate * 0.5 * (plain[EMBEDDING] - rest))
         adam.step()
         torch.testing.assert_close(ours[EMBEDDING], plain[EMBEDDING], atol=1e-7, rtol=1e-6)
 

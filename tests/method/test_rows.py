@@ -67,10 +67,12 @@ def test_parts_select_what_the_whole_selects(
         blobs = [encode_blob(ADDRESS, [("x", shape, chosen)], settings) for chosen in (joined, whole)]
         assert blobs[0] == blobs[1]
     else:
+        assert joined.quantised.codes is not None and whole.quantised.codes is not None
         assert torch.equal(joined.quantised.codes, whole.quantised.codes)
         assert torch.allclose(joined.values, whole.values, rtol=1e-6, atol=1e-7)
     if quantiser == "signs":
         assert joined.quantised.base == whole.quantised.base
+        assert joined.quantised.magnitudes is not None and whole.quantised.magnitudes is not None
         assert torch.equal(joined.quantised.magnitudes, whole.quantised.magnitudes)
     assert torch.allclose(torch.cat(errors), whole_error, rtol=1e-5, atol=1e-6)
 

@@ -84,7 +84,7 @@ def test_tensorboard_scalars(folder: Path) -> None:
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
 
-    def values(tag: str) -> list[tuple[int, float]]:
+    def values(tag: str) -> list[tuple[int, Any]]:
         return [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
 
     assert values("training_loss/dc") == [(0, 5.0), (1, 5.0), (2, 4.0), (3, 4.0)]

@@ -42,9 +42,13 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPlan
     yaml.write_text(YAML.replace("CORPUS", str(corpus)))
     _program("simulate", str(yaml), "--json", str(folder / "predicted.json"))
     _program("launch", str(yaml), "--runs", str(folder / "runs"))
-    predicted = json.loads((folder / "predicted.json").read_text())["links"]
-    measured = json.loads((folder / "runs" / "small" / "summary.json").read_text())["links"]
-    return plan_of(ConfigFile(yaml)), *({link["name"]: link for link in links} for links in (predicted, measured))
+    predicted = _links(folder / "predicted.json")
+    measured = _links(folder / "runs" / "small" / "summary.json")
+    return plan_of(ConfigFile(yaml)), predicted, measured
+
+
+def _links(path: Path) -> dict[str, Any]:
+    return {link["name"]: link for link in json.loads(path.read_text())["links"]}
 
 
 def _program(*arguments: str) -> None:

@@ -84,7 +84,8 @@ def test_nothing_stays_behind_on_the_cpu(method: str, stacks: bool, corpus: Path
         assert group.evaluate() == group.evaluate_compressed() == 1.0
         held = [*group.theta.values(), *group.errors[0].values(), *group.outer.momentum.values(), *group.validation]
         held += [parameter for replica in group.replicas for parameter in replica.parameters.values()]
-        for holder in (*group.replicas, *group.stacks):
-            for optimizer in holder.optimizer.optimizers:
-                held += [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        optimizers = [optimizer for replica in group.replicas for optimizer in replica.optimizer.optimizers]
+        optimizers += [optimizer for stack in group.stacks for optimizer in stack.optimizer.optimizers]
+        for optimizer in optimizers:
+            held += [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
         assert {tensor.device for tensor in held} == {device}

@@ -23,7 +23,7 @@ from replica_groups.whole import WholeReplica
 GOLDEN = Path(__file__).with_name("golden.json")
 HOME = {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4}
 DC = {"name": "dc", "kind": "datacenter", "batch_size": 4}
-METHODS = {
+METHODS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "sparseloco": ({}, {"rank": "1/4"}),
     "sparseloco 2 bits": ({"compression": {"value_bits": 2}}, {"rank": "1/4"}),
     "diloco": ({"method": "diloco"}, {"rank": "1/4"}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -75,7 +77,7 @@ def test_gradients_agree(name: str, compiles: bool) -> None:
     for key, gradient in staged.items():
         expected = whole.parameters[key].grad
         assert expected is not None
-        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5, msg=partial("{}: {}".format, key))
 
 
 def test_the_boundaries_matter() -> None:

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -95,18 +95,18 @@ class Group:
 
     def _record(self, optimizer: InnerOptimizer, parameters: dict[str, torch.nn.Parameter]) -> None:
         """Keep the gradients of every step of this stage, as they are before clipping."""
-        step = optimizer.step
+        original = optimizer.step
         count = 0
         lock = threading.Lock()
 
-        def recorded(index: int, norm: Tensor) -> float:
+        def recorded(step: int, replica_norm: Tensor) -> float:
             nonlocal count
             with lock:
                 while len(self.gradients) <= count:
                     self.gradients.append({})
                 self.gradients[count] |= {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
             count += 1
-            return step(index, norm)
+            return original(step, replica_norm)
 
         optimizer.step = recorded  # type: ignore[method-assign]
 
@@ -176,6 +176,13 @@ def _batch(seed: int, rows: int = BATCH) -> Tensor:
     return torch.randint(SHAPE.vocabulary, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
 
 
+def _ends(model: Transformer) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Of a whole model: what comes before the layers, and what follows them."""
+    embedding, norm, head = model.tok_embeddings, model.norm, model.lm_head
+    assert embedding is not None and norm is not None and head is not None
+    return embedding, lambda x: head(norm(x))
+
+
 class Whole:
     """The same replica as one model in one autograd graph, with the paper's formula at the cuts."""
 
@@ -187,21 +194,22 @@ class Whole:
         self.optimizer = InnerOptimizer(self.named, inner, TOTAL)
         self.norms: list[float] = []
         self.rest: Tensor | None = None
-        if setup.rank is not None and setup.stages > 1:
+        if (u := setup.basis) is not None and setup.stages > 1:
             embedding = self.named[EMBEDDING].detach()
-            self.rest = embedding - embedding @ self.setup.basis @ self.setup.basis.T
+            self.rest = embedding - embedding @ u @ u.T
             self.optimizer.perpendicular = self.rest
 
     def loss(self, tokens: Tensor) -> Tensor:
         inputs, u = tokens[:, :-1], self.setup.basis
-        x = self.model.tok_embeddings(inputs)
+        embed, predict = _ends(self.model)
+        x = embed(inputs)
         rope = self.model.rope(LENGTH, x.device)
         for index, block in enumerate(self.model.layers.values()):
             if u is not None and self.rest is not None and index in self.setup.cuts[1:-1]:
                 rest = self.rest[inputs]
                 x = (x - rest) @ u @ u.T + rest
             x = block(x, rope)
-        return next_token_loss(self.model.lm_head(self.model.norm(x)), tokens[:, 1:])
+        return next_token_loss(predict(x), tokens[:, 1:])
 
     def backward(self, tokens: Tensor) -> float:
         total = 0.0
@@ -215,7 +223,7 @@ class Whole:
         losses = []
         for step, tokens in enumerate(batches):
             losses.append(self.backward(tokens))
-            norm = torch.cat([p.grad.flatten().double() for p in self.named.values()]).norm()
+            norm = torch.cat([p.grad.flatten().double() for p in self.named.values() if p.grad is not None]).norm()
             self.norms.append(norm.item())
             self.optimizer.step(step, norm.float())
         return losses
@@ -223,7 +231,7 @@ class Whole:
 
 def _assert_gradients_are_the_whole_models(group: Group, whole: Whole, tolerance: float) -> None:
     assert group.gradients[0].keys() == whole.named.keys()
-    largest = max(p.grad.abs().max().item() for p in whole.named.values())
+    largest = max(p.grad.abs().max().item() for p in whole.named.values() if p.grad is not None)
     assert largest > 1000 * tolerance  # or the comparison would show nothing
     for name, parameter in whole.named.items():
         torch.testing.assert_close(group.gradients[0][name], parameter.grad, atol=tolerance, rtol=0, msg=name)
@@ -260,6 +268,7 @@ def test_steps_clip_by_the_whole_models_norm_and_train_alike(setup: Setup) -> No
         _note_norms(worker.stage.optimizer, seen[index])
     losses, expected = group.train(batches), whole.train(batches)
     assert losses == pytest.approx(expected, abs=1e-5)
+    assert INNER.clip_norm is not None
     assert min(whole.norms) > 2 * INNER.clip_norm
     for index, norms in enumerate(seen):
         assert norms == pytest.approx(whole.norms, rel=1e-5), f"stage {index}"
@@ -271,11 +280,11 @@ def test_steps_clip_by_the_whole_models_norm_and_train_alike(setup: Setup) -> No
 
 
 def _note_norms(optimizer: InnerOptimizer, norms: list[float]) -> None:
-    step = optimizer.step
+    original = optimizer.step
 
-    def noted(index: int, norm: Tensor) -> float:
-        norms.append(norm.item())
-        return step(index, norm)
+    def noted(step: int, replica_norm: Tensor) -> float:
+        norms.append(replica_norm.item())
+        return original(step, replica_norm)
 
     optimizer.step = noted  # type: ignore[method-assign]
 
@@ -323,7 +332,9 @@ def test_compressed_it_is_one_graph_with_the_closed_formula(setup: Setup) -> Non
     _assert_gradients_are_the_whole_models(group, whole, 1e-5)
     plain.backward(tokens)
     name = "layers.0.attention.wv.weight"
-    assert (group.gradients[0][name] - plain.named[name].grad).abs().max() > 1e-3  # compression does something
+    gradient = plain.named[name].grad
+    assert gradient is not None
+    assert (group.gradients[0][name] - gradient).abs().max() > 1e-3  # compression does something
 
 
 class WholeInFewBits(Whole):
@@ -333,7 +344,8 @@ class WholeInFewBits(Whole):
         total = 0.0
         for index, part in enumerate(tokens.chunk(self.setup.micro_batches)):
             inputs = part[:, :-1]
-            x = self.model.tok_embeddings(inputs)
+            embed, predict = _ends(self.model)
+            x = embed(inputs)
             rope = self.model.rope(LENGTH, x.device)
             for layer, block in enumerate(self.model.layers.values()):
                 if layer in self.setup.cuts[1:-1]:
@@ -341,7 +353,7 @@ class WholeInFewBits(Whole):
                     boundary = Boundary(SHAPE.width, self.setup.format, self.setup.basis, self.rest)
                     x = boundary.cross(x, inputs, noise_key(SEED, "g", hop, len(self.norms), index))
                 x = block(x, rope)
-            loss = next_token_loss(self.model.lm_head(self.model.norm(x)), part[:, 1:]) / self.setup.micro_batches
+            loss = next_token_loss(predict(x), part[:, 1:]) / self.setup.micro_batches
             loss.backward()
             total += loss.item()
         return total
@@ -387,6 +399,7 @@ def test_decay_of_the_embedding_in_a_compressed_group_stays_in_the_subspace() ->
     before = group.parameters()[EMBEDDING].clone()
     group.train([_batch(0)])
     u = setup.basis
+    assert u is not None
     expected = before - 3e-3 * 50.0 * (before @ u @ u.T)
     torch.testing.assert_close(group.parameters()[EMBEDDING], expected, atol=1e-4, rtol=0)
 
@@ -424,15 +437,15 @@ def test_a_bf16_wire_rounds_what_crosses_and_nothing_else() -> None:
     group, model = Group(setup), Whole(setup).model
     tokens = _batch(0, rows=2)
     with torch.no_grad():
-        inputs = tokens[:, :-1]
-        x, rope = model.tok_embeddings(inputs), model.rope(LENGTH, torch.device("cpu"))
+        embed, predict = _ends(model)
+        x, rope = embed(tokens[:, :-1]), model.rope(LENGTH, torch.device("cpu"))
         for block in (model.layers["0"], model.layers["1"]):
             x = block(x, rope)
         rounded = x.bfloat16().float()
         assert not torch.equal(rounded, x)
         for block in (model.layers["2"], model.layers["3"]):
             rounded = block(rounded, rope)
-        expected = next_token_loss(model.lm_head(model.norm(rounded)), tokens[:, 1:]).item()
+        expected = next_token_loss(predict(rounded), tokens[:, 1:]).item()
     assert _loss(group, [tokens]) == pytest.approx(expected, abs=1e-6)
 
 
@@ -464,13 +477,14 @@ def _activation(
 ) -> Message:
     wire = torch.zeros(BATCH, LENGTH, SHAPE.width) if wire is None else wire
     packed = pack_tokens(_batch(0), SHAPE.vocabulary) if packed is None else packed
-    fields = {"purpose": purpose, "round": 1, "step": 0, "micro_batch": 0} | header
+    fields: dict[str, Any] = {"purpose": purpose, "round": 1, "step": 0, "micro_batch": 0} | header
     return Message(LinkHeader(**fields), (packed, wire))
 
 
 def _gradient(wire: Tensor | None = None, **header: float) -> Message:
     wire = torch.zeros(BATCH, LENGTH, SHAPE.width) if wire is None else wire
-    fields = {"purpose": GRADIENT, "round": 1, "step": 0, "micro_batch": 0, "squared_norm": 1.0} | header
+    honest = {"purpose": GRADIENT, "round": 1, "step": 0, "micro_batch": 0, "squared_norm": 1.0}
+    fields: dict[str, Any] = honest | header
     return Message(LinkHeader(**fields), (wire,))
 
 

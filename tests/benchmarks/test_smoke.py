@@ -1,0 +1,36 @@
+"""Every benchmark runs at its smallest, as a process, and prints its numbers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+HELPERS = {"command_line", "contribution_target"}
+BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
+PRINTED = {
+    "codec": [r"real run: signs\W+\d", r"megabytes_micro: \d", r"templar, 8 at once\W+\d"],
+    "compressors": [r"numba, k = 32: \d", r"one pass, numba\W+\d", r"templar, 8 at once\W+\d"],
+    "engines": [r"plain\W+\d", r"torchtitan\W+\d.*parameters", r"deepspeed\W+\d.*parameters"],
+    "fuzz_contribution": [r"1,000 inputs: \d+ valid, \d+ refused"],
+    "in_process": [r"0 of 2 +\d.*\d\n", r"1 of 2 +\d.*\d\n", r"2 of 2 +\d.*\d\n"],
+    "kernel_links": [r"50 Mbit/s, 2 stages, rank full +\d", r"off by \d|not shaped by the kernel"],
+    "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],
+    "simulator": [r"50 Mbit/s, 0 ms, 2 stages, rank full +\d", r"quickstart +\d", r"busy processes +\d", r"bytes.* \d"],
+    "simulator_growth": [r"participants .*\n +100 +\d", r"stages .*\n +2 +\d", r"micro-batches .*\n +4 +\d"],
+}
+"""Patterns of each."""
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_it_runs_at_its_smallest(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--smoke"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert name in PRINTED, "say here what it prints"
+    for pattern in PRINTED[name]:
+        assert re.search(pattern, done.stdout), (pattern, done.stdout)
