@@ -250,7 +250,8 @@ class Exchange:
                 if report.HasField("finished"):
                     self._finished.add(report.member)
                 if report.HasField("failure"):
-                    self._fail(f"{report.member}: {report.failure.cause}")
+                    cause = report.failure.cause
+                    self._fail(cause if report.member == EXCHANGE else f"{report.member}: {cause}")
             self._changed.notify_all()
 
     def watch(self) -> Iterator[Report]:

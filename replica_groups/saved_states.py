@@ -107,7 +107,7 @@ class SavedStates:
     def is_due(self, round_: int) -> bool:
         return round_ % self.every == 0
 
-    def save(self, round_: int, write: Callable[[Path], None]) -> None:
+    def save(self, round_: int, write: Callable[[Path], object]) -> None:
         """Let `write` fill a folder for this round; forget all but the newest."""
         part = self.folder / "part"
         if self.ranks.is_first:
