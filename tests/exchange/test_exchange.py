@@ -352,7 +352,7 @@ def test_whoever_waits_wakes_when_the_run_fails(exchange: Exchange) -> None:
         exchange.wait_until_finished,
         fail,
     )
-    assert [(type(error), str(error)) for error in errors] == [(RunFailed, "exchange: a cause")] * 3
+    assert [(type(error), str(error)) for error in errors] == [(RunFailed, "a cause")] * 3
 
 
 def test_whoever_waits_wakes_when_replicas_differ(exchange: Exchange) -> None:
