@@ -1,0 +1,159 @@
+"""What is written is there whole or not at all, and on the disk before it has its name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import hetero_pp.snapshot
+from hetero_pp.files import write_whole
+from hetero_pp.model import ModelShape
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
+from hetero_pp.snapshot import Snapshot, initial_snapshot, save_snapshot
+from replica_groups.log import ContributionLog
+from replica_groups.reporter import Reporter
+from replica_groups.saved_states import SavedStates
+
+SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
+
+
+class Torn(Exception):
+    """The machine went down in the middle of a write."""
+
+
+def _write_half(path: Path, data: bytes) -> int:
+    with path.open("wb") as file:
+        file.write(data[: len(data) // 2])
+    raise Torn
+
+
+def _save_half(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    _write_half(path, safetensors.torch.save(tensors, metadata))
+
+
+def _snapshot(round_: int) -> Snapshot:
+    return Snapshot(round_, initial_snapshot(SHAPE, None, seed=round_).parameters, None)
+
+
+def _blob(log: ContributionLog, version: int) -> None:
+    log.write_blob(BlobAddress("run", 1, "dc", "norm"), f"version {version}".encode())
+
+
+def _record(log: ContributionLog, version: int) -> None:
+    log.write_record(RoundRecord(round=1, sha256=f"version {version}".encode()))
+
+
+def _saved_snapshot(log: ContributionLog, version: int) -> None:
+    save_snapshot(_snapshot(version), log.snapshot_path(1))
+
+
+@pytest.mark.parametrize("write", [_blob, _record, _saved_snapshot])
+def test_a_torn_write_leaves_what_was_there(
+    write: Callable[[ContributionLog, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ContributionLog(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", _write_half)
+        patch.setattr(hetero_pp.snapshot, "save_file", _save_half)
+        with pytest.raises(Torn):
+            write(log, 1)
+    assert not [path for path in _files(tmp_path) if path.suffix in (".blob", ".json", ".safetensors")]
+    assert not log.snapshots()
+    write(log, 1)
+    before = {path: path.read_bytes() for path in _files(tmp_path)}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", _write_half)
+        patch.setattr(hetero_pp.snapshot, "save_file", _save_half)
+        with pytest.raises(Torn):
+            write(log, 2)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_a_state_that_is_torn_is_none(tmp_path: Path) -> None:
+    states = SavedStates(tmp_path, "run", 1)
+    states.save(1, lambda folder: (folder / "moments").write_text("1"))
+    with pytest.raises(Torn):
+        states.save(2, lambda folder: _write_half(folder / "moments", b"22"))
+    assert states.rounds() == [1]
+    assert states.check().rounds == {1}
+    states.save(2, lambda folder: (folder / "moments").write_text("2"))
+    assert states.check().rounds == {1, 2}
+
+
+class _Disk:
+    """Notes, in order, what is flushed to the disk and what gets its name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[tuple[str, str]] = []
+        fsync = os.fsync
+
+        def flushed(descriptor: int) -> None:
+            self.done.append(("flushed", Path(f"/proc/self/fd/{descriptor}").resolve().name))
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", flushed)
+        for name in ("replace", "rename"):
+            self._note(monkeypatch, name)
+
+    def _note(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        real = getattr(Path, name)
+
+        def named(path: Path, target: Path) -> Path:
+            self.done.append(("named", target.name))
+            return real(path, target)
+
+        monkeypatch.setattr(Path, name, named)
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "log").mkdir()
+    disk = _Disk(monkeypatch)
+    write_whole(tmp_path / "log" / "record.json", b"{}")
+    assert disk.done == [("flushed", "record.json.part"), ("named", "record.json"), ("flushed", "log")]
+
+
+def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = _Disk(monkeypatch)
+    SavedStates(tmp_path / "dc", "run", 1).save(1, lambda folder: (folder / "moments").write_text("1"))
+    named = disk.done.index(("named", "round-000001"))
+    assert {("flushed", "moments"), ("flushed", "digests.json"), ("flushed", "part")} <= set(disk.done[:named])
+    assert disk.done[named + 1 :] == [("flushed", "dc")]
+
+
+class _Slow:
+    """An exchange that answers when it is let."""
+
+    def __init__(self) -> None:
+        self.lets, self.heard = threading.Event(), 0
+
+    def report(self, reports: Sequence[Report]) -> None:
+        self.lets.wait()
+        self.heard += len(reports)
+
+
+def test_a_flush_waits_until_all_was_heard() -> None:
+    """What a state is saved after must not be told later than it."""
+    exchange = _Slow()
+    reporter = Reporter(exchange, "dc", interval=1000.0)  # type: ignore[arg-type]
+    for _ in range(3):
+        reporter.tell(reporter.new())
+    flushed = threading.Thread(target=reporter.flush, daemon=True)
+    flushed.start()
+    assert exchange.heard == 0
+    assert flushed.is_alive()
+    exchange.lets.set()
+    flushed.join()
+    assert exchange.heard == 3
+    reporter.close()
+    reporter.flush()  # nobody listens any more: it does not wait for ever
