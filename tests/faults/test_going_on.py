@@ -12,14 +12,19 @@ from typing import Any
 
 import pytest
 
+from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, RunFailed
 from hetero_pp.program.claim import claim
+from hetero_pp.program.config import RunPlan
+from hetero_pp.program.launch import Watcher
 from hetero_pp.program.recorder import Recorder
 from hetero_pp.program.run import run_topology
 from hetero_pp.program.run_state import RunState
 from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.messages_pb2 import Report
 from replica_groups.exchange import Exchange
+from replica_groups.log import ContributionLog
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 4
@@ -127,10 +132,7 @@ def test_metrics_are_whole_until_others_take_their_place(tmp_path: Path, finishe
     assert (tmp_path / "metrics.jsonl").read_text().count("joined") == 2
 
 
-def _plan(runs: Path) -> Any:
-    from hetero_pp.data.tokenizers import load_tokenizer
-    from hetero_pp.program.config import RunPlan
-
+def _plan(runs: Path) -> RunPlan:
     config = ConfigFile(runs / "mixed" / "config.yaml").config
     return RunPlan(config, load_tokenizer(config.data).vocabulary)
 
@@ -205,6 +207,22 @@ def test_reports_that_cannot_be_followed_are_no_success(
     with pytest.raises(RunFailed, match="reports could not be followed to its end: KeyError: 'a bug'"):
         _train(corpus, tmp_path)
     assert "a bug" in _summary(tmp_path / "mixed")["failed"]
+
+
+def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path) -> None:
+    plan = _plan(finished)
+    exchange = Exchange(plan.run, plan.roster, None, plan.config.outer, ContributionLog(tmp_path))
+    server, port = serve_exchange(exchange, "token", "127.0.0.1:0", 1)
+
+    def fails(report: Report) -> None:
+        raise KeyError("a bug")
+
+    watcher = Watcher(f"127.0.0.1:{port}", "token", fails)
+    exchange.refuse("a member", "a reason to report")
+    with pytest.raises(RunFailed, match="reports could not be followed to its end: KeyError: 'a bug'"):
+        watcher.join()
+    exchange.end_watching()
+    server.stop(0).wait()
 
 
 def test_a_run_that_ends_before_its_last_round_is_no_success(
