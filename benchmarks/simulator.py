@@ -191,7 +191,7 @@ def errors(results: list[dict[str, Any]]) -> dict[str, float]:
 
     What crosses to the exchange has lengths that depend on its values; stage links carry what is known before.
     """
-    found = {}
+    found: dict[str, float] = {}
     for kind, is_exchange in (("stage links", False), ("links to the exchange", True)):
         off = [
             abs(result["predicted"]["bytes"][link] - measured) / max(measured, 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from hetero_pp.errors import RunFailed
 from hetero_pp.files import PART, flush, write_whole
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.pictures import draw_links, draw_losses
@@ -78,7 +79,10 @@ class Recorder:
         self._state.fail(cause)
 
     def close(self) -> None:
-        """Write summary.json and the pictures, of what is known."""
+        """Write summary.json and the pictures, of what is known.
+
+        Raises RunFailed if a run that is known to have failed in nothing else would be left without a summary.
+        """
         with self._lock:
             for close in (self._metrics.close, self._board.close):
                 try:
@@ -88,9 +92,14 @@ class Recorder:
         if self._path.name != METRICS:
             self._path.unlink()  # the run did not go on: what it had left stays
             return
-        write_whole(self._folder / SUMMARY, (to_json(self._state.summary(), indent=2) + "\n").encode())
-        draw_losses(self._state, self._folder / "loss.png")
-        draw_links(self._state, self._folder / "links.png")
+        try:
+            write_whole(self._folder / SUMMARY, (to_json(self._state.summary(), indent=2) + "\n").encode())
+            draw_losses(self._state, self._folder / "loss.png")
+            draw_links(self._state, self._folder / "links.png")
+        except OSError as error:
+            if self._state.failed is None:
+                raise RunFailed(f"the run is over, its summary and pictures cannot be written: {error}") from None
+            self._fails(error)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

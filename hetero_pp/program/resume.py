@@ -7,6 +7,7 @@ After which round it goes on is not decided here: members tell what they hold, a
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from hetero_pp.errors import ConfigError, DamagedFile, dotted
 from hetero_pp.program.config import RunConfig, RunPlan, meaning
 from hetero_pp.program.recorder import METRICS
 from hetero_pp.program.yaml_file import ConfigFile
-from hetero_pp.rpc.messages_pb2 import Report
+from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 from hetero_pp.topology import EXCHANGE
 from replica_groups.log import ContributionLog
 from replica_groups.saved_states import SavedStates
@@ -70,15 +71,14 @@ def reports_until(folder: Path, last: int, complain: Callable[[str], None]) -> l
     lines = list(_lines(folder / METRICS))
     closed = {line["round"]: line["time"] for line in lines if line.get("event") == "round_closed"}
     reports = [_report(line) for line in lines if line.get("event") in _KEPT and line["round"] <= last]
-    log = log_of(folder)
+    log, began = log_of(folder), min((line["time"] for line in lines), default=time.time())
     for round_ in range(1, last + 1):
         try:
             record = log.read_record(round_)
         except (DamagedFile, FileNotFoundError) as error:
-            complain(f"round {round_} is left out of the summary: {error}")
-            continue
-        written = log.folder / f"round-{round_:06d}" / "record.json"
-        reports.append(Report(time=closed.get(round_, written.stat().st_mtime), member=EXCHANGE, round_closed=record))
+            complain(f"what was contributed to round {round_} is left out of the summary: {error}")
+            record = RoundRecord(round=round_)
+        reports.append(Report(time=closed.get(round_, began), member=EXCHANGE, round_closed=record))
     return sorted(reports, key=lambda report: report.time)
 
 

@@ -129,8 +129,8 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) 
     try:
         with LiveDisplay(state, console):
             start(plan, folder, prepared.cache, on_report, resume)
-        if not state.is_over or state.rounds < plan.config.outer.rounds:
-            raise RunFailed(f"ended after round {state.rounds} of {plan.config.outer.rounds}, and nobody said why")
+        if not state.is_over or state.rounds < state.rounds_planned:
+            raise RunFailed(f"ended after round {state.rounds} of {state.rounds_planned}, and nobody said why")
     except (HeteroPPError, KeyboardInterrupt) as error:
         recorder.fail(str(error) or "interrupted")
         raise

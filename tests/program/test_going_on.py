@@ -18,6 +18,7 @@ from hetero_pp.program.claim import claim
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.launch import Watcher
 from hetero_pp.program.recorder import Recorder
+from hetero_pp.program.resume import require_same_run
 from hetero_pp.program.run import run_topology
 from hetero_pp.program.run_state import RunState
 from hetero_pp.program.yaml_file import ConfigFile
@@ -89,6 +90,17 @@ def test_a_flipped_bit_in_a_state_is_named_and_the_round_before_taken(
     assert f"mixed: going on after round {ROUNDS - 1}" in told
 
 
+def test_a_damaged_record_of_an_early_round_costs_the_summary_only_its_sizes(
+    finished: Path, cut: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cut / "log" / "round-000001" / "record.json").write_text("{")
+    found, unbroken = _train(corpus, cut.parent, resume=True), _summary(finished / "mixed")
+    assert "what was contributed to round 1 is left out of the summary" in capsys.readouterr().out
+    assert found["parameters_sha256"] == unbroken["parameters_sha256"]
+    assert found["contributions"]["per_round"][1:] == unbroken["contributions"]["per_round"][1:]
+    assert (found["contributions"]["per_round"][0]["bytes"], found["rounds"]) == (0, ROUNDS)
+
+
 def test_no_round_that_all_hold_is_told_in_one_line(cut: Path, corpus: Path) -> None:
     shutil.rmtree(cut / "state" / "dc")
     before = (cut / "metrics.jsonl").read_text()
@@ -147,7 +159,6 @@ def _plan(runs: Path) -> RunPlan:
         ("outer.rounds=9", "outer.rounds: found 9, expected 4"),
         ("snapshots.every=2", "snapshots.every: found 2, expected 1"),
         ("replicas.1.boundary.rank=1/2", "replicas[1].boundary.rank: found 0.5, expected 0.25"),
-        ("model.weights=/nowhere", "model.weights"),
     ],
 )
 def test_what_may_not_change_is_refused_in_one_line(cut: Path, corpus: Path, setting: str, key: str) -> None:
@@ -158,6 +169,14 @@ def test_what_may_not_change_is_refused_in_one_line(cut: Path, corpus: Path, set
     assert key in told
     assert "\n" not in told
     assert {path: path.read_bytes() for path in cut.rglob("*") if path.is_file()} == before
+
+
+def test_weights_of_a_run_that_goes_on_are_its_own(cut: Path) -> None:
+    config = ConfigFile(cut / "config.yaml").config
+    require_same_run(config, cut)
+    other = config.model_copy(update={"model": config.model.model_copy(update={"weights": "/elsewhere"})})
+    with pytest.raises(ConfigError, match=r'--resume: model\.weights: found "/elsewhere", expected null'):
+        require_same_run(other, cut)
 
 
 def test_what_may_change_is_applied(finished: Path, cut: Path, corpus: Path, tmp_path: Path) -> None:
