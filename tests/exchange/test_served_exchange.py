@@ -1,0 +1,232 @@
+"""The exchange over real gRPC: what callers without the token, or of another run, are refused, whatever they call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+import grpc
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_pp.errors import Refused
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc import exchange as served_exchange
+from hetero_pp.rpc import messages_pb2 as pb
+from hetero_pp.rpc.channels import make_channel
+from hetero_pp.rpc.exchange import SERVICE, VERSION, ExchangeClient, serve_exchange
+from hetero_pp.rpc.framing import header_and_payload_frames
+
+TIMEOUT = 20.0
+RUN, TOKEN = "run", "the token"
+BLOB = b"a blob of some bytes"
+ADDRESS = BlobAddress(RUN, 3, "dc", "norm")
+NORM = torch.arange(6.0).view(2, 3)
+
+STRANGERS: dict[str, dict[str, str]] = {
+    "wrong token": {"token": "another token", "run": RUN},
+    "empty token": {"token": "", "run": RUN},
+    "longer token": {"token": TOKEN + "!", "run": RUN},
+    "no token": {"run": RUN},
+    "nothing": {},
+    "another run": {"token": TOKEN, "run": "another run"},
+}
+"""What they know, and tell beside their name."""
+
+
+class Recorder:
+    """An exchange that keeps what it was asked, and what was refused before that. Implements WatchedExchange."""
+
+    run = RUN
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+        self.stayed = threading.Event()
+        self.refused: list[tuple[str, str]] = []
+
+    def join(self, member: str, address: str) -> int:
+        self.asked.append(("join", member, address))
+        return 7
+
+    def locate(self, member: str) -> str:
+        self.asked.append(("locate", member))
+        return "127.0.0.1:5"
+
+    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
+        self.asked.append(("snapshot", *names))
+        return dict.fromkeys(names, NORM)
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+        self.asked.append(("deposit", member, address, data))
+
+    def record(self, round_: int) -> pb.RoundRecord:
+        self.asked.append(("record", round_))
+        return pb.RoundRecord(round=round_)
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        self.asked.append(("fetch", member, round_, replica, block))
+        return BLOB
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        self.asked.append(("confirm", member, round_, dict(sha256)))
+
+    def report(self, reports: Sequence[pb.Report]) -> None:
+        self.asked.append(("report", *(report.member for report in reports)))
+
+    def watch(self) -> Iterator[pb.Report]:
+        self.asked.append(("watch",))
+        yield pb.Report(member="dc")
+
+    def stay(self, member: str) -> None:
+        self.asked.append(("stay", member))
+        self.stayed.set()
+
+    def left(self, member: str) -> None:
+        self.asked.append(("left", member))
+
+    def refuse(self, sender: str, reason: str) -> None:
+        self.refused.append((sender, reason))
+
+
+class Served:
+    """A recorder behind a server."""
+
+    def __init__(self) -> None:
+        self.exchange = Recorder()
+        self.server, port = serve_exchange(self.exchange, TOKEN, "127.0.0.1:0", members=1)
+        self.address = f"127.0.0.1:{port}"
+
+    def stop(self) -> None:
+        """Until all that a call leaves to be done after its end is done."""
+        self.server.stop(None).wait(TIMEOUT)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.stop()
+
+
+def _calls() -> dict[str, grpc.RpcMethodHandler]:
+    """Every call of the service by its path, from the table that the server is given: one added later is among them."""
+    tables: list[tuple[str, Mapping[str, grpc.RpcMethodHandler]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpc, "method_handlers_generic_handler", lambda *table: tables.append(table))
+        served_exchange._Handlers(Recorder(), TOKEN).generic()
+    return {f"/{service}/{name}": handler for service, table in tables for name, handler in table.items()}
+
+
+CALLS = _calls()
+
+REQUESTS: dict[str, list[bytes]] = {
+    f"/{SERVICE}/Join": [pb.JoinRequest(version=VERSION, address="127.0.0.1:5").SerializeToString()],
+    f"/{SERVICE}/Deposit": [
+        bytes(frame) for frame in header_and_payload_frames(pb.BlobHeader(round=1, size=len(BLOB)), [BLOB])
+    ],
+}
+"""Of calls to which an empty message is no request."""
+
+
+def _call(served: Served, path: str, metadata: Mapping[str, str]) -> None:
+    """Make a call to its end, whatever kind it is. Raises grpc.RpcError if it fails."""
+    handler, request = CALLS[path], REQUESTS.get(path, [b""])
+    with make_channel(served.address) as channel:
+        kinds = {
+            (False, False): channel.unary_unary,
+            (False, True): channel.unary_stream,
+            (True, False): channel.stream_unary,
+            (True, True): channel.stream_stream,
+        }
+        call = kinds[handler.request_streaming, handler.response_streaming](path)
+        sent = iter(request) if handler.request_streaming else request[0]
+        reply = call(sent, metadata=tuple(metadata.items()), timeout=TIMEOUT)
+        if handler.response_streaming:
+            list(reply)
+
+
+def test_the_calls_are_those_that_members_make() -> None:
+    """So that none of what follows holds because nothing was called."""
+    made = "Join Locate Snapshot Deposit Record Fetch Confirm Report Stay Watch"
+    assert CALLS.keys() >= {f"/{SERVICE}/{name}" for name in made.split()}
+
+
+@pytest.mark.parametrize("path", CALLS)
+@pytest.mark.parametrize("known", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_is_refused_counted_and_reaches_nothing(path: str, known: dict[str, str], served: Served) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        _call(served, path, {"member": "mallory"} | known)
+    assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    served.stop()
+    [(sender, reason)] = served.exchange.refused
+    assert sender.startswith("mallory at ipv4:127.0.0.1:")
+    assert reason == ("another configuration" if known.get("token") == TOKEN else "a call from another run")
+    assert served.exchange.asked == []
+
+
+@pytest.mark.parametrize("path", CALLS)
+@pytest.mark.parametrize("run", [{"run": RUN}, {}], ids=["run", "no run"])
+def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], served: Served) -> None:
+    _call(served, path, {"member": "dc", "token": TOKEN} | run)
+    served.stop()
+    asked = [what for what, *_ in served.exchange.asked]
+    assert asked == (["stay", "left"] if path.endswith("/Stay") else [path.rpartition("/")[2].lower()])
+    assert served.exchange.refused == []
+
+
+def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
+    client = ExchangeClient(served.address, TOKEN, "dc", RUN)
+    assert client.join("dc", "127.0.0.1:6") == 7
+    assert client.locate("home.1") == "127.0.0.1:5"
+    assert client.snapshot(["a", "b"])["b"].equal(NORM)
+    client.deposit("dc", ADDRESS, BLOB)
+    assert client.record(3).round == 3
+    assert client.fetch("dc", 3, "home", "norm") == BLOB
+    client.confirm("dc", 3, {"norm.weight": b"\1" * 32})
+    client.report([pb.Report(member="somebody else")])
+    assert [report.member for report in client.watch()] == ["dc"]
+    assert served.exchange.stayed.wait(TIMEOUT)  # which joining begins, and nobody waits for
+    client.close()
+    served.stop()
+    assert sorted(served.exchange.asked, key=str) == sorted(
+        [
+            ("join", "dc", "127.0.0.1:6"),
+            ("stay", "dc"),
+            ("left", "dc"),
+            ("locate", "home.1"),
+            ("snapshot", "a", "b"),
+            ("deposit", "dc", ADDRESS, BLOB),
+            ("record", 3),
+            ("fetch", "dc", 3, "home", "norm"),
+            ("confirm", "dc", 3, {"norm.weight": b"\1" * 32}),
+            ("report", "dc"),  # whoever knows the token speaks for itself only
+            ("watch",),
+        ],
+        key=str,
+    )
+
+
+@pytest.mark.parametrize(
+    ("token", "run", "words"),
+    [("another token", RUN, "serves another run"), (TOKEN, "another run", "with another configuration")],
+)
+def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str, served: Served) -> None:
+    client = ExchangeClient(served.address, token, "dc", run)
+    for ask in (
+        lambda: client.join("dc", ""),
+        lambda: client.locate("dc"),
+        lambda: client.snapshot(["a"]),
+        lambda: client.deposit("dc", ADDRESS, BLOB),
+        lambda: client.record(3),
+        lambda: client.fetch("dc", 3, "home", "norm"),
+        lambda: client.confirm("dc", 3, {}),
+        lambda: client.report([]),
+        lambda: list(client.watch()),
+    ):
+        with pytest.raises(Refused, match=words):
+            ask()
+    client.close()
+    served.stop()
+    assert len(served.exchange.refused) == 9
+    assert served.exchange.asked == []
