@@ -154,7 +154,9 @@ class _Handlers:
             member = self._caller(context)
         except HeteroPPError as error:
             return _abort(context, error)
-        context.add_callback(lambda: self.exchange.left(member))
+        if not context.add_callback(lambda: self.exchange.left(member)):  # the call has ended already
+            self.exchange.left(member)
+            return pb.StayReply()
         self.exchange.stay(member)
         return pb.StayReply()
 

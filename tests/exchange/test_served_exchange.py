@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import grpc
 import pytest
@@ -230,3 +231,20 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
     served.stop()
     assert len(served.exchange.refused) == 9
     assert served.exchange.asked == []
+
+
+class _EndedCall:
+    """The context of a call whose caller is gone."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("member", "dc"), ("token", TOKEN))
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return False
+
+
+def test_who_is_gone_before_its_stay_begins_has_left() -> None:
+    """gRPC takes no callback for a call that has ended, and nobody else would tell."""
+    exchange = Recorder()
+    served_exchange._Handlers(exchange, TOKEN)._stay(pb.StayRequest(), cast(grpc.ServicerContext, _EndedCall()))
+    assert exchange.asked == [("left", "dc")]
