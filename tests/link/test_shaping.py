@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,20 +15,6 @@ from hetero_pp.topology import LinkShape
 
 RATE = 8e6
 """One byte takes a microsecond."""
-
-
-class FakeClock:
-    """Waiting moves the time and nothing else does."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
-
-    def wait(self, condition: threading.Condition, seconds: float | None) -> None:
-        assert seconds is not None, "this would wait for ever"
-        self.time += seconds
 
 
 class ForbiddenClock:

@@ -1,0 +1,141 @@
+"""A member's link to the exchange: what goes up takes the uplink's time, what comes down the downlink's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+
+import pytest
+import torch
+from fake_clock import FakeClock
+from torch import Tensor
+
+from hetero_pp.link import shaping
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
+from hetero_pp.topology import LinkPlan, LinkShape
+from replica_groups.paced_exchange import PacedExchange
+
+BLOB = bytes(1000)
+WIRE = 1000 + 5 + 9
+"""One gRPC message in one HTTP/2 frame."""
+UP, DOWN = LinkShape(bandwidth=8e3, latency=3.0), LinkShape(bandwidth=8e6, latency=0.25)
+"""A byte takes a millisecond up, and a microsecond down."""
+UP_SECONDS, DOWN_SECONDS = WIRE / 1e3, WIRE / 1e6
+ADDRESS = BlobAddress("run", 4, "home", "norm")
+
+Counts = tuple[object, ...]
+"""(messages, payload bytes, bytes on the wire, seconds that the link was busy)"""
+
+
+class Far:
+    """What is at the other end, and when it was asked. Implements ExchangePort."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.asked: list[tuple[float, object]] = []
+
+    def _ask(self, what: object) -> None:
+        self.asked.append((self.clock.time, what))
+
+    def join(self, member: str, address: str) -> int:
+        self._ask((member, address))
+        return 4
+
+    def locate(self, member: str) -> str:
+        self._ask(member)
+        return "there"
+
+    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
+        self._ask(list(names))
+        return {name: torch.zeros(125) for name in names}
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+        self._ask((member, address, data))
+
+    def record(self, round_: int) -> RoundRecord:
+        self._ask(round_)
+        return RoundRecord(round=round_)
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        self._ask((member, round_, replica, block))
+        return BLOB
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        self._ask((member, round_, sha256))
+
+    def report(self, reports: Sequence[Report]) -> None:
+        self._ask(list(reports))
+
+
+class Paced:
+    """A member's end, as it is, on a clock that only moves when it waits."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.far = Far(clock)
+        self.exchange = PacedExchange(self.far, LinkPlan("home.0-exchange", "home.0", "exchange", UP, DOWN), seed=1)
+
+    def counts(self, round_: int) -> list[Counts]:
+        """Of what went up and of what came down."""
+        return [astuple(ledger.of_round(round_)) for ledger in (self.exchange.forward, self.exchange.backward)]
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> Paced:
+    clock = FakeClock()
+    monkeypatch.setattr(shaping, "MonotonicClock", lambda: clock)
+    return Paced(clock)
+
+
+def _count(messages: int, seconds: float) -> Counts:
+    return messages, messages * len(BLOB), messages * WIRE, pytest.approx(seconds)
+
+
+NOTHING = (0, 0, 0, 0.0)
+
+
+def test_a_deposit_goes_up(paced: Paced) -> None:
+    """It is there when the uplink has carried it."""
+    paced.exchange.deposit("home.0", ADDRESS, BLOB)
+    assert paced.far.asked == [(pytest.approx(100 + 3 + UP_SECONDS), ("home.0", ADDRESS, BLOB))]
+    assert paced.clock.time == pytest.approx(100 + 3 + UP_SECONDS)
+    assert paced.counts(4) == [_count(1, UP_SECONDS), NOTHING]
+
+
+def test_a_fetched_blob_comes_down(paced: Paced) -> None:
+    """It is asked for at once, and had when the downlink has carried it."""
+    assert paced.exchange.fetch("home.0", 4, "dc", "norm") == BLOB
+    assert paced.far.asked == [(100.0, ("home.0", 4, "dc", "norm"))]
+    assert paced.clock.time == pytest.approx(100 + 0.25 + DOWN_SECONDS)
+    assert paced.counts(4) == [NOTHING, _count(1, DOWN_SECONDS)]
+
+
+def test_a_snapshot_comes_down_before_the_first_round(paced: Paced) -> None:
+    assert list(paced.exchange.snapshot(["a", "b"])) == ["a", "b"]  # two tensors of 125 fp32 numbers
+    assert paced.far.asked == [(100.0, ["a", "b"])]
+    assert paced.clock.time == pytest.approx(100 + 0.25 + DOWN_SECONDS)
+    assert paced.counts(0) == [NOTHING, _count(1, DOWN_SECONDS)]
+
+
+def test_both_ways_are_free_of_each_other(paced: Paced) -> None:
+    """Each round's bytes are its own, and a long way up does not delay the way down."""
+    for round_ in (1, 2):
+        paced.exchange.deposit("home.0", BlobAddress("run", round_, "home", "norm"), BLOB)
+        for replica in ("a", "b", "c"):
+            paced.exchange.fetch("home.0", round_, replica, "norm")
+    assert paced.clock.time == pytest.approx(100 + 2 * (3 + UP_SECONDS) + 6 * (0.25 + DOWN_SECONDS))
+    for round_ in (1, 2):
+        assert paced.counts(round_) == [_count(1, UP_SECONDS), _count(3, 3 * DOWN_SECONDS)]
+
+
+def test_what_is_small_is_passed_on_at_once_and_not_counted(paced: Paced) -> None:
+    reports = [Report(member="home.0")]
+    assert paced.exchange.join("home.0", "here") == 4
+    assert paced.exchange.locate("home.1") == "there"
+    assert paced.exchange.record(4).round == 4
+    paced.exchange.confirm("home.0", 4, {"norm.weight": b"x"})
+    paced.exchange.report(reports)
+    asked = [("home.0", "here"), "home.1", 4, ("home.0", 4, {"norm.weight": b"x"}), reports]
+    assert paced.far.asked == [(100.0, what) for what in asked]
+    assert paced.counts(0) == paced.counts(4) == [NOTHING, NOTHING]
