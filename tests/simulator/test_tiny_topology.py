@@ -1,0 +1,179 @@
+"""Predictions of topologies so small that every second and byte of them is worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_pp.model import block_of
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.program.simulation.fleets import message_bytes
+from hetero_pp.program.simulation.prediction import Prediction, predict
+from hetero_pp.schedule import Action, one_forward_one_backward
+
+WIDTH, FEED_FORWARD, VOCABULARY, LENGTH, ROWS = 8, 12, 200, 64, 2
+STEPS = 3
+LAYERS_OF_BLOCKS = {"home.0": 2, "home.1": 3, "dc": 5}
+"""How many blobs a member sends: token embedding and a layer; a layer, the last norm and the head; all of them."""
+
+LINKS = {
+    "stages": {
+        "forward": {"bandwidth": "1 kbit/s", "latency": "0.5 s"},
+        "backward": {"bandwidth": "400 bit/s", "latency": "0.25 s"},
+    },
+    "up and down": {
+        "jitter": "0.2 s",
+        "forward": {"bandwidth": "10 kbit/s", "latency": "7 s"},
+        "backward": {"bandwidth": "40 kbit/s", "latency": "3 s"},
+    },
+}
+HOME = {
+    "name": "home",
+    "kind": "participants",
+    "stages": 2,
+    "batch_size": ROWS,
+    "link": "stages",
+    "uplink": "up and down",
+    "boundary": {"rank": 1, "dtype": "bf16"},
+}
+DC = {"name": "dc", "kind": "datacenter", "batch_size": ROWS, "uplink": "up and down"}
+
+
+def _cost(forward: float, backward: float, update: float, contribute: float, apply: float, evaluate: float) -> Any:
+    names = ("forward", "backward", "update", "contribute", "apply", "evaluate")
+    values = (forward, backward, update, contribute, apply, evaluate)
+    return {name: f"{value} s" for name, value in zip(names, values, strict=True)}
+
+
+FIRST, LAST = (20.0, 6.0, 0.75, 30.0, 11.0, 1.5), (3.0, 5.0, 0.5, 32.0, 13.0, 1.25)
+QUICK = (0.01, 0.01, 0.01, 0.01, 0.01, 0.01)
+GROUP = {"home.0": _cost(*FIRST), "home.1": _cost(*LAST)}
+
+
+def _plan(replicas: list[dict[str, Any]], layers: int = 2, **simulate: Any) -> RunPlan:
+    return RunPlan(
+        RunConfig.model_validate(
+            {
+                "name": "tiny",
+                "model": {"width": WIDTH, "heads": 2, "feed_forward": FEED_FORWARD, "layers": layers},
+                "data": {"sequence_length": LENGTH, "validation_sequences": ROWS},
+                "inner": {"steps": STEPS},
+                "outer": {"rounds": 4},
+                "links": LINKS,
+                "replicas": replicas,
+                "simulate": simulate,
+            }
+        ),
+        VOCABULARY,
+    )
+
+
+def _messages(plan: RunPlan) -> tuple[float, float]:
+    """Bytes on the wire of an activation and of a gradient: what they hold, and headers and framing."""
+    sizes = message_bytes(plan, plan.config.replicas[0])
+    ids, coefficients = ROWS * (LENGTH + 1), ROWS * LENGTH * 2  # 200 ids take 8 bits, a bf16 number 16
+    assert ids + coefficients < sizes["activation"] < ids + coefficients + 64
+    assert coefficients < sizes["gradient"] < coefficients + 64
+    assert sizes["evaluation"] == pytest.approx(sizes["activation"], abs=4)
+    return sizes["activation"], sizes["gradient"]
+
+
+def _step(activation: float, gradient: float, forward_rate: float = 1000.0, backward_rate: float = 400.0) -> float:
+    """There and back with one micro-batch; the last stage makes its update when the next activation is there."""
+    there = FIRST[0] + activation * 8 / forward_rate + 0.5 + LAST[2] + LAST[0]
+    return there + LAST[1] + gradient * 8 / backward_rate + 0.25 + FIRST[1] + FIRST[2]
+
+
+def test_a_step_is_there_and_back() -> None:
+    plan = _plan([HOME], measured=GROUP)
+    assert predict(plan).step_seconds == pytest.approx(_step(*_messages(plan)))
+
+
+def test_a_step_over_links_that_were_drawn_is_there_and_back() -> None:
+    plan = _plan([HOME], measured=GROUP, fleets={"home": {"count": 3, "bandwidth": ["2 kbit/s", "2 kbit/s"]}})
+    assert predict(plan).step_seconds == pytest.approx(_step(*_messages(plan), 2000.0, 2000.0))
+
+
+def test_links_are_busy_with_what_crosses_them() -> None:
+    plan = _plan([HOME], measured=GROUP)
+    activation, gradient = _messages(plan)
+    found = predict(plan)
+    link = found.replicas[0].links[0]
+    evaluation = link.forward_bytes - STEPS * activation
+    assert evaluation == pytest.approx(activation, abs=4)
+    assert link.backward_bytes == STEPS * gradient
+    assert link.forward_busy == pytest.approx(link.forward_bytes * 8 / 1000 / found.round_seconds)
+    assert link.backward_busy == pytest.approx(link.backward_bytes * 8 / 400 / found.round_seconds)
+
+
+def _exchange_seconds(found: Prediction, member: str) -> tuple[float, float]:
+    """Of what a member sends and receives: its bytes, and for each blob the latency and the mean of the jitter."""
+    stage = next(stage for replica in found.replicas for stage in replica.stages if stage.member == member)
+    blobs = LAYERS_OF_BLOCKS[member]
+    fetched = blobs + 2 * (member == "home.1")  # it follows the token embedding: that of its group and the other's
+    up = stage.sent_bytes * 8 / 10e3 + blobs * (7 + 0.1)
+    down = stage.received_bytes * 8 / 40e3 + fetched * (3 + 0.1)
+    assert stage.sent_seconds == pytest.approx(up)
+    assert stage.received_seconds == pytest.approx(down)
+    return up, down
+
+
+def test_a_round_is_its_steps_the_way_to_the_exchange_and_back_and_an_evaluation() -> None:
+    """Of a group beside a datacenter that is always ready before it. The last stage is ready last, and sends most."""
+    plan = _plan([HOME, DC], measured=GROUP | {"dc": _cost(*QUICK)})
+    found = predict(plan)
+    step = _step(*_messages(plan))
+    (up, down), (last_up, last_down) = (_exchange_seconds(found, member) for member in ("home.0", "home.1"))
+    inner = STEPS * step - LAST[2]  # the first step has no update before it
+    flush = 0.5 + LAST[2]
+    assert last_up + flush > up
+    closed = inner + flush + LAST[3] + last_up
+    assert found.replicas[0].inner_seconds == pytest.approx(inner + flush)
+    assert found.outer_seconds == pytest.approx(closed - inner - flush + max(down + FIRST[4], last_down + LAST[4]))
+    assert found.round_seconds == pytest.approx(closed + down + FIRST[4] + FIRST[5])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["links of their own", "one site's link"])
+def test_an_outer_round_has_the_latency_of_every_blob(shared: bool) -> None:
+    """Two datacenters that begin together; at one site their bytes share the link, and their latencies do not."""
+    sites = {"office": {"members": ["dc", "d2"], "uplink": "up and down"}}
+    measured = {"dc": _cost(*QUICK), "d2": _cost(*QUICK)}
+    plan = _plan([DC, {**DC, "name": "d2"}], measured=measured, sites=sites if shared else {})
+    found = predict(plan)
+    blobs, users = LAYERS_OF_BLOCKS["dc"], 2 if shared else 1
+    assert len({block_of(name) for name in plan.parameter_shapes}) == blobs
+    one = found.replicas[0]
+    seconds = users * (one.sent_bytes * 8 / 10e3 + one.received_bytes * 8 / 40e3)
+    delays = blobs * (7 + 0.1) + blobs * (3 + 0.1)  # the other's, as many
+    assert found.outer_seconds == pytest.approx(QUICK[3] + seconds + delays + QUICK[4])
+
+
+def _most_in_flight(stage: int, stages: int, micro_batches: int, extra: int) -> int:
+    """Micro-batches whose forward was and whose backward was not, counted over the events that the stage runs."""
+    now = most = 0
+    for event in one_forward_one_backward(stage, stages, micro_batches, extra):
+        now += {Action.FORWARD: 1, Action.BACKWARD: -1}.get(event.action, 0)
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 12])
+def test_memory_holds_all_micro_batches_in_flight(micro_batches: int, extra: int) -> None:
+    """Each 8 D + 3 F numbers of 2 bytes a layer, and the head's logits in fp32; 24 bytes a parameter beside them."""
+    stages = 3
+    many = {"batch_size": ROWS * micro_batches, "micro_batches": micro_batches}
+    group = {**HOME, "stages": stages, "extra_in_flight": extra, **many}
+    plan = _plan([group, {**DC, **many}], layers=3)
+    home, dc = predict(plan).replicas
+    tokens, per_layer, logits = ROWS * LENGTH, 2 * (8 * WIDTH + 3 * FEED_FORWARD), 4 * VOCABULARY
+    for index, stage in enumerate(home.stages):
+        held = _most_in_flight(index, stages, micro_batches, extra)
+        per_token = per_layer + (logits if index == stages - 1 else 0)
+        assert stage.memory_bytes["activations"] == held * tokens * per_token, index
+    assert dc.stages[0].memory_bytes["activations"] == tokens * (3 * per_layer + logits)
+    layer = 4 * WIDTH**2 + 3 * WIDTH * FEED_FORWARD + 2 * WIDTH
+    parameters = [VOCABULARY * WIDTH + layer, layer, layer + WIDTH + VOCABULARY * WIDTH]
+    for stage, owned in zip(home.stages, parameters, strict=True):
+        assert sum(stage.memory_bytes.values()) - stage.memory_bytes["activations"] == 24 * owned
