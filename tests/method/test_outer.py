@@ -11,7 +11,9 @@ import torch
 
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, mean_of, outer_step, parameter_sha256, parameters_sha256
-from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import select
 
 
 def _sparse(*pairs: tuple[int, float]) -> DecodedTensor:
@@ -33,6 +35,29 @@ def test_the_mean_over_those_that_sent_a_coordinate() -> None:
     weighted = [(1.0, _sparse((0, 3.0), (2, 1.0))), (3.0, _sparse((0, 7.0)))]
     assert mean_of((4,), weighted, "senders").tolist() == [6.0, 0.0, 1.0, 0.0]
     assert mean_of((4,), weighted, "replicas").tolist() == [6.0, 0.0, 0.25, 0.0]
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_who_sent_a_zero_is_a_sender(zero: float) -> None:
+    """It says that the coordinate should stay, which is not the same as saying nothing of it."""
+    weighted = [(1.0, _sparse((0, zero), (1, 4.0), (2, zero))), (3.0, _sparse((0, 8.0))), (1.0, _sparse((1, zero)))]
+    assert mean_of((4,), weighted, "senders").tolist() == [6.0, 2.0, 0.0, 0.0]
+
+
+def test_a_zero_that_crossed_as_bytes_is_one_that_was_sent() -> None:
+    """Dense and exact, everybody sends everything: both means are one."""
+    compression = CompressionSettings(density=1.0, value_bits=32, quantiser="levels", tile=(4, 4))
+    decoded = []
+    for index, replica in enumerate(("a", "b", "c")):
+        delta, address = torch.zeros(6, 5), BlobAddress("run", 1, replica, "norm")
+        delta[index] = torch.arange(1.0, 6.0)
+        selection = select(torch.zeros(6, 5), delta, compression)
+        blob = encode_blob(address, [("norm.weight", (6, 5), selection)], compression)
+        decoded.append((1.0, decode_blob(blob, address, {"norm.weight": (6, 5)}, compression)["norm.weight"]))
+    expected = torch.zeros(6, 5)
+    expected[:3] = torch.arange(1.0, 6.0) / 3
+    assert mean_of((6, 5), decoded, "senders").equal(expected)
+    assert mean_of((6, 5), decoded, "replicas").equal(expected)
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 7])

@@ -142,6 +142,18 @@ def test_it_ends_where_the_staged_run_ends(
         assert fast.validation_loss[round_ - 1] == pytest.approx(sum(told) / 2, abs=2e-2)
 
 
+def test_who_sends_a_zero_is_a_sender(corpus: Path, tmp_path: Path) -> None:
+    """Dense, a mean over senders is one over replicas, though neither saw every token that the other did."""
+    results = []
+    for divides_by in ("senders", "replicas"):
+        dense = {"density": 1.0, "value_bits": 32, "quantiser": "levels"}
+        outer: dict[str, object] = {"divides_by": divides_by, "compression": dense}
+        config = _config(corpus, outer, [{**DC, "name": name, "batch_size": 1} for name in ("a", "b")])
+        still = config.inner.model_copy(update={"weight_decay": 0.0, "steps": 1})
+        results.append(_train(config.model_copy(update={"inner": still}), tmp_path)[0])
+    assert results[0].validation_loss == results[1].validation_loss
+
+
 def test_a_run_that_diverges_says_so(corpus: Path, tmp_path: Path) -> None:
     config = _config(corpus, {"learning_rate": 1e30}, [DC])
     result, _, _ = _train(config, tmp_path)
