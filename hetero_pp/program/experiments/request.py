@@ -53,15 +53,17 @@ class Request:
 def swept(experiment: Experiment, sweeps: Sequence[str]) -> Experiment:
     """The experiment with every row repeated for each value of `cell=a,b,c`; claims are left out.
 
-    A cell is one of a row (`rank`, `bits`, `compressed`, `budget`, `replicas`), or of the run, by its dotted name.
+    The baseline stays the declared one, at the first values. A cell is one of a row (`rank`, `bits`, `compressed`,
+    `budget`, `replicas`), or of the run, by its dotted name.
     """
-    rows = list(experiment.rows)
+    rows, baseline = list(experiment.rows), experiment.baseline
     for sweep in sweeps:
         cell, separator, values = sweep.partition("=")
         if not separator or not values:
             raise ConfigError((), f"--sweep {sweep}: expected CELL=A,B such as `outer.compression.density=1/128,1/32`")
         rows = [_changed(row, cell, value) for row in rows for value in values.split(",")]
-    update = {"name": f"{experiment.name}-sweep", "rows": rows, "claims": [], "baseline": rows[0].name}
+        baseline = _name(baseline, cell, values.split(",")[0])
+    update = {"name": f"{experiment.name}-sweep", "rows": rows, "claims": [], "baseline": baseline}
     return experiment.model_copy(update=update)
 
 
@@ -69,9 +71,13 @@ def _changed(row: Row, cell: str, text: str) -> Row:
     value = _plain(text)
     own = {cell: value} if cell in Row.model_fields else {"cells": {**row.cells, cell: value}}
     try:
-        return Row.model_validate(row.model_dump() | own | {"name": f"{row.name}, {cell}={text}"})
+        return Row.model_validate(row.model_dump() | own | {"name": _name(row.name, cell, text)})
     except ValidationError as error:
         raise ConfigError((), f"--sweep {cell}={text}: {error.errors()[0]['msg']}") from None
+
+
+def _name(row: str, cell: str, text: str) -> str:
+    return f"{row}, {cell}={text}"
 
 
 def _plain(text: str) -> Any:
