@@ -1,0 +1,155 @@
+"""Outer rounds that go on from a snapshot and saved states come to what unbroken ones come to: members and keeper."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetero_pp.errors import HeteroPPError
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import ModelShape
+from hetero_pp.outer.gradient import GradientOptimizer
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
+from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
+from replica_groups.exchange import Exchange, Roster
+from replica_groups.held import HeldParameters
+from replica_groups.keeper import Keeper
+from replica_groups.log import ContributionLog
+from replica_groups.outer_round import OuterRound
+from replica_groups.replay import shapes_by_block, shapes_of
+
+TIMEOUT = 20.0
+ROUNDS = 4
+SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40)
+NAMES = ("alpha", "beta")
+INNER = InnerSettings(learning_rate=0.1, warmup_steps=0, clip_norm=1.0)
+SPARSE = {"density": 1 / 8, "tile": (8, 8), "error_feedback_decay": 0.9}
+METHODS = {
+    "diloco": OuterSettings.model_validate({"rounds": ROUNDS, "method": "diloco"}),
+    "sparse with momentum": OuterSettings.model_validate(
+        {"rounds": ROUNDS, "learning_rate": 0.7, "momentum": 0.8, "compression": SPARSE}
+    ),
+    "sparseloco": OuterSettings.model_validate({"rounds": ROUNDS, "compression": SPARSE}),
+    "adamw_ddp": OuterSettings.model_validate({"rounds": ROUNDS, "method": "adamw_ddp"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """As many threads as there are members are enough."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _optimizer(settings: OuterSettings, snapshot: Snapshot) -> RoundOptimizer:
+    if settings.source == "difference":
+        return OuterOptimizer(settings)
+    return GradientOptimizer(settings, INNER, ROUNDS, shapes_of(snapshot.parameters), None)
+
+
+class Run:
+    """Two replicas of one member each, the exchange and its keeper, from a snapshot on."""
+
+    def __init__(self, settings: OuterSettings, snapshot: Snapshot, folder: Path) -> None:
+        self.settings, self.first, self.folder = settings, snapshot.round, folder
+        blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
+        roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
+        self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(folder / "log"))
+        self.keeper = Keeper(self.exchange, snapshot, ROUNDS, 1, _optimizer(settings, snapshot))
+        self.errors: list[HeteroPPError] = []
+        self.parameters: dict[str, dict[str, nn.Parameter]] = {}
+        self.outer: dict[str, OuterRound] = {}
+        for name in NAMES:
+            own = {p: nn.Parameter(tensor.clone()) for p, tensor in snapshot.parameters.items()}
+            self.parameters[name] = own
+            self.outer[name] = OuterRound(
+                "run",
+                name,
+                name,
+                HeldParameters(own),
+                dict(snapshot.parameters),
+                self.exchange,
+                settings,
+                _optimizer(settings, snapshot),
+            )
+
+    def load(self, folder: Path) -> None:
+        """The states that members saved after the round of the snapshot."""
+        for name, outer in self.outer.items():
+            outer.load(folder / f"{name}-{self.first}", self.first)
+
+    def train(self) -> None:
+        """All rounds that are left; every member saves its state after each. Fails if a member or the keeper does."""
+        self.keeper.start()
+        threads = [threading.Thread(target=self._member, args=(name,), daemon=True) for name in NAMES]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT)
+            assert not thread.is_alive()
+        self.keeper.join()
+        assert self.errors == []
+        assert self.exchange.record(ROUNDS).round == ROUNDS  # raises if the keeper found something else than members
+
+    def _member(self, name: str) -> None:
+        try:
+            for round_ in range(self.first + 1, ROUNDS + 1):
+                self._learn(name, round_)
+                self.outer[name].synchronise(round_)
+                saved = self.folder / f"{name}-{round_}"
+                saved.mkdir()
+                self.outer[name].save(saved)
+        except HeteroPPError as error:
+            self.exchange.fail(str(error))
+            self.errors.append(error)
+
+    @torch.no_grad()
+    def _learn(self, name: str, round_: int) -> None:
+        """What the inner loop does: other weights, or gradients."""
+        for index, parameter in enumerate(self.parameters[name].values()):
+            generator = torch.Generator().manual_seed(1000 * round_ + 10 * index + len(name))
+            change = torch.randn(parameter.shape, generator=generator) * 0.1
+            if self.settings.source == "gradient":
+                parameter.grad = change
+            else:
+                parameter.add_(change)
+
+    def snapshot(self, round_: int) -> Snapshot:
+        """The keeper's."""
+        return load_snapshot(self.exchange.log.snapshot_path(round_))
+
+
+def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_it_goes_on_to_the_same_bits(method: str, after: int, tmp_path: Path) -> None:
+    """Weights, what the outer optimizer and error feedback keep, what the keeper writes, and all contributions."""
+    settings, folders = METHODS[method], [tmp_path / "unbroken", tmp_path / "resumed"]
+    unbroken = Run(settings, initial_snapshot(SHAPE, None, seed=2), folders[0])
+    unbroken.train()
+    middle = unbroken.snapshot(after)
+    assert (len(middle.momentum) > 0) == (method != "sparseloco")
+    resumed = Run(settings, middle, folders[1])
+    resumed.load(folders[0])
+    resumed.train()
+    for round_ in range(after + 1, ROUNDS + 1):
+        assert resumed.exchange.record(round_) == unbroken.exchange.record(round_)
+        _assert_equal(resumed.snapshot(round_).tensors(), unbroken.snapshot(round_).tensors())
+    for name in NAMES:
+        ours, theirs = resumed.outer[name], unbroken.outer[name]
+        _assert_equal(ours.theta, theirs.theta)
+        _assert_equal(ours.error, theirs.error)
+        _assert_equal(dict(ours.optimizer.state), dict(theirs.optimizer.state))
