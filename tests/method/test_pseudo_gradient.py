@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -71,10 +72,17 @@ def test_a_vector_is_one_chunk() -> None:
 
 @pytest.mark.parametrize(
     ("size", "density", "kept"),
-    [(4096, 1 / 32, 128), (24, 1 / 32, 1), (16, 1 / 32, 1), (1, 1 / 32, 1), (48, 1 / 32, 2), (10, 0.25, 3), (7, 1, 7)],
+    [
+        *((4096, 1 / 32, 128), (7, 1.0, 7)),  # whole numbers
+        *((33, 1 / 32, 1), (47, 1 / 32, 1), (4099, 1 / 32, 128), (5, 0.25, 1)),  # less than a half beyond one
+        *((49, 1 / 32, 2), (63, 1 / 32, 2), (11, 0.25, 3)),  # more than a half
+        *((48, 1 / 32, 2), (80, 1 / 32, 3), (112, 1 / 32, 4), (10, 0.25, 3), (14, 0.25, 4)),  # a half beyond 1, 2, 3
+        *((24, 1 / 32, 1), (16, 1 / 32, 1), (15, 1 / 32, 1), (1, 1 / 32, 1)),  # less than one
+    ],
 )
 def test_partial_tiles_keep_the_density(size: int, density: float, kept: int) -> None:
-    """max(1, floor(density n + 1/2)): a half is rounded up, and nothing is kept out altogether."""
+    """max(1, floor(density n + 1/2)): to the nearest, a half is rounded up, and nothing is kept out altogether."""
+    assert kept == max(1, int(Fraction(density) * size + Fraction(1, 2)))
     assert Group(0, 1, 0, size, 1, size, size).kept(density) == kept
 
 
