@@ -1,7 +1,7 @@
 """What one rank of test_contract.py runs: `python rank.py ENGINE [SETTINGS, ...] FOLDER`, by torchrun or alone.
 
-Puts an engine with each of the settings through the contract, beside plain PyTorch in the same process. Writes
-FOLDER/<index of the settings>-<rank>.json: how far both are apart.
+Puts an engine with each of the settings through the contract, beside a loop in plain PyTorch in the same process.
+Writes FOLDER/<index of the settings>-<rank>.json: how far both are apart.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from plain_loop import PlainLoop
 
 from hetero_pp.engine_settings import EngineName, TorchtitanSettings
 from hetero_pp.inner import InnerSettings
@@ -30,7 +31,6 @@ from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks
 from replica_groups.replay import shapes_by_block
 from replica_groups.shared_exchange import SharedExchange
-from replica_groups.whole import WholeReplica
 
 SHAPE = ModelSettings(width=64, layers=2, heads=4, feed_forward=160, vocabulary=200).resolve(None)
 INNER = InnerSettings(learning_rate=1e-3, warmup_steps=2)
@@ -62,7 +62,7 @@ def build(engine: EngineName, settings: dict[str, Any], ranks: Ranks, micro_batc
     )
 
 
-def _apart(engine: Engine, plain: PlainEngine, ranks: Ranks) -> float:
+def _apart(engine: Engine, plain: PlainLoop, ranks: Ranks) -> float:
     """The largest difference of any parameter, over this rank's rows; checks that rows are what `rows_of` cuts."""
     largest = 0.0
     for name, shape in plain.shapes.items():
@@ -74,7 +74,7 @@ def _apart(engine: Engine, plain: PlainEngine, ranks: Ranks) -> float:
     return largest
 
 
-def _gradients(engine: Any, plain: PlainEngine) -> float:
+def _gradients(engine: Any, plain: PlainLoop) -> float:
     """The largest difference of any gradient of one step, taken in one micro-batch."""
     rows = tokens_of(50)
     if isinstance(engine, PlainEngine):
@@ -84,9 +84,7 @@ def _gradients(engine: Any, plain: PlainEngine) -> float:
     else:
         engine.backward(rows)
     largest = 0.0
-    plain.whole.micro_batches = 1
-    plain.whole.backward(rows, 0)
-    plain.whole.micro_batches = MICRO_BATCHES
+    plain.backward(rows, micro_batches=1)
     for name in plain.shapes:
         largest = max(largest, (engine.read_gradient(name) - plain.read_gradient(name)).abs().max().item())
     return largest
@@ -99,7 +97,7 @@ class Round:
         {"rounds": 2, "momentum": 0.5, "nesterov": True, "compression": {"quantiser": "levels"}}
     )
 
-    def __init__(self, engine: Engine, plain: PlainEngine, start: dict[str, torch.Tensor], folder: Path, ranks: Ranks):
+    def __init__(self, engine: Engine, plain: PlainLoop, start: dict[str, torch.Tensor], folder: Path, ranks: Ranks):
         self.ranks, self.shapes = ranks, plain.shapes
         blocks = frozenset(shapes_by_block(plain.shapes))
         roster = Roster({"engine": "engine", "plain": "plain"}, {"engine": blocks, "plain": blocks})
@@ -139,9 +137,9 @@ class Round:
         return same, apart
 
 
-def _outer_rounds(engine: Engine, plain: PlainEngine, folder: Path, ranks: Ranks) -> dict[str, object]:
+def _outer_rounds(engine: Engine, plain: PlainLoop, folder: Path, ranks: Ranks) -> dict[str, object]:
     """Two rounds from equal weights; after each, both replicas have to hold the same bits."""
-    start = {name: engine_rows.clone() for name, engine_rows in plain.whole.module.state_dict().items()}
+    start = {name: engine_rows.clone() for name, engine_rows in plain.module.state_dict().items()}
     rounds = Round(engine, plain, start, folder, ranks)
     equal = []
     for round_ in (1, 2):
@@ -169,7 +167,7 @@ def _outer_rounds(engine: Engine, plain: PlainEngine, folder: Path, ranks: Ranks
 def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, object]:
     """Start, gradients, steps, evaluation, saving and loading, writing, outer rounds, and a step after them."""
     engine = build(name, settings, ranks)
-    plain = PlainEngine(WholeReplica("r", _model(), INNER, STEPS, MICRO_BATCHES))
+    plain = PlainLoop(_model(), INNER, STEPS, MICRO_BATCHES)
     found: dict[str, object] = {"names": list(engine.shapes) == sorted(plain.shapes)}
     found["start"] = _apart(engine, plain, ranks)
     found["gradients"] = _gradients(build(name, settings, ranks, micro_batches=1), plain)
@@ -180,6 +178,7 @@ def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: R
     found["evaluation"] = [engine.evaluate(validation), plain.evaluate(validation)]
     engine.save(folder / "saved")
     following = [engine.inner_step(tokens_of(step), step) for step in range(3, 6)]
+    found["following"] = [following, [plain.inner_step(tokens_of(step), step) for step in range(3, 6)]]
     again = build(name, settings, ranks)
     again.load(folder / "saved")
     found["resumed"] = [following, [again.inner_step(tokens_of(step), step) for step in range(3, 6)]]

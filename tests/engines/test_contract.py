@@ -1,4 +1,4 @@
-"""One contract for every engine of a datacenter replica, on real ranks, beside plain PyTorch."""
+"""One contract for every engine of a datacenter replica, on real ranks, beside a loop in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
     ),
 }
 """Ranks, and settings that are tried one after the other: starting Python takes longer than a contract."""
+
+
+APART = {"torch": 1e-6, "torchtitan": 1e-4, "deepspeed": 1e-4}
+"""How far weights may be from the loop's after three steps: Adam makes much of sums over ranks that are nearly 0."""
 
 
 def torchrun(ranks: int, script: Path, *arguments: str) -> None:
@@ -62,6 +66,8 @@ def test_an_engine_is_plain_pytorch_on_ranks(engine: str, contracts: Callable[[s
     for index, settings in enumerate(cases):
         everyone = [json.loads((folder / f"{index}-{rank}.json").read_text()) for rank in range(ranks)]
         _check_training(everyone, 1e-5 if _is_exact(settings) else 1e-2)
+        if _is_exact(settings):  # weights of bf16 may have gone anywhere a step can take them
+            assert max(found["trained"] for found in everyone) < APART[engine]
         _check_outer_rounds(everyone, 1e-5 if _is_exact(settings) else 1e-2)
 
 
@@ -70,10 +76,8 @@ def _check_training(everyone: list[dict[str, Any]], tolerance: float) -> None:
         assert found["names"]
         assert found["start"] == 0.0  # fp32 weights are those of the start, to the bit
         assert found["gradients"] < tolerance
-        for (loss, norm, rate), (loss_, norm_, rate_) in found["steps"]:
-            assert loss == pytest.approx(loss_, rel=tolerance)
-            assert norm == pytest.approx(norm_, rel=tolerance)
-            assert rate == pytest.approx(rate_)
+        for ours, theirs in [*found["steps"], *zip(*found["following"], strict=True), found["step after"]]:
+            assert ours == pytest.approx(theirs, rel=tolerance)  # loss, norm, learning rate
         assert found["evaluation"][0] == pytest.approx(found["evaluation"][1], rel=tolerance)
         following, resumed = found["resumed"]
         assert following == resumed
@@ -88,7 +92,6 @@ def _check_outer_rounds(everyone: list[dict[str, Any]], tolerance: float) -> Non
     for found in everyone:
         assert found["outer"]["equal"]
         assert found["evaluation after"][0] == pytest.approx(found["evaluation after"][1], rel=tolerance)
-        assert found["step after"][0][0] == pytest.approx(found["step after"][1][0], rel=tolerance)
     kept = [found["outer"]["kept"] for found in everyone]
     assert sum(kept) == 120128  # error feedback is cut, nothing of it is kept twice: one value a parameter
 
