@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
+from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.program.check import exchange_link_loads, snapshot_bytes, stage_link_loads
 from hetero_pp.program.config import RunPlan
+from hetero_pp.program.simulation.fleets import message_bytes
 from hetero_pp.program.simulation.prediction import predict
 from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
 from hetero_pp.snapshot import load_snapshot
-from hetero_pp.topology import ParticipantsReplica
+from hetero_pp.topology import Direction, ParticipantsReplica, stage_link_name
 from replica_groups.log import ContributionLog
 
 YAML = Path(__file__).with_name("mixed.yaml")
@@ -117,18 +123,65 @@ def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
         assert link["backward"] == pytest.approx(downloaded, rel=0.1)
 
 
-def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
-    """Bytes on the wire, headers and framing included; the first fetch of the snapshot is not a round's."""
+def _stage_messages(plan: RunPlan, replica: ParticipantsReplica) -> dict[Direction, Iterator[Message]]:
+    """Every message between two of its stages in a whole run, with tensors of the size alone."""
+    data, rounds, steps = plan.config.data, plan.config.outer.rounds, plan.config.inner.steps
+    rows, length = replica.batch_size // replica.micro_batches, data.sequence_length
+    assert rows == 1  # so that validation has no smaller batch
+    rank = replica.boundary.dimensions(plan.shape.width)
+    assert rank is not None and replica.boundary.dtype == "bf16"
+    coefficients = torch.empty(rows, length, rank, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(rows * (length + 1), dtype=torch.uint8, device="meta")  # 256 ids: a byte each
+
+    def forward() -> Iterator[Message]:
+        for round_ in range(rounds + 1):
+            for step in range(steps if round_ > 0 else 0):
+                for index in range(replica.micro_batches):
+                    header = LinkHeader(purpose=ACTIVATION, round=round_, step=step, micro_batch=index, rows=rows)
+                    if step > 0 and index == 0:
+                        header.gradient_norm = 1.0
+                    yield Message(header, (ids, coefficients))
+            if round_ > 0:
+                yield Message(LinkHeader(purpose=FLUSH, round=round_, gradient_norm=1.0))
+            for index in range(data.validation_sequences // rows):
+                header = LinkHeader(purpose=EVALUATION, round=round_, micro_batch=index, rows=rows)
+                yield Message(header, (ids, coefficients))
+
+    def backward() -> Iterator[Message]:
+        for round_, step in product(range(1, rounds + 1), range(steps)):
+            for index in range(replica.micro_batches):
+                header = LinkHeader(purpose=GRADIENT, round=round_, step=step, micro_batch=index)
+                if index == replica.micro_batches - 1:
+                    header.squared_norm = 1.0
+                yield Message(header, (coefficients,))
+
+    return {"forward": forward(), "backward": backward()}
+
+
+def test_stage_links_carried_their_messages_and_nothing_else(both: dict[str, Path]) -> None:
+    """On the wire, headers and framing included, to the byte."""
     plan = RunPlan(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["wire_bytes"] for link in summary["links"]}
-    first_evaluation = 1 + 1 / plan.config.outer.rounds
+    [home] = [replica for replica in plan.config.replicas if isinstance(replica, ParticipantsReplica)]
+    for direction, messages in _stage_messages(plan, home).items():
+        frames = [4 + sealed(one).header.ByteSize() + one.payload_bytes for one in messages]
+        assert max(frames) < 16000
+        expected = sum(size + 5 + 9 for size in frames)  # one gRPC message in one HTTP/2 frame each
+        assert [measured[stage_link_name("home", hop)][direction] for hop in range(2)] == [expected] * 2
+
+
+def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
+    """Bytes on the wire. Before its rounds a run evaluates once and fetches a snapshot, which is not predicted."""
+    plan = RunPlan(ConfigFile(both["grpc"] / "config.yaml").config, 256)
+    summary = json.loads((both["grpc"] / "summary.json").read_text())
+    measured = {link["name"]: link["wire_bytes"] for link in summary["links"]}
+    rounds, batches = plan.config.outer.rounds, plan.config.data.validation_sequences
+    [home] = [replica for replica in plan.config.replicas if isinstance(replica, ParticipantsReplica)]
+    evaluation = batches * message_bytes(plan, home)["evaluation"]
     for link in (link for replica in predict(plan).replicas for link in replica.links):
-        rounds = plan.config.outer.rounds
         if link.name.endswith("exchange"):
             assert measured[link.name]["forward"] == pytest.approx(rounds * link.forward_bytes, rel=0.1)
-        else:
+        else:  # a header is some bytes longer or shorter than that of the message which stands for all
             assert measured[link.name]["backward"] == pytest.approx(rounds * link.backward_bytes, rel=0.01)
-            assert measured[link.name]["forward"] == pytest.approx(
-                rounds * link.forward_bytes, rel=0.01 + (first_evaluation - 1)
-            )
+            assert measured[link.name]["forward"] == pytest.approx(rounds * link.forward_bytes + evaluation, rel=0.01)
