@@ -1,0 +1,258 @@
+"""Rounding noise is another for every seed, replica, hop, step and micro-batch, and there is none forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_pp.coefficients import Bits, noise
+from hetero_pp.inner import EMBEDDING, InnerSettings, parameters_of
+from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.link.protocol import Message
+from hetero_pp.model import ModelShape, Transformer, initialise
+from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
+from hetero_pp.seeds import seed_of
+from hetero_pp.subspace import random_basis
+from hetero_pp.topology import LinkPlan, LinkShape
+from replica_groups.whole import WholeReplica, whole_loss
+from stages.boundary import Boundary, noise_key, pack_tokens
+from stages.stage import Stage, StagePlan, build_part
+from stages.worker import StageWorker, WorkerSettings
+
+SHAPE = ModelShape(width=16, layers=4, heads=2, feed_forward=24, vocabulary=32)
+RANK, BITS, ROWS, LENGTH = 8, 3, 2, 12
+TIMEOUT = 20.0
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """What is this small is done sooner so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _tokens(rows: int = ROWS) -> Tensor:
+    return torch.randint(0, SHAPE.vocabulary, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+
+def _boundary(embedding: Tensor) -> Boundary:
+    boundary = Boundary(SHAPE.width, Bits(BITS), random_basis(SHAPE.width, RANK, 1))
+    boundary.split(embedding)
+    return boundary
+
+
+def _model() -> Transformer:
+    model = Transformer(SHAPE)
+    initialise(model, 3)
+    return model
+
+
+# ---- keys ----
+
+
+@dataclass(frozen=True)
+class Key:
+    """What chooses the noise of one gradient."""
+
+    seed: int = 5
+    replica: str = "home"
+    hop: int = 1
+    step: int = 23
+    micro_batch: int = 4
+
+    @property
+    def tensor(self) -> Tensor:
+        return noise_key(self.seed, self.replica, self.hop, self.step, self.micro_batch)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 6},
+    "replica": {"replica": "away"},
+    "hop": {"hop": 2},
+    "step": {"step": 24},
+    "micro-batch": {"micro_batch": 5},
+    "hop and step that are written alike": {"hop": 12, "step": 3},
+    "step and micro-batch that are swapped": {"step": 4, "micro_batch": 23},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_noise_is_another_if_one_thing_is(change: dict[str, Any]) -> None:
+    """And has nothing to do with the other: uncorrelated, also where one is shifted against the other."""
+    like = torch.zeros(40_000)
+    one, other = noise(Key().tensor, like), noise(replace(Key(), **change).tensor, like)
+    assert one.equal(noise(Key().tensor, like))
+    assert (one == other).double().mean() < 1e-3
+    for shift in (0, 1, -1, 7):
+        assert abs(float((one * other.roll(shift)).double().mean())) < 5 / 12 / len(like) ** 0.5
+
+
+def test_noise_by_hand() -> None:
+    """SplitMix64 in numpy's unsigned numbers: the key is where it starts, an element's index how far it went."""
+    with np.errstate(over="ignore"):
+        state = np.uint64(int(Key().tensor)) + np.arange(1000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    expected = ((state >> np.uint64(40)).astype(np.float32) + np.float32(0.5)) / np.float32(2**24) - np.float32(0.5)
+    assert noise(Key().tensor, torch.zeros(50, 20)).flatten().tolist() == expected.tolist()
+    assert int(Key().tensor) == seed_of(5, "rounding", "home", 1, 23, 4)
+
+
+# ---- in stages ----
+
+
+def _last_stage(stages: int, settings: WorkerSettings) -> tuple[StageWorker, Any]:
+    """The last of so many stages, with the last two layers, and the far end of its link."""
+    plan = LinkPlan("a link", "a", "b", LinkShape(), LinkShape())
+    far, near = in_process_pair(plan, seed=1)
+    stage_plan = StagePlan(stages - 1, stages, range(2, 4))
+    module = build_part(SHAPE, stage_plan)
+    initialise(module, 3)
+    embedding = parameters_of(_model())[EMBEDDING].detach()
+    stage = Stage(stage_plan, module, _boundary(embedding), InnerSettings(), 100)
+    return StageWorker(stage, settings, near, None), far
+
+
+@dataclass(frozen=True)
+class Step:
+    """An inner step of the last stage that begins with the same weights and is given the same, whatever this says."""
+
+    seed: int = 5
+    replica: str = "home"
+    stages: int = 2
+    round: int = 1
+    step: int = 0
+    global_step: int = 0
+
+    def run(self) -> tuple[float, list[tuple[Tensor, ...]]]:
+        """The loss, and what went back of each of two equal micro-batches."""
+        settings = WorkerSettings(2, ROWS, LENGTH, 0, TIMEOUT, self.replica, self.seed)
+        worker, far = _last_stage(self.stages, settings)
+        coefficients = torch.randn(ROWS, LENGTH, RANK, generator=torch.Generator().manual_seed(2))
+        wire = Bits(BITS).to_wire(Bits(BITS).activation(coefficients))
+        packed = pack_tokens(_tokens(), SHAPE.vocabulary)
+        for index in range(2):
+            header = LinkHeader(purpose=ACTIVATION, round=self.round, step=self.step, micro_batch=index, rows=ROWS)
+            far.send(Message(header, (packed, *wire)))
+        loss = worker.inner_step(self.round, self.step, self.global_step, None)
+        assert loss is not None
+        return loss, [tuple(tensor.clone() for tensor in far.receive(TIMEOUT).tensors) for _ in range(2)]
+
+
+def _equal(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    return all(a.equal(b) for a, b in zip(one, other, strict=True))
+
+
+STEPS: dict[str, Step] = {
+    "seed": Step(seed=6),
+    "replica": Step(replica="away"),
+    "hop": Step(stages=3),
+    "step": Step(step=1, global_step=1),
+    "round": Step(round=2, global_step=10),
+}
+
+
+@pytest.mark.parametrize("other", STEPS.values(), ids=STEPS)
+def test_what_a_stage_sends_back_is_rounded_with_noise_of_its_own(other: Step) -> None:
+    """Of equal gradients. The scales are the same; forward nothing is left to chance."""
+    (loss, (first, second)), (other_loss, others) = Step().run(), other.run()
+    assert loss == other_loss
+    assert not first[0].equal(second[0])
+    assert first[1].equal(second[1]) and first[2].equal(second[2])
+    for one, another in product((first, second), others):
+        assert not one[0].equal(another[0])
+        assert one[1].equal(another[1]) and one[2].equal(another[2])
+
+
+def test_what_a_stage_sends_back_is_the_same_if_nothing_is_another() -> None:
+    """Steps count over the whole run: which round they are in does not matter beside that."""
+    (_, sent), (_, again) = Step().run(), Step().run()
+    assert all(map(_equal, sent, again))
+    (_, sent), (_, again) = Step(round=2, step=0, global_step=4).run(), Step(round=1, step=4, global_step=4).run()
+    assert all(map(_equal, sent, again))
+
+
+def test_the_noise_is_that_of_the_stages_key() -> None:
+    """Codes are floor(c / step + noise) + L / 2, of the gradient at the stage's input."""
+    _, sent = Step(stages=4, global_step=9).run()
+    embedding = parameters_of(_model())[EMBEDDING].detach()
+    boundary, module = _boundary(embedding), build_part(SHAPE, StagePlan(1, 2, range(2, 4)))
+    initialise(module, 3)
+    coefficients = torch.randn(ROWS, LENGTH, RANK, generator=torch.Generator().manual_seed(2))
+    came = boundary.decode_activation(boundary.format.activation(coefficients), _tokens()[:, :-1]).requires_grad_()
+    logits = module(came)
+    (torch.nn.functional.cross_entropy(logits.flatten(0, 1), _tokens()[:, 1:].flatten()) / 2).backward()
+    assert came.grad is not None
+    for index, wire in enumerate(sent):
+        key = noise_key(5, "home", 2, 9, index)
+        assert _equal(wire, boundary.format.to_wire(boundary.encode_gradient(came.grad, key)))
+
+
+def test_an_evaluation_has_no_noise() -> None:
+    losses = []
+    for seed in (5, 6):
+        worker, far = _last_stage(2, WorkerSettings(1, ROWS, LENGTH, 0, TIMEOUT, "home", seed))
+        wire = Bits(BITS).to_wire(Bits(BITS).activation(torch.ones(ROWS, LENGTH, RANK)))
+        packed = pack_tokens(_tokens(), SHAPE.vocabulary)
+        far.send(Message(LinkHeader(purpose=EVALUATION, round=1, rows=ROWS), (packed, *wire)))
+        losses.append(worker.evaluate(1, [], 1))
+    assert losses[0] is not None and losses[0] == losses[1]
+
+
+# ---- in a whole replica ----
+
+
+def _whole(seed: int = 5, name: str = "home", micro_batches: int = 1) -> WholeReplica:
+    model = _model()
+    boundary = _boundary(parameters_of(model)[EMBEDDING].detach())
+    return WholeReplica(name, model, InnerSettings(), 100, micro_batches, boundary, [0, 2], seed)
+
+
+def _gradient(replica: WholeReplica, tokens: Tensor, step: int = 0) -> tuple[float, Tensor]:
+    """The loss, and the gradient of the layer before every boundary."""
+    loss = replica.backward(tokens, step)
+    gradient = replica.parameters["layers.0.attention.wv.weight"].grad
+    assert gradient is not None
+    return loss, gradient
+
+
+def test_a_whole_replicas_noise_is_another_if_one_thing_is() -> None:
+    """Seed, replica and step; and its loss is the same, as forward nothing is left to chance."""
+    loss, gradient = _gradient(_whole(), _tokens())
+    again, same = _gradient(_whole(), _tokens())
+    assert loss == again and gradient.equal(same)
+    for other in (_gradient(_whole(seed=6), _tokens()), _gradient(_whole(name="away"), _tokens())):
+        assert other[0] == loss and not other[1].equal(gradient)
+    other = _gradient(_whole(), _tokens(), step=1)
+    assert other[0] == loss and not other[1].equal(gradient)
+
+
+def test_every_micro_batch_and_hop_of_a_whole_replica_has_noise_of_its_own() -> None:
+    """Two equal micro-batches against both with a key for each hop, as stages have them."""
+    tokens, replica = _tokens(), _whole(micro_batches=2)
+    _, found = _gradient(replica, torch.cat([tokens, tokens]), step=7)
+    other = _whole()
+    for index in range(2):
+        keys = [noise_key(5, "home", hop, 7, index) for hop in range(2)]
+        (whole_loss(other.module, tokens, other.boundary, {0: 0, 2: 1}, keys) / 2).backward()
+    expected = other.parameters["layers.0.attention.wv.weight"].grad
+    assert expected is not None and found.equal(expected)
+    for one, another in (([0, 0], [0, 1]), ([0, 1], [1, 1])):
+        gradients = []
+        for numbers in (one, another):
+            changed = _whole()
+            keys = [torch.tensor(number) for number in numbers]
+            whole_loss(changed.module, tokens, changed.boundary, {0: 0, 2: 1}, keys).backward()
+            gradients.append(changed.parameters["layers.0.attention.wv.weight"].grad)
+        assert gradients[0] is not None and gradients[1] is not None
+        assert not gradients[0].equal(gradients[1])
