@@ -547,7 +547,7 @@ def test_a_blob_changed_before_the_keeper_reads_it_fails_the_run(exchange: Excha
     keeper = Keeper(exchange, snapshot, rounds=1, snapshot_every=1)
     keeper.start()
     keeper.join()
-    cause = "exchange: the keeper cannot replay the log: dc, norm: not the blob that the round record names"
+    cause = "the keeper cannot replay the log: dc, norm: not the blob that the round record names"
     _expect_failure(exchange, cause)
 
 
@@ -558,4 +558,4 @@ def test_a_blob_lost_before_the_keeper_reads_it_fails_the_run(exchange: Exchange
     keeper = Keeper(exchange, snapshot, rounds=1, snapshot_every=1)
     keeper.start()
     keeper.join()
-    _expect_failure(exchange, r"exchange: the keeper cannot replay the log: .*/round-000001/dc/norm\.blob'")
+    _expect_failure(exchange, r"the keeper cannot replay the log: .*/round-000001/dc/norm\.blob'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.errors import Refused
+from hetero_pp.outer.exchange_port import NOTHING, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc import messages_pb2 as pb
@@ -46,8 +48,11 @@ class Recorder:
         self.stayed = threading.Event()
         self.refused: list[tuple[str, str]] = []
 
-    def join(self, member: str, address: str) -> int:
-        self.asked.append(("join", member, address))
+    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
+        self.asked.append(("join", member, address, held))
+
+    def last_round(self) -> int:
+        self.asked.append(("last_round",))
         return 7
 
     def locate(self, member: str) -> str:
@@ -147,9 +152,14 @@ def _call(served: Served, path: str, metadata: Mapping[str, str]) -> None:
             list(reply)
 
 
+def _method(path: str) -> str:
+    """Of the exchange, that a call asks for: /hetero_pp.Exchange/LastRound -> last_round."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", path.rpartition("/")[2]).lower()
+
+
 def test_the_calls_are_those_that_members_make() -> None:
     """So that none of what follows holds because nothing was called."""
-    made = "Join Locate Snapshot Deposit Record Fetch Confirm Report Stay Watch"
+    made = "Join LastRound Locate Snapshot Deposit Record Fetch Confirm Report Stay Watch"
     assert CALLS.keys() >= {f"/{SERVICE}/{name}" for name in made.split()}
 
 
@@ -172,13 +182,15 @@ def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], 
     _call(served, path, {"member": "dc", "token": TOKEN} | run)
     served.stop()
     asked = [what for what, *_ in served.exchange.asked]
-    assert asked == (["stay", "left"] if path.endswith("/Stay") else [path.rpartition("/")[2].lower()])
+    assert asked == (["stay", "left"] if path.endswith("/Stay") else [_method(path)])
     assert served.exchange.refused == []
 
 
 def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     client = ExchangeClient(served.address, TOKEN, "dc", RUN)
-    assert client.join("dc", "127.0.0.1:6") == 7
+    held = HeldStates(frozenset({2, 7}), ("round 8 is damaged",))
+    client.join("dc", "127.0.0.1:6", held)
+    assert client.last_round() == 7
     assert client.locate("home.1") == "127.0.0.1:5"
     assert client.snapshot(["a", "b"])["b"].equal(NORM)
     client.deposit("dc", ADDRESS, BLOB)
@@ -192,7 +204,8 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     served.stop()
     assert sorted(served.exchange.asked, key=str) == sorted(
         [
-            ("join", "dc", "127.0.0.1:6"),
+            ("join", "dc", "127.0.0.1:6", held),
+            ("last_round",),
             ("stay", "dc"),
             ("left", "dc"),
             ("locate", "home.1"),
@@ -216,6 +229,7 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
     client = ExchangeClient(served.address, token, "dc", run)
     for ask in (
         lambda: client.join("dc", ""),
+        lambda: client.last_round(),
         lambda: client.locate("dc"),
         lambda: client.snapshot(["a"]),
         lambda: client.deposit("dc", ADDRESS, BLOB),
@@ -229,7 +243,7 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
             ask()
     client.close()
     served.stop()
-    assert len(served.exchange.refused) == 9
+    assert len(served.exchange.refused) == 10
     assert served.exchange.asked == []
 
 

@@ -11,6 +11,8 @@ from fake_clock import FakeClock
 from torch import Tensor
 
 from hetero_pp.link import shaping
+from hetero_pp.outer import exchange_port
+from hetero_pp.outer.exchange_port import HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 from hetero_pp.topology import LinkPlan, LinkShape
@@ -38,8 +40,11 @@ class Far:
     def _ask(self, what: object) -> None:
         self.asked.append((self.clock.time, what))
 
-    def join(self, member: str, address: str) -> int:
-        self._ask((member, address))
+    def join(self, member: str, address: str, held: HeldStates = exchange_port.NOTHING) -> None:
+        self._ask((member, address, held))
+
+    def last_round(self) -> int:
+        self._ask("last round")
         return 4
 
     def locate(self, member: str) -> str:
@@ -131,11 +136,13 @@ def test_both_ways_are_free_of_each_other(paced: Paced) -> None:
 
 def test_what_is_small_is_passed_on_at_once_and_not_counted(paced: Paced) -> None:
     reports = [Report(member="home.0")]
-    assert paced.exchange.join("home.0", "here") == 4
+    held = HeldStates(frozenset({4}))
+    paced.exchange.join("home.0", "here", held)
+    assert paced.exchange.last_round() == 4
     assert paced.exchange.locate("home.1") == "there"
     assert paced.exchange.record(4).round == 4
     paced.exchange.confirm("home.0", 4, {"norm.weight": b"x"})
     paced.exchange.report(reports)
-    asked = [("home.0", "here"), "home.1", 4, ("home.0", 4, {"norm.weight": b"x"}), reports]
+    asked = [("home.0", "here", held), "last round", "home.1", 4, ("home.0", 4, {"norm.weight": b"x"}), reports]
     assert paced.far.asked == [(100.0, what) for what in asked]
     assert paced.counts(0) == paced.counts(4) == [NOTHING, NOTHING]
