@@ -30,7 +30,7 @@ class AblationSettings(Settings):
     adaptation: Literal["on", "stale", "discarded"] = Field(
         "on",
         description="after an outer round: split the embedding again, keep the first T_perp, or drop what of T_S left "
-        "the subspace (replicas then differ: only in the fast engine)",
+        "the subspace (replicas then differ between rounds)",
     )
     weight_projection: bool = Field(False, description="project W_p1 and W_p2 onto the subspace after each step")
     modified_adamw: bool = Field(

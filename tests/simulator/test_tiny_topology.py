@@ -149,6 +149,16 @@ def test_an_outer_round_has_the_latency_of_every_blob(shared: bool) -> None:
     assert found.outer_seconds == pytest.approx(QUICK[3] + seconds + delays + QUICK[4])
 
 
+def test_a_slow_exchange_has_the_latency_of_every_blob_too() -> None:
+    """Bytes of all share what it can take in and give out; of the latencies the longest is felt."""
+    measured = {"dc": _cost(*QUICK), "d2": _cost(*QUICK)}
+    found = predict(_plan([DC, {**DC, "name": "d2"}], measured=measured, exchange_bandwidth="1 kbit/s"))
+    one, blobs = found.replicas[0], LAYERS_OF_BLOCKS["dc"]
+    seconds = 2 * (one.sent_bytes + one.received_bytes) * 8 / 1e3
+    delays = blobs * (7 + 0.1) + blobs * (3 + 0.1)
+    assert found.outer_seconds == pytest.approx(QUICK[3] + seconds + delays + QUICK[4])
+
+
 def _most_in_flight(stage: int, stages: int, micro_batches: int, extra: int) -> int:
     """Micro-batches whose forward was and whose backward was not, counted over the events that the stage runs."""
     now = most = 0

@@ -53,7 +53,8 @@ def _send(plan: RunPlan, fleets: Fleets) -> float:
         return closed
     everywhere = [np.ones(len(fleet.members), dtype=bool) for fleet, _ in fleets]
     sizes = _flat(fleets, [fleet.up.n_bytes for fleet, _ in fleets], everywhere)
-    return max(closed, all_sent(_flat(fleets, ready, everywhere), sizes, shared))
+    delay = max(float(fleet.up.delay.max()) for fleet, _ in fleets)
+    return max(closed, all_sent(_flat(fleets, ready, everywhere), sizes, shared) + delay)
 
 
 def _receive(plan: RunPlan, fleets: Fleets) -> None:
@@ -69,7 +70,8 @@ def _receive(plan: RunPlan, fleets: Fleets) -> None:
     if shared is not None:
         total = sum(float(fleet.down.n_bytes.sum()) * fleet.count for fleet, _ in fleets)
         last = max(float(end.max()) for end in ends)
-        late = max(0.0, float(fleets[0][1].free.min()) + total * 8 / shared - last)
+        delay = max(float(fleet.down.delay.max()) for fleet, _ in fleets)
+        late = max(0.0, float(fleets[0][1].free.min()) + total * 8 / shared + delay - last)
         ends = [end + late for end in ends]
     for (_, clock), end in zip(fleets, ends, strict=True):
         _until(clock, "receive contributions", end)
