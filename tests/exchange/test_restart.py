@@ -154,6 +154,11 @@ def test_members_tell_and_the_exchange_chooses(log: ContributionLog, tmp_path: P
     assert (tmp_path / "a" / "aside-1" / "round-000004" / "part").read_bytes() == b"state"
 
 
+def test_a_run_that_goes_on_forgets_the_rounds_after(log: ContributionLog) -> None:
+    log.forget_after(3)
+    assert (log.records(), log.snapshots()) == ({1, 2, 3}, {0, 2})
+
+
 # ---- damage ----
 
 
