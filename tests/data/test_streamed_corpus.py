@@ -16,6 +16,7 @@ import pytest
 import torch
 import zstandard
 
+from hetero_pp.data import hub
 from hetero_pp.data.corpora import documents
 from hetero_pp.data.hub import open_splits
 from hetero_pp.data.settings import DataSettings, is_on_the_hub
@@ -127,7 +128,12 @@ def test_one_file_and_a_pattern_of_json(c4: Path) -> None:
         assert sorted(epoch(settings)) == sorted(text_of(1, i) for i in range(4, DOCUMENTS))
 
 
-def test_reading_from_the_middle_of_a_shard(c4: Path, dclm: Path, parquet: Path) -> None:
+@pytest.mark.parametrize("rows", [256, 7])
+def test_reading_from_the_middle_of_a_shard(
+    c4: Path, dclm: Path, parquet: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the tables end that a file is read by."""
+    monkeypatch.setattr(hub, "_ROWS", rows)
     for folder, subset in ((c4, "en"), (dclm, None), (parquet, None)):
         shards = open_splits(settings_of(folder, stream={"subset": subset}))["train"]
         assert shards.count == SHARDS

@@ -89,7 +89,20 @@ def test_strange_bytes_are_refused_or_decode(width: int, parts: list[bytes]) -> 
         Bits(width).from_wire(wire, SHAPE)
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_coefficient_that_is_not_finite_is_refused(dtype: torch.dtype, value: float) -> None:
+    format_ = Floats(dtype)
+    (wire,) = format_.to_wire(format_.activation(_coefficients()))
+    format_.from_wire((wire,), SHAPE)
+    for index in (0, 77, wire.numel() - 1):
+        damaged = wire.clone()
+        damaged.view(-1)[index] = value
+        with pytest.raises(MalformedMessage, match="not finite"):
+            format_.from_wire((damaged,), SHAPE)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -1.0])
 def test_a_scale_that_is_not_finite_is_refused(scale: float) -> None:
     packed, exponents, _ = Bits(4).to_wire(Bits(4).activation(_coefficients()))
     with pytest.raises(MalformedMessage):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_pp.inner import InnerSettings
+from hetero_pp.outer.gradient import GradientOptimizer
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, mean_of, outer_step, parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -113,6 +115,36 @@ def test_outer_momentum_is_torchs(momentum: float, nesterov: bool) -> None:
         for name, tensor in ours.items():
             torch.testing.assert_close(tensor.double(), plain[name].detach(), atol=2e-6, rtol=0)
     assert optimizer.momentum.keys() == (ours.keys() if momentum else set())
+
+
+def test_averaged_gradients_are_adamws() -> None:
+    """Warm-up, cosine, clipping and decay over a whole run, against torch.optim.AdamW."""
+    steps, inner = 6, InnerSettings(learning_rate=0.1, warmup_steps=3, clip_norm=1.0, weight_decay=0.2)
+    generator = torch.Generator().manual_seed(0)
+    theta = {
+        name: torch.randn(shape, generator=generator) for name, shape in (("a.weight", (4, 3)), ("b.weight", (5,)))
+    }
+    plain = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in theta.items()}
+    groups = [
+        {"params": [plain["a.weight"]], "weight_decay": 0.2},
+        {"params": [plain["b.weight"]], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=inner.betas, eps=inner.epsilon)
+    shapes = {name: tuple(tensor.shape) for name, tensor in theta.items()}
+    settings = OuterSettings(rounds=steps, method="adamw_ddp")
+    ours = GradientOptimizer(settings, inner, steps, shapes, None)
+    for step in range(steps):
+        for group in adamw.param_groups:
+            group["lr"] = inner.learning_rate_at(step, steps)
+        for name, parameter in plain.items():
+            mean = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = mean.clone()
+            ours.take(theta, name, mean)
+        torch.nn.utils.clip_grad_norm_(plain.values(), 1.0)
+        adamw.step()
+        ours.finish(theta)
+        for name, parameter in plain.items():
+            torch.testing.assert_close(theta[name], parameter.detach(), atol=1e-6, rtol=1e-5)
 
 
 def test_a_method_fills_in_what_is_not_set() -> None:

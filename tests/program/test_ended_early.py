@@ -43,7 +43,10 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cut(finished: Path, tmp_path: Path) -> Path:
     """The folder of a run that ended as it closed its last round; its members hold states after the last two."""
     shutil.copytree(finished, tmp_path / "runs")
-    folder = tmp_path / "runs" / "mixed"
+    return _cut(tmp_path / "runs" / "mixed")
+
+
+def _cut(folder: Path) -> Path:
     shutil.rmtree(folder / "log" / f"round-{ROUNDS:06d}")
     (folder / "log" / f"snapshot-{ROUNDS:06d}.safetensors").unlink()
     (folder / "summary.json").unlink()
@@ -73,6 +76,14 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
 ) -> None:
     assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
     assert f"mixed: going on after round {ROUNDS - 1}" in capsys.readouterr().out
+
+
+def test_so_does_one_whose_stages_keep_an_old_split(corpus: Path, tmp_path: Path) -> None:
+    """`adaptation: stale`: the first T_perp is no part of any snapshot."""
+    stale = "replicas.1.boundary.ablations.adaptation=stale"
+    unbroken = _train(corpus, tmp_path, stale)
+    _cut(tmp_path / "mixed")
+    assert _same(_train(corpus, tmp_path, stale, resume=True), unbroken)
 
 
 def test_a_flipped_bit_in_a_state_is_named_and_the_round_before_taken(

@@ -1,0 +1,44 @@
+"""What follows from the ranks of boundaries, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.topology import BoundarySettings
+
+
+@pytest.mark.parametrize(
+    ("rank", "width", "dimensions"),
+    [
+        ("1/24", 64, 3),  # 2.67
+        ("1/24", 1024, 43),  # 42.67
+        ("1/3", 64, 21),  # 21.33
+        ("1/2", 64, 32),
+        ("1/1000", 64, 1),
+        (3, 64, 3),
+        ("full", 64, None),
+    ],
+)
+def test_a_share_of_the_width_is_rounded_to_dimensions(rank: Any, width: int, dimensions: int | None) -> None:
+    assert BoundarySettings.model_validate({"rank": rank}).dimensions(width) == dimensions
+
+
+def _group(name: str, rank: Any, stages: int = 2) -> dict[str, Any]:
+    return {"name": name, "kind": "participants", "stages": stages, "batch_size": 2, "boundary": {"rank": rank}}
+
+
+@pytest.mark.parametrize(
+    ("groups", "largest"),
+    [
+        ([_group("a", "1/8"), _group("b", "1/4"), _group("c", "1/16")], 16),
+        ([_group("a", 5), _group("b", "full")], 5),
+        ([_group("a", "1/2", stages=1), _group("b", "1/8")], 8),  # a group of one stage has no boundary
+        ([_group("a", "full")], None),
+    ],
+)
+def test_the_basis_has_as_many_columns_as_the_largest_rank(groups: list[dict[str, Any]], largest: int | None) -> None:
+    config = {"name": "ranks", "model": {"preset": "micro", "width": 64}, "outer": {"rounds": 1}, "replicas": groups}
+    assert RunPlan(RunConfig.model_validate(config), 100).largest_rank == largest
