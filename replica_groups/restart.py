@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hetero_pp.errors import DamagedFile, MalformedContribution, RunFailed
+from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution
 from hetero_pp.outer.exchange_port import ExchangePort, HeldStates
 from hetero_pp.outer.step import RoundOptimizer
 from hetero_pp.snapshot import Snapshot, load_snapshot
@@ -38,10 +38,10 @@ def join_run(exchange: ExchangePort, member: str, address: str, states: SavedSta
 
 @dataclass(frozen=True)
 class Restart:
-    """What a run goes on from."""
+    """What a run begins with, or goes on from."""
 
     snapshot: Snapshot
-    damaged: tuple[str, ...]
+    damaged: tuple[str, ...] = ()
     """Files that were passed over, each with what is wrong with it."""
 
 
@@ -50,7 +50,7 @@ def find_restart(
 ) -> Restart:
     """The newest round of which every member has a sound state, and theta after it.
 
-    Raises RunFailed with who holds what if there is none.
+    Raises HeteroPPError with who holds what if there is none.
     """
     damaged = [f"{member}: {one}" for member, states in sorted(held.items()) for one in states.damaged]
     common = frozenset.intersection(*(states.rounds for states in held.values()))
@@ -63,7 +63,7 @@ def find_restart(
     holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(held.items()))
     last = max(log.records(), default=0)
     complaint = f"found no round that all members hold and the log (up to round {last}) can give: {holders}"
-    raise RunFailed("; ".join([complaint, *dict.fromkeys(damaged)]))
+    raise HeteroPPError("; ".join([complaint, *dict.fromkeys(damaged)]))
 
 
 @torch.no_grad()

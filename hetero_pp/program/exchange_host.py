@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from hetero_pp.errors import HeteroPPError
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.hugging_face.reading import first_snapshot
 from hetero_pp.program.resume import log_of
 from hetero_pp.program.train import round_optimizer
 from replica_groups.exchange import Exchange
 from replica_groups.keeper import Keeper
-from replica_groups.restart import find_restart
+from replica_groups.restart import Restart, find_restart
 
 
 def make_exchange(plan: RunPlan, folder: Path) -> Exchange:
@@ -22,17 +23,22 @@ def make_exchange(plan: RunPlan, folder: Path) -> Exchange:
 def begin_run(exchange: Exchange, plan: RunPlan, resume: bool) -> Keeper:
     """Begin, with a keeper that follows. A run that goes on waits until all members have told what they hold.
 
-    Raises RunFailed if there is no round from which all of them can go on, or a member is gone before.
+    Raises HeteroPPError if there is no round from which all of them can go on, RunFailed if a member is gone before.
     """
     config = plan.config
-    if resume:
-        restart = find_restart(exchange.log, plan.run, exchange.wait_until_joined(), partial(round_optimizer, plan))
-        snapshot, damaged = restart.snapshot, restart.damaged
-        exchange.log.forget_after(snapshot.round)
-    else:
-        snapshot, damaged = first_snapshot(plan), ()
-    optimizer = round_optimizer(plan, snapshot.basis)
-    keeper = Keeper(exchange, snapshot, config.outer.rounds, config.snapshots.every, optimizer)
+    try:
+        start = _find_start(exchange, plan) if resume else Restart(first_snapshot(plan))
+    except HeteroPPError as error:
+        exchange.fail(str(error))  # members wait to hear where they begin
+        raise
+    optimizer = round_optimizer(plan, start.snapshot.basis)
+    keeper = Keeper(exchange, start.snapshot, config.outer.rounds, config.snapshots.every, optimizer)
     keeper.start()
-    exchange.begin(snapshot, damaged)
+    exchange.begin(start.snapshot, start.damaged)
     return keeper
+
+
+def _find_start(exchange: Exchange, plan: RunPlan) -> Restart:
+    start = find_restart(exchange.log, plan.run, exchange.wait_until_joined(), partial(round_optimizer, plan))
+    exchange.log.forget_after(start.snapshot.round)
+    return start

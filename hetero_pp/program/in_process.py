@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hetero_pp.errors import ConfigError, HeteroPPError, LinkClosed, RunFailed
+from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.program.config import MemberPlan, RunPlan
@@ -55,9 +55,9 @@ def run_in_process(
         for thread in threads:
             thread.join()
         keeper.join()
-    except (HeteroPPError, KeyboardInterrupt) as error:
-        exchange.fail(str(error) or "interrupted")
-        _abort(ends, str(error) or "interrupted")
+    except KeyboardInterrupt:
+        exchange.fail("interrupted")
+        _abort(ends, "interrupted")
         raise
     finally:
         exchange.end_watching()

@@ -123,13 +123,12 @@ def _run_exchange(plan: RunPlan, token: str, job: Job, launcher: Connection) -> 
         keeper = begin_run(exchange, plan, job.resume)
         exchange.wait_until_finished()
         keeper.join()
-    except RunFailed as error:
+    except HeteroPPError as error:
         _say(launcher, failure=str(error))
-        exchange.fail(str(error))
         exchange.end_watching()
         exchange.wait_until_left(_SECONDS_TO_HEAR)
         server.stop(1).wait()
-        return CONSEQUENCE
+        return CONSEQUENCE if isinstance(error, RunFailed) else FAILED
     exchange.end_watching()
     server.stop(5).wait()
     return 0

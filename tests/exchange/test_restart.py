@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hetero_pp.snapshot
-from hetero_pp.errors import DamagedFile, RunFailed
+from hetero_pp.errors import DamagedFile, HeteroPPError
 from hetero_pp.model import ModelShape, block_of
 from hetero_pp.outer.exchange_port import HeldStates
 from hetero_pp.outer.methods import OuterSettings
@@ -116,7 +116,7 @@ def test_a_replayed_round_has_the_momentum_of_its_snapshot(log: ContributionLog)
 
 
 def test_if_there_is_none_one_line_says_who_holds_what(log: ContributionLog) -> None:
-    with pytest.raises(RunFailed) as failure:
+    with pytest.raises(HeteroPPError) as failure:
         _find(log, _held(a={3, 4}, b={2}, dc=set()))
     told = str(failure.value)
     assert told == (

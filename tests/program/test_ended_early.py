@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.errors import ConfigError, RunFailed
+from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.program.claim import claim
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.launch import Watcher
@@ -115,7 +115,7 @@ def test_a_damaged_record_of_an_early_round_costs_the_summary_only_its_sizes(
 def test_no_round_that_all_hold_is_told_in_one_line(cut: Path, corpus: Path) -> None:
     shutil.rmtree(cut / "state" / "dc")
     before = (cut / "metrics.jsonl").read_text()
-    with pytest.raises(RunFailed, match=r"dc holds none; home\.0 holds 3, 4; home\.1 holds 3, 4; home\.2 holds 3, 4"):
+    with pytest.raises(HeteroPPError, match=r"dc holds none; home\.0 holds 3, 4; home\.1 holds 3, 4; home\.2 holds 3, 4"):
         _train(corpus, cut.parent, resume=True)
     assert (cut / "metrics.jsonl").read_text() == before
     assert not (cut / "metrics.jsonl.part").exists()
