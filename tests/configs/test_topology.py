@@ -1,4 +1,4 @@
-"""What follows from the ranks of boundaries, by hand."""
+"""What follows from the ranks of boundaries and from kinds of links, by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.topology import BoundarySettings
+from hetero_pp.topology import BoundarySettings, LinkSettings
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,17 @@ def _group(name: str, rank: Any, stages: int = 2) -> dict[str, Any]:
 def test_the_basis_has_as_many_columns_as_the_largest_rank(groups: list[dict[str, Any]], largest: int | None) -> None:
     config = {"name": "ranks", "model": {"preset": "micro", "width": 64}, "outer": {"rounds": 1}, "replicas": groups}
     assert RunPlan(RunConfig.model_validate(config), 100).largest_rank == largest
+
+
+def test_a_direction_overrides_what_it_names_and_nothing_else() -> None:
+    link = LinkSettings.model_validate(
+        {
+            "bandwidth": "100 Mbit/s",
+            "latency": "15 ms",
+            "forward": {"bandwidth": "20 Mbit/s"},
+            "backward": {"latency": "40 ms", "jitter": "1 ms"},
+        }
+    )
+    forward, backward = link.shape("forward"), link.shape("backward")
+    assert (forward.bandwidth, forward.latency, forward.jitter) == (20e6, 0.015, 0)
+    assert (backward.bandwidth, backward.latency, backward.jitter) == (100e6, 0.040, 0.001)

@@ -115,8 +115,9 @@ def test_a_damaged_record_of_an_early_round_costs_the_summary_only_its_sizes(
 def test_no_round_that_all_hold_is_told_in_one_line(cut: Path, corpus: Path) -> None:
     shutil.rmtree(cut / "state" / "dc")
     before = (cut / "metrics.jsonl").read_text()
-    with pytest.raises(HeteroPPError, match=r"dc holds none; home\.0 holds 3, 4; home\.1 holds 3, 4; home\.2 holds 3, 4"):
+    with pytest.raises(HeteroPPError) as failure:
         _train(corpus, cut.parent, resume=True)
+    assert "dc holds none; home.0 holds 3, 4; home.1 holds 3, 4; home.2 holds 3, 4" in str(failure.value)
     assert (cut / "metrics.jsonl").read_text() == before
     assert not (cut / "metrics.jsonl.part").exists()
 
