@@ -13,7 +13,6 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/link
 	$(BIN)/python -m pytest tests/faults tests/link
-	$(BIN)/python benchmarks/mutants.py --smoke
 
 lint: $(READY)
 	$(BIN)/ruff check .
