@@ -90,7 +90,9 @@ def open_snapshot(path: Path) -> Iterator[safe_open]:
         with safe_open(path, "pt") as file:
             hashes = {name: parameter_sha256(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
-    except SafetensorError as error:
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError) as error:
         raise DamagedFile(f"{path} is damaged: {error}") from None
     if metadata.get(DIGEST) != _digest(metadata.get(ROUND, ""), hashes):
         raise DamagedFile(f"{path} is damaged: its tensors are not those of its digest")

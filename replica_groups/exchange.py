@@ -282,6 +282,7 @@ class Exchange:
 
     def stay(self, member: str) -> None:
         """A member is there. Wait until it has left, or every member is through all its rounds."""
+        self._expect_member(member)
         with self._changed:
             self._here.add(member)
             self._changed.wait_for(lambda: member not in self._here or self._is_through())
@@ -291,7 +292,7 @@ class Exchange:
         with self._changed:
             self._here.discard(member)
             self._changed.notify_all()
-            is_early = member not in self._finished and self._failure is None
+            is_early = member in self._addresses and member not in self._finished and self._failure is None
         if is_early:
             self.fail(f"{member} is gone: its connection to the exchange ended")
 

@@ -59,17 +59,18 @@ class ContributionLog:
 
     def records(self) -> set[int]:
         """Which rounds are closed."""
-        return {_number(path.parent.name) for path in self.folder.glob("round-*/record.json")}
+        return {number for path in self.folder.glob("round-*/record.json") if (number := _round_of(path.parent))}
 
     def snapshots(self) -> set[int]:
         """After which rounds there is a snapshot."""
-        names = (re.fullmatch(r"snapshot-(\d+)\.safetensors", path.name) for path in self.folder.glob("snapshot-*"))
-        return {int(match[1]) for match in names if match}
+        numbers = (_round_of(path) for path in self.folder.glob("snapshot-*"))
+        return {number for number in numbers if number is not None}
 
     def forget_after(self, round_: int) -> None:
-        """Remove rounds and snapshots later than a round that a run goes on from."""
+        """Remove rounds and snapshots later than a round that a run goes on from, and nothing else."""
         for path in [*self.folder.glob("round-*"), *self.folder.glob("snapshot-*")]:
-            if _number(path.name) > round_:
+            number = _round_of(path)
+            if number is not None and number > round_:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def snapshot_path(self, round_: int) -> Path:
@@ -98,6 +99,7 @@ def record_digest(record: RoundRecord) -> bytes:
     return digest.digest()
 
 
-def _number(name: str) -> int:
-    found = re.search(r"-(\d+)", name)
-    return int(found[1]) if found else -1
+def _round_of(path: Path) -> int | None:
+    """Of a file or folder that this log has written."""
+    found = re.fullmatch(r"round-(\d{6,})|snapshot-(\d{6,})\.safetensors", path.name)
+    return int(found[1] or found[2]) if found else None

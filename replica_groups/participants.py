@@ -78,7 +78,7 @@ class StageMember:
 
     def load(self, folder: Path) -> None:
         """See TrainingMember."""
-        self.worker.stage.load(torch.load(folder / _STATE, weights_only=True))
+        self.worker.stage.load(torch.load(folder / _STATE, map_location="cpu", weights_only=True))
         if self.batches is not None:
             load_position(self.batches, folder)
 

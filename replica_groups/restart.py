@@ -82,7 +82,9 @@ def snapshot_after(
     for number in range(snapshot.round + 1, round_ + 1):
         try:
             replay(theta, run, log.read_record(number), partial(log.read_blob, number), optimizer)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if number in log.records():
+                damaged.append(f"{error.filename} is not there")
             raise FileNotFoundError(f"the log in {log.folder} ends before round {number}") from None
         except (DamagedFile, MalformedContribution) as error:
             damaged.append(str(error) if isinstance(error, DamagedFile) else f"{log.folder}, round {number}: {error}")
@@ -95,9 +97,13 @@ def _newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snap
     for number in sorted(log.snapshots(), reverse=True):
         if number <= round_:
             try:
-                return load_snapshot(log.snapshot_path(number))
+                snapshot = load_snapshot(log.snapshot_path(number))
             except DamagedFile as error:
                 damaged.append(str(error))
+                continue
+            if snapshot.round == number:
+                return snapshot
+            damaged.append(f"{log.snapshot_path(number)} is the snapshot after round {snapshot.round}")
     raise FileNotFoundError(f"found no sound snapshot up to round {round_} in {log.folder}")
 
 

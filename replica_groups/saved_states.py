@@ -16,6 +16,9 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.files import file_sha256, rename_whole, write_whole
@@ -24,6 +27,15 @@ from replica_groups.ranks import ALONE, Ranks
 
 KEPT = 2
 DIGESTS = "digests.json"
+
+T = TypeVar("T")
+
+
+class _Noted(BaseModel):
+    """What digests.json says: which run a state is of, and the sha256 of each of its files."""
+
+    run: str
+    files: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -43,43 +55,41 @@ class SavedStates:
     def rounds(self) -> list[int]:
         """After which rounds something was saved, whatever it is worth."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(int(match[1]) for path in found if (match := re.fullmatch(r"round-(\d+)", path.name)))
+        return sorted(int(match[1]) for path in found if (match := re.fullmatch(r"round-(\d{6,})", path.name)))
 
     def check(self) -> HeldStates:
         """Read all states of this run and hold them against their digests."""
         whole, damaged = [], []
-        for round_ in self._rounds_of_first():
-            complaint = self._complaint(round_)
+        for round_ in self._told_by_first(self.rounds()):
+            digests = self._digests(self.path(round_))
+            complaint = self._told_by_first(self._complaint(round_, digests))
             if complaint is None:
                 whole.append(round_)
             elif complaint:
                 damaged.append(f"{self.path(round_)} is damaged: {complaint}")
         return HeldStates(frozenset(whole), tuple(damaged))
 
-    def _rounds_of_first(self) -> list[int]:
-        """What the first rank sees, on all of them."""
-        return json.loads(self.ranks.broadcast_bytes(json.dumps(self.rounds()).encode()))
+    def _told_by_first(self, seen: T) -> T:
+        """What the first rank sees, on all of them: they have to go the same way."""
+        return json.loads(self.ranks.broadcast_bytes(json.dumps(seen).encode()))
 
-    def _complaint(self, round_: int) -> str | None:
+    def _complaint(self, round_: int, digests: dict[str, str]) -> str | None:
         """What is wrong with a state: None if nothing, empty if it is another run's."""
-        digests = self._digests(self.path(round_))
         try:
-            noted = json.loads((self.path(round_) / DIGESTS).read_text())
-            if noted["run"] != self.run:
-                return ""
-            expected = noted["files"]
-        except (OSError, ValueError, TypeError, KeyError):
+            noted = _Noted.model_validate_json((self.path(round_) / DIGESTS).read_bytes())
+        except (OSError, ValidationError):
             return f"{DIGESTS} cannot be read"
+        if noted.run != self.run:
+            return ""
+        expected = noted.files
         wrong = sorted(name for name in {*expected, *digests} if expected.get(name) != digests.get(name))
-        return f"{wrong[0]} is not what was written" if wrong else None
+        return f"{wrong[0]!r} is not what was written" if wrong else None
 
     def _digests(self, folder: Path) -> dict[str, str]:
         """sha256 of every file in a folder, each read by one rank."""
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS)
-        own = {
-            path.relative_to(folder).as_posix(): file_sha256(path)
-            for path in files[self.ranks.rank :: self.ranks.world]
-        }
+        mine = files[self.ranks.rank :: self.ranks.world]
+        own = {path.relative_to(folder).as_posix(): _sha256(path) for path in mine}
         parts = self.ranks.gather_bytes(json.dumps(own).encode())
         return {name: digest for part in parts for name, digest in json.loads(part).items()}
 
@@ -90,7 +100,7 @@ class SavedStates:
 
     def set_aside_all_but(self, kept: frozenset[int]) -> Path | None:
         """Move what this run has no use for out of the way; where to, if there is any."""
-        others = [round_ for round_ in self._rounds_of_first() if round_ not in kept]
+        others = [round_ for round_ in self._told_by_first(self.rounds()) if round_ not in kept]
         if not others:
             return None
         number = 1
@@ -118,7 +128,15 @@ class SavedStates:
         self.ranks.wait()
         files = self._digests(part)
         if self.ranks.is_first:
-            write_whole(part / DIGESTS, json.dumps({"run": self.run, "files": files}, indent=1).encode())
+            write_whole(part / DIGESTS, _Noted(run=self.run, files=files).model_dump_json(indent=1).encode())
             rename_whole(part, self.path(round_))
             for old in self.rounds()[:-KEPT]:
                 shutil.rmtree(self.path(old))
+
+
+def _sha256(path: Path) -> str:
+    """Of a file; of one that cannot be read, nothing that it could be."""
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        return f"unread: {error.strerror}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,11 +93,18 @@ class StoreBatches:
         """The batch of step `step` (from 0), int64 [B, L + 1]."""
         return _rows(self.store.train, self.windows(step) * (self.sequence_length + 1), self.sequence_length)
 
-    def state(self) -> None:
-        """Nothing: the step says it all."""
+    def state(self) -> dict[str, str]:
+        """Which tokens they are of: where they go on is in the step."""
+        return {"tokens": self.store.digest}
 
-    def load(self, state: None) -> None:
-        """Nothing to do."""
+    def load(self, state: Mapping[str, str]) -> None:
+        """See Batches. Raises ConfigError if these are batches of other tokens."""
+        if state["tokens"] != self.store.digest:
+            raise ConfigError(
+                _KEY,
+                f"found tokens whose sha256 begins with {self.store.digest[:12]}, expected {state['tokens'][:12]}: "
+                "those that the run was trained on until now",
+            )
 
     def epochs(self, steps: int) -> float:
         """How often `steps` steps read this replica's shard."""

@@ -40,10 +40,12 @@ def claim_all(runs: Path, name: str) -> Iterator[None]:
 
 def _take(held: ExitStack, runs: Path, name: str, part: str) -> None:
     folder = runs / LOCKS / name
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         held.enter_context(FileLock(folder / part, timeout=0, is_singleton=True))
     except Timeout:
         raise ConfigError(
             (), f"{runs / name}: another launch is using it ({part}): wait for its end, or give this one another `name`"
         ) from None
+    except OSError as error:
+        raise ConfigError((), f"{folder / part}: cannot be locked ({error.strerror})") from None

@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.errors import HeteroPPError
+from hetero_pp.errors import DamagedFile, HeteroPPError
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.hugging_face.reading import first_snapshot
 from hetero_pp.program.resume import log_of
 from hetero_pp.program.train import round_optimizer
+from hetero_pp.snapshot import open_snapshot
 from replica_groups.exchange import Exchange
 from replica_groups.keeper import Keeper
+from replica_groups.log import ContributionLog
 from replica_groups.restart import Restart, find_restart
 
 
@@ -39,6 +41,21 @@ def begin_run(exchange: Exchange, plan: RunPlan, resume: bool) -> Keeper:
 
 
 def _find_start(exchange: Exchange, plan: RunPlan) -> Restart:
+    """Raises HeteroPPError where there is none, or only one before the end of a run that is over."""
     start = find_restart(exchange.log, plan.run, exchange.wait_until_joined(), partial(round_optimizer, plan))
-    exchange.log.forget_after(start.snapshot.round)
+    rounds, found = plan.config.outer.rounds, start.snapshot.round
+    if found < rounds and _is_over(exchange.log, rounds):
+        raise HeteroPPError(
+            f"the run is over, its log has round {rounds} of {rounds}: going on after {found} undoes it"
+        )
+    exchange.log.forget_after(found)
     return start
+
+
+def _is_over(log: ContributionLog, rounds: int) -> bool:
+    """Whether there is a sound snapshot after the last round."""
+    try:
+        with open_snapshot(log.snapshot_path(rounds)):
+            return True
+    except (DamagedFile, FileNotFoundError):
+        return False

@@ -20,6 +20,7 @@ from pathlib import Path
 from hetero_pp.errors import LinkError, RunFailed
 from hetero_pp.program.config import RunPlan
 from hetero_pp.program.member_process import CONSEQUENCE, Job, log_path, process_main
+from hetero_pp.program.yaml_file import CONFIG
 from hetero_pp.rpc.exchange import ExchangeClient
 from hetero_pp.rpc.messages_pb2 import Report
 from hetero_pp.topology import EXCHANGE
@@ -32,7 +33,7 @@ _SECONDS_TO_END = 3.0
 
 
 def launch(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool = False) -> None:
-    """Run the whole topology over gRPC, one process a member. `folder` holds the resolved config.yaml.
+    """Run the whole topology over gRPC, one process a member. `folder` holds the resolved configuration.
 
     With `resume` it goes on with the run that is in the folder.
 
@@ -87,8 +88,9 @@ class Watcher:
 class Crew:
     """The processes of one run, each with a connection to it that is also its lifeline."""
 
-    def __init__(self, folder: Path, cache: Path, resume: bool = False) -> None:
+    def __init__(self, folder: Path, cache: Path, resume: bool = False, config: str = CONFIG) -> None:
         self._folder = folder
+        self._config = folder / config
         self._cache = cache
         self._resume = resume
         self._context = multiprocessing.get_context("forkserver")
@@ -99,7 +101,7 @@ class Crew:
     def start(self, member: str) -> None:
         """Start a member, which then waits for its job; what it prints goes to logs/<member>.log."""
         ours, theirs = self._context.Pipe()
-        job = Job(member, self._folder, self._cache, self._resume)
+        job = Job(member, self._folder, self._config, self._cache, self._resume)
         process = self._context.Process(target=process_main, args=(theirs, job), name=member)
         process.start()
         theirs.close()

@@ -52,6 +52,8 @@ class Job:
 
     member: str
     folder: Path
+    config: Path
+    """The resolved configuration."""
     cache: Path
     resume: bool = False
     """Whether the exchange goes on with the run that is in the folder."""
@@ -71,7 +73,7 @@ def process_main(launcher: Connection, job: Job) -> NoReturn:
     try:
         words = json.loads(launcher.recv_bytes())
         threading.Thread(target=_follow_lifeline, args=(launcher,), name="lifeline", daemon=True).start()
-        config = ConfigFile(job.folder / "config.yaml").config
+        config = ConfigFile(job.config).config
         torch.set_num_threads(config.threads)
         plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
         if job.member == EXCHANGE:
@@ -139,8 +141,8 @@ def _run_member(plan: RunPlan, token: str, address: str, member: MemberPlan, job
     links: list[LinkEnd] = []
     try:
         if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
-            folder, cache = str(job.folder.absolute()), str(job.cache.absolute())
-            ranks = RankJob(member.name, folder, cache, address)
+            folder, config, cache = (str(path.absolute()) for path in (job.folder, job.config, job.cache))
+            ranks = RankJob(member.name, folder, config, cache, address)
             run_ranks(member.replica, plan.run, ranks, token)
             return 0
         states = states_of(plan, job.folder, member.name)
@@ -155,7 +157,8 @@ def _run_member(plan: RunPlan, token: str, address: str, member: MemberPlan, job
             link.abort(str(error))
         print(error, file=sys.stderr)
         _say(launcher, failure=str(error))
-        _tell_failure(exchange, member.name, str(error), consequence)
+        if exchange.has_joined:  # who was never let in has no say: another process may have its name
+            _tell_failure(exchange, member.name, str(error), consequence)
         return CONSEQUENCE if consequence else FAILED
     finally:
         exchange.close()

@@ -90,9 +90,12 @@ def launch_exchange(folder: Path, cache: Path, token: str, resume: bool, on_repo
         crew.end()
 
 
-def launch_members(members: Sequence[str], folder: Path, cache: Path, exchange: str, token: str) -> None:
-    """Carry some members until they are through. Raises RunFailed with the cause if one of them ends before."""
-    crew = Crew(folder, cache)
+def launch_members(members: Sequence[str], folder: Path, config: str, cache: Path, exchange: str, token: str) -> None:
+    """Carry some members until they are through; `config` is the name of a file in `folder`.
+
+    Raises RunFailed with the cause if one of them ends before.
+    """
+    crew = Crew(folder, cache, config=config)
     try:
         for name in members:
             crew.start(name)

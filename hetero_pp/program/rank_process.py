@@ -35,7 +35,7 @@ def main() -> None:
     job = RankJob(**json.loads(sys.argv[1]))
     threading.Thread(target=_follow_parent, name="lifeline", daemon=True).start()
     keep_freed_memory()
-    config = ConfigFile(Path(job.folder) / "config.yaml").config
+    config = ConfigFile(Path(job.config)).config
     torch.set_num_threads(config.threads)
     plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
     member = plan.members[job.member]
@@ -52,7 +52,8 @@ def main() -> None:
         print(error, file=sys.stderr, flush=True)
         os._exit(CONSEQUENCE)
     except HeteroPPError as error:
-        _tell(exchange, job.member, f"rank {ranks.rank}: {error}")
+        if exchange.has_joined or not ranks.is_first:  # who was never let in has no say
+            _tell(exchange, job.member, f"rank {ranks.rank}: {error}")
         raise
     finally:
         exchange.close()

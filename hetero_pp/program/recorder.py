@@ -42,17 +42,28 @@ class Recorder:
         self._complain = complain
         self._complained = False
         self._lock = threading.Lock()
+        self._has_begun = not resume
         self._path = folder / (METRICS + PART if resume else METRICS)
         self._metrics = self._path.open("w", buffering=1)  # by line: a killed run keeps what it wrote
         self._board = _Board(plan, folder / "tensorboard", state)
 
     def go_on(self) -> None:
-        """Take the place of what an earlier start wrote: all that is to be kept of it was reported again."""
+        """Take the place of what an earlier start wrote: all that is to be kept of it was reported again.
+
+        Where that could not be written, what the earlier start wrote is kept beside it.
+        """
         with self._lock:
-            self._metrics.flush()
-            flush(self._path)
-            self._path = self._path.replace(self._folder / METRICS)
-            flush(self._folder)
+            self._has_begun = True
+            try:
+                self._metrics.flush()
+                flush(self._path)
+                if self._complained and (self._folder / METRICS).exists():
+                    (self._folder / METRICS).replace(self._folder / f"{METRICS}.before")
+                self._path = self._path.replace(self._folder / METRICS)
+                (self._folder / SUMMARY).unlink(missing_ok=True)  # of a run that had ended
+                flush(self._folder)
+            except OSError as error:
+                self._fails(error)
 
     def on_report(self, report: Report) -> None:
         """Write one report; nothing any more after `close`."""
@@ -89,7 +100,7 @@ class Recorder:
                     close()
                 except Exception as error:  # noqa: BLE001 (see above)
                     self._fails(error)
-        if self._path.name != METRICS:
+        if not self._has_begun:
             self._path.unlink()  # the run did not go on: what it had left stays
             return
         try:

@@ -129,6 +129,8 @@ def interface_towards(endpoint: str) -> str:
             own = asking.getsockname()[0]
     except OSError as error:
         raise HeteroPPError(f"rendezvous {endpoint}: {error.strerror}") from None
+    if endpoint and host != "localhost" and own.startswith("127.") and not host.startswith("127."):
+        raise HeteroPPError(f"rendezvous {endpoint}: {host} is {own} here, expected where other nodes reach this one")
     wanted = LOOPBACK if own.startswith("127.") else own  # all of 127.0.0.0/8 is loopback's
     for interface, addresses in psutil.net_if_addrs().items():
         if wanted in [one.address.partition("%")[0] for one in addresses]:

@@ -19,13 +19,13 @@ from google.protobuf.message import Message
 from hetero_pp.errors import ConfigError, DamagedFile, dotted
 from hetero_pp.program.config import RunConfig, RunPlan, meaning
 from hetero_pp.program.recorder import METRICS
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.program.yaml_file import CONFIG, ConfigFile
 from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 from hetero_pp.topology import EXCHANGE
 from replica_groups.log import ContributionLog
 from replica_groups.saved_states import SavedStates
 
-_KEPT = ("inner_step", "evaluation", "link_use", "round_verified")
+_KEPT = ("inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
 """Events that a run which goes on tells again; closed rounds are in the log."""
 
 
@@ -41,7 +41,7 @@ def states_of(plan: RunPlan, folder: Path, member: str) -> SavedStates:
 
 def require_same_run(config: RunConfig, folder: Path) -> None:
     """Raise ConfigError if there is no run in the folder, or one that this configuration cannot go on with."""
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     if not path.is_file():
         raise ConfigError((), f"--resume: found no run in {folder}")
     before = ConfigFile(path).config
@@ -68,10 +68,18 @@ def _differences(
 
 def reports_until(folder: Path, last: int, complain: Callable[[str], None]) -> list[Report]:
     """What was reported of a run's rounds up to this one: closed rounds by its log, the rest as far as it was noted."""
-    lines = list(_lines(folder / METRICS))
-    closed = {line["round"]: line["time"] for line in lines if line.get("event") == "round_closed"}
-    reports = [_report(line) for line in lines if line.get("event") in _KEPT and line["round"] <= last]
-    log, began = log_of(folder), min((line["time"] for line in lines), default=time.time())
+    reports, closed, strange = [], {}, 0
+    for line in _lines(folder / METRICS):
+        try:
+            if line["event"] == "round_closed":
+                closed[int(line["round"])] = float(line["time"])
+            elif line["event"] in _KEPT and line.get("round", 0) <= last:
+                reports.append(_report(line))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            strange += 1
+    if strange:
+        complain(f"{strange} lines of {METRICS} that cannot be read are left out")
+    log, began = log_of(folder), min((report.time for report in reports), default=time.time())
     for round_ in range(1, last + 1):
         try:
             record = log.read_record(round_)
@@ -82,9 +90,9 @@ def reports_until(folder: Path, last: int, complain: Callable[[str], None]) -> l
     return sorted(reports, key=lambda report: report.time)
 
 
-def _lines(metrics: Path) -> Iterator[dict[str, Any]]:
+def _lines(metrics: Path) -> Iterator[Any]:
     for line in metrics.read_text(errors="replace").splitlines() if metrics.is_file() else ():
-        with suppress(json.JSONDecodeError):  # the last line of a run that was killed as it wrote
+        with suppress(ValueError, RecursionError):  # the last line of a run that was killed as it wrote
             yield json.loads(line)
 
 

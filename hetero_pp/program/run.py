@@ -19,7 +19,7 @@ from hetero_pp.program.only import commands, launch_exchange, launch_members, ne
 from hetero_pp.program.recorder import Recorder
 from hetero_pp.program.resume import reports_until, require_same_run
 from hetero_pp.program.run_state import RunState
-from hetero_pp.program.yaml_file import ConfigFile, save_config
+from hetero_pp.program.yaml_file import CONFIG, ConfigFile, save_config
 from hetero_pp.rpc.messages_pb2 import Begun, Report
 from hetero_pp.topology import EXCHANGE, DatacenterReplica
 
@@ -68,15 +68,17 @@ def run_on_this_host(
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE beside it")
     if resume:
         raise ConfigError((), f"--only {host.only}: leave out --resume, the exchange says after which round to go on")
-    _run_members(prepared, runs.absolute(), host.exchange, read_token(host.token))
+    _run_members(prepared, runs.absolute(), host.only, host.exchange, read_token(host.token))
 
 
-def _run_members(prepared: Prepared, runs: Path, exchange: str, token: str) -> None:
+def _run_members(prepared: Prepared, runs: Path, only: str, exchange: str, token: str) -> None:
+    """Carry members, with a configuration of their own: that of the run is the exchange's, if it is on this host."""
     name, folder = prepared.plan.config.name, runs / prepared.plan.config.name
+    config = f"config-{only}.yaml"
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.plan, one)]):
-        save_config(prepared.plan.config, folder / "config.yaml")
+        save_config(prepared.plan.config, folder / config)
         Console().print(f"{name}: {', '.join(prepared.names)} (what they print: {folder}/logs)")
-        launch_members(prepared.names, folder, prepared.cache, exchange, token)
+        launch_members(prepared.names, folder, config, prepared.cache, exchange, token)
 
 
 def _is_shared(plan: RunPlan, member: str) -> bool:
@@ -121,7 +123,7 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) 
     recorder = Recorder(plan, folder, state, resume, say)
 
     def on_report(report: Report) -> None:
-        if report.HasField("begun") and resume:
+        if report.HasField("begun") and report.member == EXCHANGE and resume:
             _go_on(folder, report.begun, state, recorder, say)
         state.apply(report)
         recorder.on_report(report)
@@ -133,6 +135,9 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) 
             raise RunFailed(f"ended after round {state.rounds} of {state.rounds_planned}, and nobody said why")
     except (HeteroPPError, KeyboardInterrupt) as error:
         recorder.fail(str(error) or "interrupted")
+        raise
+    except Exception as error:
+        recorder.fail(f"{type(error).__name__}: {error}")
         raise
     finally:
         recorder.close()
@@ -147,7 +152,7 @@ def _folder_for(plan: RunPlan, runs: Path, resume: bool) -> Path:
     else:
         with claim_all(runs, plan.config.name):
             new_run_folder(runs, plan.config.name)
-    save_config(plan.config, folder / "config.yaml")
+    save_config(plan.config, folder / CONFIG)
     return folder
 
 

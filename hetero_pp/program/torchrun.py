@@ -36,6 +36,7 @@ class RankJob:
 
     member: str
     folder: str
+    config: str
     cache: str
     exchange: str
 

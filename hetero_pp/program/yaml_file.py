@@ -20,6 +20,9 @@ from hetero_pp.program.hugging_face.reading import with_weights_described
 
 Key = tuple[str | int, ...]
 
+CONFIG = "config.yaml"
+"""The resolved configuration, in the folder of a run."""
+
 
 class ConfigFile:
     """A YAML file that holds a RunConfig, and where each key stands in it."""

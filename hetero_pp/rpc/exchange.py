@@ -152,12 +152,12 @@ class _Handlers:
         """Held open by every member. If the caller is gone before the run is over, the exchange is told."""
         try:
             member = self._caller(context)
+            if context.add_callback(lambda: self.exchange.left(member)):
+                self.exchange.stay(member)
+            else:  # the call has ended already
+                self.exchange.left(member)
         except HeteroPPError as error:
             return _abort(context, error)
-        if not context.add_callback(lambda: self.exchange.left(member)):  # the call has ended already
-            self.exchange.left(member)
-            return pb.StayReply()
-        self.exchange.stay(member)
         return pb.StayReply()
 
     def _locate(self, request: pb.LocateRequest, member: str) -> pb.LocateReply:
@@ -220,6 +220,11 @@ class ExchangeClient:
         self._channel = make_channel(address)
         self._metadata = (("token", token), ("member", member), *(() if run is None else (("run", run),)))
         self._stay: grpc.Future | None = None
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the exchange has let this member in."""
+        return self._stay is not None
 
     def close(self) -> None:
         """End the connection; calls under way fail."""

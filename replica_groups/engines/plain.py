@@ -36,4 +36,4 @@ class PlainEngine(HeldParameters):
 
     def load(self, folder: Path) -> None:
         """See Engine."""
-        self.whole.load(torch.load(folder / _STATE, weights_only=True))
+        self.whole.load(torch.load(folder / _STATE, map_location="cpu", weights_only=True))

@@ -521,6 +521,16 @@ def test_every_round_is_verified_for_every_replica(trained: tuple[Exchange, dict
     assert exchange.refusals == 0
 
 
+def test_who_never_joined_cannot_end_the_run(exchange: Exchange) -> None:
+    """A second process under a name was refused: that it ends is no news of the first."""
+    exchange.left("home.1")
+    exchange.left("somebody")
+    _expect_refusal(exchange, "is no member", lambda: exchange.stay("somebody"))
+    exchange.join("home.1", "127.0.0.1:5")
+    exchange.left("home.1")
+    _expect_failure(exchange, "home.1 is gone: its connection to the exchange ended")
+
+
 def _expect_failure(exchange: Exchange, cause: str) -> None:
     """The run is over: whoever waits is told why, in these words (a pattern)."""
     (error,) = _in_threads(exchange.wait_until_finished)

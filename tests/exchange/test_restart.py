@@ -240,6 +240,30 @@ def test_a_record_is_its_digest(log: ContributionLog) -> None:
         log.read_record(2)
 
 
+def test_a_snapshot_under_another_name_or_none_at_all(log: ContributionLog) -> None:
+    log.snapshot_path(2).replace(log.snapshot_path(4))
+    log.snapshot_path(2).mkdir()
+    found = _find(log, _held(dc={4}))
+    assert found.snapshot.round == 4
+    assert [path for path in found.damaged if "is the snapshot after round 2" in path]
+    assert [path for path in found.damaged if "snapshot-000002.safetensors is damaged" in path]
+
+
+def test_a_contribution_that_is_lost_is_named(log: ContributionLog) -> None:
+    next((log.folder / "round-000003").rglob("*.blob")).unlink()
+    with pytest.raises(HeteroPPError, match=r"round-000003/dc/[\w.]+\.blob is not there"):
+        _find(log, _held(dc={3}))
+
+
+def test_copies_beside_the_log_are_left_alone(log: ContributionLog) -> None:
+    (log.folder / "round-000004-mine").mkdir()
+    (log.folder / "snapshot-000004.safetensors.bak").write_text("mine")
+    log.forget_after(2)
+    assert (log.records(), log.snapshots()) == ({1, 2}, {0, 2})
+    assert (log.folder / "round-000004-mine").exists()
+    assert (log.folder / "snapshot-000004.safetensors.bak").exists()
+
+
 # ---- states ----
 
 
@@ -260,6 +284,16 @@ def test_states_are_what_was_saved(tmp_path: Path) -> None:
     states = _saved(tmp_path, rounds=(1, 2, 3, 4))
     assert states.rounds() == [3, 4]
     assert states.check() == HeldStates(frozenset({3, 4}))
+
+
+@pytest.mark.parametrize(
+    "noted", ["[]", "null", '{"run": "run", "files": null}', '{"run": "run", "files": [1]}', "[" * 10_000, "\udcff"]
+)
+def test_digests_of_any_kind_are_read_or_damaged(tmp_path: Path, noted: str) -> None:
+    states = _saved(tmp_path)
+    (states.path(4) / DIGESTS).write_bytes(noted.encode(errors="surrogateescape"))
+    (tmp_path / "round-5").mkdir()
+    assert states.check() == HeldStates(frozenset({3}), (f"{states.path(4)} is damaged: digests.json cannot be read",))
 
 
 @pytest.mark.parametrize("damage", ["flip", "missing", "more", "no digests", "torn digests"])

@@ -247,6 +247,16 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
     assert served.exchange.asked == []
 
 
+def test_who_is_let_in_has_joined(served: Served) -> None:
+    stranger, member = (ExchangeClient(served.address, token, "dc", RUN) for token in ("another token", TOKEN))
+    with pytest.raises(Refused):
+        stranger.join("dc", "")
+    member.join("dc", "")
+    assert (stranger.has_joined, member.has_joined) == (False, True)
+    stranger.close()
+    member.close()
+
+
 class _EndedCall:
     """The context of a call whose caller is gone."""
 

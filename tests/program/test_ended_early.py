@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
@@ -89,7 +90,7 @@ def test_so_does_one_whose_stages_keep_an_old_split(corpus: Path, tmp_path: Path
 def test_a_flipped_bit_in_a_state_is_named_and_the_round_before_taken(
     finished: Path, cut: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(finished / "mixed" / "log", cut / "log", dirs_exist_ok=True)  # whole again
+    shutil.copytree(finished / "mixed" / "log" / f"round-{ROUNDS:06d}", cut / "log" / f"round-{ROUNDS:06d}")
     state = cut / "state" / "home.1" / f"round-{ROUNDS:06d}" / "stage.pt"
     content = bytearray(state.read_bytes())
     content[len(content) // 2] ^= 1
@@ -97,7 +98,7 @@ def test_a_flipped_bit_in_a_state_is_named_and_the_round_before_taken(
     assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
     told = capsys.readouterr().out
     assert "mixed: passed over: home.1: " in told
-    assert "round-000004 is damaged: stage.pt is not what was written" in told
+    assert "round-000004 is damaged: 'stage.pt' is not what was written" in told
     assert f"mixed: going on after round {ROUNDS - 1}" in told
 
 
@@ -122,11 +123,65 @@ def test_no_round_that_all_hold_is_told_in_one_line(cut: Path, corpus: Path) -> 
     assert not (cut / "metrics.jsonl.part").exists()
 
 
-@pytest.mark.parametrize("metrics", ["killed as they were rewritten", "torn", "lost"])
+def test_a_run_that_is_over_is_not_undone(finished: Path, corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "runs")
+    folder = tmp_path / "runs" / "mixed"
+    assert _same(_train(corpus, tmp_path / "runs", resume=True), _summary(finished / "mixed"))  # nothing was left to do
+    shutil.rmtree(folder / "state" / "dc" / f"round-{ROUNDS:06d}")
+    before = {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in str(path)
+    }
+    with pytest.raises(HeteroPPError, match="the run is over, its log has round 4 of 4: going on after 3 undoes it"):
+        _train(corpus, tmp_path / "runs", resume=True)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_the_summary_of_a_run_that_goes_on_is_that_of_its_end(
+    cut: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed as it goes on has none."""
+    (cut / "summary.json").write_text("{}")
+    seen: list[bool] = []
+    monkeypatch.setattr(Recorder, "close", lambda recorder: seen.append((cut / "summary.json").exists()))
+    with pytest.raises(FileNotFoundError):
+        _train(corpus, cut.parent, resume=True)
+    assert seen == [False]
+
+
+def test_other_text_is_refused(cut: Path, corpus: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(corpus, other)
+    (other / "00.txt").write_text("something else " * 500)
+    with pytest.raises(
+        ConfigError, match=r"data\.corpus: found tokens whose sha256 begins with \w{12}, expected \w{12}"
+    ):
+        _train(corpus, cut.parent, f"data.corpus={other}", resume=True)
+
+
+def test_a_state_that_a_gpu_saved_is_loaded_without_one(
+    finished: Path, cut: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices may change: what is read is put on the CPU first, wherever it was."""
+    load, asked = torch.load, []
+
+    def loaded(path: Path, **options: Any) -> Any:
+        asked.append(options["map_location"])
+        return load(path, **options)
+
+    monkeypatch.setattr(torch, "load", loaded)
+    assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
+    assert asked == ["cpu"] * 4
+
+
+@pytest.mark.parametrize("metrics", ["killed as they were rewritten", "torn", "strange", "lost"])
 def test_the_log_alone_decides(finished: Path, cut: Path, corpus: Path, metrics: str) -> None:
     whole = (cut / "metrics.jsonl").read_text()
     if metrics == "torn":
         (cut / "metrics.jsonl").write_text(whole + whole[:200])
+    elif metrics == "strange":
+        strange = ["[]", "7", "{}", '{"event": "evaluation"}', "[" * 5000, '{"event": "evaluation", "round": "x"}']
+        strange += ['{"event": "round_closed", "round": [], "time": 1}', "9" * 5000]
+        (cut / "metrics.jsonl").write_text("\n".join(strange) + "\n" + whole)
     elif metrics == "lost":
         (cut / "metrics.jsonl").unlink()
     else:
@@ -154,6 +209,26 @@ def test_metrics_are_whole_until_others_take_their_place(tmp_path: Path, finishe
     recorder.on_report(report)
     recorder.close()
     assert (tmp_path / "metrics.jsonl").read_text().count("joined") == 2
+
+
+def test_metrics_that_cannot_be_told_again_are_kept(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = _plan(finished)
+    told: list[str] = []
+    (tmp_path / "metrics.jsonl").write_text("what was told before\n")
+    recorder = Recorder(plan, tmp_path, RunState(plan), True, told.append)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "_write", fails)
+        recorder.on_report(Report(time=1.0, member="dc"))
+    recorder.go_on()
+    recorder.close()
+    assert (tmp_path / "metrics.jsonl.before").read_text() == "what was told before\n"
+    assert len(told) == 1
 
 
 def _plan(runs: Path) -> RunPlan:
@@ -270,6 +345,18 @@ def test_a_run_that_ends_before_its_last_round_is_no_success(
     monkeypatch.setattr(Exchange, "watch", ends_early)
     with pytest.raises(RunFailed, match="ended after round 1 of 4, and nobody said why"):
         _train(corpus, tmp_path)
+
+
+def test_an_error_that_nobody_expects_is_in_the_summary(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("replica_groups.keeper.save_snapshot", fails)
+    with pytest.raises(OSError, match="No space left on device"):
+        _train(corpus, tmp_path)
+    assert "No space left on device" in _summary(tmp_path / "mixed")["failed"]
 
 
 # ---- two launches ----
