@@ -20,7 +20,7 @@ from hetero_pp.program.recorder import Recorder
 from hetero_pp.program.resume import reports_until, require_same_run
 from hetero_pp.program.run_state import RunState
 from hetero_pp.program.yaml_file import CONFIG, ConfigFile, save_config
-from hetero_pp.rpc.messages_pb2 import Begun, Report
+from hetero_pp.rpc.messages_pb2 import Report
 from hetero_pp.topology import EXCHANGE, DatacenterReplica
 
 Start = Callable[[RunPlan, Path, Path, Callable[[Report], None], bool], None]
@@ -124,7 +124,7 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) 
 
     def on_report(report: Report) -> None:
         if report.HasField("begun") and report.member == EXCHANGE and resume:
-            _go_on(folder, report.begun, state, recorder, say)
+            _go_on(folder, report, state, recorder, say)
         state.apply(report)
         recorder.on_report(report)
 
@@ -156,12 +156,22 @@ def _folder_for(plan: RunPlan, runs: Path, resume: bool) -> Path:
     return folder
 
 
-def _go_on(folder: Path, begun: Begun, state: RunState, recorder: Recorder, say: Callable[[str], None]) -> None:
-    """Tell again what had been reported of the rounds before."""
-    for damaged in begun.damaged:
+def _go_on(folder: Path, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]) -> None:
+    """Tell again what had been reported of the rounds before; in the run's numbers the time between does not count."""
+    last_round = report.begun.last_round
+    for damaged in report.begun.damaged:
         say(f"passed over: {damaged}")
-    say(f"going on after round {begun.last_round}")
-    for report in reports_until(folder, begun.last_round, say):
-        state.apply(report)
-        recorder.on_report(report)
+    say(f"going on after round {last_round}")
+    told = reports_until(folder, last_round, say)
+    pause = report.time - max((one.time for one in told), default=report.time)
+    for one in told:
+        state.apply(_later(one, pause))
+        recorder.on_report(one)
     recorder.go_on()
+
+
+def _later(report: Report, seconds: float) -> Report:
+    moved = Report()
+    moved.CopyFrom(report)
+    moved.time += seconds
+    return moved

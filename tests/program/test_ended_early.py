@@ -79,6 +79,18 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
     assert f"mixed: going on after round {ROUNDS - 1}" in capsys.readouterr().out
 
 
+def test_the_time_between_does_not_count(cut: Path, corpus: Path) -> None:
+    """In the run's numbers; what is recorded keeps its times."""
+    year = 365 * 24 * 3600.0
+    lines = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    earlier = [json.dumps(line | {"time": line["time"] - year}) for line in lines]
+    (cut / "metrics.jsonl").write_text("\n".join(earlier) + "\n")
+    found = _train(corpus, cut.parent, resume=True)
+    assert found["training_seconds"] <= found["wall_seconds"] < year / 2
+    times = [json.loads(line)["time"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    assert max(times) - min(times) > year / 2
+
+
 def test_so_does_one_whose_stages_keep_an_old_split(corpus: Path, tmp_path: Path) -> None:
     """`adaptation: stale`: the first T_perp is no part of any snapshot."""
     stale = "replicas.1.boundary.ablations.adaptation=stale"
