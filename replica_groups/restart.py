@@ -63,6 +63,7 @@ def find_restart(
     holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(held.items()))
     last = max(log.records(), default=0)
     complaint = f"found no round that all members hold and the log (up to round {last}) can give: {holders}"
+    complaint += " (states are saved every `snapshots.every` rounds)"
     raise HeteroPPError("; ".join([complaint, *dict.fromkeys(damaged)]))
 
 

@@ -41,14 +41,12 @@ def begin_run(exchange: Exchange, plan: RunPlan, resume: bool) -> Keeper:
 
 
 def _find_start(exchange: Exchange, plan: RunPlan) -> Restart:
-    """Raises HeteroPPError where there is none, or only one before the end of a run that is over."""
-    start = find_restart(exchange.log, plan.run, exchange.wait_until_joined(), partial(round_optimizer, plan))
-    rounds, found = plan.config.outer.rounds, start.snapshot.round
-    if found < rounds and _is_over(exchange.log, rounds):
-        raise HeteroPPError(
-            f"the run is over, its log has round {rounds} of {rounds}: going on after {found} undoes it"
-        )
-    exchange.log.forget_after(found)
+    """Raises HeteroPPError where there is none, or going on from it would undo the end of a run that is over."""
+    held, rounds = exchange.wait_until_joined(), plan.config.outer.rounds
+    if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in held.values()):
+        raise HeteroPPError(f"the run is over: its log has the snapshot after round {rounds} of {rounds}")
+    start = find_restart(exchange.log, plan.run, held, partial(round_optimizer, plan))
+    exchange.log.forget_after(start.snapshot.round)
     return start
 
 

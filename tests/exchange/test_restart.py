@@ -121,7 +121,7 @@ def test_if_there_is_none_one_line_says_who_holds_what(log: ContributionLog) -> 
     told = str(failure.value)
     assert told == (
         "found no round that all members hold and the log (up to round 5) can give: "
-        "a holds 3, 4; b holds 2; dc holds none"
+        "a holds 3, 4; b holds 2; dc holds none (states are saved every `snapshots.every` rounds)"
     )
 
 

@@ -110,6 +110,17 @@ def test_a_busy_port(where: str, tmp_path: Path, corpus: Path) -> None:
     ), errors
 
 
+@pytest.mark.parametrize("steps", [2, 50])
+def test_gradients_averaged_after_many_steps_are_refused(steps: int, tmp_path: Path, corpus: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD.replace("CORPUS", str(corpus)))
+    changes = ["--set", 'outer={"rounds": 2, "method": "adamw_ddp"}', "--set", f"inner.steps={steps}"]
+    result = CliRunner().invoke(app, ["launch", str(path), "--runs", str(tmp_path / "runs"), *changes])
+    assert result.exit_code == 2
+    assert f"inner.steps: found {steps}, expected 1: with method adamw_ddp" in result.stderr
+    assert not (tmp_path / "runs" / "good").exists()
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["launch", str(tmp_path / "no.yaml")])
     assert result.exit_code == 2

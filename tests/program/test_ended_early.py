@@ -143,7 +143,7 @@ def test_a_run_that_is_over_is_not_undone(finished: Path, corpus: Path, tmp_path
     before = {
         path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "tensorboard" not in str(path)
     }
-    with pytest.raises(HeteroPPError, match="the run is over, its log has round 4 of 4: going on after 3 undoes it"):
+    with pytest.raises(HeteroPPError, match="the run is over: its log has the snapshot after round 4 of 4"):
         _train(corpus, tmp_path / "runs", resume=True)
     assert {path: path.read_bytes() for path in before} == before
 
