@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -14,8 +15,9 @@ import pytest
 from matplotlib.figure import Figure
 from scipy.stats import t as students_t
 
+from hetero_pp.data.settings import DataSettings
 from hetero_pp.program.experiments.command import reproduce
-from hetero_pp.program.experiments.corpus import prepare_corpus
+from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Catalog, Claim, Experiment, Row
 from hetero_pp.program.experiments.jobs import make_job
 from hetero_pp.program.experiments.plots import draw
@@ -75,6 +77,26 @@ def _experiment(*claims: Claim) -> Experiment:
         ],
         claims=list(claims),
     )
+
+
+@pytest.fixture
+def encoded(tmp_path: Path, corpus: Path) -> Corpus:
+    return prepare_corpus(DataSettings(corpus=str(corpus), tokenizer="bytes", sequence_length=16), 256 + 8, tmp_path)
+
+
+def test_a_row_is_known_by_all_that_decides_what_it_comes_to(encoded: Corpus, tmp_path: Path) -> None:
+    """Its seed, its tokens and its cells; not where they lie."""
+    setting = Setting(MICRO, _experiment())
+    few, base, *_ = setting.rows()
+    other = replace(encoded, store=replace(encoded.store, digest="of other tokens"))
+    moved = replace(encoded, store=replace(encoded.store, path=tmp_path / "elsewhere" / encoded.store.path.name))
+
+    def key(row: Row = few, seed: int = 1, tokens: Corpus = encoded) -> str:
+        return make_job(setting, row, seed, tokens, tmp_path).key
+
+    assert key() == key(tokens=moved)
+    keys = [key(), key(seed=2), key(row=base), key(tokens=other)]
+    assert len(set(keys)) == len(keys)
 
 
 def _result(outcomes: Outcomes, *claims: Claim) -> dict[str, Any]:
