@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hetero_pp.program.config import RunConfig
 from hetero_pp.program.planning.grouping import LARGEST_LINK, Pool, group
+from hetero_pp.program.planning.outer import with_outer
 from hetero_pp.program.planning.penalty import (
     FOUR_BITS,
     MEASURED,
@@ -25,6 +27,19 @@ from hetero_pp.schedule import Action, one_forward_one_backward
 from hetero_pp.topology import BoundarySettings
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "micro"
+
+
+@pytest.mark.parametrize(("steps", "rounds"), [(10, 12), (20, 6), (50, 3), (7, 18), (200, 1)])
+def test_another_h_trains_as_many_steps(steps: int, rounds: int) -> None:
+    """12 rounds of 10 steps; what is left of a round is a round."""
+    replica = {"name": "dc", "kind": "datacenter", "batch_size": 2}
+    config = RunConfig.model_validate(
+        {"name": "t", "inner": {"steps": 10}, "outer": {"rounds": 12}, "replicas": [replica]}
+    )
+    changed = with_outer(config, steps, 1 / 64)
+    assert (changed.inner.steps, changed.outer.rounds) == (steps, rounds)
+    assert changed.outer.compression.density == 1 / 64
+    assert config.outer.rounds == 12
 
 
 def _splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:

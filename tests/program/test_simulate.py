@@ -105,6 +105,8 @@ def test_fleets_draw_their_links_and_lose_members(yaml: Path) -> None:
     home = found.replicas[1]
     assert (home.count, found.members) == (400, 1601)
     assert 5 <= home.lost <= 35  # 4 members of each leave with 1 %: 15.8 expected
+    trained = 5 * 8 * 32 * (1 + 400 - home.lost)  # steps x sequences x positions, of those that stayed
+    assert found.tokens_per_second == pytest.approx(trained / found.round_seconds)
     again, other = _predict(yaml, fleet), _predict(yaml, fleet, "simulate.seed=1")
     assert again == found
     assert other.replicas[1].lost != home.lost or other.round_seconds != found.round_seconds
