@@ -51,6 +51,8 @@ ATTEMPTS = 2
 PACKAGES = ("hetero_pp", "stages", "replica_groups")
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: - (.*))?$", re.MULTILINE)
+_PATHS = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+")
+"""Of the machine: what lies before the last part of an absolute path."""
 _NOTHING_RAN = {3: "pytest failed itself", 4: "pytest was called wrongly", 5: "pytest found no tests"}
 
 
@@ -211,7 +213,7 @@ class Results:
             "file": mutant.file,
             "caught": bool(outcome.failed),
             "by": next(iter(outcome.failed), None),
-            "how": outcome.how,
+            "how": _PATHS.sub("…/", outcome.how),
             "seconds": outcome.seconds,
             "key": mutant.key,
             "tests_key": mutant.tests_key,
