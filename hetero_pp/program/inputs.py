@@ -34,10 +34,10 @@ class Prepared:
     cache: Path
 
 
-def prepare(file: ConfigFile, runs: Path, only: str | None = None) -> Prepared:
+def prepare(file: ConfigFile, runs: Path, only: str | None = None, resume: bool = False) -> Prepared:
     """Load the tokenizer, encode the corpus (or open it), try the ports. Raises ConfigError with file and line.
 
-    With `only`, what the members need that this host carries.
+    With `only`, what the members need that this host carries. A run that goes on has its weights in its log.
     """
     config = file.config.with_absolute_paths()
     cache = runs / CACHE
@@ -45,7 +45,8 @@ def prepare(file: ConfigFile, runs: Path, only: str | None = None) -> Prepared:
         config.require_grouped()
         require_launchable(config)
         plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
-        require_weights(plan)
+        if not resume:
+            require_weights(plan)
         names = [EXCHANGE, *plan.members] if only is None else members_named(config, only)
         if only is not None:
             require_reachable(config, names)

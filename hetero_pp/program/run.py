@@ -39,7 +39,7 @@ class Host:
 
 def run_topology(path: Path, overrides: Sequence[str], runs: Path, in_process: bool, resume: bool = False) -> None:
     """Train the topology of a YAML and leave everything in a new folder under `runs`; or go on with the one there."""
-    prepared = _prepare(path, overrides, runs, None)
+    prepared = _prepare(path, overrides, runs, None, resume)
     with claim(runs.absolute(), prepared.plan.config.name, prepared.names):
         _run_and_record(prepared, runs, run_in_process if in_process else launch, resume)
 
@@ -53,7 +53,7 @@ def run_on_this_host(
     """
     if in_process:
         raise ConfigError((), f"--only {host.only}: leave out --in-process, other hosts carry the rest")
-    prepared = _prepare(path, overrides, runs, host.only)
+    prepared = _prepare(path, overrides, runs, host.only, resume)
     if host.only == EXCHANGE:
         token = new_token() if host.token is None else read_token(host.token)
 
@@ -98,10 +98,10 @@ def print_commands(path: Path, overrides: Sequence[str]) -> None:
     print("\n".join(lines))
 
 
-def _prepare(path: Path, overrides: Sequence[str], runs: Path, only: str | None) -> Prepared:
+def _prepare(path: Path, overrides: Sequence[str], runs: Path, only: str | None, resume: bool) -> Prepared:
     file = ConfigFile(path, overrides)
     with Console().status("reading the corpus"):
-        return prepare(file, runs.absolute(), only)
+        return prepare(file, runs.absolute(), only, resume)
 
 
 def _port(plan: RunPlan) -> str:

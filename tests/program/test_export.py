@@ -22,10 +22,10 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise
 from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.cli import app
-from hetero_pp.program.config import RunPlan
+from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.hugging_face.config_json import read_architecture
 from hetero_pp.program.hugging_face.names import halves_of_pairs, pairs_of_halves, ungrouped
-from hetero_pp.program.hugging_face.reading import read_parameters
+from hetero_pp.program.hugging_face.reading import read_parameters, with_weights_described
 from hetero_pp.program.hugging_face.tokenizer_files import write_tokenizer
 from hetero_pp.program.hugging_face.writing import shards_of, write_model, write_weights
 from hetero_pp.program.yaml_file import ConfigFile
@@ -384,6 +384,27 @@ def test_a_compressed_group_starts_from_weights(run: Path, exported: Path, corpu
     assert abs(compressed - before) > 1e-3  # what did not fit into the subspace is lost
 
 
+def test_a_run_needs_the_folder_that_it_started_from_only_once(exported: Path, corpus: Path, tmp_path: Path) -> None:
+    """What it took from there is in its log and its configuration, the preset of the YAML among it."""
+    folder = tmp_path / "weights"
+    shutil.copytree(exported, folder)
+    shape = read_architecture(folder).shape
+    names = ("width", "layers", "heads", "feed_forward", "rope_theta", "norm_epsilon")
+    cells = ", ".join(f"{name}: {getattr(shape, name)}" for name in names)
+    path = tmp_path / "run.yaml"
+    model = f"model: {{preset: micro, weights: {folder}, {cells}}}\n"
+    path.write_text(model + CONTINUED.replace("CORPUS", str(corpus)))
+    every = ["--runs", tmp_path, "--set", "snapshots.every=1"]
+    assert _invoke("launch", "--in-process", path, *every) == (0, "")
+    tokenizer = ConfigFile(tmp_path / "second" / "config.yaml").config.data.tokenizer
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").unlink()
+    assert Path(tokenizer).exists()
+    own = tmp_path / "second" / "config.yaml"
+    assert _invoke("launch", "--in-process", own, "--runs", tmp_path, "--resume") == (0, "")
+    assert _invoke("export", tmp_path / "second", "--to", tmp_path / "out") == (0, "")
+
+
 MISMATCHES = {
     "width": ("model: {width: 64}", "model.width: found 64, expected 32 as in"),
     "preset": ("model: {preset: 178m}", "model.width: found 1024, expected 32 as in"),
@@ -402,6 +423,15 @@ def test_weights_of_another_shape_are_refused(case: str, exported: Path, corpus:
     assert code == 2
     assert errors.startswith(f"hetero-pp: {path}:1: {words}"), errors
     assert len(errors.splitlines()) == 1
+
+
+def test_a_configuration_that_names_all_reads_no_folder() -> None:
+    """A preset names what it holds: the resolved configuration of a run that began with one has the rest."""
+    model = {"preset": "micro", "vocabulary": 300, "rope_theta": 900.0, "norm_epsilon": 1e-5, "weights": "/nowhere"}
+    config = RunConfig.model_validate({"name": "t", "model": model, "outer": {"rounds": 1}})
+    assert with_weights_described(config).model == config.model
+    with pytest.raises(ConfigError, match=r"found no readable /nowhere/config\.json"):
+        with_weights_described(RunConfig.model_validate({**config.model_dump(), "model": {"weights": "/nowhere"}}))
 
 
 def test_the_shape_of_the_folder_fills_what_is_not_given() -> None:

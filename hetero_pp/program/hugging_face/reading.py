@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.model import ModelShape
+from hetero_pp.model import PRESETS, ModelShape
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.hugging_face.config_json import WEIGHTS_KEY, Architecture, read_architecture, read_json
 from hetero_pp.program.hugging_face.names import (
@@ -41,8 +41,10 @@ def with_weights_described(config: RunConfig) -> RunConfig:
     if config.model.weights is None:
         return config
     folder, model = Path(config.model.weights).expanduser(), config.model
+    given = {name for name in model.model_fields_set if getattr(model, name) is not None}
+    given |= set(PRESETS[model.preset]) if "preset" in given else set()
     changes: dict[str, Any] = {}
-    if any(name not in model.model_fields_set or getattr(model, name) is None for name in ModelShape.model_fields):
+    if any(name not in given for name in ModelShape.model_fields):
         changes["model"] = model.filled_from(read_architecture(folder).shape)
     if "tokenizer" not in config.data.model_fields_set and (folder / "tokenizer.json").is_file():
         changes["data"] = config.data.model_copy(update={"tokenizer": str(folder)})
