@@ -62,11 +62,11 @@ def run_in_process(
     finally:
         exchange.end_watching()
         watcher.join()
+    if errors:
+        raise next((error for error in errors if not isinstance(error, LinkClosed | RunFailed)), errors[0])
     if failures:
         kind = type(failures[0]).__name__
         raise RunFailed(f"the run's reports could not be followed to its end: {kind}: {failures[0]}")
-    if errors:
-        raise next((error for error in errors if not isinstance(error, LinkClosed | RunFailed)), errors[0])
 
 
 def require_threads(plan: RunPlan) -> None:
