@@ -80,32 +80,27 @@ def test_the_map_of_the_way_of_the_data_is_true() -> None:
     assert named <= modules
 
 
-def _readme_tree() -> tuple[set[str], set[str]]:
-    """The files that the tree names, and the folders that it names without naming what is in them."""
-    tree = (ROOT / "README.md").read_text().split("```text\nMakefile")[1].split("```")[0]
-    folders: list[str] = []
-    files: set[str] = set()
-    whole: set[str] = set()
-    for line in ("Makefile" + tree).splitlines():
-        match = re.match(r"( *)(\S+)\s+\S", line)
-        assert match, f"no comment: {line}"
-        folders[len(match[1]) // 2 :] = [match[2]]
-        path = "".join(folders)
-        whole -= {"".join(folders[:-1])}
-        (whole if path.endswith("/") else files).add(path)
-    return files, whole
+def _described() -> dict[str, str]:
+    """What docs/architecture.md says of every file, or of a folder (its name ends in `/`), by path."""
+    listing = (ROOT / "docs" / "architecture.md").read_text().split("```text\n")[1].split("```")[0]
+    matches = [re.match(r"(\S+) +(\S.*)", line) for line in listing.splitlines() if line]
+    assert all(matches)
+    found = [(match[1], match[2]) for match in matches if match]
+    assert len(dict(found)) == len(found)
+    return dict(found)
 
 
-def test_the_readme_tree_names_every_file() -> None:
-    """One line a file, or one for a whole folder, and no line for what is not there."""
-    files, whole = _readme_tree()
+def test_every_file_is_described() -> None:
+    """One line a file, or one for a whole folder of which no file has a line, and no line for what is not there."""
+    described = set(_described())
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    generated = {"hetero_pp/rpc/messages_pb2.py", "hetero_pp/rpc/messages_pb2.pyi", "README.md"}
-    assert files <= set(tracked)
-    for name in sorted(set(tracked) - files - generated):
-        in_whole = any(name.startswith(folder) for folder in whole)
-        assert in_whole or name.endswith("__init__.py"), name
-    for folder in whole:
+    folders = {name for name in described if name.endswith("/")}
+    assert described - folders <= set(tracked)
+    whole = {folder for folder in folders if not any(name != folder and name.startswith(folder) for name in described)}
+    for name in sorted(set(tracked) - described):
+        is_generated = re.search(r"_pb2(_grpc)?\.pyi?$", name) is not None
+        assert is_generated or name.endswith("__init__.py") or any(map(name.startswith, whole)), name
+    for folder in folders:
         assert any(name.startswith(folder) for name in tracked), folder
 
 
