@@ -31,7 +31,7 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 proto: $(READY)
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. hetero_pp/rpc/messages.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. hetero_pp/messages/messages.proto
 
 schema: $(READY)
 	$(BIN)/hetero-pp schema > configs/schema.json

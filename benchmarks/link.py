@@ -31,8 +31,8 @@ from google.protobuf.wrappers_pb2 import BytesValue
 
 from hetero_pp.errors import LinkClosed
 from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
 from hetero_pp.rpc.channels import keep_freed_memory, make_server
-from hetero_pp.rpc.messages_pb2 import FLUSH, LinkHeader
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.topology import LinkPlan, LinkShape
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches, load_position, save_position
-from hetero_pp.rpc.messages_pb2 import InnerStep
+from hetero_pp.messages.messages_pb2 import InnerStep
 from replica_groups.engines.engine import Engine
 from replica_groups.outer_round import OuterRound
 

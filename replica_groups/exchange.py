@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hetero_pp.errors import MalformedContribution, Refused, ReplicasDiffer, RunFailed
-from hetero_pp.outer.exchange_port import NOTHING, HeldStates
-from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.step import parameters_sha256
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, contribution_digest, entry_of
-from hetero_pp.rpc.messages_pb2 import (
+from hetero_pp.messages.messages_pb2 import (
     Begun,
     BlobEntry,
     ContributionEntry,
@@ -30,6 +26,10 @@ from hetero_pp.rpc.messages_pb2 import (
     RoundRecord,
     RoundVerified,
 )
+from hetero_pp.outer.exchange_port import NOTHING, HeldStates
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import parameters_sha256
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, contribution_digest, entry_of
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import EXCHANGE
 from replica_groups.log import ContributionLog, record_digest

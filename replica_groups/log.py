@@ -20,8 +20,8 @@ from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from hetero_pp.errors import DamagedFile
 from hetero_pp.files import write_whole
+from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
-from hetero_pp.rpc.messages_pb2 import RoundRecord
 
 
 class ContributionLog:

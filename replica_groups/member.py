@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hetero_pp.link.ledger import Ledger
-from hetero_pp.rpc.messages_pb2 import InnerStep, MemberRound
+from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
 from hetero_pp.topology import Direction
 from replica_groups.held import Held
 from replica_groups.outer_round import OuterRound

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
 from hetero_pp.link.shaping import Pacer
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 from hetero_pp.topology import LinkPlan
 
 

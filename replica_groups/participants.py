@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hetero_pp.data.batches import Batches, load_position, save_position
 from hetero_pp.inner import EMBEDDING
-from hetero_pp.rpc.messages_pb2 import InnerStep
+from hetero_pp.messages.messages_pb2 import InnerStep
 from replica_groups.held import HeldParameters
 from replica_groups.outer_round import OuterRound
 from stages.worker import StageWorker, Timing

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from hetero_pp.errors import MalformedContribution
+from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model import block_of
 from hetero_pp.outer.step import RoundOptimizer, Shapes, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob
-from hetero_pp.rpc.messages_pb2 import RoundRecord
 
 FetchBlob = Callable[[str, str], bytes]
 """(replica, block) -> the bytes of a blob of the round."""

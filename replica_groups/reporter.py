@@ -7,8 +7,8 @@ import threading
 import time
 
 from hetero_pp.errors import HeteroPPError
+from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.exchange_port import ExchangePort
-from hetero_pp.rpc.messages_pb2 import Report
 
 
 class Reporter:

@@ -8,9 +8,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError, RunFailed
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 from replica_groups.ranks import Ranks
 
 _ANSWER, _ERROR = b"\0", b"\1"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.link.ledger import Ledger, frame_sizes, wire_bytes
-from hetero_pp.rpc.messages_pb2 import BF16, FP32, UINT8, DType, LinkHeader, TensorHeader
+from hetero_pp.messages.messages_pb2 import BF16, FP32, UINT8, DType, LinkHeader, TensorHeader
 
 WIRE_DTYPES: dict[DType, torch.dtype] = {FP32: torch.float32, BF16: torch.bfloat16, UINT8: torch.uint8}
 """What may cross a link, by its number on the wire."""

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.config import RunConfig
 from hetero_pp.program.launch import Crew, Watcher
-from hetero_pp.rpc.messages_pb2 import Report
 from hetero_pp.topology import EXCHANGE, ParticipantsReplica
 
 TOKEN_FILE = "token"

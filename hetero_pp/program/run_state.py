@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from hetero_pp.program.config import RunPlan
-from hetero_pp.rpc.messages_pb2 import (
+from hetero_pp.messages.messages_pb2 import (
     Evaluation,
     Failure,
     InnerStep,
@@ -23,6 +22,7 @@ from hetero_pp.rpc.messages_pb2 import (
     RoundRecord,
     RoundVerified,
 )
+from hetero_pp.program.config import RunPlan
 from hetero_pp.topology import EXCHANGE, Direction, LinkPlan
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp import bits
+from hetero_pp.messages.messages_pb2 import BlobEntry
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.error_feedback import Selection
@@ -28,7 +29,6 @@ from hetero_pp.pseudo_gradient.positions import (
 )
 from hetero_pp.pseudo_gradient.quantise import BASES, Kept, Quantised, dequantise, dequantise_signs
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
-from hetero_pp.rpc.messages_pb2 import BlobEntry
 
 MAGIC = b"HPPB"
 FORMAT_VERSION = 2

@@ -16,9 +16,9 @@ from google.protobuf.message import Message
 from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError, LinkClosed, MalformedMessage, Refused, ReplicasDiffer, RunFailed
+from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc import messages_pb2 as pb
 from hetero_pp.rpc.channels import make_channel, make_server
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 

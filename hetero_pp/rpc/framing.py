@@ -25,7 +25,7 @@ from torch import Tensor
 from hetero_pp.errors import MalformedMessage
 from hetero_pp.link.ledger import FRAME_BYTES, PREFIX_BYTES
 from hetero_pp.link.protocol import MAX_MESSAGE_BYTES, WIRE_DTYPES, Message
-from hetero_pp.rpc.messages_pb2 import DType, LinkHeader
+from hetero_pp.messages.messages_pb2 import DType, LinkHeader
 
 MAX_HEADER_BYTES = 256 << 10
 MAX_TENSORS = 1024

@@ -22,9 +22,9 @@ from hetero_pp.errors import LinkClosed, LinkTimeout, MalformedMessage, Refused
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.protocol import END_CLOSED, PEER_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import ShapedQueue, busy_seconds, direction_queue
+from hetero_pp.messages.messages_pb2 import LinkHello
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.framing import Decoder, encode
-from hetero_pp.rpc.messages_pb2 import LinkHello
 from hetero_pp.topology import Direction, LinkPlan, LinkShape
 
 SERVICE = "hetero_pp.StageLink"

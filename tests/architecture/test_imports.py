@@ -116,6 +116,6 @@ def test_a_start_without_extras_or_heavy_imports() -> None:
 
 def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
-    subprocess.run([*command, "hetero_pp/rpc/messages.proto"], check=True, cwd=ROOT)
+    subprocess.run([*command, "hetero_pp/messages/messages.proto"], check=True, cwd=ROOT)
     for name in ("messages_pb2.py", "messages_pb2.pyi"):
-        assert (tmp_path / "hetero_pp/rpc" / name).read_text() == (ROOT / "hetero_pp/rpc" / name).read_text()
+        assert (tmp_path / "hetero_pp/messages" / name).read_text() == (ROOT / "hetero_pp/messages" / name).read_text()

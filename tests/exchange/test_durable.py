@@ -13,9 +13,9 @@ import torch
 
 import hetero_pp.snapshot
 from hetero_pp.files import write_whole
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.model import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 from hetero_pp.snapshot import Snapshot, initial_snapshot, save_snapshot
 from replica_groups.log import ContributionLog
 from replica_groups.reporter import Reporter

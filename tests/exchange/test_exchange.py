@@ -16,13 +16,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from hetero_pp.errors import HeteroPPError, MalformedContribution, Refused, ReplicasDiffer, RunFailed
+from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model import ModelShape, block_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.rpc.messages_pb2 import Report
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
 from replica_groups.exchange import Exchange, Roster
 from replica_groups.held import HeldParameters

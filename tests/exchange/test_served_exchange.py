@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hetero_pp.errors import Refused
+from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.outer.exchange_port import NOTHING, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
-from hetero_pp.rpc import messages_pb2 as pb
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.exchange import SERVICE, VERSION, ExchangeClient, serve_exchange
 from hetero_pp.rpc.framing import header_and_payload_frames

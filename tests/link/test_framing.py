@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hetero_pp.errors import MalformedMessage
 from hetero_pp.link import ledger
 from hetero_pp.link.protocol import WIRE_DTYPES, Message, sealed, wire_frames
+from hetero_pp.messages.messages_pb2 import ACTIVATION, BF16, FP32, UINT8, LinkHeader, TensorHeader
 from hetero_pp.rpc import framing
 from hetero_pp.rpc.framing import Decoder, encode, header_and_payload_frames, read_frames
-from hetero_pp.rpc.messages_pb2 import ACTIVATION, BF16, FP32, UINT8, LinkHeader, TensorHeader
 
 SMALL_FRAME = 256
 

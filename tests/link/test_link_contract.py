@@ -14,8 +14,8 @@ from hetero_pp.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.ledger import FRAME_BYTES, Count
 from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
 from hetero_pp.rpc.channels import make_server
-from hetero_pp.rpc.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.topology import LinkPlan, LinkShape
 

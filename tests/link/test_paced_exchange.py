@@ -11,10 +11,10 @@ from fake_clock import FakeClock
 from torch import Tensor
 
 from hetero_pp.link import shaping
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer import exchange_port
 from hetero_pp.outer.exchange_port import HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc.messages_pb2 import Report, RoundRecord
 from hetero_pp.topology import LinkPlan, LinkShape
 from replica_groups.paced_exchange import PacedExchange
 

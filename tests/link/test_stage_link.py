@@ -18,10 +18,10 @@ import torch
 
 from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.link.protocol import Message, sealed
+from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
 from hetero_pp.rpc.framing import encode
-from hetero_pp.rpc.messages_pb2 import LinkHeader, LinkHello
 from hetero_pp.rpc.stage_link import METHOD, SERVICE, GrpcLinkEnd, StageLinkServer, open_stage_link
 from hetero_pp.topology import LinkPlan, LinkShape
 

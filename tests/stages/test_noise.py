@@ -16,8 +16,8 @@ from hetero_pp.coefficients import Bits, noise
 from hetero_pp.inner import EMBEDDING, InnerSettings, parameters_of
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import Message
+from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
 from hetero_pp.model import ModelShape, Transformer, initialise
-from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
 from hetero_pp.seeds import seed_of
 from hetero_pp.subspace import random_basis
 from hetero_pp.topology import LinkPlan, LinkShape

@@ -17,8 +17,8 @@ from hetero_pp.errors import HeteroPPError, MalformedMessage
 from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
 from hetero_pp.model import ModelShape, Transformer, initialise, next_token_loss
-from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
 from hetero_pp.subspace import random_basis
 from hetero_pp.topology import LinkPlan, LinkShape
 from stages.boundary import Boundary, noise_key, pack_tokens

@@ -15,10 +15,10 @@ import torch
 from hetero_pp.errors import ConfigError
 from hetero_pp.inner import EMBEDDING
 from hetero_pp.link.protocol import Message, sealed, wire_frames
+from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.model import block_of
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.simulation.volumes import Crossing, check_exchange, crossing, site_of
-from hetero_pp.rpc.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.simulator.costs import Part, cost_on, memory_of
 from hetero_pp.simulator.hardware import Hardware, hardware_named
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
