@@ -31,7 +31,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.model import ModelSettings, Transformer
+from hetero_pp.model import ModelSettings, Transformer, shapes_by_block
 from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
@@ -44,7 +44,6 @@ from hetero_pp.pseudo_gradient.positions import by_columns, read_positions, scan
 from hetero_pp.pseudo_gradient.quantise import quantise_as
 from hetero_pp.pseudo_gradient.random_k import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
-from replica_groups.replay import shapes_by_block
 
 with extra("benchmarks"):
     import constriction

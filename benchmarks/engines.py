@@ -34,7 +34,7 @@ from rich.table import Table
 from hetero_pp.engine_settings import TorchtitanSettings
 from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, next_token_loss
+from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, next_token_loss, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.experiments.report import commit, machine
 from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
@@ -47,7 +47,6 @@ from replica_groups.exchange import Exchange, Roster
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks
-from replica_groups.replay import shapes_by_block
 from replica_groups.shared_exchange import SharedExchange
 
 INNER_STEPS = 50

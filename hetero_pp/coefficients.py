@@ -21,6 +21,8 @@ from torch import Tensor
 
 from hetero_pp import bits
 from hetero_pp.errors import MalformedMessage
+from hetero_pp.seeds import seed_of
+from hetero_pp.topology import BoundarySettings
 
 STEP_OF_BITS = {2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0568, 8: 0.0308}
 """Width of a level in standard deviations."""
@@ -174,3 +176,16 @@ def noise(key: Tensor, like: Tensor) -> Tensor:
     state = (state ^ (state >> 27 & (1 << 37) - 1)) * -7723592293110705685
     state = state ^ (state >> 31 & (1 << 33) - 1)
     return (((state >> 40) & ((1 << 24) - 1)).float().add_(0.5) / (1 << 24) - 0.5).view(like.shape)
+
+
+WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def format_of(settings: BoundarySettings) -> CoefficientFormat:
+    """How the settings want coefficients to be written."""
+    return Floats(WIRE_DTYPES[settings.dtype]) if settings.bits is None else Bits(settings.bits)
+
+
+def noise_key(seed: int, replica: str, hop: int, step: int, micro_batch: int) -> Tensor:
+    """Chooses the rounding noise of one gradient; `step` counts over the whole run. int64, no dimensions."""
+    return torch.tensor(seed_of(seed, "rounding", replica, hop, step, micro_batch))

@@ -15,9 +15,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSecondMomentAdamW, project_weights
+from hetero_pp.model import EMBEDDING
 from hetero_pp.settings import Settings
-
-EMBEDDING = "tok_embeddings.weight"
 
 
 class InnerSettings(Settings):
@@ -186,8 +185,3 @@ class InnerOptimizer:
             embedding.copy_(table + self._coefficients @ basis.T)
         elif self._ablations.embedding == "projected":
             embedding.copy_(table + ((embedding - table) @ basis) @ basis.T)
-
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The module's parameters by name, in a fixed order."""
-    return dict(sorted(module.named_parameters()))

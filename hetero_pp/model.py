@@ -10,7 +10,8 @@ torchtitan's parallelisms look for, so the same class serves a whole replica and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from hetero_pp.errors import ConfigError
 from hetero_pp.seeds import seed_of
 from hetero_pp.settings import Settings
+from hetero_pp.topology import StagePlan
 
 PRESETS: dict[str, dict[str, int]] = {
     "micro": {"width": 64, "layers": 4, "heads": 2, "feed_forward": 192},
@@ -31,6 +33,11 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 """The paper's sizes (Het-PP Table 9, read so that the parameter counts come out as named) and a CPU-sized one."""
 
+
+EMBEDDING = "tok_embeddings.weight"
+
+Shapes = dict[str, tuple[int, ...]]
+"""Of parameters, by name."""
 
 AfterLayer = Callable[[int, Tensor], Tensor]
 """(layer, hidden states [B, L, D] after it) -> hidden states that go on"""
@@ -196,6 +203,16 @@ def _empty_embedding(shape: ModelShape) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.width), freeze=False)
 
 
+def build_part(shape: ModelShape, plan: StagePlan) -> Transformer:
+    """The module of a stage: parameters keep the whole model's names; values are not set."""
+    return Transformer(shape, plan.layers, embeds=plan.is_first, predicts=plan.is_last)
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The module's parameters by name, in a fixed order."""
+    return dict(sorted(module.named_parameters()))
+
+
 def rope_table(length: int, head_width: int, theta: float, device: torch.device | None = None) -> Tensor:
     """Cosine and sine of position theta^(-2 j / E), [L, E / 2, 2] (RoFormer, equation 15)."""
     frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64, device=device) / head_width)
@@ -222,6 +239,18 @@ def block_of(parameter: str) -> str:
     """The layer block that a parameter belongs to, the unit in which contributions are grouped and fetched."""
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def shapes_by_block(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
+    """Parameter shapes grouped by the layer block they belong to, in block order."""
+    blocks: dict[str, Shapes] = defaultdict(dict)
+    for name, shape in sorted(shapes.items()):
+        blocks[block_of(name)][name] = shape
+    return dict(sorted(blocks.items()))
 
 
 def initialise(model: Transformer, seed: int) -> None:

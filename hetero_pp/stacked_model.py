@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetero_pp.inner import EMBEDDING
-from hetero_pp.model import AfterLayer, ModelShape, rotate
+from hetero_pp.model import EMBEDDING, AfterLayer, ModelShape, rotate
 
 Block = Callable[[Tensor, Mapping[str, Tensor], Tensor, ModelShape], Tensor]
 """(hidden states [n, B, L, D], the layer's parameters by their names in it, rotations, shape) -> hidden states"""

@@ -214,6 +214,23 @@ class LinkPlan:
         return self.forward if direction == "forward" else self.backward
 
 
+@dataclass(frozen=True)
+class StagePlan:
+    """Which part of the model this is: stage `index` of `count`, owning the layers of `layers`."""
+
+    index: int
+    count: int
+    layers: range
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
 def stage_link_name(replica: str, hop: int) -> str:
     """The link between stages `hop` and `hop + 1` of a group."""
     return f"{replica}.{hop}-{hop + 1}"

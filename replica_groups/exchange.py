@@ -26,6 +26,7 @@ from hetero_pp.messages.messages_pb2 import (
     RoundRecord,
     RoundVerified,
 )
+from hetero_pp.model import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_port import NOTHING, HeldStates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
@@ -33,7 +34,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, co
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import EXCHANGE
 from replica_groups.log import ContributionLog, record_digest
-from replica_groups.replay import Shapes, shapes_by_block, shapes_of
+from replica_groups.replay import Shapes
 
 REMEMBERED_REPORTS = 10_000
 """How far back a watcher that comes late can see."""

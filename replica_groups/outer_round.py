@@ -15,17 +15,17 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError
-from hetero_pp.model import block_of
+from hetero_pp.model import Shapes, block_of, shapes_by_block
 from hetero_pp.outer.exchange_port import ExchangePort
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, Shapes, parameter_sha256
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.pseudo_gradient.rows import join, packed, rows_of
 from replica_groups.held import Held
 from replica_groups.ranks import ALONE, Ranks
-from replica_groups.replay import replay, shapes_by_block
+from replica_groups.replay import replay
 from replica_groups.saved_parts import read_part, write_part
 
 

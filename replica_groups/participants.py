@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches, load_position, save_position
-from hetero_pp.inner import EMBEDDING
 from hetero_pp.messages.messages_pb2 import InnerStep
+from hetero_pp.model import EMBEDDING
 from replica_groups.held import HeldParameters
 from replica_groups.outer_round import OuterRound
 from stages.worker import StageWorker, Timing

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
 from hetero_pp.errors import MalformedContribution
 from hetero_pp.messages.messages_pb2 import RoundRecord
-from hetero_pp.model import block_of
-from hetero_pp.outer.step import RoundOptimizer, Shapes, mean_of
+from hetero_pp.model import Shapes, shapes_by_block
+from hetero_pp.outer.step import RoundOptimizer, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob
 
 FetchBlob = Callable[[str, str], bytes]
 """(replica, block) -> the bytes of a blob of the round."""
-
-
-def shapes_by_block(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Shapes]:
-    """Parameter shapes grouped by the layer block they belong to, in block order."""
-    blocks: dict[str, Shapes] = defaultdict(dict)
-    for name, shape in sorted(shapes.items()):
-        blocks[block_of(name)][name] = shape
-    return dict(sorted(blocks.items()))
-
-
-def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def replay(

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from hetero_pp.ablations import AblationSettings
-from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
-from hetero_pp.model import Transformer, next_token_loss
-from stages.boundary import Boundary, noise_key
+from hetero_pp.coefficients import noise_key
+from hetero_pp.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model import EMBEDDING, Transformer, next_token_loss, parameters_of
+from stages.boundary import Boundary
 
 
 class WholeReplica:

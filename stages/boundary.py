@@ -12,19 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp import bits
-from hetero_pp.coefficients import Bits, CoefficientFormat, Floats, Symbols
-from hetero_pp.errors import MalformedMessage
-from hetero_pp.seeds import seed_of
+from hetero_pp.coefficients import CoefficientFormat, Symbols, format_of
 from hetero_pp.subspace import expand_gradient, perpendicular, project, reconstruct
 from hetero_pp.topology import BoundarySettings
-
-WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def format_of(settings: BoundarySettings) -> CoefficientFormat:
-    """How the settings want coefficients to be written."""
-    return Floats(WIRE_DTYPES[settings.dtype]) if settings.bits is None else Bits(settings.bits)
 
 
 def boundary_of(settings: BoundarySettings, width: int, basis: Tensor | None) -> Boundary:
@@ -122,32 +112,3 @@ class _Crossing(torch.autograd.Function):
         if boundary.keeps_gradient:
             boundary.last_gradient = gradients[0].detach()
         return boundary.decode_gradient(boundary.encode_gradient(gradients[0], key)), None, None, None
-
-
-def noise_key(seed: int, replica: str, hop: int, step: int, micro_batch: int) -> Tensor:
-    """Chooses the rounding noise of one gradient; `step` counts over the whole run. int64, no dimensions."""
-    return torch.tensor(seed_of(seed, "rounding", replica, hop, step, micro_batch))
-
-
-def pack_tokens(tokens: Tensor, vocabulary: int) -> Tensor:
-    """Token ids [B, L + 1] as uint8, packed to ceil(log2 V) bits each."""
-    return torch.from_numpy(bits.pack(tokens.numpy(), bits.width_of(vocabulary)))
-
-
-def unpack_tokens(packed: Tensor, vocabulary: int, batch: int, length: int) -> Tensor:
-    """The ids [B, L + 1] packed above; MalformedMessage if they cannot be that."""
-    count = batch * (length + 1)
-    if packed.dtype != torch.uint8:
-        raise MalformedMessage(f"token ids: found a tensor of {packed.dtype}, expected packed bytes")
-    try:
-        ids = bits.unpack(packed.numpy(), bits.width_of(vocabulary), count)
-    except ValueError as error:
-        raise MalformedMessage(f"token ids: {error}") from None
-    if int(ids.max()) >= vocabulary:
-        raise MalformedMessage(f"token ids: found {ids.max()}, expected less than {vocabulary}")
-    return torch.from_numpy(ids.astype("int64")).view(batch, length + 1)
-
-
-def packed_tokens_bytes(batch: int, length: int, vocabulary: int) -> int:
-    """Bytes of the ids of one micro-batch on the wire."""
-    return bits.packed_size(batch * (length + 1), bits.width_of(vocabulary))

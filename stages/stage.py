@@ -15,31 +15,10 @@ from torch import Tensor
 
 from hetero_pp.ablations import AblationSettings
 from hetero_pp.coefficients import Symbols
-from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
-from hetero_pp.model import ModelShape, Transformer, next_token_loss
+from hetero_pp.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model import EMBEDDING, Transformer, next_token_loss, parameters_of
+from hetero_pp.topology import StagePlan
 from stages.boundary import Boundary
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """Which part of the model this is: stage `index` of `count`, owning the layers of `layers`."""
-
-    index: int
-    count: int
-    layers: range
-
-    @property
-    def is_first(self) -> bool:
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.count - 1
-
-
-def build_part(shape: ModelShape, plan: StagePlan) -> Transformer:
-    """The module of a stage: parameters keep the whole model's names; values are not set."""
-    return Transformer(shape, plan.layers, embeds=plan.is_first, predicts=plan.is_last)
 
 
 @dataclass

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hetero_pp.coefficients import Symbols
+from hetero_pp.coefficients import Symbols, noise_key
 from hetero_pp.errors import MalformedMessage
 from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
 from hetero_pp.schedule import Action, Event, forward_only, one_forward_one_backward
-from stages.boundary import noise_key, pack_tokens, unpack_tokens
 from stages.stage import Stage
 
 

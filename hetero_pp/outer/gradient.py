@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings
+from hetero_pp.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model import EMBEDDING, Shapes
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.step import Shapes
 from hetero_pp.subspace import perpendicular
 
 

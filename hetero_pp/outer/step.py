@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from hetero_pp.model import Shapes
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 
@@ -42,9 +43,6 @@ def mean_of(
 def outer_step(start: Tensor, direction: Tensor, learning_rate: float) -> Tensor:
     """theta_start - eta direction."""
     return start - direction.mul(learning_rate)
-
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 class RoundOptimizer(Protocol):

@@ -16,8 +16,7 @@ from hetero_pp.ablations import AblationSettings, grassmann_step
 from hetero_pp.compiler import can_compile, compile_layers
 from hetero_pp.data.batches import Batches
 from hetero_pp.data.sources import Source
-from hetero_pp.inner import EMBEDDING
-from hetero_pp.model import Transformer
+from hetero_pp.model import EMBEDDING, Transformer
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.program.bias import BiasMeter
 from hetero_pp.program.config import MemberPlan, RunPlan

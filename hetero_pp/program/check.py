@@ -11,9 +11,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hetero_pp.inner import EMBEDDING
+from hetero_pp.coefficients import format_of
 from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.model import block_of
+from hetero_pp.link.token_ids import packed_tokens_bytes
+from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.display import format_bandwidths, plain_table, wide
 from hetero_pp.program.inputs import Prepared, prepare
@@ -29,8 +30,6 @@ from hetero_pp.topology import (
     stage_link_name,
 )
 from hetero_pp.units import format_bytes, format_seconds
-from replica_groups.replay import shapes_by_block
-from stages.boundary import format_of, packed_tokens_bytes
 
 WIDTH_OF_FILES = 120
 """Columns of the tables where they go to a file."""

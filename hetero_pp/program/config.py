@@ -15,8 +15,8 @@ from pydantic import Field
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
-from hetero_pp.inner import EMBEDDING, InnerSettings, parameters_of
-from hetero_pp.model import ModelSettings, ModelShape, Transformer, block_of
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import EMBEDDING, ModelSettings, ModelShape, Transformer, block_of, build_part, parameters_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.planning.settings import PlanSettings, check_participants
 from hetero_pp.settings import Settings
@@ -28,11 +28,11 @@ from hetero_pp.topology import (
     LinkSettings,
     ParticipantsReplica,
     ReplicaSettings,
+    StagePlan,
     check_topology,
     link_plans,
 )
 from replica_groups.exchange import Roster
-from stages.stage import StagePlan, build_part
 
 
 class SnapshotSettings(Settings):

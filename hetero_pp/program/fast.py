@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from hetero_pp.coefficients import format_of
 from hetero_pp.data.sources import Source
 from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.check import contribution_bytes
@@ -22,7 +23,6 @@ from hetero_pp.program.checkpoint import Checkpoint
 from hetero_pp.program.config import RunPlan
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.ranks import ALONE, CPU, Ranks
-from stages.boundary import format_of
 
 
 @dataclass(frozen=True)

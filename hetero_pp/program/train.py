@@ -10,15 +10,14 @@ from torch import Tensor
 
 from hetero_pp.data.batches import Batches, StoreBatches, validation_batches
 from hetero_pp.data.sources import Source, StreamedCorpus, open_source
-from hetero_pp.inner import EMBEDDING, parameters_of
 from hetero_pp.link.protocol import LinkEnd
-from hetero_pp.model import Transformer
+from hetero_pp.model import EMBEDDING, Transformer, build_part, parameters_of
 from hetero_pp.outer.exchange_port import ExchangePort
 from hetero_pp.outer.gradient import GradientOptimizer
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.snapshot import BASIS
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, exchange_link_name, stage_link_name
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, StagePlan, exchange_link_name, stage_link_name
 from replica_groups.datacenter import DatacenterMember
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.plain import PlainEngine
@@ -31,7 +30,7 @@ from replica_groups.reporter import Reporter
 from replica_groups.saved_states import SavedStates
 from replica_groups.shared_exchange import SharedExchange
 from stages.boundary import boundary_of
-from stages.stage import Stage, StagePlan, build_part
+from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings
 
 RECEIVE_TIMEOUT = 600.0

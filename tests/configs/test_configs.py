@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetero_pp.model import Transformer
+from hetero_pp.model import Transformer, build_part
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.yaml_file import ConfigFile, save_config
-from stages.stage import build_part
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PARAMETERS = {"178m": 177_622_016, "512m": 512_398_848, "1b": 1_204_881_408}

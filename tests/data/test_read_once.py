@@ -22,13 +22,14 @@ from hetero_pp.data.stream import StreamBatches
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, Transformer, initialise
 from hetero_pp.program.cli import app
+from hetero_pp.topology import StagePlan
 from replica_groups.datacenter import DatacenterMember
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.member import TrainingMember
 from replica_groups.participants import StageMember
 from replica_groups.whole import WholeReplica
 from stages.boundary import Boundary
-from stages.stage import Stage, StagePlan
+from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings
 
 WIDTH, ROWS, LENGTH, STEPS, ROUNDS = 16, 2, 16, 3, 4

@@ -17,7 +17,7 @@ from plain_loop import PlainLoop
 
 from hetero_pp.engine_settings import EngineName, TorchtitanSettings
 from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelSettings, Transformer, initialise
+from hetero_pp.model import ModelSettings, Transformer, initialise, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.pseudo_gradient.rows import rows_of
@@ -29,7 +29,6 @@ from replica_groups.exchange import Exchange, Roster
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks
-from replica_groups.replay import shapes_by_block
 from replica_groups.shared_exchange import SharedExchange
 
 SHAPE = ModelSettings(width=64, layers=2, heads=4, feed_forward=160, vocabulary=200).resolve(None)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hetero_pp.errors import HeteroPPError, MalformedContribution, Refused, ReplicasDiffer, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.model import ModelShape, block_of
+from hetero_pp.model import ModelShape, block_of, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -29,7 +29,7 @@ from replica_groups.held import HeldParameters
 from replica_groups.keeper import Keeper
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
-from replica_groups.replay import replay, shapes_by_block, shapes_of
+from replica_groups.replay import replay
 
 TIMEOUT = 10.0
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)

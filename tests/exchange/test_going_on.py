@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelShape
+from hetero_pp.model import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.gradient import GradientOptimizer
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
@@ -22,7 +22,6 @@ from replica_groups.held import HeldParameters
 from replica_groups.keeper import Keeper
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
-from replica_groups.replay import shapes_by_block, shapes_of
 
 TIMEOUT = 20.0
 ROUNDS = 4

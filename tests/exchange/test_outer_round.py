@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hetero_pp.errors import HeteroPPError
-from hetero_pp.model import ModelShape
+from hetero_pp.model import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.snapshot import Snapshot, initial_snapshot
@@ -23,7 +23,6 @@ from replica_groups.exchange import Exchange, Roster
 from replica_groups.held import HeldParameters
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
-from replica_groups.replay import shapes_by_block, shapes_of
 
 Array = NDArray[np.float32]
 TIMEOUT = 10.0

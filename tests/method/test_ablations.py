@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hetero_pp.ablations import AblationSettings, SharedSecondMomentAdamW, grassmann_step, project_weights
-from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings
-from hetero_pp.model import ModelSettings, Transformer, initialise
+from hetero_pp.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model import EMBEDDING, ModelSettings, Transformer, initialise
 from hetero_pp.subspace import perpendicular, random_basis
 from hetero_pp.topology import BoundarySettings
 from stages.boundary import Boundary, boundary_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
-from hetero_pp.model import ModelShape, Transformer, initialise
+from hetero_pp.inner import InnerOptimizer, InnerSettings
+from hetero_pp.model import EMBEDDING, ModelShape, Transformer, initialise, parameters_of
 from hetero_pp.subspace import perpendicular, random_basis
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.inner import EMBEDDING
+from hetero_pp.model import EMBEDDING
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.config import RunConfig, RunPlan

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.inner import EMBEDDING, InnerSettings
-from hetero_pp.model import ModelSettings, block_of
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import EMBEDDING, ModelSettings, block_of, build_part
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.snapshot import Snapshot, initial_snapshot
-from hetero_pp.topology import BoundarySettings
+from hetero_pp.topology import BoundarySettings, StagePlan
 from replica_groups.exchange import Exchange, Roster
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
 from replica_groups.participants import StageMember
 from stages.boundary import boundary_of
-from stages.stage import Stage, StagePlan, build_part
+from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings
 
 SHAPE = ModelSettings(width=16, heads=2, feed_forward=24, layers=2).resolve(40)

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_pp.coefficients import format_of, noise_key
 from hetero_pp.compiler import can_compile, compile_layers
-from hetero_pp.inner import EMBEDDING, InnerSettings
-from hetero_pp.model import ModelSettings, Transformer, initialise
+from hetero_pp.inner import InnerSettings
+from hetero_pp.model import EMBEDDING, ModelSettings, Transformer, build_part, initialise
 from hetero_pp.subspace import random_basis
-from hetero_pp.topology import BoundarySettings
+from hetero_pp.topology import BoundarySettings, StagePlan
 from replica_groups.whole import WholeReplica
-from stages.boundary import Boundary, format_of, noise_key
-from stages.stage import Stage, StagePlan, build_part
+from stages.boundary import Boundary
+from stages.stage import Stage
 
 SHAPE = ModelSettings(width=32, heads=2, feed_forward=48, layers=4).resolve(64)
 RANGES = [range(1), range(1, 3), range(3, 4)]

@@ -12,18 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.coefficients import Bits, noise
-from hetero_pp.inner import EMBEDDING, InnerSettings, parameters_of
+from hetero_pp.coefficients import Bits, noise, noise_key
+from hetero_pp.inner import InnerSettings
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import Message
+from hetero_pp.link.token_ids import pack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
-from hetero_pp.model import ModelShape, Transformer, initialise
+from hetero_pp.model import EMBEDDING, ModelShape, Transformer, build_part, initialise, parameters_of
 from hetero_pp.seeds import seed_of
 from hetero_pp.subspace import random_basis
-from hetero_pp.topology import LinkPlan, LinkShape
+from hetero_pp.topology import LinkPlan, LinkShape, StagePlan
 from replica_groups.whole import WholeReplica, whole_loss
-from stages.boundary import Boundary, noise_key, pack_tokens
-from stages.stage import Stage, StagePlan, build_part
+from stages.boundary import Boundary
+from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings
 
 SHAPE = ModelShape(width=16, layers=4, heads=2, feed_forward=24, vocabulary=32)

@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.coefficients import Bits, CoefficientFormat, Floats
+from hetero_pp.coefficients import Bits, CoefficientFormat, Floats, noise_key
 from hetero_pp.errors import HeteroPPError, MalformedMessage
-from hetero_pp.inner import EMBEDDING, InnerOptimizer, InnerSettings, parameters_of
+from hetero_pp.inner import InnerOptimizer, InnerSettings
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.link.token_ids import pack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
-from hetero_pp.model import ModelShape, Transformer, initialise, next_token_loss
+from hetero_pp.model import EMBEDDING, ModelShape, Transformer, build_part, initialise, next_token_loss, parameters_of
 from hetero_pp.subspace import random_basis
-from hetero_pp.topology import LinkPlan, LinkShape
-from stages.boundary import Boundary, noise_key, pack_tokens
-from stages.stage import Stage, StagePlan, build_part
+from hetero_pp.topology import LinkPlan, LinkShape, StagePlan
+from stages.boundary import Boundary
+from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings
 
 SHAPE = ModelShape(width=32, layers=4, heads=2, feed_forward=48, vocabulary=64)

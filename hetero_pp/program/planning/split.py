@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_pp.inner import EMBEDDING
-from hetero_pp.model import ModelShape, block_of
+from hetero_pp.model import EMBEDDING, ModelShape, block_of
 from hetero_pp.simulator.costs import Part, cost_on, memory_of
 from hetero_pp.simulator.hardware import Hardware
 

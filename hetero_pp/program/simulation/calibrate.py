@@ -16,9 +16,10 @@ from rich.console import Console
 from ruamel.yaml import YAML
 from torch import Tensor
 
+from hetero_pp.coefficients import noise_key
 from hetero_pp.errors import ConfigError
-from hetero_pp.inner import parameters_of
-from hetero_pp.model import Transformer
+from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
+from hetero_pp.model import Transformer, build_part, parameters_of, shapes_by_block, shapes_of
 from hetero_pp.outer.step import OuterOptimizer, mean_of
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.display import plain_table, wide
@@ -32,10 +33,9 @@ from hetero_pp.simulator.settings import MeasuredCost
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.topology import ParticipantsReplica
 from hetero_pp.units import format_seconds
-from replica_groups.replay import shapes_by_block, shapes_of
 from replica_groups.whole import WholeReplica
-from stages.boundary import boundary_of, noise_key, pack_tokens, unpack_tokens
-from stages.stage import Stage, build_part
+from stages.boundary import boundary_of
+from stages.stage import Stage
 
 REPEATS = 9
 

@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
+from hetero_pp.coefficients import format_of, noise_key
 from hetero_pp.errors import ConfigError
-from hetero_pp.inner import EMBEDDING
 from hetero_pp.link.protocol import Message, sealed, wire_frames
+from hetero_pp.link.token_ids import packed_tokens_bytes
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
-from hetero_pp.model import block_of
+from hetero_pp.model import EMBEDDING, block_of
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.simulation.volumes import Crossing, check_exchange, crossing, site_of
 from hetero_pp.simulator.costs import Part, cost_on, memory_of
@@ -30,7 +31,6 @@ from hetero_pp.topology import (
     stage_link_name,
 )
 from hetero_pp.units import format_bytes
-from stages.boundary import format_of, noise_key, packed_tokens_bytes
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,14 @@ from functools import lru_cache
 import numpy as np
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.inner import EMBEDDING
 from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.model import block_of
+from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.program.check import Messages, exchange_messages
 from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
 from hetero_pp.simulator.pipeline import Array
 from hetero_pp.simulator.settings import SimulateSettings
 from hetero_pp.topology import EXCHANGE, Direction, LinkShape, exchange_link_name
-from replica_groups.replay import shapes_by_block
 
 
 @dataclass(frozen=True)

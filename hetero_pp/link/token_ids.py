@@ -1,0 +1,33 @@
+"""Token ids on a link: packed to ceil(log2 V) bits each. Shapes: B sequences, L positions, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hetero_pp import bits
+from hetero_pp.errors import MalformedMessage
+
+
+def pack_tokens(tokens: Tensor, vocabulary: int) -> Tensor:
+    """Token ids [B, L + 1] as uint8, packed to ceil(log2 V) bits each."""
+    return torch.from_numpy(bits.pack(tokens.numpy(), bits.width_of(vocabulary)))
+
+
+def unpack_tokens(packed: Tensor, vocabulary: int, batch: int, length: int) -> Tensor:
+    """The ids [B, L + 1] packed above; MalformedMessage if they cannot be that."""
+    count = batch * (length + 1)
+    if packed.dtype != torch.uint8:
+        raise MalformedMessage(f"token ids: found a tensor of {packed.dtype}, expected packed bytes")
+    try:
+        ids = bits.unpack(packed.numpy(), bits.width_of(vocabulary), count)
+    except ValueError as error:
+        raise MalformedMessage(f"token ids: {error}") from None
+    if int(ids.max()) >= vocabulary:
+        raise MalformedMessage(f"token ids: found {ids.max()}, expected less than {vocabulary}")
+    return torch.from_numpy(ids.astype("int64")).view(batch, length + 1)
+
+
+def packed_tokens_bytes(batch: int, length: int, vocabulary: int) -> int:
+    """Bytes of the ids of one micro-batch on the wire."""
+    return bits.packed_size(batch * (length + 1), bits.width_of(vocabulary))
