@@ -33,7 +33,6 @@ from torch import Tensor
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model import ModelSettings, Transformer, shapes_by_block
 from hetero_pp.program.all_replicas import AllReplicas
-from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.report import commit, machine
 from hetero_pp.pseudo_gradient.chunks import Group, groups_of
@@ -44,6 +43,8 @@ from hetero_pp.pseudo_gradient.positions import by_columns, read_positions, scan
 from hetero_pp.pseudo_gradient.quantise import quantise_as
 from hetero_pp.pseudo_gradient.random_k import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
 
 with extra("benchmarks"):
     import constriction

@@ -38,12 +38,13 @@ from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, 
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.experiments.report import commit, machine
 from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
+from hetero_pp.run.hardware import CATALOG
+from hetero_pp.run.spec import Roster
 from hetero_pp.simulator.costs import Part, forward_flops
-from hetero_pp.simulator.hardware import CATALOG
 from hetero_pp.snapshot import Snapshot
 from replica_groups.engines.build import build_engine, require_engine
 from replica_groups.engines.engine import Engine
-from replica_groups.exchange import Exchange, Roster
+from replica_groups.exchange import Exchange
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks

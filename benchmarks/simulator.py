@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from command_line import parse, save
 
+from hetero_pp.program.calibrate import measure_all
 from hetero_pp.program.experiments.report import commit, machine
-from hetero_pp.program.simulation.calibrate import measure_all
-from hetero_pp.program.simulation.command import plan_of
-from hetero_pp.program.simulation.prediction import Prediction, ReplicaPrediction, predict
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.program.simulate import plan_of
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction, predict
 from hetero_pp.topology import exchange_link_name
 
 STEPS, ROUNDS = 8, 2

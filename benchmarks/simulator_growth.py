@@ -23,9 +23,9 @@ from typing import Any
 from command_line import parse, save
 
 from hetero_pp.program.experiments.report import commit, machine
-from hetero_pp.program.simulation.command import plan_of
-from hetero_pp.program.simulation.prediction import predict
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.program.simulate import plan_of
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.prediction import predict
 
 YAML = Path(__file__).parents[1] / "configs" / "simulate" / "ten_thousand.yaml"
 STAGES = 4

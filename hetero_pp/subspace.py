@@ -26,6 +26,11 @@ def random_basis(width: int, rank: int, seed: int) -> Tensor:
     return basis.to(torch.float32).contiguous()
 
 
+def columns_of(basis: Tensor | None, rank: int | None) -> Tensor | None:
+    """Of a run's basis [D, K'], as many columns as one boundary uses; None if that is not compressed."""
+    return None if rank is None or basis is None else basis[:, :rank].contiguous()
+
+
 def project(x_BLD: Tensor, basis_DK: Tensor) -> Tensor:
     """Coefficients X U [B, L, K] of activations, or of their gradient."""
     return x_BLD @ basis_DK

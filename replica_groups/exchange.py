@@ -11,7 +11,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from hetero_pp.outer.exchange_port import NOTHING, HeldStates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, contribution_digest, entry_of
+from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import EXCHANGE
 from replica_groups.log import ContributionLog, record_digest
@@ -38,20 +38,6 @@ from replica_groups.replay import Shapes
 
 REMEMBERED_REPORTS = 10_000
 """How far back a watcher that comes late can see."""
-
-
-@dataclass(frozen=True)
-class Roster:
-    """Who takes part: replicas, their members, and the blocks that each member owns."""
-
-    members: Mapping[str, str]
-    """member -> replica"""
-    blocks: Mapping[str, frozenset[str]]
-    """member -> blocks it contributes"""
-
-    @property
-    def replicas(self) -> list[str]:
-        return sorted(set(self.members.values()))
 
 
 class Exchange:

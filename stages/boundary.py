@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from hetero_pp.coefficients import CoefficientFormat, Symbols, format_of
-from hetero_pp.subspace import expand_gradient, perpendicular, project, reconstruct
+from hetero_pp.subspace import columns_of, expand_gradient, perpendicular, project, reconstruct
 from hetero_pp.topology import BoundarySettings
 
 
 def boundary_of(settings: BoundarySettings, width: int, basis: Tensor | None) -> Boundary:
     """The boundary of a model of this width; `basis` [D, K'] has at least the columns that it needs."""
-    rank = settings.dimensions(width)
-    own = None if rank is None or basis is None else basis[:, :rank].contiguous()
+    own = columns_of(basis, settings.dimensions(width))
     ablations = settings.ablations
     return Boundary(
         width,

@@ -19,11 +19,11 @@ from hetero_pp.data.sources import Source
 from hetero_pp.model import EMBEDDING, Transformer
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.program.bias import BiasMeter
-from hetero_pp.program.config import MemberPlan, RunPlan
-from hetero_pp.program.hugging_face.reading import first_snapshot
-from hetero_pp.program.train import replica_batches
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.random_k import generator_of
+from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.spec import MemberPlan, RunPlan
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.ranks import ALONE, CPU, Ranks

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from hetero_pp.coefficients import format_of
 from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.link.token_ids import packed_tokens_bytes
-from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
-from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.display import format_bandwidths, plain_table, wide
 from hetero_pp.program.inputs import Prepared, prepare
-from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
 from hetero_pp.topology import (
     DatacenterReplica,
     Direction,
@@ -33,87 +28,6 @@ from hetero_pp.units import format_bytes, format_seconds
 
 WIDTH_OF_FILES = 120
 """Columns of the tables where they go to a file."""
-
-
-@dataclass(frozen=True)
-class LinkLoad:
-    """Tensor bytes that one direction of a link carries in an inner step, in an evaluation, and in an outer round."""
-
-    step: int = 0
-    evaluation: int = 0
-    outer_round: int = 0
-
-
-def stage_link_loads(plan: RunPlan, replica: ParticipantsReplica) -> dict[Direction, LinkLoad]:
-    """What each link between neighbouring stages of a group carries, to the byte."""
-    data = plan.config.data
-    rank = replica.boundary.dimensions(plan.shape.width) or plan.shape.width
-    format_ = format_of(replica.boundary)
-    rows = replica.batch_size // replica.micro_batches
-
-    def activations(batch: int) -> int:
-        ids = packed_tokens_bytes(batch, data.sequence_length, plan.shape.vocabulary)
-        return ids + format_.wire_bytes((batch, data.sequence_length, rank))
-
-    whole, rest = divmod(data.validation_sequences, rows)
-    evaluation = whole * activations(rows) + (activations(rest) if rest else 0)
-    return {
-        "forward": LinkLoad(replica.micro_batches * activations(rows), evaluation),
-        "backward": LinkLoad(replica.micro_batches * format_.wire_bytes((rows, data.sequence_length, rank))),
-    }
-
-
-Messages = dict[Direction, list[tuple[int, int]]]
-"""direction -> (bytes, how many of them)"""
-
-
-def exchange_messages(plan: RunPlan, member: MemberPlan, counts: Mapping[str, int] | None = None) -> Messages:
-    """The blobs that a member sends to the exchange in a round, and fetches: its own up, those of others down.
-
-    `counts` says how many replicas stand behind a name, if not one.
-    """
-    sizes = _blob_sizes(plan)
-    own, blocks = member.replica.name, {block_of(name) for name in member.owned}
-    wanted = blocks | ({block_of(EMBEDDING)} if member.follows_embedding else set())
-    if plan.config.outer.source == "gradient":  # the norm of the whole averaged gradient is needed
-        wanted = {block_of(name) for name in plan.parameter_shapes}
-    down = []
-    for name, blobs in sizes.items():
-        count = 1 if counts is None else counts.get(name, 1)
-        down += [(blobs[block], count - (name == own and block in blocks)) for block in wanted]
-    return {"forward": [(sizes[own][block], 1) for block in blocks], "backward": [one for one in down if one[1]]}
-
-
-def exchange_link_loads(plan: RunPlan, member: MemberPlan) -> dict[Direction, LinkLoad]:
-    """What the link of a member to the exchange carries."""
-    messages = exchange_messages(plan, member)
-    return {way: LinkLoad(outer_round=sum(size * times for size, times in messages[way])) for way in messages}
-
-
-def snapshot_bytes(plan: RunPlan, member: MemberPlan) -> int:
-    """Bytes of the first snapshot's tensors that a member fetches once, at its start."""
-    names = [*member.owned, EMBEDDING] if member.follows_embedding else [*member.owned]
-    numbers = sum(math.prod(plan.parameter_shapes[name]) for name in names)
-    return 4 * (numbers + plan.shape.width * (plan.largest_rank or 0))
-
-
-@lru_cache(maxsize=2)  # asked for by every member, in both directions
-def _blob_sizes(plan: RunPlan) -> dict[str, dict[str, int]]:
-    """Bytes of each replica's blobs by block."""
-    blocks = shapes_by_block(plan.parameter_shapes)
-    compression = plan.config.outer.compression
-    return {
-        replica.name: {
-            block: blob_bytes(BlobAddress(plan.run, 1, replica.name, block), shapes, compression)
-            for block, shapes in blocks.items()
-        }
-        for replica in plan.config.replicas
-    }
-
-
-def contribution_bytes(plan: RunPlan) -> int:
-    """Bytes of all replicas' contributions to one round."""
-    return sum(sum(blobs.values()) for blobs in _blob_sizes(plan).values())
 
 
 def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
@@ -151,7 +65,7 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
         console.print(f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
     console.print(
         f"Contributions: density {compression.density:.3g}, {_values_of(compression)}, about "
-        f"{format_bytes(max(sum(blobs.values()) for blobs in _blob_sizes(plan).values()))} a replica and round."
+        f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(plan).values()))} a replica and round."
     )
 
 

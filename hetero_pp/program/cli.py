@@ -106,8 +106,8 @@ def simulate(
 ) -> None:
     """Predict times, utilization, bytes and memory of a topology, without training."""
     with readable_errors():
-        from hetero_pp.program.simulation.command import Outputs
-        from hetero_pp.program.simulation.command import simulate as predict_and_print
+        from hetero_pp.program.simulate import Outputs
+        from hetero_pp.program.simulate import simulate as predict_and_print
 
         outputs = Outputs(json_path, timeline, chart)
         predict_and_print(config, [*overrides, *_calibrated(calibration)], sweep, curves, outputs)
@@ -116,7 +116,7 @@ def simulate(
 def _calibrated(path: Path | None) -> Iterator[str]:
     """A calibration as changes of the YAML."""
     if path is not None:
-        from hetero_pp.program.simulation.calibrate import load_calibration
+        from hetero_pp.program.calibrate import load_calibration
 
         for key, value in load_calibration(path).items():
             yield f"simulate.{key}={json.dumps(value)}"
@@ -134,7 +134,7 @@ def plan(
 ) -> None:
     """Choose groups, layers, boundaries and outer rounds that reach a utilization; write a YAML for `launch`."""
     with readable_errors():
-        from hetero_pp.program.planning.command import plan as search_and_write
+        from hetero_pp.program.plan import plan as search_and_write
 
         search_and_write(config, overrides, target, json_path, write)
 
@@ -147,7 +147,7 @@ def calibrate(
 ) -> None:
     """Measure on this machine what each member of a topology needs, and what the machine can do."""
     with readable_errors():
-        from hetero_pp.program.simulation.calibrate import calibrate as measure
+        from hetero_pp.program.calibrate import calibrate as measure
 
         measure(config, overrides, write)
 
@@ -229,7 +229,7 @@ def export(
 ) -> None:
     """Write a run's model as a LLaMA checkpoint with configuration and tokenizer, for other programs."""
     with readable_errors():
-        from hetero_pp.program.hugging_face.command import export as write_checkpoint
+        from hetero_pp.program.export import export as write_checkpoint
 
         write_checkpoint(run, to, dtype, round_)
 
@@ -237,7 +237,7 @@ def export(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the YAML, for editors."""
-    from hetero_pp.program.config import RunConfig
+    from hetero_pp.run.config import RunConfig
 
     typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
 

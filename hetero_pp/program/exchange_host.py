@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from hetero_pp.errors import DamagedFile, HeteroPPError
-from hetero_pp.program.config import RunPlan
-from hetero_pp.program.hugging_face.reading import first_snapshot
 from hetero_pp.program.resume import log_of
-from hetero_pp.program.train import round_optimizer
+from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.round_optimizer import round_optimizer
+from hetero_pp.run.spec import RunPlan
 from hetero_pp.snapshot import open_snapshot
 from replica_groups.exchange import Exchange
 from replica_groups.keeper import Keeper

@@ -12,10 +12,10 @@ from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.exchange_host import begin_run, make_exchange
 from hetero_pp.program.resume import states_of
 from hetero_pp.program.train import train_member
+from hetero_pp.run.spec import MemberPlan, RunPlan
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, stage_link_name
 from replica_groups.exchange import Exchange
 from replica_groups.restart import join_run

@@ -10,11 +10,12 @@ from pathlib import Path
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.hugging_face.reading import require_weights
 from hetero_pp.program.only import members_named, require_reachable
-from hetero_pp.program.train import replica_batches
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.first_snapshot import require_weights
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica
 from replica_groups.engines.build import require_engine
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from hetero_pp.errors import LinkError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.config import RunPlan
 from hetero_pp.program.member_process import CONSEQUENCE, Job, log_path, process_main
-from hetero_pp.program.yaml_file import CONFIG
 from hetero_pp.rpc.exchange import ExchangeClient
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import CONFIG
 from hetero_pp.topology import EXCHANGE
 
 PRELOADED = ["hetero_pp.program.member_process", "torch._dynamo"]

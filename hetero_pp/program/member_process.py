@@ -25,15 +25,15 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
-from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.exchange_host import begin_run, make_exchange
 from hetero_pp.program.resume import states_of
 from hetero_pp.program.torchrun import CONSEQUENCE, RankJob, run_ranks
 from hetero_pp.program.train import train_member
-from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.rpc.channels import keep_freed_memory, make_server
 from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
+from hetero_pp.run.spec import MemberPlan, RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica, stage_link_name
 from replica_groups.restart import join_run
 from replica_groups.saved_states import SavedStates

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.config import RunConfig
 from hetero_pp.program.launch import Crew, Watcher
+from hetero_pp.run.config import RunConfig
 from hetero_pp.topology import EXCHANGE, ParticipantsReplica
 
 TOKEN_FILE = "token"

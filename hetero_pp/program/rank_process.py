@@ -16,13 +16,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.messages.messages_pb2 import Failure, Report
-from hetero_pp.program.config import RunPlan
 from hetero_pp.program.resume import states_of
 from hetero_pp.program.torchrun import CONSEQUENCE, TOKEN, RankJob
 from hetero_pp.program.train import device_of, train_member
-from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.exchange import ExchangeClient
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.ranks import Ranks, init_ranks
 from replica_groups.restart import join_run

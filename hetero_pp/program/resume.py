@@ -18,9 +18,10 @@ from google.protobuf.message import Message
 
 from hetero_pp.errors import ConfigError, DamagedFile, dotted
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.program.config import RunConfig, RunPlan, meaning
 from hetero_pp.program.recorder import METRICS
-from hetero_pp.program.yaml_file import CONFIG, ConfigFile
+from hetero_pp.run.config import RunConfig, meaning
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import CONFIG, ConfigFile
 from hetero_pp.topology import EXCHANGE
 from replica_groups.log import ContributionLog
 from replica_groups.saved_states import SavedStates

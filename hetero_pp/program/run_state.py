@@ -22,7 +22,7 @@ from hetero_pp.messages.messages_pb2 import (
     RoundRecord,
     RoundVerified,
 )
-from hetero_pp.program.config import RunPlan
+from hetero_pp.run.spec import RunPlan
 from hetero_pp.topology import EXCHANGE, Direction, LinkPlan
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")

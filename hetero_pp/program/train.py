@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_pp.data.batches import Batches, StoreBatches, validation_batches
-from hetero_pp.data.sources import Source, StreamedCorpus, open_source
+from hetero_pp.data.batches import Batches
+from hetero_pp.data.sources import open_source
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.model import EMBEDDING, Transformer, build_part, parameters_of
 from hetero_pp.outer.exchange_port import ExchangePort
-from hetero_pp.outer.gradient import GradientOptimizer
-from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
-from hetero_pp.program.config import MemberPlan, RunPlan
+from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.round_optimizer import round_optimizer
+from hetero_pp.run.spec import MemberPlan, RunPlan
 from hetero_pp.snapshot import BASIS
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, StagePlan, exchange_link_name, stage_link_name
 from replica_groups.datacenter import DatacenterMember
@@ -101,17 +101,6 @@ def train_member(
         reporter.close()
 
 
-def round_optimizer(plan: RunPlan, basis: Tensor | None) -> RoundOptimizer:
-    """What makes theta after a round; `basis` [D, K'] is the run's."""
-    config, first = plan.config, plan.config.replicas[0]
-    if config.outer.source == "difference":
-        return OuterOptimizer(config.outer)
-    own = None
-    if isinstance(first, ParticipantsReplica) and first.stage_count > 1:
-        own = boundary_of(first.boundary, plan.shape.width, basis).basis
-    return GradientOptimizer(config.outer, config.inner, plan.total_steps, plan.parameter_shapes, own)
-
-
 def device_of(replica: DatacenterReplica) -> torch.device:
     """Where it trains: `auto` is a GPU where there is one."""
     if replica.device == "auto":
@@ -172,30 +161,6 @@ def _build_stage(
     worker = _build_worker(plan, replica, stage, module, basis, upstream, downstream)
     count = -(-config.data.validation_sequences // rows)
     return StageMember(replica.name, worker, batches, validation, count)
-
-
-def replica_batches(plan: RunPlan, member: MemberPlan, source: Source) -> tuple[Batches, list[Tensor]]:
-    """What a replica trains on, and the validation rows in batches of its micro-batch size.
-
-    Raises ConfigError if the corpus is too small for them; where it is streamed, that is known of the validation rows.
-    """
-    data, replica = plan.config.data, member.replica
-    rows = replica.batch_size // replica.micro_batches
-    count, index = len(plan.config.replicas), member.replica_index
-    if isinstance(source, StreamedCorpus):
-        streamed = source.batches(data.sequence_length, plan.config.seed, index, count, replica.batch_size)
-        return streamed, source.validation(rows)
-    batches = StoreBatches(
-        store=source,
-        sequence_length=data.sequence_length,
-        seed=plan.config.seed,
-        replica=index,
-        replicas=count,
-        batch_size=replica.batch_size,
-    )
-    if not data.repeat:
-        batches.require_one_epoch(plan.total_steps)
-    return batches, validation_batches(source, data.sequence_length, data.validation_sequences, rows)
 
 
 def _build_worker(

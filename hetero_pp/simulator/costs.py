@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero_pp.model import ModelShape
-from hetero_pp.simulator.hardware import Hardware
+from hetero_pp.run.hardware import Hardware
 
 BYTES_PER_PARAMETER = {"weights": 4, "gradients": 4, "optimizer": 8, "error feedback": 4, "round start": 4}
 """fp32 throughout: weights, gradients, two moments of AdamW, error feedback, theta at the start of the round."""

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from hetero_pp.model import Transformer, build_part
-from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.yaml_file import ConfigFile, save_config
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import ConfigFile, save_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PARAMETERS = {"178m": 177_622_016, "512m": 512_398_848, "1b": 1_204_881_408}

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
 from hetero_pp.topology import BoundarySettings, LinkSettings
 
 

@@ -13,9 +13,10 @@ import torch
 
 from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.program.all_replicas import AllReplicas
-from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.fast import train_fast
-from hetero_pp.program.train import replica_batches
+from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,12 @@ from hetero_pp.model import ModelSettings, Transformer, initialise, shapes_by_bl
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.pseudo_gradient.rows import rows_of
+from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.engine import Engine
 from replica_groups.engines.plain import PlainEngine
-from replica_groups.exchange import Exchange, Roster
+from replica_groups.exchange import Exchange
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hetero_pp.program.check import exchange_link_loads, snapshot_bytes
-from hetero_pp.program.config import RunPlan
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes
 from hetero_pp.snapshot import load_snapshot
 
 YAML = Path(__file__).with_name("mixed.yaml")

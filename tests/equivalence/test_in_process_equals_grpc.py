@@ -14,11 +14,11 @@ import torch
 
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
-from hetero_pp.program.check import exchange_link_loads, snapshot_bytes, stage_link_loads
-from hetero_pp.program.config import RunPlan
-from hetero_pp.program.simulation.fleets import message_bytes
-from hetero_pp.program.simulation.prediction import predict
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.fleets import message_bytes
+from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes, stage_link_loads
+from hetero_pp.simulator.prediction import predict
 from hetero_pp.snapshot import load_snapshot
 from hetero_pp.topology import Direction, ParticipantsReplica, stage_link_name
 from replica_groups.log import ContributionLog

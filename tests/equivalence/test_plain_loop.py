@@ -15,9 +15,10 @@ from hetero_pp.inner import InnerSettings
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model import ModelSettings, Transformer, initialise
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.in_process import run_in_process
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
 from hetero_pp.snapshot import load_snapshot
 from hetero_pp.topology import DatacenterReplica
 

@@ -23,8 +23,9 @@ from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sh
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
-from replica_groups.exchange import Exchange, Roster
+from replica_groups.exchange import Exchange
 from replica_groups.held import HeldParameters
 from replica_groups.keeper import Keeper
 from replica_groups.log import ContributionLog

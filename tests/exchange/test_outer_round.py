@@ -18,8 +18,9 @@ from hetero_pp.errors import HeteroPPError
 from hetero_pp.model import ModelShape, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot
-from replica_groups.exchange import Exchange, Roster
+from replica_groups.exchange import Exchange
 from replica_groups.held import HeldParameters
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound

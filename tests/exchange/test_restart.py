@@ -19,8 +19,9 @@ from hetero_pp.outer.exchange_port import HeldStates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot, open_snapshot, save_snapshot
-from replica_groups.exchange import Exchange, Roster
+from replica_groups.exchange import Exchange
 from replica_groups.held import HeldParameters
 from replica_groups.keeper import Keeper
 from replica_groups.log import ContributionLog

@@ -17,14 +17,14 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.claim import claim
-from hetero_pp.program.config import RunPlan
 from hetero_pp.program.launch import Watcher
 from hetero_pp.program.recorder import Recorder
 from hetero_pp.program.resume import require_same_run
 from hetero_pp.program.run import run_topology
 from hetero_pp.program.run_state import RunState
-from hetero_pp.program.yaml_file import ConfigFile
 from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange import Exchange
 from replica_groups.log import ContributionLog
 

@@ -18,7 +18,7 @@ import pytest
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.only import commands, members_named, require_reachable
 from hetero_pp.program.run import Host, run_on_this_host
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.run.yaml_file import ConfigFile
 
 CONFIG = """
 name: hosts

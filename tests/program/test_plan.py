@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from hetero_pp.planner.participants import link_between
 from hetero_pp.program.cli import app
-from hetero_pp.program.planning.participants import link_between
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.run.yaml_file import ConfigFile
 
 YAML = """\
 name: t

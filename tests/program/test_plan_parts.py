@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetero_pp.program.config import RunConfig
-from hetero_pp.program.planning.grouping import LARGEST_LINK, Pool, group
-from hetero_pp.program.planning.outer import with_outer
-from hetero_pp.program.planning.penalty import (
+from hetero_pp.planner.grouping import LARGEST_LINK, Pool, group
+from hetero_pp.planner.outer import with_outer
+from hetero_pp.planner.penalty import (
     FOUR_BITS,
     MEASURED,
     MEASURED_UNCOMPRESSED,
@@ -22,7 +21,8 @@ from hetero_pp.program.planning.penalty import (
     ladder,
     penalty_of,
 )
-from hetero_pp.program.planning.split import Load, best_split, best_splits
+from hetero_pp.planner.split import Load, best_split, best_splits
+from hetero_pp.run.config import RunConfig
 from hetero_pp.schedule import Action, one_forward_one_backward
 from hetero_pp.topology import BoundarySettings
 

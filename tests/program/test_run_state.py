@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
-from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.run_state import RunState, format_share
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
 
 ROUNDS, STEPS = 2, 2
 START = 1000.0

@@ -10,13 +10,13 @@ import pytest
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from typer.testing import CliRunner
 
+from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app
-from hetero_pp.program.simulation.calibrate import load_calibration
-from hetero_pp.program.simulation.command import plan_of
-from hetero_pp.program.simulation.prediction import Prediction, predict
-from hetero_pp.program.simulation.sweep import Sweep
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.program.simulate import plan_of
+from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import Part, forward_flops, memory_of
+from hetero_pp.simulator.prediction import Prediction, predict
+from hetero_pp.simulator.sweep import Sweep
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 YAML = """\

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.program.check import snapshot_bytes
-from hetero_pp.program.config import RunPlan
-from hetero_pp.program.simulation.command import plan_of
-from hetero_pp.program.simulation.fleets import message_bytes
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.program.simulate import plan_of
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.fleets import message_bytes
+from hetero_pp.simulator.loads import snapshot_bytes
 
 ROUNDS, VALIDATION_BATCHES = 2, 3
 YAML = f"""\

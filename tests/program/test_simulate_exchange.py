@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hetero_pp.errors import ConfigError
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.model import shapes_by_block
-from hetero_pp.program.config import RunPlan
-from hetero_pp.program.simulation.command import plan_of
-from hetero_pp.program.simulation.prediction import Prediction, predict
-from hetero_pp.program.simulation.volumes import aggregate_bytes
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.program.simulate import plan_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sharing import all_sent, fair_ends
+from hetero_pp.simulator.volumes import aggregate_bytes
 from hetero_pp.topology import EXCHANGE
 
 CONFIGS = Path(__file__).parents[2] / "configs"

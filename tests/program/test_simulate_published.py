@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
-from hetero_pp.program.simulation.command import plan_of
-from hetero_pp.program.simulation.prediction import predict
-from hetero_pp.program.yaml_file import ConfigFile
-from hetero_pp.simulator.settings import PublishedNumber
+from hetero_pp.program.simulate import plan_of
+from hetero_pp.run.simulate_section import PublishedNumber
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.prediction import predict
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 YAML = """\

@@ -15,10 +15,11 @@ from hetero_pp.inner import InnerSettings
 from hetero_pp.model import EMBEDDING, ModelSettings, block_of, build_part
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.all_replicas import AllReplicas
-from hetero_pp.program.config import RunConfig, RunPlan
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import Roster, RunPlan
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.topology import BoundarySettings, StagePlan
-from replica_groups.exchange import Exchange, Roster
+from replica_groups.exchange import Exchange
 from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
 from replica_groups.participants import StageMember

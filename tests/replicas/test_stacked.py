@@ -10,8 +10,9 @@ import torch
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.program.all_replicas import AllReplicas
-from hetero_pp.program.config import RunConfig, RunPlan
 from hetero_pp.program.fast import train_fast
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
 from replica_groups.stacked import is_faster
 
 

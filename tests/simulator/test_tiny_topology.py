@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from hetero_pp.model import block_of
-from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.simulation.fleets import message_bytes
-from hetero_pp.program.simulation.prediction import Prediction, predict
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
 from hetero_pp.schedule import Action, one_forward_one_backward
+from hetero_pp.simulator.fleets import message_bytes
+from hetero_pp.simulator.prediction import Prediction, predict
 
 WIDTH, FEED_FORWARD, VOCABULARY, LENGTH, ROWS = 8, 12, 200, 64, 2
 STEPS = 3

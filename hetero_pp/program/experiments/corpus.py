@@ -12,7 +12,7 @@ from hetero_pp.data.corpora import documents, fingerprint
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.config import RunConfig
+from hetero_pp.run.config import RunConfig
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.config import RunConfig
 from hetero_pp.program.experiments.definition import Cells, Experiment, Row, Scale
+from hetero_pp.run.config import RunConfig
 
 
 @dataclass(frozen=True)

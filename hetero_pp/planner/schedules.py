@@ -12,11 +12,12 @@ from functools import cached_property
 import numpy as np
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.check import stage_link_loads
-from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.planning.penalty import Rung
-from hetero_pp.program.planning.split import Array, Load, Sizes, best_split, stage_seconds
-from hetero_pp.program.simulation.fleets import Fleet, fleets_of, hardware_of
+from hetero_pp.planner.penalty import Rung
+from hetero_pp.planner.split import Array, Load, Sizes, best_split, stage_seconds
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.simulator.fleets import Fleet, fleets_of, hardware_of
+from hetero_pp.simulator.loads import stage_link_loads
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_seconds

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.planning.grouping import LARGEST_LINK
-from hetero_pp.program.planning.outer import OuterChoice, choose_outer, with_outer
-from hetero_pp.program.planning.participants import Grouped, group_participants
-from hetero_pp.program.planning.penalty import Penalty, Rung, ladder, penalty_of
-from hetero_pp.program.planning.schedules import Schedule, describe, is_measured, schedules_of
-from hetero_pp.program.simulation.prediction import Prediction, predict
+from hetero_pp.planner.grouping import LARGEST_LINK
+from hetero_pp.planner.outer import OuterChoice, choose_outer, with_outer
+from hetero_pp.planner.participants import Grouped, group_participants
+from hetero_pp.planner.penalty import Penalty, Rung, ladder, penalty_of
+from hetero_pp.planner.schedules import Schedule, describe, is_measured, schedules_of
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.topology import (
     DatacenterReplica,
     LinkPlan,

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.config import RunPlan
 from hetero_pp.program.display import wide
-from hetero_pp.program.simulation.charts import draw_prediction, draw_sweep
-from hetero_pp.program.simulation.prediction import Prediction, predict
-from hetero_pp.program.simulation.show import print_prediction, print_sweep
-from hetero_pp.program.simulation.sweep import Sweep
-from hetero_pp.program.simulation.timeline import Timeline
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.program.show_prediction import print_prediction, print_sweep
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.charts import draw_prediction, draw_sweep
+from hetero_pp.simulator.prediction import Prediction, predict
+from hetero_pp.simulator.sweep import Sweep
+from hetero_pp.simulator.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetero_pp.errors import ConfigError, dotted
-from hetero_pp.program.config import RunConfig
+from hetero_pp.run.config import RunConfig
 from hetero_pp.units import parse_any
 
 _NAMES = ("name", "member")

@@ -18,12 +18,12 @@ from hetero_pp.link.protocol import Message, sealed, wire_frames
 from hetero_pp.link.token_ids import packed_tokens_bytes
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.model import EMBEDDING, block_of
-from hetero_pp.program.config import MemberPlan, RunPlan
-from hetero_pp.program.simulation.volumes import Crossing, check_exchange, crossing, site_of
+from hetero_pp.run.hardware import Hardware, hardware_named
+from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
+from hetero_pp.run.spec import MemberPlan, RunPlan
 from hetero_pp.simulator.costs import Part, cost_on, memory_of
-from hetero_pp.simulator.hardware import Hardware, hardware_named
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
-from hetero_pp.simulator.settings import FleetSettings, MeasuredCost
+from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, site_of
 from hetero_pp.topology import (
     Direction,
     ParticipantsReplica,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_pp.model import EMBEDDING, ModelShape, block_of
+from hetero_pp.run.hardware import Hardware
 from hetero_pp.simulator.costs import Part, cost_on, memory_of
-from hetero_pp.simulator.hardware import Hardware
 
 Array = np.ndarray
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from hetero_pp.program.config import RunPlan
-from hetero_pp.program.simulation.fleets import Fleet, fleets_of
-from hetero_pp.program.simulation.outer_round import run_outer_round
-from hetero_pp.program.simulation.published import Comparison, compared
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.simulator.fleets import Fleet, fleets_of
+from hetero_pp.simulator.outer_round import run_outer_round
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
+from hetero_pp.simulator.published import Comparison, compared
 from hetero_pp.topology import exchange_link_name, stage_link_name
 
 ROUNDS = 2

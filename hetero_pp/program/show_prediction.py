@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.program.config import RunPlan
 from hetero_pp.program.display import plain_table
-from hetero_pp.program.simulation.prediction import Prediction
-from hetero_pp.program.simulation.published import Comparison
-from hetero_pp.program.simulation.sweep import Sweep
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.simulator.prediction import Prediction
+from hetero_pp.simulator.published import Comparison
+from hetero_pp.simulator.sweep import Sweep
 from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
 
 

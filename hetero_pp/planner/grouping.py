@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetero_pp.program.planning.split import Array, best_splits
+from hetero_pp.planner.split import Array, best_splits
 
 PATHS = 300_000
 SAMPLED_PATHS = 60_000

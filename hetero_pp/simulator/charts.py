@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.program.simulation.prediction import Prediction
-from hetero_pp.program.simulation.sweep import Sweep
+from hetero_pp.simulator.prediction import Prediction
+from hetero_pp.simulator.sweep import Sweep
 
 _MARKERS: Mapping[str, dict[str, Any]] = {
     "equal": {"marker": "x"},

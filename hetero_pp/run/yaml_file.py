@@ -15,8 +15,8 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from hetero_pp.errors import ConfigError, dotted
 from hetero_pp.files import whole
-from hetero_pp.program.config import RunConfig
-from hetero_pp.program.hugging_face.reading import with_weights_described
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.described_weights import with_weights_described
 
 Key = tuple[str | int, ...]
 

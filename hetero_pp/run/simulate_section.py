@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from hetero_pp.run.hardware import Hardware
 from hetero_pp.settings import Bandwidth, Duration, Ratio, Settings
-from hetero_pp.simulator.hardware import Hardware
 from hetero_pp.units import parse_any
 
 

@@ -1,4 +1,4 @@
-"""Starts a run from a LLaMA checkpoint as `transformers` has them: its shape, its tokenizer, its weights."""
+"""Reads the weights of a LLaMA checkpoint as `transformers` has them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.model import PRESETS, ModelShape
-from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.hugging_face.config_json import WEIGHTS_KEY, Architecture, read_architecture, read_json
-from hetero_pp.program.hugging_face.names import (
+from hetero_pp.hugging_face.config_json import WEIGHTS_KEY, Architecture, read_architecture, read_json
+from hetero_pp.hugging_face.names import (
     EMBEDDING,
     HEAD,
     is_grouped,
@@ -24,7 +22,7 @@ from hetero_pp.program.hugging_face.names import (
     their_name,
     ungrouped,
 )
-from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.model import ModelShape
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -32,33 +30,15 @@ _DERIVED = "rotary_emb.inv_freq"
 """How names of tensors end that follow from the configuration; older checkpoints hold them."""
 
 
-def with_weights_described(config: RunConfig) -> RunConfig:
-    """The same, with the shape of the model, and the tokenizer, from the folder of `model.weights` if there is one.
+def require_checkpoint(folder: Path, shape: ModelShape, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ConfigError if a checkpoint is missing or not of this shape; reads headers only.
 
-    A configuration that names all of them, such as the one a run leaves, is not changed and nothing is read: its
-    members may be where the folder is not. Raises ConfigError if the folder holds no LLaMA.
+    `shapes` are those of all parameters, by our names.
     """
-    if config.model.weights is None:
-        return config
-    folder, model = Path(config.model.weights).expanduser(), config.model
-    given = {name for name in model.model_fields_set if getattr(model, name) is not None}
-    given |= set(PRESETS[model.preset]) if "preset" in given else set()
-    changes: dict[str, Any] = {}
-    if any(name not in given for name in ModelShape.model_fields):
-        changes["model"] = model.filled_from(read_architecture(folder).shape)
-    if "tokenizer" not in config.data.model_fields_set and (folder / "tokenizer.json").is_file():
-        changes["data"] = config.data.model_copy(update={"tokenizer": str(folder)})
-    return config.model_copy(update=changes)
-
-
-def require_weights(plan: RunPlan) -> None:
-    """Raise ConfigError if the weights that a run starts from are missing or not of its shape; reads headers only."""
-    if plan.config.model.weights is not None:
-        folder = Path(plan.config.model.weights)
-        architecture = read_architecture(folder)
-        _require_shape(plan.shape, architecture.shape, folder)
-        with _opened(folder) as files:
-            _require_tensors(files, architecture, plan.parameter_shapes)
+    architecture = read_architecture(folder)
+    _require_shape(shape, architecture.shape, folder)
+    with _opened(folder) as files:
+        _require_tensors(files, architecture, shapes)
 
 
 def _require_shape(given: ModelShape, found: ModelShape, folder: Path) -> None:
@@ -66,18 +46,6 @@ def _require_shape(given: ModelShape, found: ModelShape, folder: Path) -> None:
         if value != getattr(found, name):
             expected = f"expected {getattr(found, name)} as in {folder / 'config.json'}"
             raise ConfigError(("model", name), f"found {value}, {expected}")
-
-
-def first_snapshot(plan: RunPlan) -> Snapshot:
-    """The snapshot that a run starts from: weights that were drawn, or those of the folder of `model.weights`.
-
-    The basis U is drawn either way; where boundaries are compressed, the embedding that was read is split by it.
-    """
-    require_weights(plan)
-    weights, parameters = plan.config.model.weights, None
-    if weights is not None:
-        parameters = read_parameters(Path(weights), plan.parameter_shapes)
-    return initial_snapshot(plan.shape, plan.largest_rank, plan.config.seed, parameters)
 
 
 def read_parameters(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:

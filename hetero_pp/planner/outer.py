@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, log2
 
-from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.simulation.prediction import Prediction, predict
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.topology import ParticipantsReplica
 
 TESTED_STEPS = (15, 30, 50, 100, 250)

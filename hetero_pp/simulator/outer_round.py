@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hetero_pp.program.config import RunPlan
-from hetero_pp.program.simulation.fleets import Fleet
-from hetero_pp.program.simulation.volumes import Crossing, is_ring
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.simulator.fleets import Fleet
 from hetero_pp.simulator.pipeline import Array, GroupClock
 from hetero_pp.simulator.sharing import all_sent, fair_ends
+from hetero_pp.simulator.volumes import Crossing, is_ring
 from hetero_pp.topology import Direction
 
 Fleets = Sequence[tuple[Fleet, GroupClock]]

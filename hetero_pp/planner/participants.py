@@ -9,11 +9,12 @@ from itertools import pairwise
 import numpy as np
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.config import RunConfig, RunPlan
-from hetero_pp.program.planning.grouping import Grouping, Pool, group
-from hetero_pp.program.planning.settings import LooseParticipant, PairSettings, PlanSettings
-from hetero_pp.program.planning.split import Load, Sizes, best_split, stage_seconds
-from hetero_pp.simulator.hardware import Hardware, hardware_named
+from hetero_pp.planner.grouping import Grouping, Pool, group
+from hetero_pp.planner.split import Load, Sizes, best_split, stage_seconds
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.hardware import Hardware, hardware_named
+from hetero_pp.run.plan_section import LooseParticipant, PairSettings, PlanSettings
+from hetero_pp.run.spec import RunPlan
 from hetero_pp.topology import DirectionSettings, LinkSettings, LinkShape, ParticipantsReplica, StageSettings
 
 TIME_LIMIT = 45.0

@@ -21,15 +21,15 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.model import Transformer, build_part, parameters_of, shapes_by_block, shapes_of
 from hetero_pp.outer.step import OuterOptimizer, mean_of
-from hetero_pp.program.config import MemberPlan, RunPlan
 from hetero_pp.program.display import plain_table, wide
-from hetero_pp.program.simulation.command import plan_of
-from hetero_pp.program.simulation.fleets import part_of
-from hetero_pp.program.yaml_file import ConfigFile
+from hetero_pp.program.simulate import plan_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.run.simulate_section import MeasuredCost
+from hetero_pp.run.spec import MemberPlan, RunPlan
+from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import forward_flops
-from hetero_pp.simulator.settings import MeasuredCost
+from hetero_pp.simulator.fleets import part_of
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.topology import ParticipantsReplica
 from hetero_pp.units import format_seconds

@@ -1,4 +1,4 @@
-"""The whole YAML: every part's own section, composed once, and what only the whole can check."""
+"""A configuration and all that follows from it alone: members, their parameters, links, the run's id."""
 
 from __future__ import annotations
 
@@ -8,78 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from pydantic import Field
 
-from hetero_pp.data.settings import DataSettings
-from hetero_pp.errors import ConfigError
-from hetero_pp.inner import InnerSettings
-from hetero_pp.model import EMBEDDING, ModelSettings, ModelShape, Transformer, block_of, build_part, parameters_of
-from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.program.planning.settings import PlanSettings, check_participants
-from hetero_pp.settings import Settings
-from hetero_pp.simulator.settings import SimulateSettings
-from hetero_pp.topology import (
-    DatacenterReplica,
-    ExchangeSettings,
-    LinkPlan,
-    LinkSettings,
-    ParticipantsReplica,
-    ReplicaSettings,
-    StagePlan,
-    check_topology,
-    link_plans,
-)
-from replica_groups.exchange import Roster
+from hetero_pp.model import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
+from hetero_pp.run.config import RunConfig, meaning
+from hetero_pp.topology import DatacenterReplica, LinkPlan, ParticipantsReplica, ReplicaSettings, StagePlan, link_plans
 
 
-class SnapshotSettings(Settings):
-    """When the synced model is saved."""
+@dataclass(frozen=True)
+class Roster:
+    """Who takes part: replicas, their members, and the blocks that each member owns."""
 
-    every: int = Field(10, ge=1, description="rounds between snapshots; the last round always has one")
+    members: Mapping[str, str]
+    """member -> replica"""
+    blocks: Mapping[str, frozenset[str]]
+    """member -> blocks it contributes"""
 
-
-class RunConfig(Settings):
-    """One training run."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run's folder under runs/")
-    seed: int = Field(0, ge=0)
-    threads: int = Field(1, ge=1, description="threads of each process; results depend on it in the last bits")
-    model: ModelSettings = ModelSettings()
-    data: DataSettings = DataSettings()
-    inner: InnerSettings = InnerSettings()
-    outer: OuterSettings
-    links: dict[str, LinkSettings] = Field(default_factory=dict, description="kinds of links by name")
-    replicas: list[ReplicaSettings] = Field([], description="at least one, unless `plan` has participants to group")
-    exchange: ExchangeSettings = ExchangeSettings()
-    snapshots: SnapshotSettings = SnapshotSettings()
-    simulate: SimulateSettings = SimulateSettings()
-    plan: PlanSettings = PlanSettings()
-
-    def check(self) -> None:
-        """Raise ConfigError for what no single field can see. Reads no files."""
-        values = self.model.resolve(self.model.vocabulary or 256)
-        if not self.replicas and not self.plan.participants:
-            raise ConfigError(("replicas",), "found nothing, expected at least one replica")
-        check_topology(self.replicas, self.links, values.width, values.layers)
-        check_participants(self.plan, self.links, values.layers)
-
-    def require_grouped(self) -> None:
-        """Raise ConfigError if some participants belong to no replica yet: there is nothing to run."""
-        if self.plan.participants:
-            raise ConfigError(
-                ("plan", "participants"),
-                f"found {len(self.plan.participants)} participants that are not grouped yet, expected none: "
-                "`hetero-pp plan --write FILE` groups them",
-            )
-
-    def with_absolute_paths(self) -> RunConfig:
-        """The same, with paths that mean the same from any folder."""
-        return self.model_copy(
-            update={"data": self.data.with_absolute_paths(), "model": self.model.with_absolute_paths()}
-        )
+    @property
+    def replicas(self) -> list[str]:
+        return sorted(set(self.members.values()))
 
 
 @dataclass(frozen=True)
@@ -114,23 +62,6 @@ def _shapes_of(shape: ModelShape, stage: StagePlan | None) -> Mapping[str, tuple
     with torch.device("meta"):
         module = Transformer(shape) if stage is None else build_part(shape, stage)
     return MappingProxyType({name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()})
-
-
-def meaning(config: RunConfig) -> dict[str, Any]:
-    """What all hosts of a run have to agree on: not where each keeps its files, listens, or how it computes."""
-    found = config.model_dump(mode="json")
-    for name in ("exchange", "simulate", "plan", "threads"):
-        found.pop(name)
-    for name in ("corpus", "tokenizer"):
-        found["data"].pop(name)
-    found["model"].pop("weights")
-    found["outer"]["compression"].pop("accelerator")
-    for replica in found["replicas"]:
-        for name in ("hardware", "accelerators", "device", "ranks", "nodes", "rendezvous"):
-            replica.pop(name, None)
-        for stage in replica["stages"] if isinstance(replica.get("stages"), list) else ():
-            stage.pop("listen")
-    return found
 
 
 class RunPlan:

@@ -1,1 +1,0 @@
-"""Predictions for a YAML: from its topology and machines to times, bytes and memory."""

@@ -1,0 +1,29 @@
+"""A configuration whose model comes from the folder of a LLaMA checkpoint: its shape, and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hetero_pp.hugging_face.config_json import read_architecture
+from hetero_pp.model import PRESETS, ModelShape
+from hetero_pp.run.config import RunConfig
+
+
+def with_weights_described(config: RunConfig) -> RunConfig:
+    """The same, with the shape of the model, and the tokenizer, from the folder of `model.weights` if there is one.
+
+    A configuration that names all of them, such as the one a run leaves, is not changed and nothing is read: its
+    members may be where the folder is not. Raises ConfigError if the folder holds no LLaMA.
+    """
+    if config.model.weights is None:
+        return config
+    folder, model = Path(config.model.weights).expanduser(), config.model
+    given = {name for name in model.model_fields_set if getattr(model, name) is not None}
+    given |= set(PRESETS[model.preset]) if "preset" in given else set()
+    changes: dict[str, Any] = {}
+    if any(name not in given for name in ModelShape.model_fields):
+        changes["model"] = model.filled_from(read_architecture(folder).shape)
+    if "tokenizer" not in config.data.model_fields_set and (folder / "tokenizer.json").is_file():
+        changes["data"] = config.data.model_copy(update={"tokenizer": str(folder)})
+    return config.model_copy(update=changes)

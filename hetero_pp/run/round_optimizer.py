@@ -1,0 +1,22 @@
+"""The outer optimizer that a run's configuration asks for."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hetero_pp.outer.gradient import GradientOptimizer
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
+from hetero_pp.run.spec import RunPlan
+from hetero_pp.subspace import columns_of
+from hetero_pp.topology import ParticipantsReplica
+
+
+def round_optimizer(plan: RunPlan, basis: Tensor | None) -> RoundOptimizer:
+    """What makes theta after a round; `basis` [D, K'] is the run's."""
+    config, first = plan.config, plan.config.replicas[0]
+    if config.outer.source == "difference":
+        return OuterOptimizer(config.outer)
+    own = None
+    if isinstance(first, ParticipantsReplica) and first.stage_count > 1:
+        own = columns_of(basis, first.boundary.dimensions(plan.shape.width))
+    return GradientOptimizer(config.outer, config.inner, plan.total_steps, plan.parameter_shapes, own)
