@@ -44,11 +44,11 @@ from hetero_pp.simulator.costs import Part, forward_flops
 from hetero_pp.snapshot import Snapshot
 from replica_groups.engines.build import build_engine, require_engine
 from replica_groups.engines.engine import Engine
-from replica_groups.exchange import Exchange
-from replica_groups.log import ContributionLog
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.shared import SharedExchange
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks
-from replica_groups.shared_exchange import SharedExchange
 
 INNER_STEPS = 50
 TOTAL = 1000

@@ -15,10 +15,10 @@ The way of the data, and where each step stands:
       -> error feedback, top-k per chunk          hetero_pp.pseudo_gradient.error_feedback, .two_level, .chunks
       -> quantise                                 hetero_pp.pseudo_gradient.quantise
       -> contribution                             hetero_pp.pseudo_gradient.contribution, .positions, .streams
-      -> the exchange, round record, log          replica_groups.exchange, replica_groups.log
+      -> the exchange, round record, log          replica_groups.exchange.exchange, replica_groups.exchange.log
            over gRPC                              hetero_pp.rpc.exchange
-      -> decode, mean, outer step                 replica_groups.replay, hetero_pp.outer.step
-      -> identical weights: hashes compared       replica_groups.exchange, replica_groups.keeper
+      -> decode, mean, outer step                 replica_groups.exchange.replay, hetero_pp.outer.step
+      -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
     token embedding: split again                  hetero_pp.subspace, stages.stage
 
 Who starts what: hetero_pp.program.launch (processes) or hetero_pp.program.in_process (threads) run one

@@ -10,9 +10,9 @@ from typing import Protocol
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
 from hetero_pp.topology import Direction
+from replica_groups.exchange.reporter import Reporter
 from replica_groups.held import Held
 from replica_groups.outer_round import OuterRound
-from replica_groups.reporter import Reporter
 from replica_groups.saved_states import SavedStates
 
 

@@ -23,9 +23,9 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.pseudo_gradient.rows import join, packed, rows_of
+from replica_groups.exchange.replay import replay
 from replica_groups.held import Held
 from replica_groups.ranks import ALONE, Ranks
-from replica_groups.replay import replay
 from replica_groups.saved_parts import read_part, write_part
 
 

@@ -11,10 +11,10 @@ from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.snapshot import open_snapshot
-from replica_groups.exchange import Exchange
-from replica_groups.keeper import Keeper
-from replica_groups.log import ContributionLog
-from replica_groups.restart import Restart, find_restart
+from replica_groups.exchange.auditor import Auditor
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.restart import Restart, find_restart
 
 
 def make_exchange(plan: RunPlan, folder: Path) -> Exchange:
@@ -22,8 +22,8 @@ def make_exchange(plan: RunPlan, folder: Path) -> Exchange:
     return Exchange(plan.run, plan.roster, None, plan.config.outer, log_of(folder))
 
 
-def begin_run(exchange: Exchange, plan: RunPlan, resume: bool) -> Keeper:
-    """Begin, with a keeper that follows. A run that goes on waits until all members have told what they hold.
+def begin_run(exchange: Exchange, plan: RunPlan, resume: bool) -> Auditor:
+    """Begin, with an auditor that follows. A run that goes on waits until all members have told what they hold.
 
     Raises HeteroPPError if there is no round from which all of them can go on, RunFailed if a member is gone before.
     """
@@ -34,10 +34,10 @@ def begin_run(exchange: Exchange, plan: RunPlan, resume: bool) -> Keeper:
         exchange.fail(str(error))  # members wait to hear where they begin
         raise
     optimizer = round_optimizer(plan, start.snapshot.basis)
-    keeper = Keeper(exchange, start.snapshot, config.outer.rounds, config.snapshots.every, optimizer)
-    keeper.start()
+    auditor = Auditor(exchange, start.snapshot, config.outer.rounds, config.snapshots.every, optimizer)
+    auditor.start()
     exchange.begin(start.snapshot, start.damaged)
-    return keeper
+    return auditor
 
 
 def _find_start(exchange: Exchange, plan: RunPlan) -> Restart:

@@ -17,7 +17,7 @@ from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.snapshot import open_snapshot
-from replica_groups.restart import snapshot_after
+from replica_groups.exchange.restart import snapshot_after
 
 
 def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:

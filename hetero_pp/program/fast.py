@@ -71,8 +71,8 @@ def train_fast(
     bias is not measured. None: on a GPU, if that is faster by a measurement, which a checkpoint remembers.
     """
     started = time.monotonic()
-    keeper = None if checkpoint is None else Checkpoint(checkpoint, plan.run, ranks, checkpoint_seconds)
-    saved = None if keeper is None else keeper.load()
+    kept = None if checkpoint is None else Checkpoint(checkpoint, plan.run, ranks, checkpoint_seconds)
+    saved = None if kept is None else kept.load()
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
     group = AllReplicas(plan, source, compiles, bias_every, device, ranks, stacks)
@@ -87,8 +87,8 @@ def train_fast(
         if not math.isfinite(loss):
             break
         losses.append(loss)
-        if keeper is not None and keeper.is_due():
-            keeper.save(round_, {"losses": losses, "seconds": time.monotonic() - started, "group": group.state()})
+        if kept is not None and kept.is_due():
+            kept.save(round_, {"losses": losses, "seconds": time.monotonic() - started, "group": group.state()})
         on_round(round_, loss)
     diverged = len(losses) < plan.config.outer.rounds
     result = FastResult(
@@ -104,8 +104,8 @@ def train_fast(
         compiled=group.is_compiled,
         stacked=group.is_stacked,
     )
-    if keeper is not None:
-        keeper.remove()
+    if kept is not None:
+        kept.remove()
     return result
 
 

@@ -17,8 +17,8 @@ from hetero_pp.program.resume import states_of
 from hetero_pp.program.train import train_member
 from hetero_pp.run.spec import MemberPlan, RunPlan
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, stage_link_name
-from replica_groups.exchange import Exchange
-from replica_groups.restart import join_run
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.restart import join_run
 from replica_groups.saved_states import SavedStates
 
 Ends = dict[str, tuple[LinkEnd | None, LinkEnd | None]]
@@ -51,10 +51,10 @@ def run_in_process(
     try:
         for thread in threads:
             thread.start()
-        keeper = begin_run(exchange, plan, resume)
+        auditor = begin_run(exchange, plan, resume)
         for thread in threads:
             thread.join()
-        keeper.join()
+        auditor.join()
     except KeyboardInterrupt:
         exchange.fail("interrupted")
         _abort(ends, "interrupted")

@@ -35,7 +35,7 @@ from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.run.spec import MemberPlan, RunPlan
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica, stage_link_name
-from replica_groups.restart import join_run
+from replica_groups.exchange.restart import join_run
 from replica_groups.saved_states import SavedStates
 
 FAILED = 1
@@ -122,9 +122,9 @@ def _run_exchange(plan: RunPlan, token: str, job: Job, launcher: Connection) -> 
         return FAILED
     _say(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
-        keeper = begin_run(exchange, plan, job.resume)
+        auditor = begin_run(exchange, plan, job.resume)
         exchange.wait_until_finished()
-        keeper.join()
+        auditor.join()
     except HeteroPPError as error:
         _say(launcher, failure=str(error))
         exchange.end_watching()

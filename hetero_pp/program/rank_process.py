@@ -24,9 +24,9 @@ from hetero_pp.rpc.exchange import ExchangeClient
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import DatacenterReplica
+from replica_groups.exchange.restart import join_run
+from replica_groups.exchange.shared import SharedExchange
 from replica_groups.ranks import Ranks, init_ranks
-from replica_groups.restart import join_run
-from replica_groups.shared_exchange import SharedExchange
 
 
 @record

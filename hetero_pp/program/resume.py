@@ -1,7 +1,7 @@
 """Going on with a run that ended early: what may change, where its parts are, and what had been reported of it.
 
 After which round it goes on is not decided here: members tell what they hold, and the exchange chooses
-(replica_groups.restart).
+(replica_groups.exchange.restart).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hetero_pp.run.config import RunConfig, meaning
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import CONFIG, ConfigFile
 from hetero_pp.topology import EXCHANGE
-from replica_groups.log import ContributionLog
+from replica_groups.exchange.log import ContributionLog
 from replica_groups.saved_states import SavedStates
 
 _KEPT = ("inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")

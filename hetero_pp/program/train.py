@@ -21,14 +21,14 @@ from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, StagePlan
 from replica_groups.datacenter import DatacenterMember
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.plain import PlainEngine
+from replica_groups.exchange.reporter import Reporter
+from replica_groups.exchange.shaped import PacedExchange
+from replica_groups.exchange.shared import SharedExchange
 from replica_groups.member import LedgerView, TrainingMember, run_member
 from replica_groups.outer_round import OuterRound
-from replica_groups.paced_exchange import PacedExchange
 from replica_groups.participants import StageMember
 from replica_groups.ranks import ALONE, Ranks
-from replica_groups.reporter import Reporter
 from replica_groups.saved_states import SavedStates
-from replica_groups.shared_exchange import SharedExchange
 from stages.boundary import boundary_of
 from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings

@@ -26,11 +26,11 @@ from hetero_pp.snapshot import Snapshot
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.engine import Engine
 from replica_groups.engines.plain import PlainEngine
-from replica_groups.exchange import Exchange
-from replica_groups.log import ContributionLog
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.shared import SharedExchange
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks
-from replica_groups.shared_exchange import SharedExchange
 
 SHAPE = ModelSettings(width=64, layers=2, heads=4, feed_forward=160, vocabulary=200).resolve(None)
 INNER = InnerSettings(learning_rate=1e-3, warmup_steps=2)

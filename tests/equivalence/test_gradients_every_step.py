@@ -41,7 +41,7 @@ def test_the_same_weights_everywhere(both: list[Path]) -> None:
 
 
 def test_moments_are_in_the_snapshots(both: list[Path]) -> None:
-    """Of AdamW, for every parameter, as the keeper holds them."""
+    """Of AdamW, for every parameter, as the auditor holds them."""
     snapshots = [load_snapshot(run / "log" / "snapshot-000004.safetensors") for run in both]
     expected = {f"{name}.{moment}" for name in snapshots[0].parameters for moment in ("exp_avg", "exp_avg_sq")}
     assert set(snapshots[0].momentum) == expected

@@ -21,7 +21,7 @@ from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes, stage
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.snapshot import load_snapshot
 from hetero_pp.topology import Direction, ParticipantsReplica, stage_link_name
-from replica_groups.log import ContributionLog
+from replica_groups.exchange.log import ContributionLog
 
 YAML = Path(__file__).with_name("mixed.yaml")
 

@@ -17,8 +17,8 @@ from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.model import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.snapshot import Snapshot, initial_snapshot, save_snapshot
-from replica_groups.log import ContributionLog
-from replica_groups.reporter import Reporter
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.reporter import Reporter
 from replica_groups.saved_states import SavedStates
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)

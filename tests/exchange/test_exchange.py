@@ -25,12 +25,12 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_dig
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
-from replica_groups.exchange import Exchange
+from replica_groups.exchange.auditor import Auditor
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.replay import replay
 from replica_groups.held import HeldParameters
-from replica_groups.keeper import Keeper
-from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
-from replica_groups.replay import replay
 
 TIMEOUT = 10.0
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
@@ -436,11 +436,11 @@ class _Member:
 
 @pytest.fixture
 def trained(exchange: Exchange, snapshot: Snapshot) -> Iterator[tuple[Exchange, dict[str, Tensor]]]:
-    """A run of three members and the keeper, and what they hold at its end."""
-    keeper = Keeper(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
-    keeper.start()
+    """A run of three members and the auditor, and what they hold at its end."""
+    auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
+    auditor.start()
     members = [_Member(exchange, snapshot, name, seed) for seed, name in enumerate(ROSTER.members)]
-    assert _in_threads(*(member.train for member in members), keeper.join) == []
+    assert _in_threads(*(member.train for member in members), auditor.join) == []
     held: dict[str, Tensor] = {}
     for member in members:
         assert EMBEDDING in member.outer.theta
@@ -473,7 +473,7 @@ def test_the_log_replays_to_what_the_members_hold(
         assert not tensor.equal(snapshot.parameters[name]), name
 
 
-def test_the_keepers_snapshots_read_back(trained: tuple[Exchange, dict[str, Tensor]], snapshot: Snapshot) -> None:
+def test_the_auditors_snapshots_read_back(trained: tuple[Exchange, dict[str, Tensor]], snapshot: Snapshot) -> None:
     exchange, held = trained
     names = sorted(path.name for path in exchange.log.folder.glob("snapshot*"))
     assert names == [f"snapshot-00000{round_}.safetensors" for round_ in (0, 2, 3)]
@@ -539,34 +539,34 @@ def _expect_failure(exchange: Exchange, cause: str) -> None:
     assert re.fullmatch(cause, str(error)), str(error)
 
 
-def test_the_keeper_fails_a_run_whose_members_agree_on_something_else(exchange: Exchange, snapshot: Snapshot) -> None:
+def test_the_auditor_fails_a_run_whose_members_agree_on_something_else(exchange: Exchange, snapshot: Snapshot) -> None:
     """All members claim the initial weights after a round that changed them."""
-    keeper = Keeper(exchange, snapshot, rounds=1, snapshot_every=1)
-    keeper.start()
+    auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)
+    auditor.start()
     for member in ROSTER.members:
         exchange.confirm(member, 1, _hashes(snapshot, ROSTER.blocks[member]))
     _deposit_all(exchange, snapshot)
-    keeper.join()
+    auditor.join()
     _expect_failure(exchange, r"\S+ differs between \S+ and exchange after round 1")
     assert not exchange.log.snapshot_path(1).exists()
 
 
-def test_a_blob_changed_before_the_keeper_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
+def test_a_blob_changed_before_the_auditor_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
     _deposit_all(exchange, snapshot)
     address = _address("dc", "norm")
     exchange.log.write_blob(address, _blob(snapshot, address, seed=5))
-    keeper = Keeper(exchange, snapshot, rounds=1, snapshot_every=1)
-    keeper.start()
-    keeper.join()
-    cause = "the keeper cannot replay the log: dc, norm: not the blob that the round record names"
+    auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)
+    auditor.start()
+    auditor.join()
+    cause = "the auditor cannot replay the log: dc, norm: not the blob that the round record names"
     _expect_failure(exchange, cause)
 
 
-def test_a_blob_lost_before_the_keeper_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
+def test_a_blob_lost_before_the_auditor_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
     """A full disk or a lost file must not leave the run without its check and its snapshots unnoticed."""
     _deposit_all(exchange, snapshot)
     (exchange.log.folder / "round-000001" / "dc" / "norm.blob").unlink()
-    keeper = Keeper(exchange, snapshot, rounds=1, snapshot_every=1)
-    keeper.start()
-    keeper.join()
-    _expect_failure(exchange, r"the keeper cannot replay the log: .*/round-000001/dc/norm\.blob'")
+    auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)
+    auditor.start()
+    auditor.join()
+    _expect_failure(exchange, r"the auditor cannot replay the log: .*/round-000001/dc/norm\.blob'")

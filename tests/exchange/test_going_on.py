@@ -1,4 +1,4 @@
-"""Outer rounds that go on from a snapshot and saved states come to what unbroken ones come to: members and keeper."""
+"""Outer rounds that go on from a snapshot and saved states come to what unbroken ones come to: members and auditor."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
-from replica_groups.exchange import Exchange
+from replica_groups.exchange.auditor import Auditor
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
 from replica_groups.held import HeldParameters
-from replica_groups.keeper import Keeper
-from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
 
 TIMEOUT = 20.0
@@ -56,14 +56,14 @@ def _optimizer(settings: OuterSettings, snapshot: Snapshot) -> RoundOptimizer:
 
 
 class Run:
-    """Two replicas of one member each, the exchange and its keeper, from a snapshot on."""
+    """Two replicas of one member each, the exchange and its auditor, from a snapshot on."""
 
     def __init__(self, settings: OuterSettings, snapshot: Snapshot, folder: Path) -> None:
         self.settings, self.first, self.folder = settings, snapshot.round, folder
         blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
         roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
         self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(folder / "log"))
-        self.keeper = Keeper(self.exchange, snapshot, ROUNDS, 1, _optimizer(settings, snapshot))
+        self.auditor = Auditor(self.exchange, snapshot, ROUNDS, 1, _optimizer(settings, snapshot))
         self.errors: list[HeteroPPError] = []
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.outer: dict[str, OuterRound] = {}
@@ -87,17 +87,17 @@ class Run:
             outer.load(folder / f"{name}-{self.first}", self.first)
 
     def train(self) -> None:
-        """All rounds that are left; every member saves its state after each. Fails if a member or the keeper does."""
-        self.keeper.start()
+        """All rounds that are left; every member saves its state after each. Fails if a member or the auditor does."""
+        self.auditor.start()
         threads = [threading.Thread(target=self._member, args=(name,), daemon=True) for name in NAMES]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(TIMEOUT)
             assert not thread.is_alive()
-        self.keeper.join()
+        self.auditor.join()
         assert self.errors == []
-        assert self.exchange.record(ROUNDS).round == ROUNDS  # raises if the keeper found something else than members
+        assert self.exchange.record(ROUNDS).round == ROUNDS  # raises if the auditor found something else than members
 
     def _member(self, name: str) -> None:
         try:
@@ -123,7 +123,7 @@ class Run:
                 parameter.add_(change)
 
     def snapshot(self, round_: int) -> Snapshot:
-        """The keeper's."""
+        """The auditor's."""
         return load_snapshot(self.exchange.log.snapshot_path(round_))
 
 
@@ -136,7 +136,7 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize("method", METHODS)
 def test_it_goes_on_to_the_same_bits(method: str, after: int, tmp_path: Path) -> None:
-    """Weights, what the outer optimizer and error feedback keep, what the keeper writes, and all contributions."""
+    """Weights, what the outer optimizer and error feedback keep, what the auditor writes, and all contributions."""
     settings, folders = METHODS[method], [tmp_path / "unbroken", tmp_path / "resumed"]
     unbroken = Run(settings, initial_snapshot(SHAPE, None, seed=2), folders[0])
     unbroken.train()

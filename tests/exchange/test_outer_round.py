@@ -20,9 +20,9 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot
-from replica_groups.exchange import Exchange
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
 from replica_groups.held import HeldParameters
-from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
 
 Array = NDArray[np.float32]

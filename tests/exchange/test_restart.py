@@ -21,12 +21,12 @@ from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot, open_snapshot, save_snapshot
-from replica_groups.exchange import Exchange
+from replica_groups.exchange.auditor import Auditor
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.restart import Restart, find_restart, join_run
 from replica_groups.held import HeldParameters
-from replica_groups.keeper import Keeper
-from replica_groups.log import ContributionLog
 from replica_groups.outer_round import OuterRound
-from replica_groups.restart import Restart, find_restart, join_run
 from replica_groups.saved_states import DIGESTS, SavedStates
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
@@ -49,8 +49,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
     folder = tmp_path_factory.mktemp("log")
     snapshot = initial_snapshot(SHAPE, rank=4, seed=1)
     exchange = Exchange("run", _roster(snapshot, "dc"), snapshot, SETTINGS, ContributionLog(folder))
-    keeper = Keeper(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
-    keeper.start()
+    auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
+    auditor.start()
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
     outer = OuterRound("run", "dc", "dc", HeldParameters(parameters), snapshot.parameters, exchange, SETTINGS)
     generator, after = torch.Generator().manual_seed(3), {}
@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
         outer.synchronise(round_)
         after[round_] = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    keeper.join()
+    auditor.join()
     return folder, after
 
 

@@ -16,7 +16,7 @@ from hetero_pp.outer import exchange_port
 from hetero_pp.outer.exchange_port import HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.topology import LinkPlan, LinkShape
-from replica_groups.paced_exchange import PacedExchange
+from replica_groups.exchange.shaped import PacedExchange
 
 BLOB = bytes(1000)
 WIRE = 1000 + 5 + 9

@@ -25,8 +25,8 @@ from hetero_pp.program.run_state import RunState
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import ConfigFile
-from replica_groups.exchange import Exchange
-from replica_groups.log import ContributionLog
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 4
@@ -365,7 +365,7 @@ def test_an_error_that_nobody_expects_is_in_the_summary(
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("replica_groups.keeper.save_snapshot", fails)
+    monkeypatch.setattr("replica_groups.exchange.auditor.save_snapshot", fails)
     with pytest.raises(OSError, match="No space left on device"):
         _train(corpus, tmp_path)
     assert "No space left on device" in _summary(tmp_path / "mixed")["failed"]

@@ -19,8 +19,8 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import Roster, RunPlan
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.topology import BoundarySettings, StagePlan
-from replica_groups.exchange import Exchange
-from replica_groups.log import ContributionLog
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
 from replica_groups.outer_round import OuterRound
 from replica_groups.participants import StageMember
 from stages.boundary import boundary_of

@@ -10,11 +10,11 @@ from hetero_pp.errors import RunFailed
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
 from hetero_pp.snapshot import Snapshot, save_snapshot
 from hetero_pp.topology import EXCHANGE
-from replica_groups.exchange import Exchange
-from replica_groups.replay import replay
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.replay import replay
 
 
-class Keeper:
+class Auditor:
     """Replays each round as it closes, compares its hashes with the members', writes snapshots now and then."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Keeper:
         if snapshot.round > 0:
             self._optimizer.load(snapshot.momentum, snapshot.round)
         self._theta = {name: tensor.clone() for name, tensor in snapshot.parameters.items()}
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="auditor", daemon=True)
 
     def start(self) -> None:
         """Write the snapshot that the run begins or goes on with, and begin to follow the rounds."""
@@ -52,7 +52,7 @@ class Keeper:
         except RunFailed:
             return
         except Exception as error:  # noqa: BLE001 (a run that is no longer checked must not go on)
-            self.exchange.fail(f"the keeper cannot replay the log: {error}")
+            self.exchange.fail(f"the auditor cannot replay the log: {error}")
 
     @torch.no_grad()
     def _follow(self, round_: int) -> None:

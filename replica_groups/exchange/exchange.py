@@ -33,8 +33,8 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, co
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import EXCHANGE
-from replica_groups.log import ContributionLog, record_digest
-from replica_groups.replay import Shapes
+from replica_groups.exchange.log import ContributionLog, record_digest
+from replica_groups.exchange.replay import Shapes
 
 REMEMBERED_REPORTS = 10_000
 """How far back a watcher that comes late can see."""

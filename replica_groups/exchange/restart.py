@@ -14,8 +14,8 @@ from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution
 from hetero_pp.outer.exchange_port import ExchangePort, HeldStates
 from hetero_pp.outer.step import RoundOptimizer
 from hetero_pp.snapshot import Snapshot, load_snapshot
-from replica_groups.log import ContributionLog
-from replica_groups.replay import replay
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.replay import replay
 from replica_groups.saved_states import SavedStates
 
 OptimizerFor = Callable[[Tensor | None], RoundOptimizer]
