@@ -32,7 +32,6 @@ from torch import Tensor
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model import ModelSettings, Transformer, shapes_by_block
-from hetero_pp.program.all_replicas import AllReplicas
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.report import commit, machine
 from hetero_pp.pseudo_gradient.chunks import Group, groups_of
@@ -45,6 +44,7 @@ from hetero_pp.pseudo_gradient.random_k import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunPlan
+from replica_groups.fast.all_replicas import AllReplicas
 
 with extra("benchmarks"):
     import constriction

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hetero_pp.data.sources import StreamedCorpus
-from hetero_pp.program.all_replicas import AllReplicas
-from hetero_pp.program.fast import train_fast
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunPlan
+from replica_groups.fast.all_replicas import AllReplicas
+from replica_groups.fast.train import train_fast
 
 
 @pytest.fixture(scope="module")

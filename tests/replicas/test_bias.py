@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.program.fast import FastResult, train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunPlan
+from replica_groups.fast.train import FastResult, train_fast
 
 
 def _train(corpus: Path, folder: Path, compressed: int, rank: int, every: int | None = 1) -> FastResult:

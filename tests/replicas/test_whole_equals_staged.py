@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hetero_pp.coefficients import format_of, noise_key
-from hetero_pp.compiler import can_compile, compile_layers
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import EMBEDDING, ModelSettings, Transformer, build_part, initialise
 from hetero_pp.subspace import random_basis
 from hetero_pp.topology import BoundarySettings, StagePlan
+from replica_groups.fast.compiler import can_compile, compile_layers
 from replica_groups.whole import WholeReplica
 from stages.boundary import Boundary
 from stages.stage import Stage

@@ -18,10 +18,10 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.program.fast import train_fast
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.topology import ParticipantsReplica
+from replica_groups.fast.train import train_fast
 from replica_groups.ranks import ALONE, Ranks
 
 ENGINE_VERSION = 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hetero_pp.data.batches import Batches
 from hetero_pp.inner import InnerOptimizer
-from hetero_pp.stacked_model import Block, stacked_block, stacked_losses
+from replica_groups.fast.stacked_model import Block, stacked_block, stacked_losses
 from replica_groups.whole import WholeReplica
 
 

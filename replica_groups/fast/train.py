@@ -17,11 +17,11 @@ import torch
 
 from hetero_pp.coefficients import format_of
 from hetero_pp.data.sources import Source
-from hetero_pp.program.all_replicas import AllReplicas
-from hetero_pp.program.checkpoint import Checkpoint
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
+from replica_groups.fast.all_replicas import AllReplicas
+from replica_groups.fast.checkpoint import Checkpoint
 from replica_groups.ranks import ALONE, CPU, Ranks
 
 

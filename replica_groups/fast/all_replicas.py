@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from hetero_pp.ablations import AblationSettings, grassmann_step
-from hetero_pp.compiler import can_compile, compile_layers
 from hetero_pp.data.batches import Batches
 from hetero_pp.data.sources import Source
 from hetero_pp.model import EMBEDDING, Transformer
 from hetero_pp.outer.step import OuterOptimizer
-from hetero_pp.program.bias import BiasMeter
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.run.batches import replica_batches
@@ -26,8 +24,10 @@ from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.spec import MemberPlan, RunPlan
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
+from replica_groups.fast.bias import BiasMeter
+from replica_groups.fast.compiler import can_compile, compile_layers
+from replica_groups.fast.stack import Stack, is_faster
 from replica_groups.ranks import ALONE, CPU, Ranks
-from replica_groups.stacked import Stack, is_faster
 from replica_groups.whole import WholeReplica
 from stages.boundary import boundary_of
 
