@@ -21,7 +21,7 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.model import Transformer, build_part, parameters_of, shapes_by_block, shapes_of
 from hetero_pp.outer.step import OuterOptimizer, mean_of
-from hetero_pp.program.display import plain_table, wide
+from hetero_pp.program.report.display import plain_table, wide
 from hetero_pp.program.simulate import plan_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select

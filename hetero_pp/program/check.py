@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.program.display import format_bandwidths, plain_table, wide
-from hetero_pp.program.inputs import Prepared, prepare
+from hetero_pp.program.launch.inputs import Prepared, prepare
+from hetero_pp.program.report.display import format_bandwidths, plain_table, wide
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import ConfigFile

@@ -65,7 +65,7 @@ def launch(
     Everything the run leaves is in runs/<name>/; an earlier run of that name moves to runs/<name>.1, .2, ...
     """
     with readable_errors():
-        from hetero_pp.program.run import Host, print_commands, run_on_this_host, run_topology
+        from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
 
         from_weights = [] if weights is None else [f"model.weights={json.dumps(str(weights))}"]
         settings = [*overrides, *from_weights]

@@ -12,7 +12,7 @@ from rich.console import Console
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
-from hetero_pp.program.resume import log_of
+from hetero_pp.program.launch.resume import log_of
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import ConfigFile

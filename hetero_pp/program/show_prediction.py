@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.program.display import plain_table
+from hetero_pp.program.report.display import plain_table
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.published import Comparison

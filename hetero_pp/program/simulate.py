@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.display import wide
+from hetero_pp.program.report.display import wide
 from hetero_pp.program.show_prediction import print_prediction, print_sweep
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import ConfigFile

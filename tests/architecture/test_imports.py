@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,32 @@ def _module(path: Path) -> str:
 def test_imports_go_one_way(path: Path) -> None:
     upwards = {name for name in _imports(path) if _layer(name) > _layer(_module(path))}
     assert not upwards
+
+
+def _arrows_between(folder: tuple[str, ...]) -> dict[str, set[str]]:
+    """For each file and folder in a folder (the repository's root: of all three packages), which others it imports."""
+    modules = {_module(path).removesuffix(".__init__") for path in FILES}
+    arrows: dict[str, set[str]] = {}
+    for path in FILES:
+        here = tuple(_module(path).removesuffix(".__init__").split("."))
+        if here[: len(folder)] != folder or len(here) == len(folder):
+            continue
+        for name in _imports(path):
+            module = name if name in modules else name.rpartition(".")[0]
+            there = tuple(module.split("."))
+            if there[: len(folder)] == folder and len(there) > len(folder) and there[len(folder)] != here[len(folder)]:
+                arrows.setdefault(here[len(folder)], set()).add(there[len(folder)])
+    return arrows
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES} | {ROOT}), ids=str)
+def test_no_circles(folder: Path) -> None:
+    """Neither between files nor between folders, generated code included: what stands above stays above."""
+    arrows = _arrows_between(folder.relative_to(ROOT).parts)
+    if folder == ROOT:  # the program stands above what its package holds beside it: test_imports_go_one_way
+        arrows = {name: there - {"hetero_pp"} for name, there in arrows.items()}
+        arrows["hetero_pp"] = set()
+    assert list(TopologicalSorter(arrows).static_order()) is not None
 
 
 def test_only_rpc_imports_grpc() -> None:

@@ -35,7 +35,7 @@ class Listening:
         """At every process there is now."""
         for process in [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]:
             try:
-                program = "rank" if "hetero_pp.program.rank_process" in process.cmdline() else "member"
+                program = "rank" if "hetero_pp.program.launch.rank_process" in process.cmdline() else "member"
                 sockets = process.net_connections("inet")
             except psutil.Error:
                 continue  # it has ended

@@ -15,7 +15,7 @@ from hetero_pp.inner import InnerSettings
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model import ModelSettings, Transformer, initialise
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.program.in_process import run_in_process
+from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunPlan

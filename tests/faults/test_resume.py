@@ -103,7 +103,7 @@ def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any)
     command = _command(config, corpus, tmp_path / "b")
     run = launch(command, tmp_path / "b" / "ranks")
     everyone = run.wait_for_state(2)
-    ranks = [process for process in everyone if "hetero_pp.program.rank_process" in process.cmdline()]
+    ranks = [process for process in everyone if "hetero_pp.program.launch.rank_process" in process.cmdline()]
     assert len(ranks) == 2
     os.kill(ranks[1].pid, signal.SIGKILL)
     errors = run.process.communicate(timeout=30)[1]

@@ -18,8 +18,8 @@ from test_run_state import (
     state_of,
 )
 
-from hetero_pp.program.display import LiveDisplay, live_view, print_result
-from hetero_pp.program.run_state import RunState
+from hetero_pp.program.report.display import LiveDisplay, live_view, print_result
+from hetero_pp.program.report.state import RunState
 
 END = START + ROUNDS * ROUND_SECONDS
 

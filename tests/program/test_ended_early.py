@@ -16,12 +16,12 @@ import torch
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.claim import claim
-from hetero_pp.program.launch import Watcher
-from hetero_pp.program.recorder import Recorder
-from hetero_pp.program.resume import require_same_run
-from hetero_pp.program.run import run_topology
-from hetero_pp.program.run_state import RunState
+from hetero_pp.program.launch.claim import claim
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.crew import Watcher
+from hetero_pp.program.launch.resume import require_same_run
+from hetero_pp.program.report.recorder import Recorder
+from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import ConfigFile
@@ -398,7 +398,7 @@ def test_two_launches_cannot_share_a_folder(tmp_path: Path, corpus: Path) -> Non
 
 def test_a_launch_that_was_killed_lets_go(tmp_path: Path) -> None:
     code = (
-        "import os, pathlib; from hetero_pp.program.claim import claim\n"
+        "import os, pathlib; from hetero_pp.program.launch.claim import claim\n"
         f"with claim(pathlib.Path({str(tmp_path)!r}), 'run', ['dc']): os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -9

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.only import commands, members_named, require_reachable
-from hetero_pp.program.run import Host, run_on_this_host
+from hetero_pp.program.launch.command import Host, run_on_this_host
+from hetero_pp.program.launch.hosts import commands, members_named, require_reachable
 from hetero_pp.run.yaml_file import ConfigFile
 
 CONFIG = """

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from test_run_state import START, evaluation, inner_step, link_use, made_up_plan, made_up_reports, state_of
 
-from hetero_pp.program.pictures import draw_links, draw_losses
-from hetero_pp.program.run_state import RunState
+from hetero_pp.program.report.pictures import draw_links, draw_losses
+from hetero_pp.program.report.state import RunState
 
 
 def pixels(path: Path) -> np.ndarray:

@@ -11,8 +11,8 @@ import pytest
 from test_run_state import START, inner_step, made_up_plan, made_up_reports, made_up_round
 
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.recorder import Recorder
-from hetero_pp.program.run_state import RunState
+from hetero_pp.program.report.recorder import Recorder
+from hetero_pp.program.report.state import RunState
 
 
 def record(folder: Path, reports: list[Report], failed: str | None = None) -> RunState:

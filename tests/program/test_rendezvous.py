@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from hetero_pp.errors import HeteroPPError
-from hetero_pp.program.rendezvous import NodeRendezvous, interface_towards
+from hetero_pp.program.launch.rendezvous import NodeRendezvous, interface_towards
 
 SOON = timedelta(seconds=30)
 

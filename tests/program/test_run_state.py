@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
-from hetero_pp.program.run_state import RunState, format_share
+from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunPlan
 

@@ -14,8 +14,8 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerSettings
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model import Transformer, initialise
-from hetero_pp.program.in_process import run_in_process
-from hetero_pp.program.inputs import require_launchable
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.program.launch.inputs import require_launchable
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunPlan
 from replica_groups.fast.train import FastResult, train_fast

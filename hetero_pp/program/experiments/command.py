@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hetero_pp.program.display import wide
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.jobs import Job, Outcome, make_job
@@ -18,7 +17,8 @@ from hetero_pp.program.experiments.report import print_result, result_of, write_
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.training import train, train_on_ranks
-from hetero_pp.program.inputs import CACHE
+from hetero_pp.program.launch.inputs import CACHE
+from hetero_pp.program.report.display import wide
 from replica_groups.ranks import init_ranks
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from hetero_pp.program.display import plain_table, wide
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.program.report.display import plain_table, wide
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.units import format_bytes

@@ -14,13 +14,13 @@ from typing import Any
 
 from rich.console import Console
 
-from hetero_pp.program.display import plain_table
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.jobs import Outcome
 from hetero_pp.program.experiments.plots import draw
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import Values, judge
+from hetero_pp.program.report.display import plain_table
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
 """row -> seed -> outcome"""

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hetero_pp.program.experiments.jobs import Engine, Job, Outcome, train_job
-from hetero_pp.program.launch import PRELOADED
+from hetero_pp.program.launch.crew import PRELOADED
 from replica_groups.ranks import Ranks
 
 COLUMNS = (

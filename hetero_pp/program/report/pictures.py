@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetero_pp.program.run_state import ARROWS, LinkState, RunState, format_share
+from hetero_pp.program.report.state import ARROWS, LinkState, RunState, format_share
 from hetero_pp.topology import Direction
 from hetero_pp.units import format_bits_per_second, format_bytes
 

@@ -14,8 +14,8 @@ from google.protobuf.message import Message
 from hetero_pp.errors import RunFailed
 from hetero_pp.files import PART, flush, write_whole
 from hetero_pp.messages.messages_pb2 import Evaluation, InnerStep, LinkUse, Report, RoundRecord
-from hetero_pp.program.pictures import draw_links, draw_losses
-from hetero_pp.program.run_state import RunState
+from hetero_pp.program.report.pictures import draw_links, draw_losses
+from hetero_pp.program.report.state import RunState
 from hetero_pp.run.spec import RunPlan
 
 METRICS = "metrics.jsonl"

@@ -10,7 +10,7 @@ from pathlib import Path
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.only import members_named, require_reachable
+from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import require_weights

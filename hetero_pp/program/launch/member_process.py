@@ -25,10 +25,9 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
-from hetero_pp.program.exchange_host import begin_run, make_exchange
-from hetero_pp.program.resume import states_of
-from hetero_pp.program.torchrun import CONSEQUENCE, RankJob, run_ranks
-from hetero_pp.program.train import train_member
+from hetero_pp.program.launch.exchange_host import begin_run, make_exchange
+from hetero_pp.program.launch.ranks import CONSEQUENCE, RankJob, run_ranks
+from hetero_pp.program.launch.resume import states_of
 from hetero_pp.rpc.channels import keep_freed_memory, make_server
 from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
@@ -37,6 +36,7 @@ from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica, stage_link_name
 from replica_groups.exchange.restart import join_run
 from replica_groups.saved_states import SavedStates
+from replica_groups.take_part import train_member
 
 FAILED = 1
 

@@ -16,9 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.messages.messages_pb2 import Failure, Report
-from hetero_pp.program.resume import states_of
-from hetero_pp.program.torchrun import CONSEQUENCE, TOKEN, RankJob
-from hetero_pp.program.train import device_of, train_member
+from hetero_pp.program.launch.ranks import CONSEQUENCE, TOKEN, RankJob
+from hetero_pp.program.launch.resume import states_of
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.exchange import ExchangeClient
 from hetero_pp.run.spec import RunPlan
@@ -27,6 +26,7 @@ from hetero_pp.topology import DatacenterReplica
 from replica_groups.exchange.restart import join_run
 from replica_groups.exchange.shared import SharedExchange
 from replica_groups.ranks import Ranks, init_ranks
+from replica_groups.take_part import device_of, train_member
 
 
 @record

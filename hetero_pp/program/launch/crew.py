@@ -19,13 +19,13 @@ from pathlib import Path
 
 from hetero_pp.errors import LinkError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.member_process import CONSEQUENCE, Job, log_path, process_main
+from hetero_pp.program.launch.member_process import CONSEQUENCE, Job, log_path, process_main
 from hetero_pp.rpc.exchange import ExchangeClient
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import CONFIG
 from hetero_pp.topology import EXCHANGE
 
-PRELOADED = ["hetero_pp.program.member_process", "torch._dynamo"]
+PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
 """Imported once for all processes; the first optimizer that is made imports torch._dynamo."""
 
 _SECONDS_FOR_THE_CAUSE = 5.0

@@ -1,6 +1,6 @@
 """TorchX components: a part of a run as a job, on any scheduler that TorchX knows.
 
-torchx run -s slurm hetero_pp/program/torchx_components.py:part --only dc --config run.yaml --exchange HOST:PORT
+torchx run -s slurm hetero_pp/program/launch/torchx_components.py:part --only dc --config run.yaml --exchange HOST:PORT
 """
 
 # No `from __future__ import annotations` here: TorchX takes types of arguments from the annotations themselves.

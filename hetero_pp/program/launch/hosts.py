@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch import Crew, Watcher
+from hetero_pp.program.launch.crew import Crew, Watcher
 from hetero_pp.run.config import RunConfig
 from hetero_pp.topology import EXCHANGE, ParticipantsReplica
 

@@ -10,15 +10,15 @@ from rich.console import Console
 
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.claim import claim, claim_all
-from hetero_pp.program.display import LiveDisplay, print_result
-from hetero_pp.program.in_process import run_in_process
-from hetero_pp.program.inputs import Prepared, new_run_folder, prepare
-from hetero_pp.program.launch import launch
-from hetero_pp.program.only import commands, launch_exchange, launch_members, new_token, read_token, write_token
-from hetero_pp.program.recorder import Recorder
-from hetero_pp.program.resume import reports_until, require_same_run
-from hetero_pp.program.run_state import RunState
+from hetero_pp.program.launch.claim import claim, claim_all
+from hetero_pp.program.launch.crew import launch
+from hetero_pp.program.launch.hosts import commands, launch_exchange, launch_members, new_token, read_token, write_token
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.program.launch.inputs import Prepared, new_run_folder, prepare
+from hetero_pp.program.launch.resume import reports_until, require_same_run
+from hetero_pp.program.report.display import LiveDisplay, print_result
+from hetero_pp.program.report.recorder import Recorder
+from hetero_pp.program.report.state import RunState
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import CONFIG, ConfigFile, save_config
 from hetero_pp.topology import EXCHANGE, DatacenterReplica

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from hetero_pp.errors import ConfigError, DamagedFile, dotted
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.program.recorder import METRICS
+from hetero_pp.program.report.recorder import METRICS
 from hetero_pp.run.config import RunConfig, meaning
 from hetero_pp.run.spec import RunPlan
 from hetero_pp.run.yaml_file import CONFIG, ConfigFile

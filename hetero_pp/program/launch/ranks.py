@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hetero_pp.errors import HeteroPPError, RunFailed
-from hetero_pp.program.rendezvous import BACKEND, interface_towards, register
+from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, register
 from hetero_pp.topology import DatacenterReplica
 
 TOKEN = "HETERO_PP_TOKEN"
@@ -63,7 +63,9 @@ def run_ranks(replica: DatacenterReplica, run: str, job: RankJob, token: str) ->
     os.environ |= dict.fromkeys(_LISTENING, interface_towards(endpoint))
     with _lifeline():
         try:
-            elastic_launch(config, sys.executable)("-m", "hetero_pp.program.rank_process", json.dumps(asdict(job)))
+            elastic_launch(config, sys.executable)(
+                "-m", "hetero_pp.program.launch.rank_process", json.dumps(asdict(job))
+            )
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if failure.exitcode == CONSEQUENCE:

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero_pp.program.run_state import DIRECTIONS, LinkState, RunState, format_share
+from hetero_pp.program.report.state import DIRECTIONS, LinkState, RunState, format_share
 from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
 
 REFRESH_SECONDS = 0.25

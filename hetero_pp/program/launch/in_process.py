@@ -12,14 +12,14 @@ from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.exchange_host import begin_run, make_exchange
-from hetero_pp.program.resume import states_of
-from hetero_pp.program.train import train_member
+from hetero_pp.program.launch.exchange_host import begin_run, make_exchange
+from hetero_pp.program.launch.resume import states_of
 from hetero_pp.run.spec import MemberPlan, RunPlan
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, stage_link_name
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.restart import join_run
 from replica_groups.saved_states import SavedStates
+from replica_groups.take_part import train_member
 
 Ends = dict[str, tuple[LinkEnd | None, LinkEnd | None]]
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from hetero_pp.errors import DamagedFile, HeteroPPError
-from hetero_pp.program.resume import log_of
+from hetero_pp.program.launch.resume import log_of
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunPlan
