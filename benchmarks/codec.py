@@ -43,7 +43,7 @@ from hetero_pp.pseudo_gradient.quantise import quantise_as
 from hetero_pp.pseudo_gradient.random_k import random_positions
 from hetero_pp.pseudo_gradient.streams import Reader, Writer
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.all_replicas import AllReplicas
 
 with extra("benchmarks"):
@@ -176,8 +176,8 @@ class Sent:
 
 def real_run(size: Size, kept: int, corpus: Corpus) -> list[Sent]:
     """Error feedback and pseudo-gradients of the first replica after all rounds and H steps more."""
-    plan = RunPlan(_config(size, kept / CHUNK, corpus.data), corpus.store.vocabulary)
-    replicas = AllReplicas(plan, corpus.store)
+    spec = RunSpec(_config(size, kept / CHUNK, corpus.data), corpus.store.vocabulary)
+    replicas = AllReplicas(spec, corpus.store)
     for round_ in range(1, size.rounds + 1):
         replicas.round(round_)
     first, batches = replicas.replicas[0], replicas.batches[0]

@@ -27,7 +27,7 @@ from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.model import Transformer, initialise, next_token_loss
 from hetero_pp.program.experiments.report import commit, machine
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.all_replicas import AllReplicas
 
 
@@ -56,9 +56,9 @@ class Way:
     stacks: bool = False
     compiles: bool = False
 
-    def build(self, plan: RunPlan, store: TokenStore, device: torch.device) -> AllReplicas:
+    def build(self, spec: RunSpec, store: TokenStore, device: torch.device) -> AllReplicas:
         """Its replicas, before the first round."""
-        return AllReplicas(plan, store, compiles=self.compiles, stacks=self.stacks, device=device)
+        return AllReplicas(spec, store, compiles=self.compiles, stacks=self.stacks, device=device)
 
 
 ENGINES = {
@@ -76,7 +76,7 @@ class Runner(Protocol):
     def round(self, round_: int) -> object: ...
 
 
-def plan_of(scale: Scale, compressed: int) -> RunPlan:
+def spec_of(scale: Scale, compressed: int) -> RunSpec:
     """The setting with so many of its replicas compressed at k/d = 1/8."""
     home = {"kind": "participants", "stages": 4, "boundary": {"rank": "1/8"}}
     replicas = [
@@ -93,19 +93,19 @@ def plan_of(scale: Scale, compressed: int) -> RunPlan:
             "replicas": replicas,
         }
     )
-    return RunPlan(config, 256)
+    return RunSpec(config, 256)
 
 
 class PlainLoop:
     """What anybody would write: one model, AdamW, clipping."""
 
-    def __init__(self, plan: RunPlan, group: AllReplicas, device: torch.device) -> None:
-        model = Transformer(plan.shape)
+    def __init__(self, spec: RunSpec, group: AllReplicas, device: torch.device) -> None:
+        model = Transformer(spec.shape)
         initialise(model, 0)
         self.model = model.to(device)
         self.adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-2, betas=(0.9, 0.95), fused=True)
         self.batches = group.batches
-        self.steps = plan.config.inner.steps
+        self.steps = spec.config.inner.steps
         self.device = device
 
     def round(self, round_: int) -> None:
@@ -120,15 +120,15 @@ class PlainLoop:
 
 
 def compare(
-    plan: RunPlan, compressed: int, engines: Sequence[str], rounds: int, store: TokenStore, device: torch.device
+    spec: RunSpec, compressed: int, engines: Sequence[str], rounds: int, store: TokenStore, device: torch.device
 ) -> dict[str, Any]:
     """Seconds a round of every engine and of the plain loop, in turns; the medians and their ratios."""
     before = _held(device)
-    eager = ENGINES["eager"].build(plan, store, device)
+    eager = ENGINES["eager"].build(spec, store, device)
     eager.round(1)
     held = _held(device) - before
-    runners: dict[str, Runner] = {"plain": PlainLoop(plan, eager, device), "eager": eager}
-    runners |= {name: ENGINES[name].build(plan, store, device) for name in engines if name != "eager"}
+    runners: dict[str, Runner] = {"plain": PlainLoop(spec, eager, device), "eager": eager}
+    runners |= {name: ENGINES[name].build(spec, store, device) for name in engines if name != "eager"}
     for name, runner in runners.items():
         if name != "eager":
             runner.round(1)
@@ -180,10 +180,10 @@ def main() -> None:
     torch.set_num_threads(1)
     scale, device = SCALES[arguments.scale], torch.device(arguments.device)
     engines = arguments.engines or [name for name, way in ENGINES.items() if device.type == "cuda" or not way.stacks]
-    store = prepare_tokens(plan_of(scale, 0).config.data, Path("runs/.tokens"))
+    store = prepare_tokens(spec_of(scale, 0).config.data, Path("runs/.tokens"))
     results = []
     for compressed in (0, scale.replicas // 2, scale.replicas):
-        results.append(compare(plan_of(scale, compressed), compressed, engines, arguments.rounds, store, device))
+        results.append(compare(spec_of(scale, compressed), compressed, engines, arguments.rounds, store, device))
     unit = "CPU second" if device.type == "cpu" else "second"
     print(f"{arguments.scale}, {arguments.device}: tokens a {unit}, and over the plain loop's")
     print("compressed" + "".join(f"{name:>26}" for name in ("plain", *engines)) + f"{'held / expected':>18}")

@@ -34,7 +34,7 @@ from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
 from hetero_pp.rpc.channels import keep_freed_memory, make_server
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
-from hetero_pp.topology import LinkPlan, LinkShape
+from hetero_pp.topology import LinkShape, LinkSpec
 
 HOST = "127.0.0.1"
 RUN = "benchmark"
@@ -204,13 +204,13 @@ def send_all(end: LinkEnd, size: int, count: int) -> float:
 # ---- the other process --------------------------------------------------------------------------------------
 
 
-def plan_of(shape: LinkShape) -> LinkPlan:
-    return LinkPlan("home.0-1", "home.0", "home.1", shape, LinkShape())
+def spec_of(shape: LinkShape) -> LinkSpec:
+    return LinkSpec("home.0-1", "home.0", "home.1", shape, LinkShape())
 
 
 @contextmanager
 def open_link(port: int, shape: LinkShape) -> Iterator[LinkEnd]:
-    end = open_stage_link(f"{HOST}:{port}", plan_of(shape), RUN, "home.0", seed=0, timeout=SECONDS)
+    end = open_stage_link(f"{HOST}:{port}", spec_of(shape), RUN, "home.0", seed=0, timeout=SECONDS)
     yield end
     end.close()
 
@@ -232,7 +232,7 @@ def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
 def serve_link(control: Connection, shape: LinkShape) -> None:
     """Receive and recycle; answer what is marked as the last."""
     prepare_process()
-    links = StageLinkServer(plan_of(shape), RUN, "home.1", seed=0)
+    links = StageLinkServer(spec_of(shape), RUN, "home.1", seed=0)
     server, port = make_server(f"{HOST}:0", [links.handler()], max_workers=2)
     control.send(port)
     end = links.accept(SECONDS)

@@ -32,7 +32,7 @@ from command_line import parse, save
 
 from hetero_pp.program.calibrate import measure_all
 from hetero_pp.program.experiments.report import commit, machine
-from hetero_pp.program.simulate import plan_of
+from hetero_pp.program.simulate import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction, predict
 from hetero_pp.topology import exchange_link_name
@@ -108,7 +108,7 @@ def compare(topology: Topology, steps: int, rounds: int, folder: Path) -> dict[s
 def compare_quickstart(overrides: list[str], folder: Path) -> dict[str, Any]:
     """The quickstart, changed; predicted with members alone on a core, and beside busy processes."""
     found = measured_beside_predicted(QUICKSTART, overrides, folder)
-    with busy_processes(len(plan_of(ConfigFile(QUICKSTART, overrides)).members) - 1):
+    with busy_processes(len(spec_of(ConfigFile(QUICKSTART, overrides)).members) - 1):
         loaded = calibrated_prediction(QUICKSTART, overrides)
     found["predicted"]["loaded_step_seconds"] = _home(loaded).step_seconds
     found["link_bound"] = _home(loaded).exposed_communication >= LINK_BOUND
@@ -136,8 +136,8 @@ def measured_beside_predicted(yaml: Path, overrides: list[str], folder: Path) ->
 
 def calibrated_prediction(yaml: Path, overrides: list[str]) -> Prediction:
     """From costs of its members on this machine, now."""
-    costs = {member: cost.model_dump(mode="json") for member, cost in measure_all(plan_of(ConfigFile(yaml, overrides)))}
-    return predict(plan_of(ConfigFile(yaml, [*overrides, f"simulate.measured={json.dumps(costs)}"])))
+    costs = {member: cost.model_dump(mode="json") for member, cost in measure_all(spec_of(ConfigFile(yaml, overrides)))}
+    return predict(spec_of(ConfigFile(yaml, [*overrides, f"simulate.measured={json.dumps(costs)}"])))
 
 
 @contextmanager

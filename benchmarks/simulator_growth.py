@@ -23,7 +23,7 @@ from typing import Any
 from command_line import parse, save
 
 from hetero_pp.program.experiments.report import commit, machine
-from hetero_pp.program.simulate import plan_of
+from hetero_pp.program.simulate import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
 
@@ -63,9 +63,9 @@ def growths(participants: Sequence[int], stages: Sequence[int], micro_batches: S
 
 def measure(overrides: list[str]) -> dict[str, float]:
     """Predict, in this process."""
-    plan = plan_of(ConfigFile(YAML, overrides))
+    spec = spec_of(ConfigFile(YAML, overrides))
     started = time.process_time()
-    prediction = predict(plan)
+    prediction = predict(spec)
     return {
         "cpu_seconds": time.process_time() - started,
         "startup_cpu_seconds": started,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hetero_pp.errors import ConfigError
 from hetero_pp.seeds import seed_of
 from hetero_pp.settings import Settings
-from hetero_pp.topology import StagePlan
+from hetero_pp.topology import StageSpec
 
 PRESETS: dict[str, dict[str, int]] = {
     "micro": {"width": 64, "layers": 4, "heads": 2, "feed_forward": 192},
@@ -203,9 +203,9 @@ def _empty_embedding(shape: ModelShape) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(shape.vocabulary, shape.width), freeze=False)
 
 
-def build_part(shape: ModelShape, plan: StagePlan) -> Transformer:
+def build_part(shape: ModelShape, spec: StageSpec) -> Transformer:
     """The module of a stage: parameters keep the whole model's names; values are not set."""
-    return Transformer(shape, plan.layers, embeds=plan.is_first, predicts=plan.is_last)
+    return Transformer(shape, spec.layers, embeds=spec.is_first, predicts=spec.is_last)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:

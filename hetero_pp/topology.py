@@ -201,7 +201,7 @@ class ExchangeSettings(Settings):
 
 
 @dataclass(frozen=True)
-class LinkPlan:
+class LinkSpec:
     """One link of a run: its name, its ends and both its shapes."""
 
     name: str
@@ -215,7 +215,7 @@ class LinkPlan:
 
 
 @dataclass(frozen=True)
-class StagePlan:
+class StageSpec:
     """Which part of the model this is: stage `index` of `count`, owning the layers of `layers`."""
 
     index: int
@@ -240,24 +240,24 @@ def exchange_link_name(member: str) -> str:
     return f"{member}-{EXCHANGE}"
 
 
-def link_plans(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings]) -> Iterator[LinkPlan]:
+def link_specs(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings]) -> Iterator[LinkSpec]:
     """Every link of the run, stage links first within each replica."""
 
-    def plan(name: str, source: str, target: str, kind: str | None) -> LinkPlan:
+    def spec(name: str, source: str, target: str, kind: str | None) -> LinkSpec:
         settings = LinkSettings() if kind is None else kinds[kind]
-        return LinkPlan(name, source, target, settings.shape("forward"), settings.shape("backward"))
+        return LinkSpec(name, source, target, settings.shape("forward"), settings.shape("backward"))
 
     for replica in replicas:
         if isinstance(replica, ParticipantsReplica):
             for hop in range(replica.stage_count - 1):
                 kind = replica.link[hop] if isinstance(replica.link, list) else replica.link
-                yield plan(stage_link_name(replica.name, hop), replica.members[hop], replica.members[hop + 1], kind)
+                yield spec(stage_link_name(replica.name, hop), replica.members[hop], replica.members[hop + 1], kind)
         for stage, member in enumerate(replica.members):
             kind = replica.uplink
             if isinstance(replica, ParticipantsReplica):
                 own = replica.stage_settings(stage)
                 kind = own.uplink if own is not None and own.uplink is not None else kind
-            yield plan(exchange_link_name(member), member, EXCHANGE, kind)
+            yield spec(exchange_link_name(member), member, EXCHANGE, kind)
 
 
 def check_topology(

@@ -15,9 +15,9 @@ from hetero_pp.model import EMBEDDING, Transformer, build_part, parameters_of
 from hetero_pp.outer.exchange_port import ExchangePort
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.spec import MemberPlan, RunPlan
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.snapshot import BASIS
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, StagePlan, exchange_link_name, stage_link_name
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, StageSpec, exchange_link_name, stage_link_name
 from replica_groups.datacenter import DatacenterMember
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.plain import PlainEngine
@@ -38,8 +38,8 @@ RECEIVE_TIMEOUT = 600.0
 
 
 def train_member(
-    plan: RunPlan,
-    member: MemberPlan,
+    spec: RunSpec,
+    member: MemberSpec,
     exchange: ExchangePort,
     upstream: LinkEnd | None,
     downstream: LinkEnd | None,
@@ -53,30 +53,30 @@ def train_member(
     Its links are open, and it has joined the exchange; of several ranks only the first uses it. It goes on after
     `last_round`, which is that of the exchange's snapshot.
     """
-    config = plan.config
-    link = PacedExchange(exchange, plan.links[exchange_link_name(member.name)], config.seed)
+    config = spec.config
+    link = PacedExchange(exchange, spec.links[exchange_link_name(member.name)], config.seed)
     paced: ExchangePort = link if ranks.world == 1 else SharedExchange(link if ranks.is_first else None, ranks)
     names = list(member.owned)
     if member.follows_embedding:
         names.append(EMBEDDING)
-    if plan.largest_rank is not None:
+    if spec.largest_rank is not None:
         names.append(BASIS)
     tensors = paced.snapshot(names)
     basis = tensors.pop(BASIS, None)
     if isinstance(member.replica, DatacenterReplica):
         ranks = ranks if ranks.world > 1 else Ranks(device=device_of(member.replica))
-        trainer: TrainingMember = _build_datacenter(plan, member, member.replica, tensors, cache, ranks)
+        trainer: TrainingMember = _build_datacenter(spec, member, member.replica, tensors, cache, ranks)
     else:
-        trainer = _build_stage(plan, member, member.replica, tensors, basis, upstream, downstream, cache)
+        trainer = _build_stage(spec, member, member.replica, tensors, basis, upstream, downstream, cache)
     outer = OuterRound(
-        plan.run,
+        spec.run,
         member.name,
         member.replica.name,
         trainer.held,
         tensors,
         paced,
         config.outer,
-        round_optimizer(plan, basis),
+        round_optimizer(spec, basis),
         ranks,
     )
     del tensors  # a whole model
@@ -109,21 +109,21 @@ def device_of(replica: DatacenterReplica) -> torch.device:
 
 
 def _build_datacenter(
-    plan: RunPlan,
-    member: MemberPlan,
+    spec: RunSpec,
+    member: MemberSpec,
     replica: DatacenterReplica,
     tensors: Mapping[str, Tensor],
     cache: Path,
     ranks: Ranks,
 ) -> DatacenterMember:
-    config = plan.config
-    batches, validation = replica_batches(plan, member, open_source(config.data, cache))
+    config = spec.config
+    batches, validation = replica_batches(spec, member, open_source(config.data, cache))
     engine = build_engine(
         replica.engine,
-        plan.shape,
+        spec.shape,
         tensors,
         config.inner,
-        plan.total_steps,
+        spec.total_steps,
         replica.micro_batches,
         replica.batch_size // replica.micro_batches,
         replica.torchtitan,
@@ -136,8 +136,8 @@ def _build_datacenter(
 
 
 def _build_stage(
-    plan: RunPlan,
-    member: MemberPlan,
+    spec: RunSpec,
+    member: MemberSpec,
     replica: ParticipantsReplica,
     tensors: Mapping[str, Tensor],
     basis: Tensor | None,
@@ -145,36 +145,36 @@ def _build_stage(
     downstream: LinkEnd | None,
     cache: Path,
 ) -> StageMember:
-    config, stage = plan.config, member.stage
+    config, stage = spec.config, member.stage
     assert stage is not None
     rows = replica.batch_size // replica.micro_batches
     batches: Batches | None = None
     validation: list[Tensor] = []
     if stage.is_first:
-        batches, validation = replica_batches(plan, member, open_source(config.data, cache))
+        batches, validation = replica_batches(spec, member, open_source(config.data, cache))
     with torch.device("meta"):
-        module = build_part(plan.shape, stage)
+        module = build_part(spec.shape, stage)
     module.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in parameters_of(module).items():
             parameter.copy_(tensors[name])
-    worker = _build_worker(plan, replica, stage, module, basis, upstream, downstream)
+    worker = _build_worker(spec, replica, stage, module, basis, upstream, downstream)
     count = -(-config.data.validation_sequences // rows)
     return StageMember(replica.name, worker, batches, validation, count)
 
 
 def _build_worker(
-    plan: RunPlan,
+    spec: RunSpec,
     replica: ParticipantsReplica,
-    stage_plan: StagePlan,
+    stage_spec: StageSpec,
     module: Transformer,
     basis: Tensor | None,
     upstream: LinkEnd | None,
     downstream: LinkEnd | None,
 ) -> StageWorker:
-    config = plan.config
-    boundary = boundary_of(replica.boundary, plan.shape.width, basis)
-    stage = Stage(stage_plan, module, boundary, config.inner, plan.total_steps, replica.boundary.ablations)
+    config = spec.config
+    boundary = boundary_of(replica.boundary, spec.shape.width, basis)
+    stage = Stage(stage_spec, module, boundary, config.inner, spec.total_steps, replica.boundary.ablations)
     stage.optimizer.defers = config.outer.source == "gradient"
     settings = WorkerSettings(
         micro_batches=replica.micro_batches,
@@ -189,7 +189,7 @@ def _build_worker(
 
 
 def _ledgers(
-    member: MemberPlan, paced: PacedExchange, upstream: LinkEnd | None, downstream: LinkEnd | None
+    member: MemberSpec, paced: PacedExchange, upstream: LinkEnd | None, downstream: LinkEnd | None
 ) -> LedgerView:
     """Each direction of a stage link is counted by the end that sends it; both of the exchange's by the member."""
     link = exchange_link_name(member.name)

@@ -17,7 +17,7 @@ from hetero_pp.ablations import AblationSettings
 from hetero_pp.coefficients import Symbols
 from hetero_pp.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model import EMBEDDING, Transformer, next_token_loss, parameters_of
-from hetero_pp.topology import StagePlan
+from hetero_pp.topology import StageSpec
 from stages.boundary import Boundary
 
 
@@ -34,14 +34,14 @@ class Stage:
 
     def __init__(
         self,
-        plan: StagePlan,
+        spec: StageSpec,
         module: Transformer,
         boundary: Boundary,
         inner: InnerSettings,
         total_steps: int,
         ablations: AblationSettings | None = None,
     ) -> None:
-        self.plan = plan
+        self.spec = spec
         self.module = module
         self.boundary = boundary
         self.parameters = parameters_of(module)
@@ -51,13 +51,13 @@ class Stage:
     @property
     def follows_embedding(self) -> bool:
         """Whether this stage needs T_perp of an embedding that another stage owns."""
-        return self.boundary.basis is not None and not self.plan.is_first
+        return self.boundary.basis is not None and not self.spec.is_first
 
     def split_embedding(self, embedding: Tensor) -> None:
         """Derive T_perp [V, D] from the synced token embedding, after every outer round."""
         if self.follows_embedding:
             self.boundary.split(embedding)
-        elif self.boundary.basis is not None and EMBEDDING in self.parameters and self.plan.count > 1:
+        elif self.boundary.basis is not None and EMBEDDING in self.parameters and self.spec.count > 1:
             self.boundary.split(embedding)
             self.boundary.discard(self.parameters[EMBEDDING])
             self.optimizer.perpendicular = self.boundary.perpendicular
@@ -71,7 +71,7 @@ class Stage:
         if came is not None:
             received = self.boundary.decode_activation(came, tokens[:, :-1]).requires_grad_()
         output = self.module(tokens[:, :-1] if received is None else received)
-        if self.plan.is_last:
+        if self.spec.is_last:
             output = next_token_loss(output, tokens[:, 1:]) / micro_batches
         self._in_flight[micro_batch] = _InFlight(received, output)
         return output.detach()
@@ -104,4 +104,4 @@ class Stage:
         """Forward without keeping anything: the output [B, L, D], or the loss on the last stage."""
         inputs = tokens[:, :-1]
         output = self.module(inputs if came is None else self.boundary.decode_activation(came, inputs))
-        return next_token_loss(output, tokens[:, 1:]) if self.plan.is_last else output
+        return next_token_loss(output, tokens[:, 1:]) if self.spec.is_last else output

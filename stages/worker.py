@@ -80,9 +80,9 @@ class StageWorker:
         self._downstream = downstream
         self._pending_step: int | None = None
         self._norm_to_announce: float | None = None
-        plan = stage.plan
+        spec = stage.spec
         self._train_events = one_forward_one_backward(
-            plan.index, plan.count, settings.micro_batches, settings.extra_in_flight
+            spec.index, spec.count, settings.micro_batches, settings.extra_in_flight
         )
         self._actions: dict[Action, Callable[[_Step, int], None]] = {
             Action.RECEIVE_ACTIVATION: self._receive_activation,
@@ -102,10 +102,10 @@ class StageWorker:
         if self._downstream is not None and under_way.squared_norm_after is None:
             raise MalformedMessage("found no squared norm on the last gradient of a step")
         self._pending_step = global_step
-        if self.stage.plan.is_first:
+        if self.stage.spec.is_first:
             own = self._own_squared_norm()
             self._apply(math.sqrt(own + (under_way.squared_norm_after or 0.0)))
-        return under_way.loss if self.stage.plan.is_last else None
+        return under_way.loss if self.stage.spec.is_last else None
 
     def flush(self, round_: int) -> None:
         """End the inner loop: pass the last gradient norm on, so that every stage has stepped."""
@@ -124,9 +124,9 @@ class StageWorker:
         A batch holds at most as many sequences as a micro-batch.
         """
         under_way = _Step(round_, 0, 0, EVALUATION, tokens=dict(enumerate(batches)))
-        plan = self.stage.plan
-        self._run(forward_only(plan.index, plan.count, count), under_way)
-        return (under_way.loss / under_way.rows, under_way.rows) if plan.is_last else None
+        spec = self.stage.spec
+        self._run(forward_only(spec.index, spec.count, count), under_way)
+        return (under_way.loss / under_way.rows, under_way.rows) if spec.is_last else None
 
     def _run(self, events: Sequence[Event], under_way: _Step) -> None:
         for event in events:
@@ -145,7 +145,7 @@ class StageWorker:
             output = self.stage.forward(index, tokens, came, self.settings.micro_batches)
         if message is not None and self._upstream is not None:
             self._upstream.recycle(message)
-        if self.stage.plan.is_last:
+        if self.stage.spec.is_last:
             rows = len(tokens) if under_way.purpose == EVALUATION else 1
             under_way.loss += output.item() * rows
             under_way.rows += rows
@@ -156,7 +156,7 @@ class StageWorker:
     def _backward(self, under_way: _Step, index: int) -> None:
         started = time.perf_counter()
         message = under_way.received.pop(index, None)
-        hop = self.stage.plan.index - 1
+        hop = self.stage.spec.index - 1
         key = noise_key(self.settings.seed, self.settings.replica, hop, under_way.global_step, index)
         under_way.gradients[index] = self.stage.backward(index, under_way.came.pop(index, None), key)
         if message is not None and self._downstream is not None:

@@ -6,16 +6,16 @@ from hetero_pp.errors import LinkClosed
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.protocol import END_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import Clock, ShapedQueue, busy_seconds, direction_queue
-from hetero_pp.topology import LinkPlan, LinkShape
+from hetero_pp.topology import LinkShape, LinkSpec
 
 
-def in_process_pair(plan: LinkPlan, seed: int, clock: Clock | None = None) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
+def in_process_pair(spec: LinkSpec, seed: int, clock: Clock | None = None) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
     """Both ends of a link: the first sends forward, the second backward."""
-    forward = direction_queue(plan, "forward", seed, clock)
-    backward = direction_queue(plan, "backward", seed, clock)
+    forward = direction_queue(spec, "forward", seed, clock)
+    backward = direction_queue(spec, "backward", seed, clock)
     return (
-        InProcessLinkEnd(plan.forward, forward, backward),
-        InProcessLinkEnd(plan.backward, backward, forward),
+        InProcessLinkEnd(spec.forward, forward, backward),
+        InProcessLinkEnd(spec.backward, backward, forward),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from hetero_pp.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.protocol import PEER_CLOSED
-from hetero_pp.topology import Direction, LinkPlan, LinkShape
+from hetero_pp.topology import Direction, LinkShape, LinkSpec
 
 CREDIT_BYTES = 128 << 10
 CREDIT_SECONDS = 0.010
@@ -172,9 +172,9 @@ class ShapedQueue(Generic[T]):
             self._changed.notify_all()
 
 
-def direction_queue(plan: LinkPlan, direction: Direction, seed: int, clock: Clock | None = None) -> ShapedQueue[Any]:
+def direction_queue(spec: LinkSpec, direction: Direction, seed: int, clock: Clock | None = None) -> ShapedQueue[Any]:
     """The queue of one direction of a link; its jitter depends on the seed and both names."""
-    return ShapedQueue(plan.shape(direction), f"{seed}/{plan.name}/{direction}", clock)
+    return ShapedQueue(spec.shape(direction), f"{seed}/{spec.name}/{direction}", clock)
 
 
 class Pacer:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.topology import ParticipantsReplica
 
@@ -87,7 +87,7 @@ def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]
     longer = [one for one in TESTED_STEPS if one > own] if config.outer.source == "difference" else []
     most = max(own, config.outer.rounds * own)
     for density in (compression.density, *densities):
-        found = predict(RunPlan(with_outer(config, own, density), vocabulary))
+        found = predict(RunSpec(with_outer(config, own, density), vocabulary))
         free = found.utilization["relative"] * found.round_seconds
         for steps in (own, *(one for one in longer if one <= most)):
             seconds = free + (steps - own) * found.step_seconds

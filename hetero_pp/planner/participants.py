@@ -14,7 +14,7 @@ from hetero_pp.planner.split import Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.hardware import Hardware, hardware_named
 from hetero_pp.run.plan_section import LooseParticipant, PairSettings, PlanSettings
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.topology import DirectionSettings, LinkSettings, LinkShape, ParticipantsReplica, StageSettings
 
 TIME_LIMIT = 45.0
@@ -115,7 +115,7 @@ def _bandwidth(link: LinkSettings | None) -> float:
 def _seconds_of_participants(config: RunConfig, vocabulary: int | None) -> Iterator[list[np.ndarray]]:
     """[S][L + 1] for each participant, with as many micro-batches as can be."""
     plan = config.plan
-    model = RunPlan(config.model_copy(update={"replicas": []}), vocabulary)
+    model = RunSpec(config.model_copy(update={"replicas": []}), vocabulary)
     micro_batches = max(1, plan.batch_size // plan.smallest_micro_batch)
     sequences = plan.batch_size // micro_batches
     load = Load(plan.stages, micro_batches, sequences, config.data.sequence_length, extra_in_flight=1)

@@ -15,7 +15,7 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.planner.penalty import Rung
 from hetero_pp.planner.split import Array, Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, fleets_of, hardware_of
 from hetero_pp.simulator.loads import stage_link_loads
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
@@ -35,7 +35,7 @@ class Schedule:
     """One way to run a replica, with boundaries that are not compressed."""
 
     replica: ReplicaSettings
-    plan: RunPlan
+    spec: RunSpec
     """Of this replica alone."""
     fleet: Fleet
 
@@ -60,7 +60,7 @@ class Schedule:
         groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
         forward = float(groups.activations.seconds.max(initial=0)) * activation
         backward = float(groups.gradients.seconds.max(initial=0)) * gradient
-        return self.plan.config.inner.steps * groups.micro_batches * max(forward, backward)
+        return self.spec.config.inner.steps * groups.micro_batches * max(forward, backward)
 
     def slowest_hop(self, rung: Rung) -> int | None:
         """The hop whose messages take longest, with latency; None if none takes any time."""
@@ -75,13 +75,13 @@ class Schedule:
 
     def _ratios(self, rung: Rung) -> tuple[float, float]:
         """Of a message's bytes to those without compression, forward and backward; headers stay as they are."""
-        new, old = _tensor_bytes(self.plan, self.with_boundary(rung)), _tensor_bytes(self.plan, self.replica)
+        new, old = _tensor_bytes(self.spec, self.with_boundary(rung)), _tensor_bytes(self.spec, self.replica)
         wire = self.fleet.message_bytes["activation"], self.fleet.message_bytes["gradient"]
         return 1 - (old[0] - new[0]) / wire[0], 1 - (old[1] - new[1]) / wire[1]
 
     def _seconds(self, groups: Groups, evaluation: Hops) -> float:
-        clock = GroupClock(groups, np.random.default_rng(self.plan.config.simulate.seed + 1))
-        steps = self.plan.config.inner.steps
+        clock = GroupClock(groups, np.random.default_rng(self.spec.config.simulate.seed + 1))
+        steps = self.spec.config.inner.steps
         ends = clock.inner_loop(min(steps, TIMED_STEPS))
         if steps > TIMED_STEPS:
             clock.free += (steps - TIMED_STEPS) * (ends[-1] - ends[0]) / (TIMED_STEPS - 1)
@@ -89,10 +89,10 @@ class Schedule:
         return float(clock.free.max())
 
 
-def _tensor_bytes(plan: RunPlan, replica: ReplicaSettings) -> tuple[float, float]:
+def _tensor_bytes(spec: RunSpec, replica: ReplicaSettings) -> tuple[float, float]:
     """Of one message, forward and backward."""
     assert isinstance(replica, ParticipantsReplica)
-    loads = stage_link_loads(plan, replica)
+    loads = stage_link_loads(spec, replica)
     return loads["forward"].step / replica.micro_batches, loads["backward"].step / replica.micro_batches
 
 
@@ -129,11 +129,11 @@ def is_measured(config: RunConfig, replica: ReplicaSettings) -> bool:
 
 def stage_costs(config: RunConfig, vocabulary: int | None, index: int, load: Load) -> list[Array]:
     """[S][L + 1] seconds of a micro-batch on each stage's machine."""
-    plan = RunPlan(config, vocabulary)
-    replica, sizes = config.replicas[index], Sizes.of(plan.parameter_shapes)
+    spec = RunSpec(config, vocabulary)
+    replica, sizes = config.replicas[index], Sizes.of(spec.parameter_shapes)
     return [
         stage_seconds(
-            plan.shape, sizes, hardware_of(plan, index, plan.members[member]), replica.accelerators, stage, load
+            spec.shape, sizes, hardware_of(spec, index, spec.members[member]), replica.accelerators, stage, load
         )
         for stage, member in enumerate(replica.members)
     ]
@@ -182,9 +182,9 @@ def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSetting
     if isinstance(replica, ParticipantsReplica):
         full = replica.boundary.model_copy(update={"rank": "full", "bits": None, "dtype": "bf16"})
         replica = replica.model_copy(update={"boundary": full})
-    plan = RunPlan(config.model_copy(update={"replicas": [replica], "simulate": own}), vocabulary)
-    [fleet] = fleets_of(plan, np.random.default_rng(simulate.seed))
-    return Schedule(replica, plan, fleet)
+    spec = RunSpec(config.model_copy(update={"replicas": [replica], "simulate": own}), vocabulary)
+    [fleet] = fleets_of(spec, np.random.default_rng(simulate.seed))
+    return Schedule(replica, spec, fleet)
 
 
 def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | None, index: int) -> str:

@@ -18,11 +18,11 @@ from hetero_pp.planner.participants import Grouped, group_participants
 from hetero_pp.planner.penalty import Penalty, Rung, ladder, penalty_of
 from hetero_pp.planner.schedules import Schedule, describe, is_measured, schedules_of
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.topology import (
     DatacenterReplica,
-    LinkPlan,
+    LinkSpec,
     ParticipantsReplica,
     ReplicaSettings,
     exchange_link_name,
@@ -93,7 +93,7 @@ def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
     free = max(_quickest(ways).free_seconds for ways in schedules)
     boundaries = _fit_boundaries(asked, vocabulary, schedules, outer, free, target)
     planned = _with_boundaries(asked, boundaries)
-    prediction = predict(RunPlan(planned, vocabulary))
+    prediction = predict(RunSpec(planned, vocabulary))
     utilization = _utilization(prediction, outer)
     share = _compressed_share(planned)
     worst = min(one.rung.equivalent for one in boundaries if one.rung is not None) if share else 1.0
@@ -130,7 +130,7 @@ def _fit_boundaries(
     allowed = free + (left if left > 0 else (aim - outer.free_seconds) / 2)
     for _ in range(ATTEMPTS):
         found = [_choose_boundary(ways, allowed, config.plan.few_bits) for ways in schedules]
-        prediction = predict(RunPlan(_with_boundaries(config, found), vocabulary))
+        prediction = predict(RunSpec(_with_boundaries(config, found), vocabulary))
         if left <= 0 or _utilization(prediction, outer) >= target or any(one.seconds > allowed for one in found):
             break
         allowed -= 1.05 * max(prediction.round_seconds - aim, 0.001 * (allowed - free))
@@ -150,7 +150,7 @@ def _utilization_before(config: RunConfig, vocabulary: int | None) -> float | No
     if config.plan.participants:
         return None
     try:
-        return predict(RunPlan(config, vocabulary)).utilization["relative"]
+        return predict(RunSpec(config, vocabulary)).utilization["relative"]
     except ConfigError:
         return None
 
@@ -168,7 +168,7 @@ def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -
     replica = ways[0].replica
     if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
         return Boundary(ways[0], None, ways[0].free_seconds, None)
-    rungs = ladder(replica.boundary, ways[0].plan.shape.width, few_bits)
+    rungs = ladder(replica.boundary, ways[0].spec.shape.width, few_bits)
     tried: list[Boundary] = []
     for rung, spurned in zip(rungs, (None, *rungs), strict=False):
         for way in ways:
@@ -209,7 +209,7 @@ def _grouping_choices(grouped: Grouped) -> Iterator[Choice]:
 def _outer_choices(
     asked: RunConfig, planned: RunConfig, vocabulary: int | None, outer: OuterChoice, own: OuterChoice
 ) -> Iterator[Choice]:
-    link = RunPlan(planned, vocabulary).links[exchange_link_name(outer.slowest)]
+    link = RunSpec(planned, vocabulary).links[exchange_link_name(outer.slowest)]
     uplink = f"{link.name} ({_link(link.forward.bandwidth)} up, {_link(link.backward.bandwidth)} down)"
     why = f"{uplink} decides: the exchange adds {outer.share:.2%} to a round"
     if outer is not own:
@@ -231,7 +231,7 @@ def _replica_choices(
     for index, (replica, found) in enumerate(zip(config.replicas, boundaries, strict=True)):
         if isinstance(replica, DatacenterReplica):
             continue
-        layers = "+".join(str(len(own)) for own in replica.layer_ranges(found.schedule.plan.shape.layers))
+        layers = "+".join(str(len(own)) for own in replica.layer_ranges(found.schedule.spec.shape.layers))
         if is_measured(config, replica):
             yield Choice(replica.name, f"layers {layers}", "as it was: its costs were measured for this split")
         else:
@@ -260,7 +260,7 @@ def _boundary_choice(
     hop = found.schedule.slowest_hop(found.rung)
     if hop is None:
         return Choice(replica.name, str(found.rung), "links between its stages take no time")
-    link = RunPlan(config, vocabulary).links[stage_link_name(replica.name, hop)]
+    link = RunSpec(config, vocabulary).links[stage_link_name(replica.name, hop)]
     why = f"{link.name} ({_link(_slower(link))}) decides"
     if found.spurned is not None:
         later = max(0.0, found.schedule.seconds(found.spurned) - free)
@@ -290,14 +290,14 @@ def _limit(
     hop = None if found.rung is None else found.schedule.slowest_hop(found.rung)
     if hop is None:
         return f"the stages of {replica.name}"
-    link = RunPlan(config, vocabulary).links[stage_link_name(replica.name, hop)]
+    link = RunSpec(config, vocabulary).links[stage_link_name(replica.name, hop)]
     return (
         f"{link.name} ({_link(_slower(link))}, {format_seconds(link.forward.latency)}), "
         f"which adds {format_seconds(exposed[worst])} to a round"
     )
 
 
-def _slower(link: LinkPlan) -> float | None:
+def _slower(link: LinkSpec) -> float | None:
     """Of its two directions."""
     return min((one for way in (link.forward, link.backward) if (one := way.bandwidth) is not None), default=None)
 

@@ -22,11 +22,11 @@ from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.model import Transformer, build_part, parameters_of, shapes_by_block, shapes_of
 from hetero_pp.outer.step import OuterOptimizer, mean_of
 from hetero_pp.program.report.display import plain_table, wide
-from hetero_pp.program.simulate import plan_of
+from hetero_pp.program.simulate import spec_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.run.simulate_section import MeasuredCost
-from hetero_pp.run.spec import MemberPlan, RunPlan
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import forward_flops
 from hetero_pp.simulator.fleets import part_of
@@ -42,17 +42,17 @@ REPEATS = 9
 
 def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:
     """Measure every member, print, and write a YAML that `simulate --calibration` reads."""
-    plan = plan_of(ConfigFile(path, overrides))
-    torch.set_num_threads(plan.config.threads)
-    measured = dict(measure_all(plan))
+    spec = spec_of(ConfigFile(path, overrides))
+    torch.set_num_threads(spec.config.threads)
+    measured = dict(measure_all(spec))
     console = wide(Console(), 120)
     names = list(MeasuredCost.model_fields)
     table = plain_table(["member"], names)
     for member, cost in measured.items():
         table.add_row(member, *(format_seconds(getattr(cost, name)) for name in names))
     console.print(table)
-    speed = _flops_per_second(plan, measured)
-    console.print(f"{speed / 1e9:.3g} GFLOP/s reached in forward and backward, with {plan.config.threads} thread(s).")
+    speed = _flops_per_second(spec, measured)
+    console.print(f"{speed / 1e9:.3g} GFLOP/s reached in forward and backward, with {spec.config.threads} thread(s).")
     if write is not None:
         costs = {member: cost.model_dump(mode="json") for member, cost in measured.items()}
         hardware = {"this-machine": _machine_entry(speed)}
@@ -90,40 +90,40 @@ def _machine_entry(speed: float) -> dict[str, str | float]:
     }
 
 
-def _flops_per_second(plan: RunPlan, measured: Mapping[str, MeasuredCost]) -> float:
+def _flops_per_second(spec: RunSpec, measured: Mapping[str, MeasuredCost]) -> float:
     """Over all members: operations of forward and backward over their time."""
     operations = seconds = 0.0
     for name, cost in measured.items():
-        member = plan.members[name]
+        member = spec.members[name]
         rows = member.replica.batch_size // member.replica.micro_batches
-        length = plan.config.data.sequence_length
-        operations += 3 * forward_flops(plan.shape, part_of(plan, member), rows, length)
+        length = spec.config.data.sequence_length
+        operations += 3 * forward_flops(spec.shape, part_of(spec, member), rows, length)
         seconds += cost.forward + cost.backward
     return operations / seconds
 
 
-def measure_all(plan: RunPlan) -> Iterator[tuple[str, MeasuredCost]]:
+def measure_all(spec: RunSpec) -> Iterator[tuple[str, MeasuredCost]]:
     """What every member needs, by its name."""
-    snapshot = initial_snapshot(plan.shape, plan.largest_rank, plan.config.seed)
-    for replica in plan.config.replicas:
-        members = [member for member in plan.members.values() if member.replica is replica]
+    snapshot = initial_snapshot(spec.shape, spec.largest_rank, spec.config.seed)
+    for replica in spec.config.replicas:
+        members = [member for member in spec.members.values() if member.replica is replica]
         if isinstance(replica, ParticipantsReplica) and len(members) > 1:
-            yield from _measure_group(plan, replica, members, snapshot)
+            yield from _measure_group(spec, replica, members, snapshot)
         else:
-            yield members[0].name, _measure_whole(plan, members[0], snapshot)
+            yield members[0].name, _measure_whole(spec, members[0], snapshot)
 
 
-def _tokens(plan: RunPlan, rows: int) -> Tensor:
+def _tokens(spec: RunSpec, rows: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(plan.shape.vocabulary, (rows, plan.config.data.sequence_length + 1), generator=generator)
+    return torch.randint(spec.shape.vocabulary, (rows, spec.config.data.sequence_length + 1), generator=generator)
 
 
-def _measure_whole(plan: RunPlan, member: MemberPlan, snapshot: Snapshot) -> MeasuredCost:
-    replica, config = member.replica, plan.config
-    module = Transformer(plan.shape)
+def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> MeasuredCost:
+    replica, config = member.replica, spec.config
+    module = Transformer(spec.shape)
     _load(module, snapshot)
-    whole = WholeReplica(replica.name, module, config.inner, plan.total_steps)
-    tokens = _tokens(plan, replica.batch_size // replica.micro_batches)
+    whole = WholeReplica(replica.name, module, config.inner, spec.total_steps)
+    tokens = _tokens(spec, replica.batch_size // replica.micro_batches)
     forward, backward, update = [], [], []
     for step in range(REPEATS):
         started = time.perf_counter()
@@ -136,7 +136,7 @@ def _measure_whole(plan: RunPlan, member: MemberPlan, snapshot: Snapshot) -> Mea
         backward.append(ended - middle)
         update.append(time.perf_counter() - ended)
     evaluate = _time(lambda: whole.evaluate([tokens]))
-    contribute, apply = _measure_outer(plan, member, dict(whole.parameters))
+    contribute, apply = _measure_outer(spec, member, dict(whole.parameters))
     return MeasuredCost.model_construct(
         forward=median(forward),
         backward=median(backward),
@@ -148,18 +148,18 @@ def _measure_whole(plan: RunPlan, member: MemberPlan, snapshot: Snapshot) -> Mea
 
 
 def _measure_group(
-    plan: RunPlan, replica: ParticipantsReplica, members: list[MemberPlan], snapshot: Snapshot
+    spec: RunSpec, replica: ParticipantsReplica, members: list[MemberSpec], snapshot: Snapshot
 ) -> Iterator[tuple[str, MeasuredCost]]:
-    stages = [_build_stage(plan, replica, member, snapshot) for member in members]
+    stages = [_build_stage(spec, replica, member, snapshot) for member in members]
     rows = replica.batch_size // replica.micro_batches
-    tokens = _tokens(plan, rows)
+    tokens = _tokens(spec, rows)
     spent: dict[str, list[list[float]]] = {
         kind: [[] for _ in stages] for kind in ("forward", "backward", "update", "evaluate")
     }
     for step in range(REPEATS):
         _pass(stages, tokens, step, spent)
     for index, (member, stage) in enumerate(zip(members, stages, strict=True)):
-        contribute, apply = _measure_outer(plan, member, dict(stage.parameters))
+        contribute, apply = _measure_outer(spec, member, dict(stage.parameters))
         yield (
             member.name,
             MeasuredCost.model_construct(
@@ -173,12 +173,12 @@ def _measure_group(
         )
 
 
-def _build_stage(plan: RunPlan, replica: ParticipantsReplica, member: MemberPlan, snapshot: Snapshot) -> Stage:
+def _build_stage(spec: RunSpec, replica: ParticipantsReplica, member: MemberSpec, snapshot: Snapshot) -> Stage:
     assert member.stage is not None
-    module = build_part(plan.shape, member.stage)
+    module = build_part(spec.shape, member.stage)
     _load(module, snapshot)
-    boundary = boundary_of(replica.boundary, plan.shape.width, snapshot.basis)
-    stage = Stage(member.stage, module, boundary, plan.config.inner, plan.total_steps, replica.boundary.ablations)
+    boundary = boundary_of(replica.boundary, spec.shape.width, snapshot.basis)
+    stage = Stage(member.stage, module, boundary, spec.config.inner, spec.total_steps, replica.boundary.ablations)
     stage.split_embedding(snapshot.parameters["tok_embeddings.weight"])
     return stage
 
@@ -195,7 +195,7 @@ def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[
             own = tokens if wire is None else unpack_tokens(packed, vocabulary, rows, length - 1)
             came = None if wire is None else stage.boundary.format.from_wire(wire, shape)
             output = stage.evaluate(own, came) if evaluates else stage.forward(0, own, came, 1)
-            if not stage.plan.is_last:
+            if not stage.spec.is_last:
                 packed = pack_tokens(own, vocabulary)
                 wire = stage.boundary.format.to_wire(stage.boundary.encode_activation(output))
             spent["evaluate" if evaluates else "forward"][index].append(time.perf_counter() - started)
@@ -213,31 +213,31 @@ def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[
 
 
 @torch.no_grad()
-def _measure_outer(plan: RunPlan, member: MemberPlan, parameters: dict[str, torch.nn.Parameter]) -> tuple[float, float]:
+def _measure_outer(spec: RunSpec, member: MemberSpec, parameters: dict[str, torch.nn.Parameter]) -> tuple[float, float]:
     """Seconds to make a contribution, and to apply those of all replicas."""
-    compression = plan.config.outer.compression
+    compression = spec.config.outer.compression
     blocks = shapes_by_block(shapes_of(parameters))
     errors = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     deltas = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
     blobs: dict[str, bytes] = {}
 
     def address(block: str) -> BlobAddress:
-        return BlobAddress(plan.run, 1, member.replica.name, block)
+        return BlobAddress(spec.run, 1, member.replica.name, block)
 
     def contribute() -> None:
         for block, shapes in blocks.items():
             chosen = ((name, shape, select(errors[name], deltas[name], compression)) for name, shape in shapes.items())
             blobs[block] = encode_blob(address(block), chosen, compression)
 
-    optimizer = OuterOptimizer(plan.config.outer)
-    count = len(plan.config.replicas)
+    optimizer = OuterOptimizer(spec.config.outer)
+    count = len(spec.config.replicas)
 
     def apply() -> None:
         for block, shapes in blocks.items():
             received = [ReceivedBlob(blobs[block], address(block), shapes, compression) for _ in range(count)]
             for name, shape in shapes.items():
                 weighted = ((1.0, blob.tensor(name)) for blob in received)
-                mean = mean_of(shape, weighted, plan.config.outer.divides_by)
+                mean = mean_of(shape, weighted, spec.config.outer.divides_by)
                 optimizer.step(name, deltas[name], mean)
 
     return _time(contribute), _time(apply)

@@ -13,7 +13,7 @@ from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.display import format_bandwidths, plain_table, wide
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
 from hetero_pp.topology import (
@@ -36,8 +36,8 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     prepared = prepare(file, runs.absolute())
     console = wide(Console(), WIDTH_OF_FILES)
     _print_run(console, path, prepared)
-    console.print(_members_table(prepared.plan))
-    console.print(_links_table(prepared.plan))
+    console.print(_members_table(prepared.spec))
+    console.print(_links_table(prepared.spec))
     notes = (
         "→ is from the first named to the second. Sizes are of tensors and contributions; headers and framing come on "
         "top. `takes` is the least time that a round's bytes occupy the link."
@@ -46,15 +46,15 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
 
 
 def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
-    plan = prepared.plan
-    config, shape = plan.config, plan.shape
+    spec = prepared.spec
+    config, shape = spec.config, spec.shape
     rounds, steps = config.outer.rounds, config.inner.steps
     per_step = sum(replica.batch_size for replica in config.replicas) * config.data.sequence_length
-    tokens = plan.total_steps * per_step
+    tokens = spec.total_steps * per_step
     compression = config.outer.compression
     console.print(f"[bold]{path}[/bold]: the run `{config.name}` is valid.")
     console.print(
-        f"Model: {_count(plan.parameter_shapes):,} parameters, width {shape.width}, {shape.layers} layers, "
+        f"Model: {_count(spec.parameter_shapes):,} parameters, width {shape.width}, {shape.layers} layers, "
         f"{shape.heads} heads, vocabulary {shape.vocabulary}."
     )
     console.print(
@@ -65,7 +65,7 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
         console.print(f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
     console.print(
         f"Contributions: density {compression.density:.3g}, {_values_of(compression)}, about "
-        f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(plan).values()))} a replica and round."
+        f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))} a replica and round."
     )
 
 
@@ -74,31 +74,31 @@ def _values_of(compression: CompressionSettings) -> str:
     return signs if compression.quantiser == "signs" else f"{compression.value_bits} bits a value"
 
 
-def _members_table(plan: RunPlan) -> Table:
+def _members_table(spec: RunSpec) -> Table:
     table = plain_table(["member", "kind", "owns"], ["parameters", "micro-batches"])
-    for member in plan.members.values():
+    for member in spec.members.values():
         replica, stage = member.replica, member.stage
         if stage is None or isinstance(replica, DatacenterReplica):
             kind, owns = f"datacenter ({replica.engine})", "whole model"  # type: ignore[union-attr]
         else:
-            rank = replica.boundary.dimensions(plan.shape.width)
-            crosses = "full" if rank is None else f"{rank} of {plan.shape.width}"
+            rank = replica.boundary.dimensions(spec.shape.width)
+            crosses = "full" if rank is None else f"{rank} of {spec.shape.width}"
             crosses += f", {replica.boundary.bits} bits" if replica.boundary.bits else f" {replica.boundary.dtype}"
             kind = f"stage {stage.index + 1}/{stage.count}, rank {crosses}"
             owns = f"layers {stage.layers.start}-{stage.layers.stop - 1}"
             owns = ("embedding, " if stage.is_first else "") + owns + (", head" if stage.is_last else "")
-        shapes = {name: plan.parameter_shapes[name] for name in member.owned}
+        shapes = {name: spec.parameter_shapes[name] for name in member.owned}
         batches = f"{replica.micro_batches} x {replica.batch_size // replica.micro_batches}"
         table.add_row(member.name, kind, owns, f"{_count(shapes):,}", batches)
     return table
 
 
-def _links_table(plan: RunPlan) -> Table:
+def _links_table(spec: RunSpec) -> Table:
     columns = ["bandwidth", "latency", "a step →", "a step ←", "a round →", "a round ←", "takes →", "takes ←"]
-    table = plain_table(["link"], columns, widest=max(map(len, plan.links)))
-    steps = plan.config.inner.steps
-    for name, loads in _loads(plan):
-        link = plan.links[name]
+    table = plain_table(["link"], columns, widest=max(map(len, spec.links)))
+    steps = spec.config.inner.steps
+    for name, loads in _loads(spec):
+        link = spec.links[name]
         shapes: list[LinkShape] = [link.forward, link.backward]
         both = [loads["forward"], loads["backward"]]
         rounds = [steps * load.step + load.evaluation + load.outer_round for load in both]
@@ -113,16 +113,16 @@ def _links_table(plan: RunPlan) -> Table:
     return table
 
 
-def _loads(plan: RunPlan) -> list[tuple[str, dict[Direction, LinkLoad]]]:
-    """Loads of every link, in the order of the plan."""
+def _loads(spec: RunSpec) -> list[tuple[str, dict[Direction, LinkLoad]]]:
+    """Loads of every link, in the order of the run."""
     loads: dict[str, dict[Direction, LinkLoad]] = {}
-    for replica in plan.config.replicas:
+    for replica in spec.config.replicas:
         if isinstance(replica, ParticipantsReplica):
             for hop in range(replica.stage_count - 1):
-                loads[stage_link_name(replica.name, hop)] = stage_link_loads(plan, replica)
-    for member in plan.members.values():
-        loads[exchange_link_name(member.name)] = exchange_link_loads(plan, member)
-    return [(name, loads[name]) for name in plan.links]
+                loads[stage_link_name(replica.name, hop)] = stage_link_loads(spec, replica)
+    for member in spec.members.values():
+        loads[exchange_link_name(member.name)] = exchange_link_loads(spec, member)
+    return [(name, loads[name]) for name in spec.links]
 
 
 def _least_time(shape: LinkShape, size: int) -> str:

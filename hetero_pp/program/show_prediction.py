@@ -8,17 +8,17 @@ from pathlib import Path
 from rich.console import Console
 
 from hetero_pp.program.report.display import plain_table
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.published import Comparison
 from hetero_pp.simulator.sweep import Sweep
 from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
 
 
-def print_prediction(console: Console, path: Path, plan: RunPlan, prediction: Prediction) -> None:
+def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Prediction) -> None:
     """What it comes to, then members and links."""
     use = prediction.utilization
-    parameters = sum(_numbers(shape) for shape in plan.parameter_shapes.values())
+    parameters = sum(_numbers(shape) for shape in spec.parameter_shapes.values())
     console.print(
         f"[bold]{path}[/bold]: {parameters:,} parameters, {sum(r.count for r in prediction.replicas):,} replicas, "
         f"{prediction.members:,} members."
@@ -26,7 +26,7 @@ def print_prediction(console: Console, path: Path, plan: RunPlan, prediction: Pr
     times = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
     step, round_, outer = map(format_seconds, times)
     console.print(
-        f"A step takes {step}, a round of {plan.config.inner.steps} steps {round_}, of which the outer round {outer}."
+        f"A step takes {step}, a round of {spec.config.inner.steps} steps {round_}, of which the outer round {outer}."
     )
     console.print(
         f"Members train {use['absolute']:.1%} of the time, {use['relative']:.1%} of what links that cost nothing "

@@ -14,7 +14,7 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.report.display import wide
 from hetero_pp.program.show_prediction import print_prediction, print_sweep
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.charts import draw_prediction, draw_sweep
 from hetero_pp.simulator.prediction import Prediction, predict
@@ -31,13 +31,13 @@ class Outputs:
     chart: Path | None = None
 
 
-def plan_of(file: ConfigFile) -> RunPlan:
-    """The plan of a YAML whose corpus nobody reads; only its tokenizer's vocabulary is needed."""
+def spec_of(file: ConfigFile) -> RunSpec:
+    """The spec of a YAML whose corpus nobody reads; only its tokenizer's vocabulary is needed."""
     config = file.config.with_absolute_paths()
     try:
         config.require_grouped()
         known = None if config.model.vocabulary is not None else load_tokenizer(config.data).vocabulary
-        return RunPlan(config, known)
+        return RunSpec(config, known)
     except ConfigError as error:
         raise file.located(error) from None
 
@@ -53,10 +53,10 @@ def simulate(path: Path, overrides: Sequence[str], sweep: str | None, curves: st
         return
     if curves is not None:
         raise ConfigError((), f"--curves {curves}: expected a --sweep beside it")
-    plan = plan_of(file)
+    spec = spec_of(file)
     timeline = None if outputs.timeline is None else Timeline()
-    prediction = _predict(file, plan, timeline)
-    print_prediction(wide(Console(), 120), path, plan, prediction)
+    prediction = _predict(file, spec, timeline)
+    print_prediction(wide(Console(), 120), path, spec, prediction)
     if timeline is not None and outputs.timeline is not None:
         timeline.write(outputs.timeline)
     _write_json(outputs.json, prediction.as_json())
@@ -72,7 +72,7 @@ def _simulate_sweep(path: Path, overrides: Sequence[str], sweep: Sweep, curves: 
         changed = [*overrides, f"{curves.key}={curve}"] if curves is not None else list(overrides)
         for value in sweep.values:
             file = ConfigFile(path, [*changed, *sweep.overrides(value)])
-            found.setdefault(curve, {})[value] = _predict(file, plan_of(file), None)
+            found.setdefault(curve, {})[value] = _predict(file, spec_of(file), None)
     print_sweep(wide(Console(), 120), sweep, curves, found)
     points = {
         curve: [sweep.point(value) | prediction.as_point() for value, prediction in predictions.items()]
@@ -84,9 +84,9 @@ def _simulate_sweep(path: Path, overrides: Sequence[str], sweep: Sweep, curves: 
         draw_sweep(sweep, curves, found, outputs.chart)
 
 
-def _predict(file: ConfigFile, plan: RunPlan, timeline: Timeline | None) -> Prediction:
+def _predict(file: ConfigFile, spec: RunSpec, timeline: Timeline | None) -> Prediction:
     try:
-        return predict(plan, None if timeline is None else timeline.of)
+        return predict(spec, None if timeline is None else timeline.of)
     except ConfigError as error:
         raise file.located(error) from None
 

@@ -25,7 +25,7 @@ from hetero_pp.link.shaping import ShapedQueue, busy_seconds, direction_queue
 from hetero_pp.messages.messages_pb2 import LinkHello
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.framing import Decoder, encode
-from hetero_pp.topology import Direction, LinkPlan, LinkShape
+from hetero_pp.topology import Direction, LinkShape, LinkSpec
 
 SERVICE = "hetero_pp.StageLink"
 METHOD = "Open"
@@ -43,7 +43,7 @@ _MAX_HELLO_BYTES = 4096
 
 def open_stage_link(
     address: str,
-    plan: LinkPlan,
+    plan: LinkSpec,
     run: str,
     member: str,
     seed: int,
@@ -86,7 +86,7 @@ def _open_error(error: grpc.RpcError, address: str, timeout: float) -> Exception
 class StageLinkServer:
     """Waits for the upstream neighbour of one stage: takes it once, and refuses everybody else."""
 
-    def __init__(self, plan: LinkPlan, run: str, member: str, seed: int, on_refusal: OnRefusal | None = None) -> None:
+    def __init__(self, plan: LinkSpec, run: str, member: str, seed: int, on_refusal: OnRefusal | None = None) -> None:
         self.refusals = 0
         self._plan, self._run, self._member, self._seed = plan, run, member, seed
         self._on_refusal = on_refusal
@@ -137,7 +137,7 @@ class StageLinkServer:
 class GrpcLinkEnd:
     """One end; implements LinkEnd. gRPC's threads send, one thread of its own receives."""
 
-    def __init__(self, plan: LinkPlan, direction: Direction, seed: int, on_refusal: OnRefusal | None) -> None:
+    def __init__(self, plan: LinkSpec, direction: Direction, seed: int, on_refusal: OnRefusal | None) -> None:
         self.ledger = Ledger()
         self._name = plan.name
         self._peer = plan.target if direction == "forward" else plan.source

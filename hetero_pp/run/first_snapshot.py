@@ -5,23 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetero_pp.hugging_face.reading import read_parameters, require_checkpoint
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 
 
-def require_weights(plan: RunPlan) -> None:
+def require_weights(spec: RunSpec) -> None:
     """Raise ConfigError if the weights that a run starts from are missing or not of its shape; reads headers only."""
-    if plan.config.model.weights is not None:
-        require_checkpoint(Path(plan.config.model.weights), plan.shape, plan.parameter_shapes)
+    if spec.config.model.weights is not None:
+        require_checkpoint(Path(spec.config.model.weights), spec.shape, spec.parameter_shapes)
 
 
-def first_snapshot(plan: RunPlan) -> Snapshot:
+def first_snapshot(spec: RunSpec) -> Snapshot:
     """The snapshot that a run starts from: weights that were drawn, or those of the folder of `model.weights`.
 
     The basis U is drawn either way; where boundaries are compressed, the embedding that was read is split by it.
     """
-    require_weights(plan)
-    weights, parameters = plan.config.model.weights, None
+    require_weights(spec)
+    weights, parameters = spec.config.model.weights, None
     if weights is not None:
-        parameters = read_parameters(Path(weights), plan.parameter_shapes)
-    return initial_snapshot(plan.shape, plan.largest_rank, plan.config.seed, parameters)
+        parameters = read_parameters(Path(weights), spec.parameter_shapes)
+    return initial_snapshot(spec.shape, spec.largest_rank, spec.config.seed, parameters)

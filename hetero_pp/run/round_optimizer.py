@@ -6,17 +6,17 @@ from torch import Tensor
 
 from hetero_pp.outer.gradient import GradientOptimizer
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.subspace import columns_of
 from hetero_pp.topology import ParticipantsReplica
 
 
-def round_optimizer(plan: RunPlan, basis: Tensor | None) -> RoundOptimizer:
+def round_optimizer(spec: RunSpec, basis: Tensor | None) -> RoundOptimizer:
     """What makes theta after a round; `basis` [D, K'] is the run's."""
-    config, first = plan.config, plan.config.replicas[0]
+    config, first = spec.config, spec.config.replicas[0]
     if config.outer.source == "difference":
         return OuterOptimizer(config.outer)
     own = None
     if isinstance(first, ParticipantsReplica) and first.stage_count > 1:
-        own = columns_of(basis, first.boundary.dimensions(plan.shape.width))
-    return GradientOptimizer(config.outer, config.inner, plan.total_steps, plan.parameter_shapes, own)
+        own = columns_of(basis, first.boundary.dimensions(spec.shape.width))
+    return GradientOptimizer(config.outer, config.inner, spec.total_steps, spec.parameter_shapes, own)

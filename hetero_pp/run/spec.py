@@ -13,7 +13,7 @@ import torch
 
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
 from hetero_pp.run.config import RunConfig, meaning
-from hetero_pp.topology import DatacenterReplica, LinkPlan, ParticipantsReplica, ReplicaSettings, StagePlan, link_plans
+from hetero_pp.topology import DatacenterReplica, LinkSpec, ParticipantsReplica, ReplicaSettings, StageSpec, link_specs
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Roster:
 
 
 @dataclass(frozen=True)
-class MemberPlan:
+class MemberSpec:
     """One member that trains: which replica, and which stage of it (None: the whole)."""
 
     name: str
     replica: ReplicaSettings
     replica_index: int
-    stage: StagePlan | None
+    stage: StageSpec | None
     owned: tuple[str, ...]
     """Names of the parameters that it trains."""
 
@@ -57,14 +57,14 @@ class MemberPlan:
 
 
 @lru_cache(maxsize=256)
-def _shapes_of(shape: ModelShape, stage: StagePlan | None) -> Mapping[str, tuple[int, ...]]:
-    """Shape of every parameter of a stage, or of the whole model, by name. Many plans of one model ask for the same."""
+def _shapes_of(shape: ModelShape, stage: StageSpec | None) -> Mapping[str, tuple[int, ...]]:
+    """Shape of every parameter of a stage, or of the whole model, by name. Many runs of one model ask for the same."""
     with torch.device("meta"):
         module = Transformer(shape) if stage is None else build_part(shape, stage)
     return MappingProxyType({name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()})
 
 
-class RunPlan:
+class RunSpec:
     """A configuration and all that follows from it alone, the same in every process."""
 
     def __init__(self, config: RunConfig, vocabulary: int | None) -> None:
@@ -73,26 +73,26 @@ class RunPlan:
         self.run = hashlib.sha256(json.dumps(meaning(config), sort_keys=True).encode()).hexdigest()[:32]
         """Names the run in its contributions: the same on all hosts, wherever they keep their files."""
         self.total_steps = config.outer.rounds * config.inner.steps
-        self.links: dict[str, LinkPlan] = {plan.name: plan for plan in link_plans(config.replicas, config.links)}
-        self.members: dict[str, MemberPlan] = {
+        self.links: dict[str, LinkSpec] = {spec.name: spec for spec in link_specs(config.replicas, config.links)}
+        self.members: dict[str, MemberSpec] = {
             member.name: member
             for index, replica in enumerate(config.replicas)
             for member in self._members_of(replica, index)
         }
 
-    def _members_of(self, replica: ReplicaSettings, index: int) -> list[MemberPlan]:
+    def _members_of(self, replica: ReplicaSettings, index: int) -> list[MemberSpec]:
         if isinstance(replica, DatacenterReplica):
-            return [MemberPlan(replica.name, replica, index, None, self._owned_by(None))]
+            return [MemberSpec(replica.name, replica, index, None, self._owned_by(None))]
         stages = [
-            StagePlan(stage, replica.stage_count, layers)
+            StageSpec(stage, replica.stage_count, layers)
             for stage, layers in enumerate(replica.layer_ranges(self.shape.layers))
         ]
         return [
-            MemberPlan(name, replica, index, stage, self._owned_by(stage))
+            MemberSpec(name, replica, index, stage, self._owned_by(stage))
             for name, stage in zip(replica.members, stages, strict=True)
         ]
 
-    def _owned_by(self, stage: StagePlan | None) -> tuple[str, ...]:
+    def _owned_by(self, stage: StageSpec | None) -> tuple[str, ...]:
         return tuple(_shapes_of(self.shape, stage))
 
     @property

@@ -1,4 +1,4 @@
-"""From a plan to arrays: every replica of the topology, or the many that stand for it, as groups with times.
+"""From a run's spec to arrays: every replica of the topology, or the many that stand for it, as groups with times.
 
 Shapes: S stages (1 for a datacenter replica), G replicas of one kind.
 """
@@ -20,7 +20,7 @@ from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, Li
 from hetero_pp.model import EMBEDDING, block_of
 from hetero_pp.run.hardware import Hardware, hardware_named
 from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
-from hetero_pp.run.spec import MemberPlan, RunPlan
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import Part, cost_on, memory_of
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
 from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, site_of
@@ -38,7 +38,7 @@ class Fleet:
     """Replicas of one kind."""
 
     replica: ReplicaSettings
-    members: Sequence[MemberPlan]
+    members: Sequence[MemberSpec]
     """Of the replica that the topology names, stage by stage."""
     accelerators: Sequence[int]
     groups: Groups
@@ -83,23 +83,23 @@ class Fleet:
         )
 
 
-def fleets_of(plan: RunPlan, random: np.random.Generator) -> Iterator[Fleet]:
-    """Every replica of the plan. Raises ConfigError for unknown hardware, a name that is no replica, sites or a ring
+def fleets_of(spec: RunSpec, random: np.random.Generator) -> Iterator[Fleet]:
+    """Every replica of the run. Raises ConfigError for unknown hardware, a name that is no replica, sites or a ring
     that cannot be, or too little memory, saying by how much."""
-    names = [replica.name for replica in plan.config.replicas]
-    for name in plan.config.simulate.fleets:
+    names = [replica.name for replica in spec.config.replicas]
+    for name in spec.config.simulate.fleets:
         if name not in names:
             raise ConfigError(
                 ("simulate", "fleets", name), f"found no such replica, expected one of {', '.join(names)}"
             )
-    for name in plan.config.simulate.measured:
-        if name not in plan.members:
+    for name in spec.config.simulate.measured:
+        if name not in spec.members:
             raise ConfigError(
-                ("simulate", "measured", name), f"found no such member, expected one of {', '.join(plan.members)}"
+                ("simulate", "measured", name), f"found no such member, expected one of {', '.join(spec.members)}"
             )
-    check_exchange(plan)
-    for index, replica in enumerate(plan.config.replicas):
-        fleet = _fleet_of(plan, index, replica, random)
+    check_exchange(spec)
+    for index, replica in enumerate(spec.config.replicas):
+        fleet = _fleet_of(spec, index, replica, random)
         _require_memory(fleet, index)
         yield fleet
 
@@ -115,10 +115,10 @@ def _require_memory(fleet: Fleet, index: int) -> None:
             )
 
 
-def _fleet_of(plan: RunPlan, index: int, replica: ReplicaSettings, random: np.random.Generator) -> Fleet:
-    settings = plan.config.simulate.fleets.get(replica.name, FleetSettings(count=1))
-    members = [member for member in plan.members.values() if member.replica is replica]
-    costs = [_cost_of(plan, index, member) for member in members]
+def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.random.Generator) -> Fleet:
+    settings = spec.config.simulate.fleets.get(replica.name, FleetSettings(count=1))
+    members = [member for member in spec.members.values() if member.replica is replica]
+    costs = [_cost_of(spec, index, member) for member in members]
     shape = (len(members), settings.count)
     slow = np.where(random.random(shape) < settings.stragglers, settings.slowdown, 1.0)
 
@@ -126,9 +126,9 @@ def _fleet_of(plan: RunPlan, index: int, replica: ReplicaSettings, random: np.ra
         return np.array(values)[:, None] * slow
 
     rows = replica.batch_size // replica.micro_batches
-    batches = -(-plan.config.data.validation_sequences // rows)
+    batches = -(-spec.config.data.validation_sequences // rows)
     bandwidth = _drawn(settings.bandwidth, (shape[0] - 1, shape[1]), random)
-    sizes = message_bytes(plan, replica)
+    sizes = message_bytes(spec, replica)
     uplink = _drawn(settings.uplink, shape, random)
     return Fleet(
         replica=replica,
@@ -140,34 +140,34 @@ def _fleet_of(plan: RunPlan, index: int, replica: ReplicaSettings, random: np.ra
             seconds([cost.forward for cost in costs]),
             seconds([cost.backward for cost in costs]),
             seconds([cost.update for cost in costs]),
-            _hops(plan, replica, "forward", sizes["activation"], bandwidth),
-            _hops(plan, replica, "backward", sizes["gradient"], bandwidth),
+            _hops(spec, replica, "forward", sizes["activation"], bandwidth),
+            _hops(spec, replica, "backward", sizes["gradient"], bandwidth),
         ),
         message_bytes=sizes,
         evaluation_batches=batches,
         evaluation_forward=seconds([cost.evaluate for cost in costs]),
-        evaluation_hops=_hops(plan, replica, "forward", sizes["evaluation"], bandwidth),
-        up=crossing(plan, members, "forward", uplink),
-        down=crossing(plan, members, "backward", uplink),
-        sites=[site_of(plan, member) for member in members],
+        evaluation_hops=_hops(spec, replica, "forward", sizes["evaluation"], bandwidth),
+        up=crossing(spec, members, "forward", uplink),
+        down=crossing(spec, members, "backward", uplink),
+        sites=[site_of(spec, member) for member in members],
         contribute=seconds([cost.contribute for cost in costs]),
         apply=seconds([cost.apply for cost in costs]),
         stays=np.all(random.random(shape) >= settings.churn, axis=0),
-        memory=[_memory_of(plan, member) for member in members],
-        memory_capacity=[hardware_of(plan, index, member).memory * replica.accelerators for member in members],
+        memory=[_memory_of(spec, member) for member in members],
+        memory_capacity=[hardware_of(spec, index, member).memory * replica.accelerators for member in members],
     )
 
 
-def message_bytes(plan: RunPlan, replica: ReplicaSettings) -> dict[str, float]:
+def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
     """On the wire, of one message between stages: what links count of an empty one of the same shapes."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
         return {"activation": 0.0, "gradient": 0.0, "evaluation": 0.0}
-    config, format_ = plan.config, format_of(replica.boundary)
+    config, format_ = spec.config, format_of(replica.boundary)
     rows, length = replica.batch_size // replica.micro_batches, config.data.sequence_length
-    rank = replica.boundary.dimensions(plan.shape.width) or plan.shape.width
+    rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
     # Floats need no memory to have a size; few bits are packed for real.
     empty = torch.zeros(rows, length, rank, device="meta" if replica.boundary.bits is None else "cpu")
-    ids = torch.empty(packed_tokens_bytes(rows, length, plan.shape.vocabulary), dtype=torch.uint8, device="meta")
+    ids = torch.empty(packed_tokens_bytes(rows, length, spec.shape.vocabulary), dtype=torch.uint8, device="meta")
     header = LinkHeader(rows=rows)
     header.round, header.step = config.outer.rounds // 2, config.inner.steps // 2
     header.micro_batch = replica.micro_batches // 2
@@ -182,17 +182,17 @@ def message_bytes(plan: RunPlan, replica: ReplicaSettings) -> dict[str, float]:
     return found
 
 
-def part_of(plan: RunPlan, member: MemberPlan) -> Part:
+def part_of(spec: RunSpec, member: MemberSpec) -> Part:
     """What a member owns of the model."""
-    parameters = sum(math.prod(plan.parameter_shapes[name]) for name in member.owned)
+    parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
     layers = len({block_of(name) for name in member.owned if name.startswith("layers.")})
     predicts = any(name.startswith("lm_head") for name in member.owned)
     return Part(layers, EMBEDDING in member.owned, predicts, parameters)
 
 
-def hardware_of(plan: RunPlan, index: int, member: MemberPlan) -> Hardware:
+def hardware_of(spec: RunSpec, index: int, member: MemberSpec) -> Hardware:
     """The machine of a member of the replica of this index. Raises ConfigError if nothing is known of it."""
-    simulate, replica = plan.config.simulate, member.replica
+    simulate, replica = spec.config.simulate, member.replica
     key: tuple[str | int, ...] = ("simulate", "machine")
     name = simulate.machine
     if replica.hardware is not None:
@@ -204,25 +204,25 @@ def hardware_of(plan: RunPlan, index: int, member: MemberPlan) -> Hardware:
     return hardware_named(name, simulate.hardware, key)
 
 
-def _cost_of(plan: RunPlan, index: int, member: MemberPlan) -> MeasuredCost:
+def _cost_of(spec: RunSpec, index: int, member: MemberSpec) -> MeasuredCost:
     """Measured, or from what the member owns and its hardware can do."""
-    if member.name in plan.config.simulate.measured:
-        return plan.config.simulate.measured[member.name]
+    if member.name in spec.config.simulate.measured:
+        return spec.config.simulate.measured[member.name]
     replica = member.replica
-    hardware = hardware_of(plan, index, member)
-    rows, length = replica.batch_size // replica.micro_batches, plan.config.data.sequence_length
-    cost = cost_on(plan.shape, part_of(plan, member), hardware, replica.accelerators, rows, length)
+    hardware = hardware_of(spec, index, member)
+    rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
+    cost = cost_on(spec.shape, part_of(spec, member), hardware, replica.accelerators, rows, length)
     return MeasuredCost.model_construct(**asdict(cost), evaluate=cost.forward)
 
 
-def _memory_of(plan: RunPlan, member: MemberPlan) -> dict[str, float]:
+def _memory_of(spec: RunSpec, member: MemberSpec) -> dict[str, float]:
     replica, stage = member.replica, member.stage
     in_flight = 1
     if stage is not None and isinstance(replica, ParticipantsReplica):
         ahead = (stage.count - 1 - stage.index) * (1 + replica.extra_in_flight)
         in_flight = min(replica.micro_batches, ahead + 1)
-    rows, length = replica.batch_size // replica.micro_batches, plan.config.data.sequence_length
-    return memory_of(plan.shape, part_of(plan, member), rows, length, in_flight)
+    rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
+    return memory_of(spec.shape, part_of(spec, member), rows, length, in_flight)
 
 
 def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: np.random.Generator) -> Array | None:
@@ -234,13 +234,13 @@ def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: 
 
 
 def _hops(
-    plan: RunPlan, replica: ReplicaSettings, direction: Direction, n_bytes: float, bandwidth: Array | None
+    spec: RunSpec, replica: ReplicaSettings, direction: Direction, n_bytes: float, bandwidth: Array | None
 ) -> Hops:
     """One direction of a group's links, for messages of so many bytes on the wire."""
-    links = [plan.links[stage_link_name(replica.name, hop)] for hop in range(len(replica.members) - 1)]
+    links = [spec.links[stage_link_name(replica.name, hop)] for hop in range(len(replica.members) - 1)]
     shapes = [link.shape(direction) for link in links]
     bits = 8.0 * n_bytes
-    count = plan.config.simulate.fleets.get(replica.name, FleetSettings(count=1)).count
+    count = spec.config.simulate.fleets.get(replica.name, FleetSettings(count=1)).count
 
     def rows(values: Sequence[float]) -> Array:
         return np.repeat(np.array(values, dtype=float).reshape(-1, 1), count, axis=1)

@@ -11,7 +11,7 @@ from hetero_pp.coefficients import format_of
 from hetero_pp.link.token_ids import packed_tokens_bytes
 from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
-from hetero_pp.run.spec import MemberPlan, RunPlan
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import Direction, ParticipantsReplica
 
 
@@ -24,15 +24,15 @@ class LinkLoad:
     outer_round: int = 0
 
 
-def stage_link_loads(plan: RunPlan, replica: ParticipantsReplica) -> dict[Direction, LinkLoad]:
+def stage_link_loads(spec: RunSpec, replica: ParticipantsReplica) -> dict[Direction, LinkLoad]:
     """What each link between neighbouring stages of a group carries, to the byte."""
-    data = plan.config.data
-    rank = replica.boundary.dimensions(plan.shape.width) or plan.shape.width
+    data = spec.config.data
+    rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
     format_ = format_of(replica.boundary)
     rows = replica.batch_size // replica.micro_batches
 
     def activations(batch: int) -> int:
-        ids = packed_tokens_bytes(batch, data.sequence_length, plan.shape.vocabulary)
+        ids = packed_tokens_bytes(batch, data.sequence_length, spec.shape.vocabulary)
         return ids + format_.wire_bytes((batch, data.sequence_length, rank))
 
     whole, rest = divmod(data.validation_sequences, rows)
@@ -47,16 +47,16 @@ Messages = dict[Direction, list[tuple[int, int]]]
 """direction -> (bytes, how many of them)"""
 
 
-def exchange_messages(plan: RunPlan, member: MemberPlan, counts: Mapping[str, int] | None = None) -> Messages:
+def exchange_messages(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] | None = None) -> Messages:
     """The blobs that a member sends to the exchange in a round, and fetches: its own up, those of others down.
 
     `counts` says how many replicas stand behind a name, if not one.
     """
-    sizes = blob_sizes(plan)
+    sizes = blob_sizes(spec)
     own, blocks = member.replica.name, {block_of(name) for name in member.owned}
     wanted = blocks | ({block_of(EMBEDDING)} if member.follows_embedding else set())
-    if plan.config.outer.source == "gradient":  # the norm of the whole averaged gradient is needed
-        wanted = {block_of(name) for name in plan.parameter_shapes}
+    if spec.config.outer.source == "gradient":  # the norm of the whole averaged gradient is needed
+        wanted = {block_of(name) for name in spec.parameter_shapes}
     down = []
     for name, blobs in sizes.items():
         count = 1 if counts is None else counts.get(name, 1)
@@ -64,33 +64,33 @@ def exchange_messages(plan: RunPlan, member: MemberPlan, counts: Mapping[str, in
     return {"forward": [(sizes[own][block], 1) for block in blocks], "backward": [one for one in down if one[1]]}
 
 
-def exchange_link_loads(plan: RunPlan, member: MemberPlan) -> dict[Direction, LinkLoad]:
+def exchange_link_loads(spec: RunSpec, member: MemberSpec) -> dict[Direction, LinkLoad]:
     """What the link of a member to the exchange carries."""
-    messages = exchange_messages(plan, member)
+    messages = exchange_messages(spec, member)
     return {way: LinkLoad(outer_round=sum(size * times for size, times in messages[way])) for way in messages}
 
 
-def snapshot_bytes(plan: RunPlan, member: MemberPlan) -> int:
+def snapshot_bytes(spec: RunSpec, member: MemberSpec) -> int:
     """Bytes of the first snapshot's tensors that a member fetches once, at its start."""
     names = [*member.owned, EMBEDDING] if member.follows_embedding else [*member.owned]
-    numbers = sum(math.prod(plan.parameter_shapes[name]) for name in names)
-    return 4 * (numbers + plan.shape.width * (plan.largest_rank or 0))
+    numbers = sum(math.prod(spec.parameter_shapes[name]) for name in names)
+    return 4 * (numbers + spec.shape.width * (spec.largest_rank or 0))
 
 
 @lru_cache(maxsize=2)  # asked for by every member, in both directions
-def blob_sizes(plan: RunPlan) -> dict[str, dict[str, int]]:
+def blob_sizes(spec: RunSpec) -> dict[str, dict[str, int]]:
     """Bytes of each replica's blobs by block."""
-    blocks = shapes_by_block(plan.parameter_shapes)
-    compression = plan.config.outer.compression
+    blocks = shapes_by_block(spec.parameter_shapes)
+    compression = spec.config.outer.compression
     return {
         replica.name: {
-            block: blob_bytes(BlobAddress(plan.run, 1, replica.name, block), shapes, compression)
+            block: blob_bytes(BlobAddress(spec.run, 1, replica.name, block), shapes, compression)
             for block, shapes in blocks.items()
         }
-        for replica in plan.config.replicas
+        for replica in spec.config.replicas
     }
 
 
-def contribution_bytes(plan: RunPlan) -> int:
+def contribution_bytes(spec: RunSpec) -> int:
     """Bytes of all replicas' contributions to one round."""
-    return sum(sum(blobs.values()) for blobs in blob_sizes(plan).values())
+    return sum(sum(blobs.values()) for blobs in blob_sizes(spec).values())

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet
 from hetero_pp.simulator.pipeline import Array, GroupClock
 from hetero_pp.simulator.sharing import all_sent, fair_ends
@@ -21,34 +21,34 @@ from hetero_pp.topology import Direction
 Fleets = Sequence[tuple[Fleet, GroupClock]]
 
 
-def run_outer_round(plan: RunPlan, fleets: Fleets, communicates: bool) -> None:
+def run_outer_round(spec: RunSpec, fleets: Fleets, communicates: bool) -> None:
     """Advance every member to the end of the outer round; only those that stay are waited for."""
     for fleet, clock in fleets:
         _until(clock, "contribute", clock.free + fleet.contribute)
     if not communicates:
         _wait_until(fleets, _last(fleets))
-    elif is_ring(plan.config.simulate):
+    elif is_ring(spec.config.simulate):
         _pass_around(fleets)
     else:
-        _wait_until(fleets, _send(plan, fleets))
-        _receive(plan, fleets)
+        _wait_until(fleets, _send(spec, fleets))
+        _receive(spec, fleets)
     for fleet, clock in fleets:
         _until(clock, "apply", clock.free + fleet.apply)
 
 
-def _send(plan: RunPlan, fleets: Fleets) -> float:
+def _send(spec: RunSpec, fleets: Fleets) -> float:
     """When the exchange has all contributions."""
     ready = [clock.free.copy() for _, clock in fleets]
     for fleet, clock in fleets:
         _until(clock, "send contribution", clock.free + fleet.up.alone)
-    for name, bandwidth in _site_bandwidths(plan, "forward"):
+    for name, bandwidth in _site_bandwidths(spec, "forward"):
         of = [fleet.at_site(name) for fleet, _ in fleets]
         starts, sizes = _flat(fleets, ready, of), _flat(fleets, [fleet.up.n_bytes for fleet, _ in fleets], of)
         delay = max(float(fleet.up.delay[at].max(initial=0)) for (fleet, _), at in zip(fleets, of, strict=True))
         end = all_sent(starts, sizes, bandwidth) + delay
         for (_, clock), at in zip(fleets, of, strict=True):
             clock.free[at] = end
-    closed, shared = _last(fleets), plan.config.simulate.exchange_bandwidth
+    closed, shared = _last(fleets), spec.config.simulate.exchange_bandwidth
     if shared is None:
         return closed
     everywhere = [np.ones(len(fleet.members), dtype=bool) for fleet, _ in fleets]
@@ -57,16 +57,16 @@ def _send(plan: RunPlan, fleets: Fleets) -> float:
     return max(closed, all_sent(_flat(fleets, ready, everywhere), sizes, shared) + delay)
 
 
-def _receive(plan: RunPlan, fleets: Fleets) -> None:
+def _receive(spec: RunSpec, fleets: Fleets) -> None:
     """Everybody begins together, as the round has just closed."""
     ends = [clock.free + fleet.down.alone for fleet, clock in fleets]
-    for name, bandwidth in _site_bandwidths(plan, "backward"):
+    for name, bandwidth in _site_bandwidths(spec, "backward"):
         of = [fleet.at_site(name) for fleet, _ in fleets]
         sizes = _flat(fleets, [fleet.down.n_bytes for fleet, _ in fleets], of)
         shares = iter(np.split(fair_ends(sizes, bandwidth), np.cumsum(_counts(fleets, of))[:-1]))
         for (fleet, clock), at, end in zip(fleets, of, ends, strict=True):
             end[at] = clock.free[at] + next(shares).reshape(int(at.sum()), fleet.count) + fleet.down.delay[at]
-    shared = plan.config.simulate.exchange_bandwidth
+    shared = spec.config.simulate.exchange_bandwidth
     if shared is not None:
         total = sum(float(fleet.down.n_bytes.sum()) * fleet.count for fleet, _ in fleets)
         last = max(float(end.max()) for end in ends)
@@ -108,10 +108,10 @@ def _until(clock: GroupClock, what: str, ends: Array) -> None:
     clock.free[:] = ends
 
 
-def _site_bandwidths(plan: RunPlan, direction: Direction) -> Iterator[tuple[str, float]]:
+def _site_bandwidths(spec: RunSpec, direction: Direction) -> Iterator[tuple[str, float]]:
     """Of sites whose uplink is limited in this direction."""
-    for name, site in plan.config.simulate.sites.items():
-        bandwidth = plan.config.links[site.uplink].shape(direction).bandwidth
+    for name, site in spec.config.simulate.sites.items():
+        bandwidth = spec.config.links[site.uplink].shape(direction).bandwidth
         if bandwidth is not None:
             yield name, bandwidth
 

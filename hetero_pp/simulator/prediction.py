@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, fleets_of
 from hetero_pp.simulator.outer_round import run_outer_round
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
@@ -131,26 +131,26 @@ class _Timed:
     step_seconds: list[Array]
 
 
-def predict(plan: RunPlan, watch: Callable[[str], OnSpan] | None = None) -> Prediction:
-    """Time the plan's topology. `watch` gives, for a replica's name, who is told what its members and links do.
+def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None) -> Prediction:
+    """Time a run's topology. `watch` gives, for a replica's name, who is told what its members and links do.
 
     Raises ConfigError for hardware that is not known, for members whose part does not fit their memory, and for
     published numbers of what is not predicted.
     """
-    simulate = plan.config.simulate
-    fleets = list(fleets_of(plan, np.random.default_rng(simulate.seed)))
-    timed = _run(plan, fleets, True, watch)
-    ideal = _run(plan, fleets, False, None)
+    simulate = spec.config.simulate
+    fleets = list(fleets_of(spec, np.random.default_rng(simulate.seed)))
+    timed = _run(spec, fleets, True, watch)
+    ideal = _run(spec, fleets, False, None)
     tokens_per_round = sum(
-        _tokens_per_step(plan, fleet) * int(fleet.stays.sum()) * plan.config.inner.steps for fleet in fleets
+        _tokens_per_step(spec, fleet) * int(fleet.stays.sum()) * spec.config.inner.steps for fleet in fleets
     )
-    total = simulate.tokens or sum(_tokens_per_step(plan, fleet) * fleet.count for fleet in fleets) * plan.total_steps
+    total = simulate.tokens or sum(_tokens_per_step(spec, fleet) * fleet.count for fleet in fleets) * spec.total_steps
     rate = tokens_per_round / timed.round_seconds
     members = sum(len(fleet.members) * fleet.count for fleet in fleets)
     accelerators = sum(sum(fleet.accelerators) * fleet.count for fleet in fleets)
-    trained = sum(float(_training_seconds(plan, fleet).sum()) for fleet in fleets)
-    replicas = [_replica(plan, fleet, timed, ideal, index) for index, fleet in enumerate(fleets)]
-    rounds = total / sum(_tokens_per_step(plan, fleet) * fleet.count * plan.config.inner.steps for fleet in fleets)
+    trained = sum(float(_training_seconds(spec, fleet).sum()) for fleet in fleets)
+    replicas = [_replica(spec, fleet, timed, ideal, index) for index, fleet in enumerate(fleets)]
+    rounds = total / sum(_tokens_per_step(spec, fleet) * fleet.count * spec.config.inner.steps for fleet in fleets)
     count = sum(replica.count for replica in replicas)
     found = Prediction(
         step_seconds=max(float(steps.max()) for steps in timed.step_seconds),
@@ -172,11 +172,11 @@ def predict(plan: RunPlan, watch: Callable[[str], OnSpan] | None = None) -> Pred
     )
     if not simulate.published:
         return found
-    return replace(found, published=compared(plan.config, found.as_json()))
+    return replace(found, published=compared(spec.config, found.as_json()))
 
 
-def _run(plan: RunPlan, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None) -> _Timed:
-    random = np.random.default_rng(plan.config.simulate.seed + 1) if communicates else None
+def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None) -> _Timed:
+    random = np.random.default_rng(spec.config.simulate.seed + 1) if communicates else None
     clocks = [
         GroupClock(
             fleet.groups if communicates else fleet.without_communication(),
@@ -185,13 +185,13 @@ def _run(plan: RunPlan, fleets: Sequence[Fleet], communicates: bool, watch: Call
         )
         for fleet in fleets
     ]
-    steps, ends = plan.config.inner.steps, [0.0]
+    steps, ends = spec.config.inner.steps, [0.0]
     for _ in range(ROUNDS):
         starts = [clock.free[0].copy() for clock in clocks]
         step_ends = [clock.inner_loop(steps) for clock in clocks]
         inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
         trained = max(float(clock.free.max()) for clock in clocks)
-        run_outer_round(plan, list(zip(fleets, clocks, strict=True)), communicates)
+        run_outer_round(spec, list(zip(fleets, clocks, strict=True)), communicates)
         outer = max(float(clock.free.max()) for clock in clocks) - trained
         for fleet, clock in zip(fleets, clocks, strict=True):
             hops = fleet.evaluation_hops if communicates else clock.groups.activations
@@ -203,18 +203,18 @@ def _run(plan: RunPlan, fleets: Sequence[Fleet], communicates: bool, watch: Call
     return _Timed(ends[-1] - ends[-2], outer, inner, step_seconds)
 
 
-def _tokens_per_step(plan: RunPlan, fleet: Fleet) -> int:
-    return fleet.replica.batch_size * plan.config.data.sequence_length
+def _tokens_per_step(spec: RunSpec, fleet: Fleet) -> int:
+    return fleet.replica.batch_size * spec.config.data.sequence_length
 
 
-def _training_seconds(plan: RunPlan, fleet: Fleet) -> Array:
+def _training_seconds(spec: RunSpec, fleet: Fleet) -> Array:
     """[S, G] of a round."""
     groups = fleet.groups
-    return plan.config.inner.steps * (groups.micro_batches * (groups.forward + groups.backward) + groups.update)
+    return spec.config.inner.steps * (groups.micro_batches * (groups.forward + groups.backward) + groups.update)
 
 
-def _replica(plan: RunPlan, fleet: Fleet, timed: _Timed, ideal: _Timed, index: int) -> ReplicaPrediction:
-    trained = _training_seconds(plan, fleet)
+def _replica(spec: RunSpec, fleet: Fleet, timed: _Timed, ideal: _Timed, index: int) -> ReplicaPrediction:
+    trained = _training_seconds(spec, fleet)
     inner, free = timed.inner_seconds[index], ideal.inner_seconds[index]
     return ReplicaPrediction(
         name=fleet.replica.name,
@@ -239,14 +239,14 @@ def _replica(plan: RunPlan, fleet: Fleet, timed: _Timed, ideal: _Timed, index: i
             )
             for stage, member in enumerate(fleet.members)
         ],
-        links=list(_links(plan, fleet, timed.round_seconds)),
+        links=list(_links(spec, fleet, timed.round_seconds)),
     )
 
 
-def _links(plan: RunPlan, fleet: Fleet, round_seconds: float) -> Iterator[LinkPrediction]:
+def _links(spec: RunSpec, fleet: Fleet, round_seconds: float) -> Iterator[LinkPrediction]:
     """Between neighbouring stages, then to the exchange."""
     groups, size = fleet.groups, fleet.message_bytes
-    messages = plan.config.inner.steps * groups.micro_batches
+    messages = spec.config.inner.steps * groups.micro_batches
     for hop in range(groups.stages - 1):
         evaluation = fleet.evaluation_batches * float(fleet.evaluation_hops.seconds[hop].mean())
         yield LinkPrediction(

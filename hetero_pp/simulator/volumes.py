@@ -24,7 +24,7 @@ from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
 from hetero_pp.run.simulate_section import SimulateSettings
-from hetero_pp.run.spec import MemberPlan, RunPlan
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.loads import Messages, exchange_messages
 from hetero_pp.simulator.pipeline import Array
 from hetero_pp.topology import EXCHANGE, Direction, LinkShape, exchange_link_name
@@ -52,55 +52,55 @@ def is_ring(simulate: SimulateSettings) -> bool:
     return simulate.exchange in ("ring_all_gather", "ring_all_reduce")
 
 
-def check_exchange(plan: RunPlan) -> None:
-    """Raise ConfigError for a site or a ring that the plan cannot have."""
-    simulate = plan.config.simulate
+def check_exchange(spec: RunSpec) -> None:
+    """Raise ConfigError for a site or a ring that the run cannot have."""
+    simulate = spec.config.simulate
     seen: set[str] = set()
     for name, site in simulate.sites.items():
         key = ("simulate", "sites", name)
-        if site.uplink not in plan.config.links:
-            known = ", ".join(plan.config.links) or "none are defined"
+        if site.uplink not in spec.config.links:
+            known = ", ".join(spec.config.links) or "none are defined"
             raise ConfigError(
                 (*key, "uplink"), f"found `{site.uplink}`, expected one of the kinds under `links` ({known})"
             )
         for one in site.members:
-            found = {member.name for member in plan.members.values() if one in (member.name, member.replica.name)}
+            found = {member.name for member in spec.members.values() if one in (member.name, member.replica.name)}
             if not found:
                 raise ConfigError((*key, "members"), f"found `{one}`, expected members or replicas of this file")
             if seen & found:
                 raise ConfigError((*key, "members"), f"found {min(seen & found)} twice, expected it at one site")
             seen |= found
     if is_ring(simulate):
-        _check_ring(plan)
+        _check_ring(spec)
 
 
-def _check_ring(plan: RunPlan) -> None:
-    simulate, key = plan.config.simulate, ("simulate", "exchange")
-    if any(len(replica.members) > 1 for replica in plan.config.replicas):
+def _check_ring(spec: RunSpec) -> None:
+    simulate, key = spec.config.simulate, ("simulate", "exchange")
+    if any(len(replica.members) > 1 for replica in spec.config.replicas):
         raise ConfigError(key, f"found `{simulate.exchange}` with participant groups, expected whole replicas")
-    if simulate.exchange == "ring_all_reduce" and plan.config.outer.compression.density < 1:
+    if simulate.exchange == "ring_all_reduce" and spec.config.outer.compression.density < 1:
         raise ConfigError(
             key,
-            f"found `ring_all_reduce` at density {plan.config.outer.compression.density:.3g}, expected 1: sums of "
+            f"found `ring_all_reduce` at density {spec.config.outer.compression.density:.3g}, expected 1: sums of "
             "sparse contributions grow on their way; `ring_all_gather` passes them on as they are",
         )
     if simulate.sites or simulate.exchange_bandwidth is not None:
         raise ConfigError(key, f"found `{simulate.exchange}`, expected no sites and no exchange_bandwidth beside it")
 
 
-def crossing(plan: RunPlan, members: Sequence[MemberPlan], direction: Direction, bandwidth: Array | None) -> Crossing:
+def crossing(spec: RunSpec, members: Sequence[MemberSpec], direction: Direction, bandwidth: Array | None) -> Crossing:
     """What the members of one replica send (`forward`) or receive. `bandwidth` [S, G] replaces that of their links.
 
     Every message follows the one before, and waits for the latency.
     """
-    fleets = plan.config.simulate.fleets
+    fleets = spec.config.simulate.fleets
     count = fleets[members[0].replica.name].count if members[0].replica.name in fleets else 1
     sizes, seconds, delays = [], [], []
     for row, member in enumerate(members):
-        shape = link_of(plan, member, direction)
-        messages = outer_messages(plan, member)[direction]
+        shape = link_of(spec, member, direction)
+        messages = outer_messages(spec, member)[direction]
         wire = sum(times * wire_bytes(raw_frames(size)) for size, times in messages)
-        drawn = bandwidth is not None and site_of(plan, member) is None
+        drawn = bandwidth is not None and site_of(spec, member) is None
         rate = bandwidth[row] if bandwidth is not None and drawn else (shape.bandwidth or np.inf)
         sizes.append(float(wire))
         seconds.append(np.broadcast_to(wire * 8 / rate, (count,)))
@@ -108,34 +108,34 @@ def crossing(plan: RunPlan, members: Sequence[MemberPlan], direction: Direction,
     return Crossing(np.array(sizes), np.stack(seconds), np.array(delays))
 
 
-def site_of(plan: RunPlan, member: MemberPlan) -> str | None:
+def site_of(spec: RunSpec, member: MemberSpec) -> str | None:
     """The name of the site whose uplink the member shares."""
-    for name, site in plan.config.simulate.sites.items():
+    for name, site in spec.config.simulate.sites.items():
         if member.name in site.members or member.replica.name in site.members:
             return name
     return None
 
 
-def link_of(plan: RunPlan, member: MemberPlan, direction: Direction) -> LinkShape:
+def link_of(spec: RunSpec, member: MemberSpec, direction: Direction) -> LinkShape:
     """The link to the exchange: the member's own, or its site's."""
-    site = site_of(plan, member)
+    site = site_of(spec, member)
     if site is not None:
-        return plan.config.links[plan.config.simulate.sites[site].uplink].shape(direction)
-    return plan.links[exchange_link_name(member.name)].shape(direction)
+        return spec.config.links[spec.config.simulate.sites[site].uplink].shape(direction)
+    return spec.links[exchange_link_name(member.name)].shape(direction)
 
 
-def outer_messages(plan: RunPlan, member: MemberPlan) -> Messages:
+def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:
     """What a member sends and receives: messages as (bytes, how many)."""
-    simulate = plan.config.simulate
+    simulate = spec.config.simulate
     counts = {name: fleet.count for name, fleet in simulate.fleets.items()}
-    gathered = exchange_messages(plan, member, counts)
-    replicas = replica_count(plan)
+    gathered = exchange_messages(spec, member, counts)
+    replicas = replica_count(spec)
     own = sum(size for size, _ in gathered["forward"])
     match simulate.exchange:
         case "gather":
             return gathered
         case "parameter_server":
-            return {"forward": gathered["forward"], "backward": _aggregate(plan, member)}
+            return {"forward": gathered["forward"], "backward": _aggregate(spec, member)}
         case "ring_all_gather":
             passed_on = [(own, replicas - 1)]
         case "ring_all_reduce":
@@ -144,34 +144,34 @@ def outer_messages(plan: RunPlan, member: MemberPlan) -> Messages:
     return {"forward": passed_on, "backward": passed_on}
 
 
-def replica_count(plan: RunPlan) -> int:
+def replica_count(spec: RunSpec) -> int:
     """R: all replicas, with the many that stand behind a name."""
-    fleets = plan.config.simulate.fleets
-    return sum(fleets[one.name].count if one.name in fleets else 1 for one in plan.config.replicas)
+    fleets = spec.config.simulate.fleets
+    return sum(fleets[one.name].count if one.name in fleets else 1 for one in spec.config.replicas)
 
 
-def _aggregate(plan: RunPlan, member: MemberPlan) -> list[tuple[int, int]]:
+def _aggregate(spec: RunSpec, member: MemberSpec) -> list[tuple[int, int]]:
     blocks = {block_of(name) for name in member.owned}
     blocks |= {block_of(EMBEDDING)} if member.follows_embedding else set()
-    if plan.config.outer.source == "gradient":
-        blocks = {block_of(name) for name in plan.parameter_shapes}
-    sizes = aggregate_bytes(plan)
+    if spec.config.outer.source == "gradient":
+        blocks = {block_of(name) for name in spec.parameter_shapes}
+    sizes = aggregate_bytes(spec)
     return [(sizes[block], 1) for block in sorted(blocks)]
 
 
 @lru_cache(maxsize=2)  # asked for by every member, in both directions
-def aggregate_bytes(plan: RunPlan) -> dict[str, int]:
+def aggregate_bytes(spec: RunSpec) -> dict[str, int]:
     """Bytes by block of the mean of all contributions, in fp32, as the codec would write them.
 
     `union` is the most that it can be: no two replicas kept the same position.
     """
-    compression = plan.config.outer.compression
-    density = min(1.0, replica_count(plan) * compression.density)
-    if plan.config.simulate.aggregate == "dense":
+    compression = spec.config.outer.compression
+    density = min(1.0, replica_count(spec) * compression.density)
+    if spec.config.simulate.aggregate == "dense":
         density = 1.0
     written = compression.model_copy(update={"density": density, "value_bits": 32, "quantiser": "levels"})
-    blocks = shapes_by_block(plan.parameter_shapes)
+    blocks = shapes_by_block(spec.parameter_shapes)
     return {
-        block: blob_bytes(BlobAddress(plan.run, 1, EXCHANGE, block), shapes, written)
+        block: blob_bytes(BlobAddress(spec.run, 1, EXCHANGE, block), shapes, written)
         for block, shapes in blocks.items()
     }

@@ -11,7 +11,7 @@ from hetero_pp.link.shaping import Pacer
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.topology import LinkPlan
+from hetero_pp.topology import LinkSpec
 
 
 class PacedExchange:
@@ -20,10 +20,10 @@ class PacedExchange:
     Blobs and snapshots are shaped and counted; control messages and reports, some hundred bytes each, are not.
     """
 
-    def __init__(self, exchange: ExchangePort, plan: LinkPlan, seed: int) -> None:
+    def __init__(self, exchange: ExchangePort, spec: LinkSpec, seed: int) -> None:
         self._exchange = exchange
-        self._up = Pacer(plan.forward, f"{seed}/{plan.name}/forward")
-        self._down = Pacer(plan.backward, f"{seed}/{plan.name}/backward")
+        self._up = Pacer(spec.forward, f"{seed}/{spec.name}/forward")
+        self._down = Pacer(spec.backward, f"{seed}/{spec.name}/backward")
         self.forward = Ledger()
         self.backward = Ledger()
 

@@ -21,7 +21,7 @@ from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.first_snapshot import first_snapshot
-from hetero_pp.run.spec import MemberPlan, RunPlan
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.fast.bias import BiasMeter
@@ -37,7 +37,7 @@ class AllReplicas:
 
     def __init__(
         self,
-        plan: RunPlan,
+        spec: RunSpec,
         source: Source,
         compiles: bool = False,
         bias_every: int | None = None,
@@ -45,32 +45,32 @@ class AllReplicas:
         ranks: Ranks = ALONE,
         stacks: bool | None = None,
     ) -> None:
-        self.plan = plan
+        self.spec = spec
         self.ranks = ranks
-        self.count = len(plan.config.replicas)
+        self.count = len(spec.config.replicas)
         """Replicas on all ranks."""
         self.indices = ranks.mine(self.count)
         """Of those that are here; everything below that has an index counts these only."""
-        snapshot = first_snapshot(plan)
-        firsts = {member.replica.name: member for member in reversed(plan.members.values())}
-        everyone = [firsts[replica.name] for replica in plan.config.replicas]
+        snapshot = first_snapshot(spec)
+        firsts = {member.replica.name: member for member in reversed(spec.members.values())}
+        everyone = [firsts[replica.name] for replica in spec.config.replicas]
         members = [everyone[index] for index in self.indices]
         self.settings: list[ReplicaSettings] = [member.replica for member in members]
-        self.batches: list[Batches] = [replica_batches(plan, member, source)[0] for member in members]
-        self.validation = [tokens.to(device) for tokens in replica_batches(plan, everyone[0], source)[1]]
-        self.replicas = [build_whole(plan, member, snapshot, device) for member in members]
+        self.batches: list[Batches] = [replica_batches(spec, member, source)[0] for member in members]
+        self.validation = [tokens.to(device) for tokens in replica_batches(spec, everyone[0], source)[1]]
+        self.replicas = [build_whole(spec, member, snapshot, device) for member in members]
         self.is_compiled = compiles and can_compile(device)
         if self.is_compiled:
             compile_layers(replica.module for replica in self.replicas)
         self.theta = {name: tensor.to(device, copy=True) for name, tensor in snapshot.parameters.items()}
         self.errors = [{name: torch.zeros_like(tensor) for name, tensor in self.theta.items()} for _ in members]
-        self.outer = OuterOptimizer(plan.config.outer)
+        self.outer = OuterOptimizer(spec.config.outer)
         self.bias_every = bias_every
         self.bias: list[tuple[int, float]] = []
         self.own_embeddings: dict[int, Tensor] = {}
         """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
-        self.tokens_per_round = plan.config.inner.steps * sum(
-            replica.batch_size * plan.config.data.sequence_length for replica in plan.config.replicas
+        self.tokens_per_round = spec.config.inner.steps * sum(
+            replica.batch_size * spec.config.data.sequence_length for replica in spec.config.replicas
         )
         """On all ranks."""
         self.stacks: list[Stack] = []
@@ -104,7 +104,7 @@ class AllReplicas:
 
     def round(self, round_: int) -> bool:
         """H inner steps on every replica, and the outer round; False if it diverged."""
-        count = self.plan.config.inner.steps
+        count = self.spec.config.inner.steps
         steps = range((round_ - 1) * count, round_ * count)
         measures = self.bias_every is not None and round_ % self.bias_every == 0
         meter = BiasMeter(self.replicas, self.batches, steps) if measures else None
@@ -142,7 +142,7 @@ class AllReplicas:
             for index, replica in enumerate(self.replicas):
                 own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
                 delta = own_start - replica.parameters[name]
-                generator = generator_of(self.plan.run, round_, self.settings[index].name, name)
+                generator = generator_of(self.spec.run, round_, self.settings[index].name, name)
                 sent = select(self.errors[index][name], delta, compression, generator=generator)
                 total[sent.indices] += sent.values
                 if senders is not None:
@@ -195,7 +195,7 @@ class AllReplicas:
     @torch.no_grad()
     def _move_basis(self, round_: int) -> None:
         """Grassmann update of the one U that all replicas share (an ablation), by the first that asks for it."""
-        first = next((i for i, settings in enumerate(self.plan.config.replicas) if _moves(settings, round_)), None)
+        first = next((i for i, settings in enumerate(self.spec.config.replicas) if _moves(settings, round_)), None)
         if first is None:
             return
         moved = self._moved_basis(first)
@@ -206,9 +206,9 @@ class AllReplicas:
 
     def _moved_basis(self, index: int) -> Tensor:
         """The basis [D, K] that the gradients of the replica (counted over all ranks) ask for, on every rank."""
-        settings = self.plan.config.replicas[index]
+        settings = self.spec.config.replicas[index]
         assert isinstance(settings, ParticipantsReplica)
-        width = self.plan.shape.width
+        width = self.spec.shape.width
         moved = self.theta[EMBEDDING].new_empty(width, settings.boundary.dimensions(width) or width)
         if index in self.indices:
             boundary = self.replicas[self.indices.index(index)].boundary
@@ -233,7 +233,7 @@ class AllReplicas:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave, in a group of the same plan."""
+        """Go on from what `state` gave, in a group of the same run."""
         _copy(state["theta"], self.theta)
         for error, saved in zip(self.errors, state["errors"], strict=True):
             _copy(saved, error)
@@ -262,12 +262,12 @@ class AllReplicas:
 
     def evaluate_uncompressed(self) -> float:
         """The loss without any boundary."""
-        plain = WholeReplica("plain", self.replicas[0].module, self.plan.config.inner, self.plan.total_steps)
+        plain = WholeReplica("plain", self.replicas[0].module, self.spec.config.inner, self.spec.total_steps)
         return plain.evaluate(self.validation)
 
     def evaluate_compressed(self) -> float | None:
         """The loss in the forward of the first compressed replica, on every rank."""
-        first = next((i for i, settings in enumerate(self.plan.config.replicas) if _is_compressed(settings)), None)
+        first = next((i for i, settings in enumerate(self.spec.config.replicas) if _is_compressed(settings)), None)
         if first is None:
             return None
         is_here = first in self.indices
@@ -302,27 +302,27 @@ def can_stack(replica: ReplicaSettings) -> bool:
     return replica.boundary.bits is None and replica.boundary.ablations == AblationSettings()
 
 
-def build_whole(plan: RunPlan, member: MemberPlan, snapshot: Snapshot, device: torch.device) -> WholeReplica:
+def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> WholeReplica:
     """The whole replica that `member` is, or is a stage of, with the snapshot's parameters."""
     replica = member.replica
     with device:
-        module = Transformer(plan.shape)
+        module = Transformer(spec.shape)
     _copy(snapshot.parameters, dict(module.named_parameters()))
     boundary, cuts, ablations = None, [], None
     if isinstance(replica, ParticipantsReplica):
         basis = None if snapshot.basis is None else snapshot.basis.to(device)
-        boundary = boundary_of(replica.boundary, plan.shape.width, basis)
-        cuts = [layers.stop - 1 for layers in replica.layer_ranges(plan.shape.layers)[:-1]]
+        boundary = boundary_of(replica.boundary, spec.shape.width, basis)
+        cuts = [layers.stop - 1 for layers in replica.layer_ranges(spec.shape.layers)[:-1]]
         ablations = replica.boundary.ablations
     return WholeReplica(
         replica.name,
         module,
-        plan.config.inner,
-        plan.total_steps,
+        spec.config.inner,
+        spec.total_steps,
         replica.micro_batches,
         boundary,
         cuts,
-        plan.config.seed,
+        spec.config.seed,
         ablations,
     )
 

@@ -17,7 +17,7 @@ import torch
 
 from hetero_pp.coefficients import format_of
 from hetero_pp.data.sources import Source
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.fast.all_replicas import AllReplicas
@@ -49,7 +49,7 @@ class FastResult:
 
 
 def train_fast(
-    plan: RunPlan,
+    spec: RunSpec,
     source: Source,
     on_round: Callable[[int, float], None] = lambda round_, loss: None,
     compiles: bool = False,
@@ -71,18 +71,18 @@ def train_fast(
     bias is not measured. None: on a GPU, if that is faster by a measurement, which a checkpoint remembers.
     """
     started = time.monotonic()
-    kept = None if checkpoint is None else Checkpoint(checkpoint, plan.run, ranks, checkpoint_seconds)
+    kept = None if checkpoint is None else Checkpoint(checkpoint, spec.run, ranks, checkpoint_seconds)
     saved = None if kept is None else kept.load()
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
-    group = AllReplicas(plan, source, compiles, bias_every, device, ranks, stacks)
+    group = AllReplicas(spec, source, compiles, bias_every, device, ranks, stacks)
     losses: list[float] = []
     if saved is not None:
         losses = saved["losses"]
         started -= saved["seconds"]
         group.load(saved["group"])
     del saved  # or everything would be held twice
-    for round_ in range(len(losses) + 1, plan.config.outer.rounds + 1):
+    for round_ in range(len(losses) + 1, spec.config.outer.rounds + 1):
         loss = group.evaluate() if group.round(round_) else math.nan
         if not math.isfinite(loss):
             break
@@ -90,15 +90,15 @@ def train_fast(
         if kept is not None and kept.is_due():
             kept.save(round_, {"losses": losses, "seconds": time.monotonic() - started, "group": group.state()})
         on_round(round_, loss)
-    diverged = len(losses) < plan.config.outer.rounds
+    diverged = len(losses) < spec.config.outer.rounds
     result = FastResult(
         validation_loss=losses,
         uncompressed=math.nan if diverged else group.evaluate_uncompressed(),
         compressed=None if diverged else group.evaluate_compressed(),
         tokens=len(losses) * group.tokens_per_round,
         seconds=time.monotonic() - started,
-        contribution_bytes=len(losses) * contribution_bytes(plan),
-        boundary_bytes_per_token=max(boundary_bytes_per_token(replica, plan) for replica in plan.config.replicas),
+        contribution_bytes=len(losses) * contribution_bytes(spec),
+        boundary_bytes_per_token=max(boundary_bytes_per_token(replica, spec) for replica in spec.config.replicas),
         diverged=diverged,
         bias=group.bias,
         compiled=group.is_compiled,
@@ -109,10 +109,10 @@ def train_fast(
     return result
 
 
-def boundary_bytes_per_token(replica: ReplicaSettings, plan: RunPlan) -> float:
+def boundary_bytes_per_token(replica: ReplicaSettings, spec: RunSpec) -> float:
     """Tensor bytes that one token costs at one hop, in one direction."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
         return 0.0
-    rank = replica.boundary.dimensions(plan.shape.width) or plan.shape.width
-    rows, length = replica.batch_size // replica.micro_batches, plan.config.data.sequence_length
+    rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
+    rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
     return format_of(replica.boundary).wire_bytes((rows, length, rank)) / (rows * length)

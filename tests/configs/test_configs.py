@@ -13,7 +13,7 @@ import torch
 
 from hetero_pp.model import Transformer, build_part
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -28,16 +28,16 @@ def test_there_are_configs() -> None:
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_it_loads_and_builds(path: Path, tmp_path: Path) -> None:
     config = ConfigFile(path).config
-    plan = RunPlan(config, config.model.vocabulary or 256)
+    spec = RunSpec(config, config.model.vocabulary or 256)
     with torch.device("meta"):
-        whole = Transformer(plan.shape)
+        whole = Transformer(spec.shape)
         for replica in config.replicas:
-            members = [member for member in plan.members.values() if member.replica is replica]
+            members = [member for member in spec.members.values() if member.replica is replica]
             owned = [name for member in members for name in member.owned]
             assert sorted(owned) == sorted(dict(whole.named_parameters()))
             for member in members:
                 if member.stage is not None:
-                    part = dict(build_part(plan.shape, member.stage).named_parameters())
+                    part = dict(build_part(spec.shape, member.stage).named_parameters())
                     assert sorted(part) == list(member.owned)
     if path.stem in PARAMETERS:
         assert sum(parameter.numel() for parameter in whole.parameters()) == PARAMETERS[path.stem]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.topology import BoundarySettings, LinkSettings
 
 
@@ -42,7 +42,7 @@ def _group(name: str, rank: Any, stages: int = 2) -> dict[str, Any]:
 )
 def test_the_basis_has_as_many_columns_as_the_largest_rank(groups: list[dict[str, Any]], largest: int | None) -> None:
     config = {"name": "ranks", "model": {"preset": "micro", "width": 64}, "outer": {"rounds": 1}, "replicas": groups}
-    assert RunPlan(RunConfig.model_validate(config), 100).largest_rank == largest
+    assert RunSpec(RunConfig.model_validate(config), 100).largest_rank == largest
 
 
 def test_a_direction_overrides_what_it_names_and_nothing_else() -> None:

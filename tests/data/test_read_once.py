@@ -22,7 +22,7 @@ from hetero_pp.data.stream import StreamBatches
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, Transformer, initialise
 from hetero_pp.program.cli import app
-from hetero_pp.topology import StagePlan
+from hetero_pp.topology import StageSpec
 from replica_groups.datacenter import DatacenterMember
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.member import TrainingMember
@@ -106,7 +106,7 @@ def _datacenter(shards: Path, model: Transformer) -> TrainingMember:
 
 def _stage(shards: Path, model: Transformer) -> TrainingMember:
     """The first stage of a group, which is its last, too."""
-    stage = Stage(StagePlan(0, 1, range(2)), model, Boundary(WIDTH, Floats(torch.float32)), INNER, 100)
+    stage = Stage(StageSpec(0, 1, range(2)), model, Boundary(WIDTH, Floats(torch.float32)), INNER, 100)
     worker = StageWorker(stage, WorkerSettings(1, ROWS, LENGTH, 0, None, "home", 0), None, None)
     return StageMember("home", worker, _batches(shards, 1), [], 0)
 

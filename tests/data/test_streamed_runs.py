@@ -14,7 +14,7 @@ import torch
 from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.fast.train import train_fast
 
@@ -29,7 +29,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan_of(shards: Path, replicas: int = 2) -> RunPlan:
+def spec_of(shards: Path, replicas: int = 2) -> RunSpec:
     torch.set_num_threads(1)
     stream = {"validation_documents": 4, "shuffle_buffer": 5}
     names = [f"dc{i}" for i in range(replicas)]
@@ -43,15 +43,15 @@ def plan_of(shards: Path, replicas: int = 2) -> RunPlan:
             "replicas": [{"name": name, "kind": "datacenter", "batch_size": 4} for name in names],
         }
     )
-    return RunPlan(config, 256)
+    return RunSpec(config, 256)
 
 
 def test_replicas_read_disjoint_documents(shards: Path) -> None:
-    plan = plan_of(shards, 3)
-    source = StreamedCorpus(plan.config.data)
+    spec = spec_of(shards, 3)
+    source = StreamedCorpus(spec.config.data)
     seen: list[set[int]] = []
-    for member in plan.members.values():
-        batches, validation = replica_batches(plan, member, source)
+    for member in spec.members.values():
+        batches, validation = replica_batches(spec, member, source)
         seen.append({index for step in range(6) for index in batches.train(step).unique().tolist()} - {0})
         assert torch.cat(validation).unique().tolist() == [0, *range(ord("A"), ord("C"))]
     assert all(len(own) > 8 for own in seen)
@@ -69,16 +69,16 @@ def _interrupt(number: int, loss: float) -> None:
 
 def test_it_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -> None:
     """More than an epoch, interrupted after every round."""
-    plan, path = plan_of(shards), tmp_path / "checkpoint"
-    source = StreamedCorpus(plan.config.data)
-    group = AllReplicas(plan, source)
+    spec, path = spec_of(shards), tmp_path / "checkpoint"
+    source = StreamedCorpus(spec.config.data)
+    group = AllReplicas(spec, source)
     losses = [group.evaluate() for round_ in range(1, 5) if group.round(round_)]
     assert all(state["epoch"] > 0 for state in group.state()["batches"])
     for _ in range(3):
         with pytest.raises(_Interrupted):
-            train_fast(plan, source, _interrupt, checkpoint=path, checkpoint_seconds=0)
+            train_fast(spec, source, _interrupt, checkpoint=path, checkpoint_seconds=0)
     rounds: list[Any] = []
-    result = train_fast(plan, StreamedCorpus(plan.config.data), lambda *told: rounds.append(told), checkpoint=path)
+    result = train_fast(spec, StreamedCorpus(spec.config.data), lambda *told: rounds.append(told), checkpoint=path)
     assert [number for number, _ in rounds] == [4]
     assert result.validation_loss == losses
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes
 from hetero_pp.snapshot import load_snapshot
@@ -52,12 +52,12 @@ def test_moments_are_in_the_snapshots(both: list[Path]) -> None:
 
 def test_links_carried_what_check_predicts(both: list[Path]) -> None:
     """Every member sees all of the averaged gradient, as it is clipped by its norm. Rows of zeros shorten it."""
-    plan = RunPlan(ConfigFile(both[0] / "config.yaml").config, 256)
+    spec = RunSpec(ConfigFile(both[0] / "config.yaml").config, 256)
     links = json.loads((both[0] / "summary.json").read_text())["links"]
     measured = {link["name"]: link["payload_bytes"] for link in links}
-    for member in plan.members.values():
-        loads = exchange_link_loads(plan, member)
+    for member in spec.members.values():
+        loads = exchange_link_loads(spec, member)
         link = measured[f"{member.name}-exchange"]
-        downloaded = 4 * loads["backward"].outer_round + snapshot_bytes(plan, member)
+        downloaded = 4 * loads["backward"].outer_round + snapshot_bytes(spec, member)
         assert link["forward"] == pytest.approx(4 * loads["forward"].outer_round, rel=0.2)
         assert link["backward"] == pytest.approx(downloaded, rel=0.2)

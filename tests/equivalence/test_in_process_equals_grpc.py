@@ -14,7 +14,7 @@ import torch
 
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.fleets import message_bytes
 from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes, stage_link_loads
@@ -106,29 +106,29 @@ def test_the_summary_has_what_others_rely_on(both: dict[str, Path]) -> None:
 
 def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
     """To the byte on stage links; blobs, which are as long as what they hold makes them, about."""
-    plan = RunPlan(ConfigFile(both["grpc"] / "config.yaml").config, 256)
+    spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["payload_bytes"] for link in summary["links"]}
-    rounds, steps = plan.config.outer.rounds, plan.config.inner.steps
-    for replica in plan.config.replicas:
+    rounds, steps = spec.config.outer.rounds, spec.config.inner.steps
+    for replica in spec.config.replicas:
         if isinstance(replica, ParticipantsReplica):
-            for direction, load in stage_link_loads(plan, replica).items():
+            for direction, load in stage_link_loads(spec, replica).items():
                 expected = rounds * steps * load.step + (rounds + 1) * load.evaluation
                 assert [measured[f"home.{hop}-{hop + 1}"][direction] for hop in range(2)] == [expected] * 2
-    for member in plan.members.values():
-        loads = exchange_link_loads(plan, member)
+    for member in spec.members.values():
+        loads = exchange_link_loads(spec, member)
         link = measured[f"{member.name}-exchange"]
-        downloaded = rounds * loads["backward"].outer_round + snapshot_bytes(plan, member)
+        downloaded = rounds * loads["backward"].outer_round + snapshot_bytes(spec, member)
         assert link["forward"] == pytest.approx(rounds * loads["forward"].outer_round, rel=0.1)
         assert link["backward"] == pytest.approx(downloaded, rel=0.1)
 
 
-def _stage_messages(plan: RunPlan, replica: ParticipantsReplica) -> dict[Direction, Iterator[Message]]:
+def _stage_messages(spec: RunSpec, replica: ParticipantsReplica) -> dict[Direction, Iterator[Message]]:
     """Every message between two of its stages in a whole run, with tensors of the size alone."""
-    data, rounds, steps = plan.config.data, plan.config.outer.rounds, plan.config.inner.steps
+    data, rounds, steps = spec.config.data, spec.config.outer.rounds, spec.config.inner.steps
     rows, length = replica.batch_size // replica.micro_batches, data.sequence_length
     assert rows == 1  # so that validation has no smaller batch
-    rank = replica.boundary.dimensions(plan.shape.width)
+    rank = replica.boundary.dimensions(spec.shape.width)
     assert rank is not None and replica.boundary.dtype == "bf16"
     coefficients = torch.empty(rows, length, rank, dtype=torch.bfloat16, device="meta")
     ids = torch.empty(rows * (length + 1), dtype=torch.uint8, device="meta")  # 256 ids: a byte each
@@ -160,11 +160,11 @@ def _stage_messages(plan: RunPlan, replica: ParticipantsReplica) -> dict[Directi
 
 def test_stage_links_carried_their_messages_and_nothing_else(both: dict[str, Path]) -> None:
     """On the wire, headers and framing included, to the byte."""
-    plan = RunPlan(ConfigFile(both["grpc"] / "config.yaml").config, 256)
+    spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["wire_bytes"] for link in summary["links"]}
-    [home] = [replica for replica in plan.config.replicas if isinstance(replica, ParticipantsReplica)]
-    for direction, messages in _stage_messages(plan, home).items():
+    [home] = [replica for replica in spec.config.replicas if isinstance(replica, ParticipantsReplica)]
+    for direction, messages in _stage_messages(spec, home).items():
         frames = [4 + sealed(one).header.ByteSize() + one.payload_bytes for one in messages]
         assert max(frames) < 16000
         expected = sum(size + 5 + 9 for size in frames)  # one gRPC message in one HTTP/2 frame each
@@ -173,13 +173,13 @@ def test_stage_links_carried_their_messages_and_nothing_else(both: dict[str, Pat
 
 def test_links_carried_what_simulate_predicts(both: dict[str, Path]) -> None:
     """Bytes on the wire. Before its rounds a run evaluates once and fetches a snapshot, which is not predicted."""
-    plan = RunPlan(ConfigFile(both["grpc"] / "config.yaml").config, 256)
+    spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["wire_bytes"] for link in summary["links"]}
-    rounds, batches = plan.config.outer.rounds, plan.config.data.validation_sequences
-    [home] = [replica for replica in plan.config.replicas if isinstance(replica, ParticipantsReplica)]
-    evaluation = batches * message_bytes(plan, home)["evaluation"]
-    for link in (link for replica in predict(plan).replicas for link in replica.links):
+    rounds, batches = spec.config.outer.rounds, spec.config.data.validation_sequences
+    [home] = [replica for replica in spec.config.replicas if isinstance(replica, ParticipantsReplica)]
+    evaluation = batches * message_bytes(spec, home)["evaluation"]
+    for link in (link for replica in predict(spec).replicas for link in replica.links):
         if link.name.endswith("exchange"):
             assert measured[link.name]["forward"] == pytest.approx(rounds * link.forward_bytes, rel=0.1)
         else:  # a header is some bytes longer or shorter than that of the message which stands for all

@@ -18,7 +18,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.snapshot import load_snapshot
 from hetero_pp.topology import DatacenterReplica
 
@@ -87,13 +87,13 @@ def _plain_round(start: torch.Tensor, local: torch.Tensor, error: torch.Tensor) 
 def test_a_datacenter_replica_is_a_plain_loop(config: RunConfig, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     reports: list[Report] = []
-    plan = RunPlan(config, 256)
-    run_in_process(plan, tmp_path / "run", tmp_path, reports.append)
+    spec = RunSpec(config, 256)
+    run_in_process(spec, tmp_path / "run", tmp_path, reports.append)
     measured = [report.inner_step.loss for report in reports if report.HasField("inner_step")]
 
     store = prepare_tokens(config.data, tmp_path)
     batches = StoreBatches(store=store, sequence_length=32, seed=5, replica=0, replicas=1, batch_size=4)
-    model = Transformer(plan.shape)
+    model = Transformer(spec.shape)
     initialise(model, 5)
     named = dict(sorted(model.named_parameters()))
     adamw = torch.optim.AdamW(

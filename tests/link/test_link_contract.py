@@ -17,7 +17,7 @@ from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
-from hetero_pp.topology import LinkPlan, LinkShape
+from hetero_pp.topology import LinkShape, LinkSpec
 
 SECONDS = 60.0
 """Longer than anything here takes."""
@@ -27,15 +27,15 @@ Pair = tuple[LinkEnd, LinkEnd]
 Connect = Callable[..., Pair]
 
 
-def connect_in_process(stack: ExitStack, plan: LinkPlan) -> Pair:
-    return in_process_pair(plan, seed=1)
+def connect_in_process(stack: ExitStack, spec: LinkSpec) -> Pair:
+    return in_process_pair(spec, seed=1)
 
 
-def connect_grpc(stack: ExitStack, plan: LinkPlan) -> Pair:
-    links = StageLinkServer(plan, "run", plan.target, seed=1)
+def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
+    links = StageLinkServer(spec, "run", spec.target, seed=1)
     server, port = make_server("127.0.0.1:0", [links.handler()], max_workers=2)
     stack.callback(lambda: server.stop(grace=0).wait())
-    upstream = open_stage_link(f"127.0.0.1:{port}", plan, "run", plan.source, seed=1, timeout=SECONDS)
+    upstream = open_stage_link(f"127.0.0.1:{port}", spec, "run", spec.source, seed=1, timeout=SECONDS)
     return upstream, links.accept(SECONDS)
 
 
@@ -48,8 +48,8 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
     with ExitStack() as stack:
 
         def make(forward: LinkShape = UNLIMITED, backward: LinkShape = UNLIMITED) -> Pair:
-            plan = LinkPlan("home.0-1", "home.0", "home.1", forward, backward)
-            ends = TRANSPORTS[request.param](stack, plan)
+            spec = LinkSpec("home.0-1", "home.0", "home.1", forward, backward)
+            ends = TRANSPORTS[request.param](stack, spec)
             for end in ends:
                 stack.callback(end.abort, "the test is over")
             return ends
@@ -238,11 +238,11 @@ def test_recycling_changes_nothing_that_is_still_used(ends: Pair) -> None:
 
 def test_the_ledger_is_the_same_on_every_transport() -> None:
     shape = LinkShape(bandwidth=10e9)
-    plan = LinkPlan("home.0-1", "home.0", "home.1", shape, UNLIMITED)
+    spec = LinkSpec("home.0-1", "home.0", "home.1", shape, UNLIMITED)
     counts: dict[str, list[Count]] = {}
     for name, connect in TRANSPORTS.items():
         with ExitStack() as stack:
-            one, other = connect(stack, plan)
+            one, other = connect(stack, spec)
             for round_, size in enumerate([0, 1, 1000, FRAME_BYTES - 20, FRAME_BYTES, 3 * FRAME_BYTES + 1]):
                 header = LinkHeader(round=round_ // 2, micro_batch=size)
                 one.send(Message(header, (torch.ones(size, dtype=torch.uint8), torch.ones(size % 7).bfloat16())))

@@ -15,7 +15,7 @@ from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer import exchange_port
 from hetero_pp.outer.exchange_port import HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.topology import LinkPlan, LinkShape
+from hetero_pp.topology import LinkShape, LinkSpec
 from replica_groups.exchange.shaped import PacedExchange
 
 BLOB = bytes(1000)
@@ -79,7 +79,7 @@ class Paced:
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.far = Far(clock)
-        self.exchange = PacedExchange(self.far, LinkPlan("home.0-exchange", "home.0", "exchange", UP, DOWN), seed=1)
+        self.exchange = PacedExchange(self.far, LinkSpec("home.0-exchange", "home.0", "exchange", UP, DOWN), seed=1)
 
     def counts(self, round_: int) -> list[Counts]:
         """Of what went up and of what came down."""

@@ -23,27 +23,27 @@ from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
 from hetero_pp.rpc.framing import encode
 from hetero_pp.rpc.stage_link import METHOD, SERVICE, GrpcLinkEnd, StageLinkServer, open_stage_link
-from hetero_pp.topology import LinkPlan, LinkShape
+from hetero_pp.topology import LinkShape, LinkSpec
 
 SECONDS = 60.0
-PLAN = LinkPlan("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
+PLAN = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
 HELLO = LinkHello(version=PROTOCOL_VERSION, run="run", link=PLAN.name, sender=PLAN.source)
 
 
 class Listener:
     """A downstream stage's server and the refusals it reports."""
 
-    def __init__(self, stack: ExitStack, plan: LinkPlan = PLAN, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self, stack: ExitStack, spec: LinkSpec = PLAN, listen: str = "127.0.0.1:0") -> None:
         self.refusals: list[tuple[str, str]] = []
         self.links = StageLinkServer(
-            plan, "run", plan.target, seed=0, on_refusal=lambda *refusal: self.refusals.append(refusal)
+            spec, "run", spec.target, seed=0, on_refusal=lambda *refusal: self.refusals.append(refusal)
         )
         self.server, port = make_server(listen, [self.links.handler()], max_workers=3)
         stack.callback(lambda: self.server.stop(grace=0).wait())
         self.address = f"127.0.0.1:{port}"
 
-    def dial(self, plan: LinkPlan = PLAN, run: str = "run", member: str = "home.0") -> GrpcLinkEnd:
-        return open_stage_link(self.address, plan, run, member, seed=0, timeout=SECONDS)
+    def dial(self, spec: LinkSpec = PLAN, run: str = "run", member: str = "home.0") -> GrpcLinkEnd:
+        return open_stage_link(self.address, spec, run, member, seed=0, timeout=SECONDS)
 
 
 @pytest.fixture

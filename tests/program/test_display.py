@@ -12,9 +12,9 @@ from test_run_state import (
     ROUNDS,
     START,
     evaluation,
-    made_up_plan,
     made_up_reports,
     made_up_round,
+    made_up_spec,
     state_of,
 )
 
@@ -37,7 +37,7 @@ def text_of(renderable: object, width: int = 100) -> str:
 
 def test_a_line_at_the_start_and_one_a_round() -> None:
     console, out = plain_console(width=40)
-    state = RunState(made_up_plan())
+    state = RunState(made_up_spec())
     with LiveDisplay(state, console) as display:
         for report in made_up_reports():
             state.apply(report)
@@ -51,7 +51,7 @@ def test_a_line_at_the_start_and_one_a_round() -> None:
 
 def test_a_round_without_validation_loss_is_told_at_the_end() -> None:
     console, out = plain_console()
-    state = RunState(made_up_plan())
+    state = RunState(made_up_spec())
     with pytest.raises(KeyboardInterrupt), LiveDisplay(state, console) as display:
         for report in made_up_round(1):
             if not report.HasField("evaluation"):
@@ -92,7 +92,7 @@ def test_live_view_of_a_low_terminal_leaves_the_quiet_links_out() -> None:
 
 
 def test_live_view_before_the_first_report() -> None:
-    assert "0:00 elapsed" in text_of(live_view(RunState(made_up_plan()), START, height=40))
+    assert "0:00 elapsed" in text_of(live_view(RunState(made_up_spec()), START, height=40))
 
 
 def test_on_a_terminal_the_view_goes_away_at_a_good_end() -> None:
@@ -122,7 +122,7 @@ def test_result() -> None:
 
 def test_result_of_a_run_that_failed_at_once() -> None:
     console, out = plain_console()
-    state = RunState(made_up_plan())
+    state = RunState(made_up_spec())
     state.fail("no exchange")
     print_result(console, state.summary(), Path("/runs/made-up"))
     assert "Failed: no exchange" in out.getvalue()

@@ -23,7 +23,7 @@ from hetero_pp.program.launch.resume import require_same_run
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.exchange import serve_exchange
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
@@ -210,9 +210,9 @@ def test_the_log_alone_decides(finished: Path, cut: Path, corpus: Path, metrics:
 
 def test_metrics_are_whole_until_others_take_their_place(tmp_path: Path, finished: Path, corpus: Path) -> None:
     """Whenever the process is killed between the two, the run can be resumed."""
-    plan = _plan(finished)
+    spec = _spec(finished)
     (tmp_path / "metrics.jsonl").write_text("what was told before\n")
-    recorder = Recorder(plan, tmp_path, RunState(plan), resume=True)
+    recorder = Recorder(spec, tmp_path, RunState(spec), resume=True)
     report = Report(time=1.0, member="dc")
     report.joined.address = ""
     recorder.on_report(report)
@@ -226,10 +226,10 @@ def test_metrics_are_whole_until_others_take_their_place(tmp_path: Path, finishe
 def test_metrics_that_cannot_be_told_again_are_kept(
     tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = _plan(finished)
+    spec = _spec(finished)
     told: list[str] = []
     (tmp_path / "metrics.jsonl").write_text("what was told before\n")
-    recorder = Recorder(plan, tmp_path, RunState(plan), True, told.append)
+    recorder = Recorder(spec, tmp_path, RunState(spec), True, told.append)
 
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -243,9 +243,9 @@ def test_metrics_that_cannot_be_told_again_are_kept(
     assert len(told) == 1
 
 
-def _plan(runs: Path) -> RunPlan:
+def _spec(runs: Path) -> RunSpec:
     config = ConfigFile(runs / "mixed" / "config.yaml").config
-    return RunPlan(config, load_tokenizer(config.data).vocabulary)
+    return RunSpec(config, load_tokenizer(config.data).vocabulary)
 
 
 # ---- what may change ----
@@ -328,8 +328,8 @@ def test_reports_that_cannot_be_followed_are_no_success(
 
 
 def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path) -> None:
-    plan = _plan(finished)
-    exchange = Exchange(plan.run, plan.roster, None, plan.config.outer, ContributionLog(tmp_path))
+    spec = _spec(finished)
+    exchange = Exchange(spec.run, spec.roster, None, spec.config.outer, ContributionLog(tmp_path))
     server, port = serve_exchange(exchange, "token", "127.0.0.1:0", 1)
 
     def fails(report: Report) -> None:

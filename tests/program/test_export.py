@@ -28,7 +28,7 @@ from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise
 from hetero_pp.program.cli import app
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.described_weights import with_weights_described
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.snapshot import load_snapshot
 from replica_groups.fast.all_replicas import AllReplicas
@@ -360,7 +360,7 @@ def test_an_uncompressed_run_goes_on_where_the_first_one_ended(run: Path, export
     assert _losses(tmp_path / "first")["a"]["initial_validation_loss"] == last
     resolved = ConfigFile(tmp_path / "first" / "config.yaml").config
     assert resolved.model.weights == str(exported)
-    assert RunPlan(resolved, 256).shape == read_architecture(exported).shape
+    assert RunSpec(resolved, 256).shape == read_architecture(exported).shape
     assert resolved.data.tokenizer == str(exported)
 
 
@@ -379,7 +379,7 @@ def test_a_compressed_group_starts_from_weights(run: Path, exported: Path, corpu
     assert losses["dc"]["validation_loss"][-1] < before
 
     config = ConfigFile(tmp_path / "second" / "config.yaml").config
-    group = AllReplicas(RunPlan(config, 256), open_source(config.data, tmp_path / ".tokens"))
+    group = AllReplicas(RunSpec(config, 256), open_source(config.data, tmp_path / ".tokens"))
     assert group.evaluate_uncompressed() == pytest.approx(before, abs=1e-5)
     compressed = losses["home"]["initial_validation_loss"]
     assert group.evaluate_compressed() == pytest.approx(compressed, abs=1e-4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_run_state import START, evaluation, inner_step, link_use, made_up_plan, made_up_reports, state_of
+from test_run_state import START, evaluation, inner_step, link_use, made_up_reports, made_up_spec, state_of
 
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
@@ -35,7 +35,7 @@ def test_pictures_of_a_whole_run(tmp_path: Path) -> None:
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
-    state = RunState(made_up_plan())
+    state = RunState(made_up_spec())
     draw_losses(state, tmp_path / "loss.png")
     draw_links(state, tmp_path / "links.png")
     assert not list(tmp_path.iterdir())
@@ -56,7 +56,7 @@ def test_a_diverged_run_and_links_of_very_different_loads(tmp_path: Path) -> Non
 
 def test_many_links_make_a_taller_picture(tmp_path: Path) -> None:
     replicas = [{"name": "home", "kind": "participants", "stages": 16}]
-    state = RunState(made_up_plan(replicas=replicas, model={"layers": 16}))
+    state = RunState(made_up_spec(replicas=replicas, model={"layers": 16}))
     state.apply(inner_step(START, "home.15", "home", 1, 0, loss=1.0))
     for hop in range(15):
         state.apply(link_use(START + 1, f"home.{hop}-{hop + 1}", "forward", 1, 1000 + hop))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_state import START, inner_step, made_up_plan, made_up_reports, made_up_round
+from test_run_state import START, inner_step, made_up_reports, made_up_round, made_up_spec
 
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import Recorder
@@ -16,9 +16,9 @@ from hetero_pp.program.report.state import RunState
 
 
 def record(folder: Path, reports: list[Report], failed: str | None = None) -> RunState:
-    plan = made_up_plan()
-    state = RunState(plan)
-    recorder = Recorder(plan, folder, state)
+    spec = made_up_spec()
+    state = RunState(spec)
+    recorder = Recorder(spec, folder, state)
     for report in reports:
         state.apply(report)
         recorder.on_report(report)
@@ -71,7 +71,7 @@ def test_closed_rounds_and_hashes(folder: Path) -> None:
 
 
 def test_summary_is_the_state_s(folder: Path) -> None:
-    state = RunState(made_up_plan())
+    state = RunState(made_up_spec())
     for report in made_up_reports():
         state.apply(report)
     assert json.loads((folder / "summary.json").read_text()) == state.summary()
@@ -98,8 +98,8 @@ def test_tensorboard_scalars(folder: Path) -> None:
 
 
 def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
-    plan = made_up_plan()
-    recorder = Recorder(plan, tmp_path, RunState(plan))
+    spec = made_up_spec()
+    recorder = Recorder(spec, tmp_path, RunState(spec))
     recorder.on_report(inner_step(START, "dc", "dc", 1, 0, loss=1.0))
     assert lines(tmp_path)[0]["loss"] == 1.0
     recorder.close()

@@ -11,14 +11,14 @@ import pytest
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
 from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 
 ROUNDS, STEPS = 2, 2
 START = 1000.0
 ROUND_SECONDS = 10.0
 
 
-def made_up_plan(**changes: Any) -> RunPlan:
+def made_up_spec(**changes: Any) -> RunSpec:
     """One datacenter, and a group of two stages with a link of 8 Mbit/s forward and 4 Mbit/s backward."""
     settings = {
         "name": "made-up",
@@ -30,7 +30,7 @@ def made_up_plan(**changes: Any) -> RunPlan:
             {"name": "home", "kind": "participants", "stages": 2, "link": "home", "boundary": {"rank": 8}},
         ],
     }
-    return RunPlan(RunConfig.model_validate(settings | changes), 256)
+    return RunSpec(RunConfig.model_validate(settings | changes), 256)
 
 
 def inner_step(time: float, member: str, replica: str, round_: int, step: int, **values: Any) -> Report:
@@ -115,7 +115,7 @@ def made_up_reports() -> list[Report]:
 
 
 def state_of(reports: list[Report]) -> RunState:
-    state = RunState(made_up_plan())
+    state = RunState(made_up_spec())
     for report in reports:
         state.apply(report)
     return state
@@ -236,7 +236,7 @@ def test_summary_of_contributions(whole: RunState) -> None:
 
 
 def test_summary_of_nothing() -> None:
-    summary = RunState(made_up_plan()).summary()
+    summary = RunState(made_up_spec()).summary()
     assert (summary["rounds"], summary["validation_loss"], summary["parameters_sha256"]) == (0, [], {})
     assert summary["initial_validation_loss"] is summary["contributions"]["bits_per_value"] is None
     assert summary["wall_seconds"] == summary["tokens_per_second"] == 0

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app
-from hetero_pp.program.simulate import plan_of
+from hetero_pp.program.simulate import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import Part, forward_flops, memory_of
 from hetero_pp.simulator.prediction import Prediction, predict
@@ -46,7 +46,7 @@ def yaml(tmp_path: Path) -> Path:
 
 
 def _predict(path: Path, *overrides: str) -> Prediction:
-    return predict(plan_of(ConfigFile(path, overrides)))
+    return predict(spec_of(ConfigFile(path, overrides)))
 
 
 def _invoke(*arguments: str) -> tuple[int, str, str]:
@@ -115,7 +115,7 @@ def test_fleets_draw_their_links_and_lose_members(yaml: Path) -> None:
 
 def test_flops_are_six_a_parameter_and_token() -> None:
     """Forward is a third of that; attention comes on top, the embedding costs nothing."""
-    shape = plan_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
+    shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
     whole = Part(shape.layers, True, True, 0)
     matrices = 512_398_848 - 32000 * 1536 - 25 * 1536
     attention = 12 * 2 * 2048 * 1536
@@ -125,7 +125,7 @@ def test_flops_are_six_a_parameter_and_token() -> None:
 
 
 def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
-    shape = plan_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
+    shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
     held = memory_of(shape, Part(3, False, False, 1000), 2, 2048, in_flight=5)
     assert sum(held.values()) - held["activations"] == 24_000
     assert held["activations"] == 5 * 2 * 2048 * 3 * (8 * 1536 + 3 * 5440) * 2

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.program.simulate import plan_of
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.program.simulate import spec_of
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.fleets import message_bytes
 from hetero_pp.simulator.loads import snapshot_bytes
@@ -35,8 +35,8 @@ replicas:
 
 
 @pytest.fixture(scope="module")
-def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPlan, dict[str, Any], dict[str, Any]]:
-    """The plan, what `simulate --json` wrote of its links, and what `summary.json` holds of them, by name."""
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, dict[str, Any], dict[str, Any]]:
+    """The spec, what `simulate --json` wrote of its links, and what `summary.json` holds of them, by name."""
     folder = tmp_path_factory.mktemp("agrees")
     yaml = folder / "small.yaml"
     yaml.write_text(YAML.replace("CORPUS", str(corpus)))
@@ -44,7 +44,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPlan
     _program("launch", str(yaml), "--runs", str(folder / "runs"))
     predicted = _links(folder / "predicted.json")
     measured = _links(folder / "runs" / "small" / "summary.json")
-    return plan_of(ConfigFile(yaml)), predicted, measured
+    return spec_of(ConfigFile(yaml)), predicted, measured
 
 
 def _links(path: Path) -> dict[str, Any]:
@@ -57,17 +57,17 @@ def _program(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_link_carries_what_was_predicted(run: tuple[RunPlan, dict[str, Any], dict[str, Any]]) -> None:
+def test_every_link_carries_what_was_predicted(run: tuple[RunSpec, dict[str, Any], dict[str, Any]]) -> None:
     """A run has an evaluation more than rounds, before the first one, and fetches the first snapshot."""
-    plan, predicted, measured = run
+    spec, predicted, measured = run
     assert predicted.keys() == measured.keys() and len(measured) == 3 + 6
     before: dict[tuple[str, str], float] = {}
-    for replica in plan.config.replicas:
-        evaluation = VALIDATION_BATCHES * message_bytes(plan, replica)["evaluation"]
+    for replica in spec.config.replicas:
+        evaluation = VALIDATION_BATCHES * message_bytes(spec, replica)["evaluation"]
         before |= {(link, "forward"): evaluation for link in predicted if link.startswith(f"{replica.name}.")}
-    for member in plan.members.values():
+    for member in spec.members.values():
         before[f"{member.name}-exchange", "forward"] = 0.0
-        before[f"{member.name}-exchange", "backward"] = snapshot_bytes(plan, member)
+        before[f"{member.name}-exchange", "backward"] = snapshot_bytes(spec, member)
     for name, link in measured.items():
         for direction in ("forward", "backward"):
             expected = before.get((name, direction), 0.0) + ROUNDS * predicted[name][f"{direction}_bytes"]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hetero_pp.errors import ConfigError
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.model import shapes_by_block
-from hetero_pp.program.simulate import plan_of
+from hetero_pp.program.simulate import spec_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sharing import all_sent, fair_ends
@@ -56,29 +56,29 @@ simulate:
 """
 
 
-def _plan(folder: Path, text: str, *overrides: str) -> RunPlan:
+def _spec(folder: Path, text: str, *overrides: str) -> RunSpec:
     path = folder / "t.yaml"
     path.write_text(MODEL + text)
-    return plan_of(ConfigFile(path, overrides))
+    return spec_of(ConfigFile(path, overrides))
 
 
-def _whole(folder: Path, *overrides: str) -> tuple[RunPlan, Prediction]:
-    plan = _plan(folder, WHOLE, *overrides)
-    return plan, predict(plan)
+def _whole(folder: Path, *overrides: str) -> tuple[RunSpec, Prediction]:
+    spec = _spec(folder, WHOLE, *overrides)
+    return spec, predict(spec)
 
 
-def _contribution(plan: RunPlan, density: float | None = None, value_bits: int | None = None) -> dict[str, int]:
+def _contribution(spec: RunSpec, density: float | None = None, value_bits: int | None = None) -> dict[str, int]:
     """Bytes by block of what the real encoder writes of random pseudo-gradients."""
-    compression = plan.config.outer.compression
+    compression = spec.config.outer.compression
     changed = {"density": density or compression.density, "value_bits": value_bits or compression.value_bits}
     compression = compression.model_copy(update=changed)
     sizes = {}
-    for block, shapes in shapes_by_block(plan.parameter_shapes).items():
+    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
         chosen = [
             (name, tuple(shape), select(torch.zeros(shape), torch.randn(shape), compression))
             for name, shape in shapes.items()
         ]
-        sizes[block] = len(encode_blob(BlobAddress(plan.run, 1, EXCHANGE, block), chosen, compression))
+        sizes[block] = len(encode_blob(BlobAddress(spec.run, 1, EXCHANGE, block), chosen, compression))
     return sizes
 
 
@@ -98,8 +98,8 @@ DENSE = ("outer.method=diloco", "simulate.exchange=ring_all_reduce")
 def test_bytes_of_a_replica_are_multiples_of_a_contribution(
     tmp_path: Path, overrides: tuple[str, ...], sent: float, received: float
 ) -> None:
-    plan, found = _whole(tmp_path, *overrides)
-    contribution = sum(_contribution(plan).values())
+    spec, found = _whole(tmp_path, *overrides)
+    contribution = sum(_contribution(spec).values())
     [replica] = found.replicas
     assert replica.sent_bytes == pytest.approx(sent * contribution, rel=0.1)  # an estimate, and framing
     assert replica.received_bytes == pytest.approx(received * contribution, rel=0.1)
@@ -109,13 +109,13 @@ def test_bytes_of_a_replica_are_multiples_of_a_contribution(
 
 def test_an_aggregate_is_what_the_encoder_would_write(tmp_path: Path) -> None:
     """Of replicas that kept different positions: as many values as all of them, in fp32."""
-    plan = _plan(tmp_path, WHOLE, "simulate.exchange=parameter_server")
-    assert aggregate_bytes(plan) == pytest.approx(_contribution(plan, REPLICAS / 32, 32), rel=0.1)
-    received = predict(plan).replicas[0].received_bytes
-    assert received == sum(wire_bytes(raw_frames(size)) for size in aggregate_bytes(plan).values())
-    dense = _plan(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.aggregate=dense")
+    spec = _spec(tmp_path, WHOLE, "simulate.exchange=parameter_server")
+    assert aggregate_bytes(spec) == pytest.approx(_contribution(spec, REPLICAS / 32, 32), rel=0.1)
+    received = predict(spec).replicas[0].received_bytes
+    assert received == sum(wire_bytes(raw_frames(size)) for size in aggregate_bytes(spec).values())
+    dense = _spec(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.aggregate=dense")
     assert aggregate_bytes(dense) == pytest.approx(_contribution(dense, 1.0, 32), rel=0.1)
-    many = _plan(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.fleets.dc.count=40")
+    many = _spec(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.fleets.dc.count=40")
     assert sum(aggregate_bytes(many).values()) == sum(aggregate_bytes(dense).values())
 
 
@@ -167,12 +167,12 @@ def test_fair_ends_are_those_of_small_turns(sizes: list[int]) -> None:
 
 
 def _at_one_site(folder: Path, members: str) -> Prediction:
-    return predict(_plan(folder, AT_ONE_SITE, f"simulate.sites={{office: {{members: {members}, uplink: home}}}}"))
+    return predict(_spec(folder, AT_ONE_SITE, f"simulate.sites={{office: {{members: {members}, uplink: home}}}}"))
 
 
 def test_members_of_one_site_share_its_uplink(tmp_path: Path) -> None:
     """Sent one by one or together, the last byte is at the exchange when the link has carried all."""
-    free = predict(_plan(tmp_path, AT_ONE_SITE))
+    free = predict(_spec(tmp_path, AT_ONE_SITE))
     dc, group = free.replicas
     assert dc.inner_seconds < group.inner_seconds  # so the datacenter's is sent before the group begins
     early = group.inner_seconds - dc.inner_seconds
@@ -189,7 +189,7 @@ def test_who_has_a_link_of_its_own_does_not_wait_for_a_site(tmp_path: Path) -> N
     dc, group = found.replicas
     seconds = group.sent_bytes * 8 / UP + max(dc.received_bytes, group.received_bytes) * 8 / DOWN
     assert found.outer_seconds == pytest.approx(CONTRIBUTE + seconds + APPLY)
-    assert found.outer_seconds > predict(_plan(tmp_path, AT_ONE_SITE)).outer_seconds
+    assert found.outer_seconds > predict(_spec(tmp_path, AT_ONE_SITE)).outer_seconds
 
 
 @pytest.mark.parametrize(
@@ -205,15 +205,15 @@ def test_who_has_a_link_of_its_own_does_not_wait_for_a_site(tmp_path: Path) -> N
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, text: str, overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        predict(_plan(tmp_path, text, *overrides))
+        predict(_spec(tmp_path, text, *overrides))
     assert words in str(error.value)
 
 
 def test_seventy_billion_parameters_over_the_internet() -> None:
     """Geometric gaps and 1.25 bits for each of 32 of 4096 values; own up at 110 Mbit/s, 19 others' down at 500."""
-    plan = plan_of(ConfigFile(CONFIGS / "paper" / "sparseloco_70b.yaml"))
-    found = predict(plan)
-    parameters = sum(int(np.prod(shape)) for shape in plan.parameter_shapes.values())
+    spec = spec_of(ConfigFile(CONFIGS / "paper" / "sparseloco_70b.yaml"))
+    found = predict(spec)
+    parameters = sum(int(np.prod(shape)) for shape in spec.parameter_shapes.values())
     gap = 7 - 127 * np.log2(127 / 128)
     contribution = parameters / 128 * (gap + 1.25) / 8
     assert found.replicas[0].sent_bytes == pytest.approx(contribution, rel=0.002)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
-from hetero_pp.program.simulate import plan_of
+from hetero_pp.program.simulate import spec_of
 from hetero_pp.run.simulate_section import PublishedNumber
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict
@@ -58,11 +58,11 @@ def _simulate(path: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_numbers_are_compared_where_the_configuration_is_theirs(yaml: Path) -> None:
-    found = predict(plan_of(ConfigFile(yaml)))
+    found = predict(spec_of(ConfigFile(yaml)))
     rounds, use = found.published
     assert (rounds.what, rounds.published, rounds.ratio, rounds.holds) == ("rounds", 8, 0.5, None)
     assert (use.published, use.predicted, use.holds) == (0.999, found.utilization["relative"], False)
-    faster = predict(plan_of(ConfigFile(yaml, ["links.home.bandwidth=1 Gbit/s", "outer.compression.density=1/64"])))
+    faster = predict(spec_of(ConfigFile(yaml, ["links.home.bandwidth=1 Gbit/s", "outer.compression.density=1/64"])))
     rounds, sent, days = faster.published
     assert sent.published == 1000
     assert sent.predicted == faster.replicas[1].sent_bytes
@@ -93,7 +93,7 @@ def test_rows_change_several_keys_at_once(yaml: Path, tmp_path: Path) -> None:
     assert [len(point["published"]) for point in points] == [2, 3]
     assert chart.stat().st_size > 10_000
     overrides = ["links.home.bandwidth=1 Gbit/s", "outer.compression.density=1/64"]
-    alone = predict(plan_of(ConfigFile(yaml, overrides)))
+    alone = predict(spec_of(ConfigFile(yaml, overrides)))
     assert points[1]["round_seconds"] == alone.round_seconds
 
 
@@ -141,5 +141,5 @@ def test_rows_that_cannot_be_are_a_mistake(yaml: Path, overrides: list[str], wor
 def test_the_claim_of_97_percent_holds_as_it_is_assumed(bandwidth: str) -> None:
     """Het-PP, section 3.1, at Figure 2's ends: relative to what free links allow."""
     overrides = [f"links.hop.bandwidth={bandwidth}", "replicas.1.boundary.rank=1/8"]
-    [claim] = predict(plan_of(ConfigFile(CONFIGS / "paper" / "het_pp_figure2.yaml", overrides))).published
+    [claim] = predict(spec_of(ConfigFile(CONFIGS / "paper" / "het_pp_figure2.yaml", overrides))).published
     assert claim.holds

@@ -19,7 +19,7 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.model import EMBEDDING
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.fast.train import train_fast
 from replica_groups.ranks import Ranks, init_ranks
@@ -35,7 +35,7 @@ class _Interrupted(Exception):
     pass
 
 
-def _plan(corpus: str, method: str) -> RunPlan:
+def _spec(corpus: str, method: str) -> RunSpec:
     """Two uncompressed replicas and two compressed ones, in this order, so that the latter are on the last rank."""
     outer, boundary = METHODS[method]
     home = {"kind": "participants", "stages": 2, "boundary": {"rank": "1/4", "dtype": "fp32", **boundary}}
@@ -52,7 +52,7 @@ def _plan(corpus: str, method: str) -> RunPlan:
             ],
         }
     )
-    return RunPlan(config, 256)
+    return RunSpec(config, 256)
 
 
 def _rounds(group: AllReplicas, rounds: int) -> dict[str, Any]:
@@ -70,23 +70,23 @@ def _rounds(group: AllReplicas, rounds: int) -> dict[str, Any]:
     return {"hashes": hashes, "embedding": embedding, "uncompressed": group.evaluate_uncompressed()}
 
 
-def _resumed(plan: RunPlan, folder: Path, ranks: Ranks) -> list[float]:
+def _resumed(spec: RunSpec, folder: Path, ranks: Ranks) -> list[float]:
     """The losses of a run that ended after two rounds and went on."""
 
     def interrupt(round_: int, loss: float) -> None:
         if round_ == 2:
             raise _Interrupted
 
-    store, path = prepare_tokens(plan.config.data, folder), folder / "checkpoint"
+    store, path = prepare_tokens(spec.config.data, folder), folder / "checkpoint"
     try:
-        train_fast(plan, store, interrupt, ranks=ranks, checkpoint=path, checkpoint_seconds=0)
+        train_fast(spec, store, interrupt, ranks=ranks, checkpoint=path, checkpoint_seconds=0)
     except _Interrupted:
         assert list(folder.glob("checkpoint*"))
-    return train_fast(plan, store, ranks=ranks, checkpoint=path).validation_loss
+    return train_fast(spec, store, ranks=ranks, checkpoint=path).validation_loss
 
 
-def _stops_if_one_diverges(plan: RunPlan, folder: Path, ranks: Ranks) -> bool:
-    group = AllReplicas(plan, prepare_tokens(plan.config.data, folder), ranks=ranks)
+def _stops_if_one_diverges(spec: RunSpec, folder: Path, ranks: Ranks) -> bool:
+    group = AllReplicas(spec, prepare_tokens(spec.config.data, folder), ranks=ranks)
     if ranks.rank == ranks.world - 1:
         group.replicas[0].inner_step = lambda tokens, step: (0.0, math.nan, 0.0)  # type: ignore[method-assign]
     return not group.round(1)
@@ -97,13 +97,13 @@ def _threads() -> list[str]:
     return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
 
 
-def _found(plan: RunPlan, method: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
+def _found(spec: RunSpec, method: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
     """What training came to."""
-    store = prepare_tokens(plan.config.data, folder / f"tokens-{ranks.rank}")
-    found = dataclasses.asdict(train_fast(plan, store, ranks=ranks, bias_every=2))
-    found |= _rounds(AllReplicas(plan, store, ranks=ranks), plan.config.outer.rounds)
-    found["resumed"] = _resumed(plan, folder, ranks)
-    found["stops"] = method == "adamw_ddp" or _stops_if_one_diverges(plan, folder, ranks)
+    store = prepare_tokens(spec.config.data, folder / f"tokens-{ranks.rank}")
+    found = dataclasses.asdict(train_fast(spec, store, ranks=ranks, bias_every=2))
+    found |= _rounds(AllReplicas(spec, store, ranks=ranks), spec.config.outer.rounds)
+    found["resumed"] = _resumed(spec, folder, ranks)
+    found["stops"] = method == "adamw_ddp" or _stops_if_one_diverges(spec, folder, ranks)
     return found
 
 
@@ -111,7 +111,7 @@ def main(corpus: str, folder: Path, methods: list[str]) -> None:
     """Train with each method, and write what came of it."""
     torch.set_num_threads(1)
     ranks = init_ranks(torch.device("cpu"))
-    found = {method: _found(_plan(corpus, method), method, folder / method, ranks) for method in methods}
+    found = {method: _found(_spec(corpus, method), method, folder / method, ranks) for method in methods}
     ranks.close()
     threads = [name for name in _threads() if "gloo" in name]
     for method, outcome in found.items():

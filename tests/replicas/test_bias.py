@@ -9,7 +9,7 @@ import torch
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.train import FastResult, train_fast
 
 
@@ -30,7 +30,7 @@ def _train(corpus: Path, folder: Path, compressed: int, rank: int, every: int | 
             "replicas": replicas,
         }
     )
-    return train_fast(RunPlan(config, 256), prepare_tokens(config.data, folder), bias_every=every)
+    return train_fast(RunSpec(config, 256), prepare_tokens(config.data, folder), bias_every=every)
 
 
 def test_a_full_basis_loses_nothing(corpus: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.train import FastResult, train_fast
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -28,7 +28,7 @@ class _Interrupted(Exception):
     pass
 
 
-def _plan(corpus: Path, method: str) -> RunPlan:
+def _spec(corpus: Path, method: str) -> RunSpec:
     torch.set_num_threads(1)
     outer, boundary = METHODS[method]
     home = {"name": "home", "kind": "participants", "stages": 2, "boundary": {"rank": "1/4", **boundary}}
@@ -42,7 +42,7 @@ def _plan(corpus: Path, method: str) -> RunPlan:
             "replicas": [home | {"batch_size": 4}, {"name": "dc", "kind": "datacenter", "batch_size": 4}],
         }
     )
-    return RunPlan(config, 256)
+    return RunSpec(config, 256)
 
 
 def _interrupt_after(round_: int) -> Any:
@@ -59,31 +59,31 @@ def _told(result: FastResult) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_goes_on_to_the_same_bits(method: str, corpus: Path, tmp_path: Path) -> None:
-    plan, path = _plan(corpus, method), tmp_path / "rows" / "checkpoint"
-    store = prepare_tokens(plan.config.data, tmp_path)
-    expected = train_fast(plan, store)
+    spec, path = _spec(corpus, method), tmp_path / "rows" / "checkpoint"
+    store = prepare_tokens(spec.config.data, tmp_path)
+    expected = train_fast(spec, store)
     for round_ in (1, 3):
         with pytest.raises(_Interrupted):
-            train_fast(plan, store, _interrupt_after(round_), checkpoint=path, checkpoint_seconds=0)
+            train_fast(spec, store, _interrupt_after(round_), checkpoint=path, checkpoint_seconds=0)
         assert [file.name for file in path.parent.iterdir()] == ["checkpoint"]
     rounds: list[int] = []
-    result = train_fast(plan, store, lambda round_, loss: rounds.append(round_), checkpoint=path)
+    result = train_fast(spec, store, lambda round_, loss: rounds.append(round_), checkpoint=path)
     assert rounds == [4]
     assert _told(result) == _told(expected)
     assert not list(path.parent.iterdir())
 
 
 def test_it_is_saved_when_it_is_time(corpus: Path, tmp_path: Path) -> None:
-    plan, path = _plan(corpus, "diloco"), tmp_path / "checkpoint"
+    spec, path = _spec(corpus, "diloco"), tmp_path / "checkpoint"
     with pytest.raises(_Interrupted):
-        train_fast(plan, prepare_tokens(plan.config.data, tmp_path), _interrupt_after(2), checkpoint=path)
+        train_fast(spec, prepare_tokens(spec.config.data, tmp_path), _interrupt_after(2), checkpoint=path)
     assert not path.exists()
 
 
 def test_a_checkpoint_of_another_run_is_refused(corpus: Path, tmp_path: Path) -> None:
-    plan, other, path = _plan(corpus, "diloco"), _plan(corpus, "sparseloco"), tmp_path / "checkpoint"
-    store = prepare_tokens(plan.config.data, tmp_path)
+    spec, other, path = _spec(corpus, "diloco"), _spec(corpus, "sparseloco"), tmp_path / "checkpoint"
+    store = prepare_tokens(spec.config.data, tmp_path)
     with pytest.raises(_Interrupted):
-        train_fast(plan, store, _interrupt_after(1), checkpoint=path, checkpoint_seconds=0)
+        train_fast(spec, store, _interrupt_after(1), checkpoint=path, checkpoint_seconds=0)
     with pytest.raises(ConfigError, match="found the checkpoint of another configuration"):
         train_fast(other, store, checkpoint=path)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.all_replicas import AllReplicas
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -75,10 +75,10 @@ def test_nothing_stays_behind_on_the_cpu(method: str, stacks: bool, corpus: Path
             ],
         }
     )
-    plan, store = RunPlan(config, 256), prepare_tokens(config.data, tmp_path)
+    spec, store = RunSpec(config, 256), prepare_tokens(config.data, tmp_path)
     device = torch.device("meta")
     with _OneDevice():
-        group = AllReplicas(plan, store, device=device, stacks=stacks)
+        group = AllReplicas(spec, store, device=device, stacks=stacks)
         assert group.is_stacked == stacks
         assert group.round(1)
         assert group.round(2)

@@ -15,9 +15,9 @@ from hetero_pp.inner import InnerSettings
 from hetero_pp.model import EMBEDDING, ModelSettings, block_of, build_part
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import Roster, RunPlan
+from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot, initial_snapshot
-from hetero_pp.topology import BoundarySettings, StagePlan
+from hetero_pp.topology import BoundarySettings, StageSpec
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.fast.all_replicas import AllReplicas
@@ -38,12 +38,12 @@ class Member:
     """The first of two stages, alone in a run of its parameters."""
 
     def __init__(self, folder: Path) -> None:
-        plan = StagePlan(0, 2, range(1))
+        spec = StageSpec(0, 2, range(1))
         whole = initial_snapshot(SHAPE, 4, seed=3)
         assert whole.basis is not None
         self.basis = whole.basis
         stage = Stage(
-            plan, build_part(SHAPE, plan), boundary_of(BOUNDARY, SHAPE.width, whole.basis), InnerSettings(), 9
+            spec, build_part(SHAPE, spec), boundary_of(BOUNDARY, SHAPE.width, whole.basis), InnerSettings(), 9
         )
         self.parameters = stage.parameters
         start = {name: whole.parameters[name] for name in stage.parameters}
@@ -107,7 +107,7 @@ HOME = {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4, "b
 DC = {"name": "dc", "kind": "datacenter", "batch_size": 4}
 
 
-def _plan(corpus: Path, learning_rate: float, *replicas: dict[str, Any]) -> RunPlan:
+def _spec(corpus: Path, learning_rate: float, *replicas: dict[str, Any]) -> RunSpec:
     torch.set_num_threads(1)
     config = RunConfig.model_validate(
         {
@@ -119,12 +119,12 @@ def _plan(corpus: Path, learning_rate: float, *replicas: dict[str, Any]) -> RunP
             "replicas": replicas,
         }
     )
-    return RunPlan(config, 256)
+    return RunSpec(config, 256)
 
 
 def test_whole_replicas_that_learn_nothing_change_nothing(corpus: Path, tmp_path: Path) -> None:
     """The fast engine: a round as it should be, then one whose learning rate is too small to change any weight."""
-    learning, idle = _plan(corpus, 0.01, DC, HOME), _plan(corpus, 1e-30, DC, HOME)
+    learning, idle = _spec(corpus, 0.01, DC, HOME), _spec(corpus, 1e-30, DC, HOME)
     store = prepare_tokens(learning.config.data, tmp_path)
     group, later = AllReplicas(learning, store), AllReplicas(idle, store)
     assert group.round(1)
@@ -139,8 +139,8 @@ def test_whole_replicas_that_learn_nothing_change_nothing(corpus: Path, tmp_path
 
 def test_a_whole_replica_contributes_what_training_changed(corpus: Path, tmp_path: Path) -> None:
     """Alone, against a copy of it that takes the same steps."""
-    plan = _plan(corpus, 0.01, HOME)
-    group = AllReplicas(plan, prepare_tokens(plan.config.data, tmp_path))
+    spec = _spec(corpus, 0.01, HOME)
+    group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path))
     assert group.round(1)
     before = {name: tensor.clone() for name, tensor in group.theta.items()}
     twin = copy.deepcopy(group.replicas[0])

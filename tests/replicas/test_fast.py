@@ -17,7 +17,7 @@ from hetero_pp.model import Transformer, initialise
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.train import FastResult, train_fast
 from replica_groups.whole import WholeReplica
 
@@ -62,24 +62,24 @@ def _config(corpus: Path, outer: dict[str, object], replicas: list[dict[str, obj
     )
 
 
-def _train(config: RunConfig, folder: Path) -> tuple[FastResult, RunPlan, TokenStore]:
+def _train(config: RunConfig, folder: Path) -> tuple[FastResult, RunSpec, TokenStore]:
     torch.set_num_threads(1)
-    plan, store = RunPlan(config, 256), prepare_tokens(config.data, folder)
-    return train_fast(plan, store), plan, store
+    spec, store = RunSpec(config, 256), prepare_tokens(config.data, folder)
+    return train_fast(spec, store), spec, store
 
 
 def test_adamw_ddp_is_one_model_on_the_joined_batch(corpus: Path, tmp_path: Path) -> None:
     replicas = [{**DC, "name": name} for name in ("a", "b", "c")]
-    result, plan, store = _train(_config(corpus, {"method": "adamw_ddp"}, replicas), tmp_path)
-    model = Transformer(plan.shape)
+    result, spec, store = _train(_config(corpus, {"method": "adamw_ddp"}, replicas), tmp_path)
+    model = Transformer(spec.shape)
     initialise(model, 2)
-    one = WholeReplica("one", model, InnerSettings(steps=4, warmup_steps=3, learning_rate=0.01), plan.total_steps)
+    one = WholeReplica("one", model, InnerSettings(steps=4, warmup_steps=3, learning_rate=0.01), spec.total_steps)
     data = [
         StoreBatches(store=store, sequence_length=32, seed=2, replica=index, replicas=3, batch_size=4)
         for index in range(3)
     ]
     losses = []
-    for step in range(plan.total_steps):
+    for step in range(spec.total_steps):
         one.inner_step(torch.cat([batches.train(step) for batches in data]), step)
         if step % 4 == 3:
             losses.append(one.evaluate(validation_batches(store, 32, 8, 4)))
@@ -104,9 +104,9 @@ def test_averaged_gradients_end_where_the_staged_run_ends(first: str, corpus: Pa
     config = _config(corpus, {"method": "adamw_ddp", "rounds": 6}, [DC, home] if first == "dc" else [home, DC])
     config = config.model_copy(update={"inner": config.inner.model_copy(update={"steps": 1})})
     require_launchable(config)
-    fast, plan, _ = _train(config, tmp_path)
+    fast, spec, _ = _train(config, tmp_path)
     reports: list[Report] = []
-    run_in_process(plan, tmp_path / "run", tmp_path, reports.append)
+    run_in_process(spec, tmp_path / "run", tmp_path, reports.append)
     for round_ in range(1, 7):
         told = [r.evaluation.loss for r in reports if r.HasField("evaluation") and r.evaluation.round == round_]
         assert len(told) == 2
@@ -134,9 +134,9 @@ def test_it_ends_where_the_staged_run_ends(
 ) -> None:
     """Not to the bit: sums are grouped differently, and Adam makes much of little."""
     config = _config(corpus, outer, [DC, {**HOME, "micro_batches": 2, "boundary": boundary}])
-    fast, plan, _ = _train(config, tmp_path)
+    fast, spec, _ = _train(config, tmp_path)
     reports: list[Report] = []
-    run_in_process(plan, tmp_path / "run", tmp_path, reports.append)
+    run_in_process(spec, tmp_path / "run", tmp_path, reports.append)
     for round_ in (1, 2, 3):
         told = [r.evaluation.loss for r in reports if r.HasField("evaluation") and r.evaluation.round == round_]
         assert len(told) == 2

@@ -10,7 +10,7 @@ import torch
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.fast.stack import is_faster
 from replica_groups.fast.train import train_fast
@@ -20,14 +20,14 @@ class _Interrupted(Exception):
     pass
 
 
-def _plan(
+def _spec(
     corpus: Path,
     folder: Path,
     compressed: int,
     outer: dict[str, Any] | None = None,
     boundary: dict[str, Any] | None = None,
     rounds: int = 3,
-) -> tuple[RunPlan, TokenStore]:
+) -> tuple[RunSpec, TokenStore]:
     torch.set_num_threads(1)
     home = {"kind": "participants", "stages": 2, "micro_batches": 2, "boundary": {"rank": "1/4", **(boundary or {})}}
     config = RunConfig.model_validate(
@@ -43,14 +43,14 @@ def _plan(
             ],
         }
     )
-    return RunPlan(config, 256), prepare_tokens(config.data, folder)
+    return RunSpec(config, 256), prepare_tokens(config.data, folder)
 
 
 @pytest.mark.parametrize("compressed", [0, 2, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_gradients_agree(compressed: int, dtype: str, corpus: Path, tmp_path: Path) -> None:
-    plan, store = _plan(corpus, tmp_path, compressed, boundary={"dtype": dtype})
-    looped, stacked = AllReplicas(plan, store), AllReplicas(plan, store, stacks=True)
+    spec, store = _spec(corpus, tmp_path, compressed, boundary={"dtype": dtype})
+    looped, stacked = AllReplicas(spec, store), AllReplicas(spec, store, stacks=True)
     assert [len(stack.replicas) for stack in stacked.stacks] == ([4] if compressed in (0, 4) else [2, 2])
     assert stacked.loose == []
     for replica, batches in zip(looped.replicas, looped.batches, strict=True):
@@ -67,8 +67,8 @@ def test_gradients_agree(compressed: int, dtype: str, corpus: Path, tmp_path: Pa
 @pytest.mark.parametrize("method", ["sparseloco", "diloco", "adamw_ddp"])
 def test_losses_agree(method: str, compressed: int, corpus: Path, tmp_path: Path) -> None:
     """With fp32 coefficients: bf16's rounding makes much of little."""
-    plan, store = _plan(corpus, tmp_path, compressed, {"method": method}, {"dtype": "fp32"})
-    looped, stacked = train_fast(plan, store), train_fast(plan, store, stacks=True)
+    spec, store = _spec(corpus, tmp_path, compressed, {"method": method}, {"dtype": "fp32"})
+    looped, stacked = train_fast(spec, store), train_fast(spec, store, stacks=True)
     assert (looped.stacked, stacked.stacked) == (False, True)
     assert stacked.validation_loss == pytest.approx(looped.validation_loss, rel=1e-4)
     assert stacked.uncompressed == pytest.approx(looped.uncompressed, rel=1e-4)
@@ -76,18 +76,18 @@ def test_losses_agree(method: str, compressed: int, corpus: Path, tmp_path: Path
 
 def test_what_cannot_be_stacked_is_not(corpus: Path, tmp_path: Path) -> None:
     """Few bits have one scale for a whole message; and one replica is no stack."""
-    plan, store = _plan(corpus, tmp_path, 3, boundary={"bits": 4})
-    assert AllReplicas(plan, store, stacks=True).loose == [0, 1, 2, 3]
-    plan, store = _plan(corpus, tmp_path, 2, boundary={"ablations": {"embedding": "projected"}})
-    group = AllReplicas(plan, store, stacks=True)
+    spec, store = _spec(corpus, tmp_path, 3, boundary={"bits": 4})
+    assert AllReplicas(spec, store, stacks=True).loose == [0, 1, 2, 3]
+    spec, store = _spec(corpus, tmp_path, 2, boundary={"ablations": {"embedding": "projected"}})
+    group = AllReplicas(spec, store, stacks=True)
     assert (group.loose, len(group.stacks)) == ([0, 1], 1)
     assert group.round(1)
-    assert not AllReplicas(plan, store).is_stacked
+    assert not AllReplicas(spec, store).is_stacked
 
 
 def test_nothing_is_held_twice(corpus: Path, tmp_path: Path) -> None:
-    plan, store = _plan(corpus, tmp_path, 2)
-    group = AllReplicas(plan, store, stacks=True)
+    spec, store = _spec(corpus, tmp_path, 2)
+    group = AllReplicas(spec, store, stacks=True)
     assert group.round(1)
     for stack in group.stacks:
         for name, whole in stack.parameters.items():
@@ -98,8 +98,8 @@ def test_nothing_is_held_twice(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_measurement_leaves_no_trace(corpus: Path, tmp_path: Path) -> None:
-    plan, store = _plan(corpus, tmp_path, 2)
-    measured, plain = AllReplicas(plan, store, stacks=True), AllReplicas(plan, store, stacks=True)
+    spec, store = _spec(corpus, tmp_path, 2)
+    measured, plain = AllReplicas(spec, store, stacks=True), AllReplicas(spec, store, stacks=True)
     assert is_faster(measured.stacks, measured.theta) in (True, False)
     for group in (measured, plain):
         assert group.round(1)
@@ -108,14 +108,14 @@ def test_a_measurement_leaves_no_trace(corpus: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["sparseloco", "adamw_ddp"])
 def test_an_interrupted_run_goes_on_to_the_same_bits(method: str, corpus: Path, tmp_path: Path) -> None:
-    plan, store = _plan(corpus, tmp_path, 2, {"method": method})
+    spec, store = _spec(corpus, tmp_path, 2, {"method": method})
     path = tmp_path / "checkpoint"
 
     def interrupt(round_: int, loss: float) -> None:
         raise _Interrupted
 
     with pytest.raises(_Interrupted):
-        train_fast(plan, store, interrupt, checkpoint=path, checkpoint_seconds=0, stacks=True)
-    resumed = train_fast(plan, store, checkpoint=path)
+        train_fast(spec, store, interrupt, checkpoint=path, checkpoint_seconds=0, stacks=True)
+    resumed = train_fast(spec, store, checkpoint=path)
     assert resumed.stacked
-    assert resumed.validation_loss == train_fast(plan, store, stacks=True).validation_loss
+    assert resumed.validation_loss == train_fast(spec, store, stacks=True).validation_loss

@@ -12,7 +12,7 @@ from hetero_pp.coefficients import format_of, noise_key
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import EMBEDDING, ModelSettings, Transformer, build_part, initialise
 from hetero_pp.subspace import random_basis
-from hetero_pp.topology import BoundarySettings, StagePlan
+from hetero_pp.topology import BoundarySettings, StageSpec
 from replica_groups.fast.compiler import can_compile, compile_layers
 from replica_groups.whole import WholeReplica
 from stages.boundary import Boundary
@@ -40,8 +40,8 @@ def _boundary(settings: BoundarySettings) -> Boundary:
 def _staged_gradients(settings: BoundarySettings, tokens: Tensor, embedding: Tensor) -> dict[str, Tensor]:
     stages = []
     for index, layers in enumerate(RANGES):
-        plan = StagePlan(index, len(RANGES), layers)
-        stage = Stage(plan, build_part(SHAPE, plan), _boundary(settings), InnerSettings(), 100)
+        spec = StageSpec(index, len(RANGES), layers)
+        stage = Stage(spec, build_part(SHAPE, spec), _boundary(settings), InnerSettings(), 100)
         initialise(stage.module, 3)
         stage.split_embedding(embedding)
         stages.append(stage)
@@ -49,10 +49,10 @@ def _staged_gradients(settings: BoundarySettings, tokens: Tensor, embedding: Ten
         came = None
         for stage in stages:
             output = stage.forward(number, micro_batch, came, MICRO_BATCHES)
-            came = None if stage.plan.is_last else stage.boundary.encode_activation(output)
+            came = None if stage.spec.is_last else stage.boundary.encode_activation(output)
         came = None
         for stage in reversed(stages):
-            came = stage.backward(number, came, noise_key(SEED, "home", stage.plan.index - 1, STEP, number))
+            came = stage.backward(number, came, noise_key(SEED, "home", stage.spec.index - 1, STEP, number))
     return {name: p.grad for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
 
 

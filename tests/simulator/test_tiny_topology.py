@@ -8,7 +8,7 @@ import pytest
 
 from hetero_pp.model import block_of
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.schedule import Action, one_forward_one_backward
 from hetero_pp.simulator.fleets import message_bytes
 from hetero_pp.simulator.prediction import Prediction, predict
@@ -52,8 +52,8 @@ QUICK = (0.01, 0.01, 0.01, 0.01, 0.01, 0.01)
 GROUP = {"home.0": _cost(*FIRST), "home.1": _cost(*LAST)}
 
 
-def _plan(replicas: list[dict[str, Any]], layers: int = 2, **simulate: Any) -> RunPlan:
-    return RunPlan(
+def _spec(replicas: list[dict[str, Any]], layers: int = 2, **simulate: Any) -> RunSpec:
+    return RunSpec(
         RunConfig.model_validate(
             {
                 "name": "tiny",
@@ -70,9 +70,9 @@ def _plan(replicas: list[dict[str, Any]], layers: int = 2, **simulate: Any) -> R
     )
 
 
-def _messages(plan: RunPlan) -> tuple[float, float]:
+def _messages(spec: RunSpec) -> tuple[float, float]:
     """Bytes on the wire of an activation and of a gradient: what they hold, and headers and framing."""
-    sizes = message_bytes(plan, plan.config.replicas[0])
+    sizes = message_bytes(spec, spec.config.replicas[0])
     ids, coefficients = ROWS * (LENGTH + 1), ROWS * LENGTH * 2  # 200 ids take 8 bits, a bf16 number 16
     assert ids + coefficients < sizes["activation"] < ids + coefficients + 64
     assert coefficients < sizes["gradient"] < coefficients + 64
@@ -87,19 +87,19 @@ def _step(activation: float, gradient: float, forward_rate: float = 1000.0, back
 
 
 def test_a_step_is_there_and_back() -> None:
-    plan = _plan([HOME], measured=GROUP)
-    assert predict(plan).step_seconds == pytest.approx(_step(*_messages(plan)))
+    spec = _spec([HOME], measured=GROUP)
+    assert predict(spec).step_seconds == pytest.approx(_step(*_messages(spec)))
 
 
 def test_a_step_over_links_that_were_drawn_is_there_and_back() -> None:
-    plan = _plan([HOME], measured=GROUP, fleets={"home": {"count": 3, "bandwidth": ["2 kbit/s", "2 kbit/s"]}})
-    assert predict(plan).step_seconds == pytest.approx(_step(*_messages(plan), 2000.0, 2000.0))
+    spec = _spec([HOME], measured=GROUP, fleets={"home": {"count": 3, "bandwidth": ["2 kbit/s", "2 kbit/s"]}})
+    assert predict(spec).step_seconds == pytest.approx(_step(*_messages(spec), 2000.0, 2000.0))
 
 
 def test_links_are_busy_with_what_crosses_them() -> None:
-    plan = _plan([HOME], measured=GROUP)
-    activation, gradient = _messages(plan)
-    found = predict(plan)
+    spec = _spec([HOME], measured=GROUP)
+    activation, gradient = _messages(spec)
+    found = predict(spec)
     link = found.replicas[0].links[0]
     evaluation = link.forward_bytes - STEPS * activation
     assert evaluation == pytest.approx(activation, abs=4)
@@ -122,9 +122,9 @@ def _exchange_seconds(found: Prediction, member: str) -> tuple[float, float]:
 
 def test_a_round_is_its_steps_the_way_to_the_exchange_and_back_and_an_evaluation() -> None:
     """Of a group beside a datacenter that is always ready before it. The last stage is ready last, and sends most."""
-    plan = _plan([HOME, DC], measured=GROUP | {"dc": _cost(*QUICK)})
-    found = predict(plan)
-    step = _step(*_messages(plan))
+    spec = _spec([HOME, DC], measured=GROUP | {"dc": _cost(*QUICK)})
+    found = predict(spec)
+    step = _step(*_messages(spec))
     (up, down), (last_up, last_down) = (_exchange_seconds(found, member) for member in ("home.0", "home.1"))
     inner = STEPS * step - LAST[2]  # the first step has no update before it
     flush = 0.5 + LAST[2]
@@ -140,10 +140,10 @@ def test_an_outer_round_has_the_latency_of_every_blob(shared: bool) -> None:
     """Two datacenters that begin together; at one site their bytes share the link, and their latencies do not."""
     sites = {"office": {"members": ["dc", "d2"], "uplink": "up and down"}}
     measured = {"dc": _cost(*QUICK), "d2": _cost(*QUICK)}
-    plan = _plan([DC, {**DC, "name": "d2"}], measured=measured, sites=sites if shared else {})
-    found = predict(plan)
+    spec = _spec([DC, {**DC, "name": "d2"}], measured=measured, sites=sites if shared else {})
+    found = predict(spec)
     blobs, users = LAYERS_OF_BLOCKS["dc"], 2 if shared else 1
-    assert len({block_of(name) for name in plan.parameter_shapes}) == blobs
+    assert len({block_of(name) for name in spec.parameter_shapes}) == blobs
     one = found.replicas[0]
     seconds = users * (one.sent_bytes * 8 / 10e3 + one.received_bytes * 8 / 40e3)
     delays = blobs * (7 + 0.1) + blobs * (3 + 0.1)  # the other's, as many
@@ -153,7 +153,7 @@ def test_an_outer_round_has_the_latency_of_every_blob(shared: bool) -> None:
 def test_a_slow_exchange_has_the_latency_of_every_blob_too() -> None:
     """Bytes of all share what it can take in and give out; of the latencies the longest is felt."""
     measured = {"dc": _cost(*QUICK), "d2": _cost(*QUICK)}
-    found = predict(_plan([DC, {**DC, "name": "d2"}], measured=measured, exchange_bandwidth="1 kbit/s"))
+    found = predict(_spec([DC, {**DC, "name": "d2"}], measured=measured, exchange_bandwidth="1 kbit/s"))
     one, blobs = found.replicas[0], LAYERS_OF_BLOCKS["dc"]
     seconds = 2 * (one.sent_bytes + one.received_bytes) * 8 / 1e3
     delays = blobs * (7 + 0.1) + blobs * (3 + 0.1)
@@ -176,8 +176,8 @@ def test_memory_holds_all_micro_batches_in_flight(micro_batches: int, extra: int
     stages = 3
     many = {"batch_size": ROWS * micro_batches, "micro_batches": micro_batches}
     group = {**HOME, "stages": stages, "extra_in_flight": extra, **many}
-    plan = _plan([group, {**DC, **many}], layers=3)
-    home, dc = predict(plan).replicas
+    spec = _spec([group, {**DC, **many}], layers=3)
+    home, dc = predict(spec).replicas
     tokens, per_layer, logits = ROWS * LENGTH, 2 * (8 * WIDTH + 3 * FEED_FORWARD), 4 * VOCABULARY
     for index, stage in enumerate(home.stages):
         held = _most_in_flight(index, stages, micro_batches, extra)

@@ -21,7 +21,7 @@ from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, build_part, initialise, parameters_of
 from hetero_pp.seeds import seed_of
 from hetero_pp.subspace import random_basis
-from hetero_pp.topology import LinkPlan, LinkShape, StagePlan
+from hetero_pp.topology import LinkShape, LinkSpec, StageSpec
 from replica_groups.whole import WholeReplica, whole_loss
 from stages.boundary import Boundary
 from stages.stage import Stage
@@ -114,13 +114,13 @@ def test_noise_by_hand() -> None:
 
 def _last_stage(stages: int, settings: WorkerSettings) -> tuple[StageWorker, Any]:
     """The last of so many stages, with the last two layers, and the far end of its link."""
-    plan = LinkPlan("a link", "a", "b", LinkShape(), LinkShape())
-    far, near = in_process_pair(plan, seed=1)
-    stage_plan = StagePlan(stages - 1, stages, range(2, 4))
-    module = build_part(SHAPE, stage_plan)
+    spec = LinkSpec("a link", "a", "b", LinkShape(), LinkShape())
+    far, near = in_process_pair(spec, seed=1)
+    stage_spec = StageSpec(stages - 1, stages, range(2, 4))
+    module = build_part(SHAPE, stage_spec)
     initialise(module, 3)
     embedding = parameters_of(_model())[EMBEDDING].detach()
-    stage = Stage(stage_plan, module, _boundary(embedding), InnerSettings(), 100)
+    stage = Stage(stage_spec, module, _boundary(embedding), InnerSettings(), 100)
     return StageWorker(stage, settings, near, None), far
 
 
@@ -187,7 +187,7 @@ def test_the_noise_is_that_of_the_stages_key() -> None:
     """Codes are floor(c / step + noise) + L / 2, of the gradient at the stage's input."""
     _, sent = Step(stages=4, global_step=9).run()
     embedding = parameters_of(_model())[EMBEDDING].detach()
-    boundary, module = _boundary(embedding), build_part(SHAPE, StagePlan(1, 2, range(2, 4)))
+    boundary, module = _boundary(embedding), build_part(SHAPE, StageSpec(1, 2, range(2, 4)))
     initialise(module, 3)
     coefficients = torch.randn(ROWS, LENGTH, RANK, generator=torch.Generator().manual_seed(2))
     came = boundary.decode_activation(boundary.format.activation(coefficients), _tokens()[:, :-1]).requires_grad_()

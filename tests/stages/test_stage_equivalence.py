@@ -21,7 +21,7 @@ from hetero_pp.link.token_ids import pack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, build_part, initialise, next_token_loss, parameters_of
 from hetero_pp.subspace import random_basis
-from hetero_pp.topology import LinkPlan, LinkShape, StagePlan
+from hetero_pp.topology import LinkShape, LinkSpec, StageSpec
 from stages.boundary import Boundary
 from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings
@@ -77,8 +77,8 @@ class Group:
         self.gradients: list[Gradients] = []
         links: list[tuple[LinkEnd, LinkEnd]] = []
         for hop in range(setup.stages - 1):
-            plan = LinkPlan(f"g.{hop}-{hop + 1}", f"g.{hop}", f"g.{hop + 1}", UNLIMITED, UNLIMITED)
-            links.append(in_process_pair(plan, seed=1))
+            spec = LinkSpec(f"g.{hop}-{hop + 1}", f"g.{hop}", f"g.{hop + 1}", UNLIMITED, UNLIMITED)
+            links.append(in_process_pair(spec, seed=1))
         upstream = [None, *(second for _, second in links)]
         downstream = [*(first for first, _ in links), None]
         ends = zip(upstream, downstream, strict=True)
@@ -137,7 +137,7 @@ class Group:
 
         def work(worker: StageWorker) -> list[float | None]:
             losses = [
-                worker.inner_step(1, step, step, tokens if worker.stage.plan.is_first else None)
+                worker.inner_step(1, step, step, tokens if worker.stage.spec.is_first else None)
                 for step, tokens in enumerate(batches)
             ]
             worker.flush(1)
@@ -147,7 +147,7 @@ class Group:
 
     def evaluate(self, batches: Sequence[Tensor]) -> list[tuple[float, int] | None]:
         return self.together(
-            lambda worker: worker.evaluate(1, batches if worker.stage.plan.is_first else [], len(batches))
+            lambda worker: worker.evaluate(1, batches if worker.stage.spec.is_first else [], len(batches))
         )
 
     def parameters(self) -> dict[str, Tensor]:
@@ -155,10 +155,10 @@ class Group:
 
 
 def _stage(setup: Setup, index: int, inner: InnerSettings = INNER) -> Stage:
-    plan = StagePlan(index, setup.stages, range(setup.cuts[index], setup.cuts[index + 1]))
-    module = build_part(SHAPE, plan)
+    spec = StageSpec(index, setup.stages, range(setup.cuts[index], setup.cuts[index + 1]))
+    module = build_part(SHAPE, spec)
     initialise(module, SEED)
-    return Stage(plan, module, Boundary(SHAPE.width, setup.format, setup.basis), inner, TOTAL)
+    return Stage(spec, module, Boundary(SHAPE.width, setup.format, setup.basis), inner, TOTAL)
 
 
 def _worker_settings(setup: Setup) -> WorkerSettings:
@@ -305,7 +305,7 @@ def test_a_second_round_goes_on_where_the_first_ended() -> None:
 
     def work(worker: StageWorker) -> None:
         for step, tokens in enumerate(second):
-            worker.inner_step(2, step, 2 + step, tokens if worker.stage.plan.is_first else None)
+            worker.inner_step(2, step, 2 + step, tokens if worker.stage.spec.is_first else None)
         worker.flush(2)
 
     group.evaluate([_batch(9, rows=2)])
@@ -458,8 +458,8 @@ class Alone:
 
     def __init__(self, index: int, setup: Setup | None = None) -> None:
         self.setup = Setup(cuts=(0, 2, 4), micro_batches=1) if setup is None else setup
-        plan = LinkPlan("g.0-1", "g.0", "g.1", UNLIMITED, UNLIMITED)
-        first, second = in_process_pair(plan, seed=1)
+        spec = LinkSpec("g.0-1", "g.0", "g.1", UNLIMITED, UNLIMITED)
+        first, second = in_process_pair(spec, seed=1)
         own, self.far = (first, second) if index == 0 else (second, first)
         stage = _stage(self.setup, index)
         whole = Transformer(SHAPE)
@@ -469,7 +469,7 @@ class Alone:
         self.worker = StageWorker(stage, _worker_settings(self.setup), **ends)
 
     def step(self, step: int = 0) -> float | None:
-        tokens = _batch(0) if self.worker.stage.plan.is_first else None
+        tokens = _batch(0) if self.worker.stage.spec.is_first else None
         return self.worker.inner_step(1, step, step, tokens)
 
 
@@ -593,11 +593,11 @@ def test_token_ids_that_are_no_token_ids(packed: Tensor) -> None:
 
 def test_a_token_id_beyond_the_vocabulary() -> None:
     shape = SHAPE.model_copy(update={"vocabulary": 50})
-    plan = StagePlan(1, 2, range(2, 4))
-    module = build_part(shape, plan)
+    spec = StageSpec(1, 2, range(2, 4))
+    module = build_part(shape, spec)
     initialise(module, SEED)
-    stage = Stage(plan, module, Boundary(SHAPE.width, Floats(torch.float32)), INNER, TOTAL)
-    first, second = in_process_pair(LinkPlan("g.0-1", "g.0", "g.1", UNLIMITED, UNLIMITED), seed=1)
+    stage = Stage(spec, module, Boundary(SHAPE.width, Floats(torch.float32)), INNER, TOTAL)
+    first, second = in_process_pair(LinkSpec("g.0-1", "g.0", "g.1", UNLIMITED, UNLIMITED), seed=1)
     worker = StageWorker(stage, _worker_settings(Setup(micro_batches=1)), second, None)
     ids = torch.full((BATCH, LENGTH + 1), 49)
     first.send(_activation(packed=pack_tokens(ids, 50)))

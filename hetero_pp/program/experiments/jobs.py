@@ -19,7 +19,7 @@ from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.topology import ParticipantsReplica
 from replica_groups.fast.train import train_fast
 from replica_groups.ranks import ALONE, Ranks
@@ -117,7 +117,7 @@ def train_job(job: Job, engine: Engine, ranks: Ranks = ALONE) -> Outcome:
         torch.set_float32_matmul_precision("high")  # TF32: more digits than bf16, at its speed on large matrices
     store = prepare_tokens(job.config.data, job.cache)
     result = train_fast(
-        RunPlan(job.config, store.vocabulary),
+        RunSpec(job.config, store.vocabulary),
         store,
         compiles=engine.compiles,
         bias_every=job.bias_every,

@@ -15,7 +15,7 @@ from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.report.display import plain_table, wide
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.units import format_bytes
 
@@ -70,12 +70,12 @@ class Cost:
     @classmethod
     def of(cls, setting: Setting, row: Row) -> Cost:
         """By the usual 6 N tokens."""
-        plan = RunPlan(setting.config(row), setting.scale.vocabulary)
-        parameters = sum(math.prod(shape) for shape in plan.parameter_shapes.values())
-        per_step = sum(replica.batch_size for replica in plan.config.replicas) * plan.config.data.sequence_length
-        tokens = per_step * plan.total_steps
+        spec = RunSpec(setting.config(row), setting.scale.vocabulary)
+        parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
+        per_step = sum(replica.batch_size for replica in spec.config.replicas) * spec.config.data.sequence_length
+        tokens = per_step * spec.total_steps
         flops = 6.0 * parameters * tokens
-        sent = contribution_bytes(plan) * plan.config.outer.rounds
+        sent = contribution_bytes(spec) * spec.config.outer.rounds
         hours = flops * SECONDS_PER_FLOP[setting.scale.hardware] / 3600
         return cls(parameters, tokens, flops, sent, hours)
 

@@ -19,12 +19,12 @@ from hetero_pp.program.launch.resume import reports_until, require_same_run
 from hetero_pp.program.report.display import LiveDisplay, print_result
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import CONFIG, ConfigFile, save_config
 from hetero_pp.topology import EXCHANGE, DatacenterReplica
 
-Start = Callable[[RunPlan, Path, Path, Callable[[Report], None], bool], None]
-"""(plan, folder, cache, on_report, whether it goes on): runs until the run is over."""
+Start = Callable[[RunSpec, Path, Path, Callable[[Report], None], bool], None]
+"""(spec, folder, cache, on_report, whether it goes on): runs until the run is over."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Host:
 def run_topology(path: Path, overrides: Sequence[str], runs: Path, in_process: bool, resume: bool = False) -> None:
     """Train the topology of a YAML and leave everything in a new folder under `runs`; or go on with the one there."""
     prepared = _prepare(path, overrides, runs, None, resume)
-    with claim(runs.absolute(), prepared.plan.config.name, prepared.names):
+    with claim(runs.absolute(), prepared.spec.config.name, prepared.names):
         _run_and_record(prepared, runs, run_in_process if in_process else launch, resume)
 
 
@@ -57,11 +57,11 @@ def run_on_this_host(
     if host.only == EXCHANGE:
         token = new_token() if host.token is None else read_token(host.token)
 
-        def start(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool) -> None:
-            Console().print(f"Members need --exchange HOST:{_port(plan)} and the token in {write_token(folder, token)}")
+        def start(spec: RunSpec, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool) -> None:
+            Console().print(f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}")
             launch_exchange(folder, cache, token, resume, on_report)
 
-        with claim(runs.absolute(), prepared.plan.config.name, [EXCHANGE]):
+        with claim(runs.absolute(), prepared.spec.config.name, [EXCHANGE]):
             _run_and_record(prepared, runs, start, resume)
         return
     if host.exchange is None or host.token is None:
@@ -73,17 +73,17 @@ def run_on_this_host(
 
 def _run_members(prepared: Prepared, runs: Path, only: str, exchange: str, token: str) -> None:
     """Carry members, with a configuration of their own: that of the run is the exchange's, if it is on this host."""
-    name, folder = prepared.plan.config.name, runs / prepared.plan.config.name
+    name, folder = prepared.spec.config.name, runs / prepared.spec.config.name
     config = f"config-{only}.yaml"
-    with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.plan, one)]):
-        save_config(prepared.plan.config, folder / config)
+    with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
+        save_config(prepared.spec.config, folder / config)
         Console().print(f"{name}: {', '.join(prepared.names)} (what they print: {folder}/logs)")
         launch_members(prepared.names, folder, config, prepared.cache, exchange, token)
 
 
-def _is_shared(plan: RunPlan, member: str) -> bool:
+def _is_shared(spec: RunSpec, member: str) -> bool:
     """Whether several nodes carry a member together, and see one folder."""
-    replica = plan.members[member].replica
+    replica = spec.members[member].replica
     return isinstance(replica, DatacenterReplica) and replica.nodes > 1
 
 
@@ -104,8 +104,8 @@ def _prepare(path: Path, overrides: Sequence[str], runs: Path, only: str | None,
         return prepare(file, runs.absolute(), only, resume)
 
 
-def _port(plan: RunPlan) -> str:
-    return plan.config.exchange.listen.rpartition(":")[2]
+def _port(spec: RunSpec) -> str:
+    return spec.config.exchange.listen.rpartition(":")[2]
 
 
 def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -> None:
@@ -113,14 +113,14 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) 
 
     Raises RunFailed if it ended early without saying why.
     """
-    plan, console = prepared.plan, Console()
-    folder = _folder_for(plan, runs.absolute(), resume)
+    spec, console = prepared.spec, Console()
+    folder = _folder_for(spec, runs.absolute(), resume)
 
     def say(line: str) -> None:
-        console.print(f"{plan.config.name}: {line}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"{spec.config.name}: {line}", soft_wrap=True, highlight=False, markup=False)
 
-    state = RunState(plan)
-    recorder = Recorder(plan, folder, state, resume, say)
+    state = RunState(spec)
+    recorder = Recorder(spec, folder, state, resume, say)
 
     def on_report(report: Report) -> None:
         if report.HasField("begun") and report.member == EXCHANGE and resume:
@@ -130,7 +130,7 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) 
 
     try:
         with LiveDisplay(state, console):
-            start(plan, folder, prepared.cache, on_report, resume)
+            start(spec, folder, prepared.cache, on_report, resume)
         if not state.is_over or state.rounds < state.rounds_planned:
             raise RunFailed(f"ended after round {state.rounds} of {state.rounds_planned}, and nobody said why")
     except (HeteroPPError, KeyboardInterrupt) as error:
@@ -144,15 +144,15 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) 
     print_result(console, state.summary(), folder)
 
 
-def _folder_for(plan: RunPlan, runs: Path, resume: bool) -> Path:
+def _folder_for(spec: RunSpec, runs: Path, resume: bool) -> Path:
     """The folder of the run, with its configuration: a new one, or that of the run that goes on."""
-    folder = runs / plan.config.name
+    folder = runs / spec.config.name
     if resume:
-        require_same_run(plan.config, folder)
+        require_same_run(spec.config, folder)
     else:
-        with claim_all(runs, plan.config.name):
-            new_run_folder(runs, plan.config.name)
-    save_config(plan.config, folder / CONFIG)
+        with claim_all(runs, spec.config.name):
+            new_run_folder(runs, spec.config.name)
+    save_config(spec.config, folder / CONFIG)
     return folder
 
 

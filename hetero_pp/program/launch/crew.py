@@ -21,7 +21,7 @@ from hetero_pp.errors import LinkError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.member_process import CONSEQUENCE, Job, log_path, process_main
 from hetero_pp.rpc.exchange import ExchangeClient
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import CONFIG
 from hetero_pp.topology import EXCHANGE
 
@@ -32,7 +32,7 @@ _SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_TO_END = 3.0
 
 
-def launch(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool = False) -> None:
+def launch(spec: RunSpec, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool = False) -> None:
     """Run the whole topology over gRPC, one process a member. `folder` holds the resolved configuration.
 
     With `resume` it goes on with the run that is in the folder.
@@ -43,12 +43,12 @@ def launch(plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report
     token = secrets.token_hex(16)
     crew = Crew(folder, cache, resume)
     try:
-        for name in (EXCHANGE, *plan.members):
+        for name in (EXCHANGE, *spec.members):
             crew.start(name)
         crew.tell(EXCHANGE, {"token": token})
         address = crew.hear(EXCHANGE)["address"]
         watcher = Watcher(address, token, on_report)
-        for name in plan.members:
+        for name in spec.members:
             crew.tell(name, {"token": token, "exchange": address})
         crew.wait()
         watcher.join()

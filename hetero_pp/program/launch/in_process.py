@@ -14,7 +14,7 @@ from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.exchange_host import begin_run, make_exchange
 from hetero_pp.program.launch.resume import states_of
-from hetero_pp.run.spec import MemberPlan, RunPlan
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, stage_link_name
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.restart import join_run
@@ -25,33 +25,33 @@ Ends = dict[str, tuple[LinkEnd | None, LinkEnd | None]]
 
 
 def run_in_process(
-    plan: RunPlan, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool = False
+    spec: RunSpec, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool = False
 ) -> None:
     """Train the whole topology, or go on with the run in the folder; raises the first member's error, if any fails.
 
     Raises ConfigError for replicas that need processes of their own.
     """
-    require_threads(plan)
-    torch.set_num_threads(plan.config.threads)
-    exchange = make_exchange(plan, folder)
+    require_threads(spec)
+    torch.set_num_threads(spec.config.threads)
+    exchange = make_exchange(spec, folder)
     failures: list[Exception] = []
     watcher = threading.Thread(target=_watch, args=(exchange, on_report, failures), name="watcher", daemon=True)
     watcher.start()
-    ends = _connect(plan)
+    ends = _connect(spec)
     errors: list[Exception] = []
     threads = [
         threading.Thread(
             target=_run_member,
-            args=(plan, member, exchange, ends, cache, states_of(plan, folder, name), errors),
+            args=(spec, member, exchange, ends, cache, states_of(spec, folder, name), errors),
             name=name,
             daemon=True,
         )
-        for name, member in plan.members.items()
+        for name, member in spec.members.items()
     ]
     try:
         for thread in threads:
             thread.start()
-        auditor = begin_run(exchange, plan, resume)
+        auditor = begin_run(exchange, spec, resume)
         for thread in threads:
             thread.join()
         auditor.join()
@@ -69,9 +69,9 @@ def run_in_process(
         raise RunFailed(f"the run's reports could not be followed to its end: {kind}: {failures[0]}")
 
 
-def require_threads(plan: RunPlan) -> None:
+def require_threads(spec: RunSpec) -> None:
     """Raise ConfigError for a replica whose engine starts processes of its own."""
-    for index, replica in enumerate(plan.config.replicas):
+    for index, replica in enumerate(spec.config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
             raise ConfigError(
                 ("replicas", index, "engine"),
@@ -87,14 +87,14 @@ def _watch(exchange: Exchange, on_report: Callable[[Report], None], failures: li
         failures.append(error)
 
 
-def _connect(plan: RunPlan) -> Ends:
+def _connect(spec: RunSpec) -> Ends:
     """(upstream, downstream) of every member."""
-    ends: Ends = dict.fromkeys(plan.members, (None, None))
-    for replica in plan.config.replicas:
+    ends: Ends = dict.fromkeys(spec.members, (None, None))
+    for replica in spec.config.replicas:
         if not isinstance(replica, ParticipantsReplica):
             continue
         for hop in range(replica.stage_count - 1):
-            first, second = in_process_pair(plan.links[stage_link_name(replica.name, hop)], plan.config.seed)
+            first, second = in_process_pair(spec.links[stage_link_name(replica.name, hop)], spec.config.seed)
             above, below = replica.members[hop], replica.members[hop + 1]
             ends[above] = (ends[above][0], first)
             ends[below] = (second, ends[below][1])
@@ -102,19 +102,19 @@ def _connect(plan: RunPlan) -> Ends:
 
 
 def _run_member(
-    plan: RunPlan,
-    member: MemberPlan,
+    spec: RunSpec,
+    member: MemberSpec,
     exchange: Exchange,
     ends: Ends,
     cache: Path,
     states: SavedStates,
     errors: list[Exception],
 ) -> None:
-    torch.set_num_threads(plan.config.threads)
+    torch.set_num_threads(spec.config.threads)
     upstream, downstream = ends[member.name]
     try:
         last_round = join_run(exchange, member.name, "", states)
-        train_member(plan, member, exchange, upstream, downstream, cache, states, last_round)
+        train_member(spec, member, exchange, upstream, downstream, cache, states, last_round)
         for link in (upstream, downstream):
             if link is not None:
                 link.close()

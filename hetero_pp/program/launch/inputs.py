@@ -14,7 +14,7 @@ from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import require_weights
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica
 from replica_groups.engines.build import require_engine
@@ -25,9 +25,9 @@ CACHE = ".tokens"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan whose inputs were found to be there."""
+    """A run whose inputs were found to be there."""
 
-    plan: RunPlan
+    spec: RunSpec
     names: Sequence[str]
     """The members to start here, the exchange among them if it is."""
     source: Source | None
@@ -45,21 +45,21 @@ def prepare(file: ConfigFile, runs: Path, only: str | None = None, resume: bool 
     try:
         config.require_grouped()
         require_launchable(config)
-        plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
+        spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
         if not resume:
-            require_weights(plan)
-        names = [EXCHANGE, *plan.members] if only is None else members_named(config, only)
+            require_weights(spec)
+        names = [EXCHANGE, *spec.members] if only is None else members_named(config, only)
         if only is not None:
             require_reachable(config, names)
         _require_engines(config, names)
         config.outer.compression.require_accelerator()
-        source = _open_corpus(plan, names, cache)
+        source = _open_corpus(spec, names, cache)
         for key, member, address in _fixed_addresses(config):
             if member in names:
                 _try_to_listen(key, address)
     except ConfigError as error:
         raise file.located(error) from None
-    return Prepared(plan, names, source, cache)
+    return Prepared(spec, names, source, cache)
 
 
 def _require_engines(config: RunConfig, names: Sequence[str]) -> None:
@@ -72,14 +72,14 @@ def _require_engines(config: RunConfig, names: Sequence[str]) -> None:
                 raise ConfigError(("replicas", index, "engine"), error.message) from None
 
 
-def _open_corpus(plan: RunPlan, names: Sequence[str], cache: Path) -> Source | None:
+def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path) -> Source | None:
     """Encode or open the corpus, if one of these members reads it."""
-    readers = [plan.members[name] for name in names if name in plan.members and plan.members[name].reads_data]
+    readers = [spec.members[name] for name in names if name in spec.members and spec.members[name].reads_data]
     if not readers:
         return None
-    source = open_source(plan.config.data, cache)
+    source = open_source(spec.config.data, cache)
     for member in readers:
-        replica_batches(plan, member, source)
+        replica_batches(spec, member, source)
     return source
 
 

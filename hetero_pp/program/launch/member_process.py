@@ -31,7 +31,7 @@ from hetero_pp.program.launch.resume import states_of
 from hetero_pp.rpc.channels import keep_freed_memory, make_server
 from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
-from hetero_pp.run.spec import MemberPlan, RunPlan
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica, stage_link_name
 from replica_groups.exchange.restart import join_run
@@ -75,11 +75,11 @@ def process_main(launcher: Connection, job: Job) -> NoReturn:
         threading.Thread(target=_follow_lifeline, args=(launcher,), name="lifeline", daemon=True).start()
         config = ConfigFile(job.config).config
         torch.set_num_threads(config.threads)
-        plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
+        spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
         if job.member == EXCHANGE:
-            code = _run_exchange(plan, words["token"], job, launcher)
+            code = _run_exchange(spec, words["token"], job, launcher)
         else:
-            code = _run_member(plan, words["token"], words["exchange"], plan.members[job.member], job, launcher)
+            code = _run_member(spec, words["token"], words["exchange"], spec.members[job.member], job, launcher)
     except EOFError:
         code = CONSEQUENCE  # the launcher ended before it gave this process anything to do
     except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
@@ -112,17 +112,17 @@ def _say(launcher: Connection, **words: str) -> None:
         launcher.send_bytes(json.dumps(words).encode())
 
 
-def _run_exchange(plan: RunPlan, token: str, job: Job, launcher: Connection) -> int:
-    exchange = make_exchange(plan, job.folder)
-    listen = plan.config.exchange.listen
+def _run_exchange(spec: RunSpec, token: str, job: Job, launcher: Connection) -> int:
+    exchange = make_exchange(spec, job.folder)
+    listen = spec.config.exchange.listen
     try:
-        server, port = serve_exchange(exchange, token, listen, len(plan.members))
+        server, port = serve_exchange(exchange, token, listen, len(spec.members))
     except OSError as error:
         _say(launcher, failure=str(error))
         return FAILED
     _say(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
-        auditor = begin_run(exchange, plan, job.resume)
+        auditor = begin_run(exchange, spec, job.resume)
         exchange.wait_until_finished()
         auditor.join()
     except HeteroPPError as error:
@@ -136,19 +136,19 @@ def _run_exchange(plan: RunPlan, token: str, job: Job, launcher: Connection) -> 
     return 0
 
 
-def _run_member(plan: RunPlan, token: str, address: str, member: MemberPlan, job: Job, launcher: Connection) -> int:
-    exchange = ExchangeClient(address, token, member.name, plan.run)
+def _run_member(spec: RunSpec, token: str, address: str, member: MemberSpec, job: Job, launcher: Connection) -> int:
+    exchange = ExchangeClient(address, token, member.name, spec.run)
     links: list[LinkEnd] = []
     try:
         if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
             folder, config, cache = (str(path.absolute()) for path in (job.folder, job.config, job.cache))
             ranks = RankJob(member.name, folder, config, cache, address)
-            run_ranks(member.replica, plan.run, ranks, token)
+            run_ranks(member.replica, spec.run, ranks, token)
             return 0
-        states = states_of(plan, job.folder, member.name)
-        upstream, downstream, last_round = _open_links(plan, token, member, exchange, states)
+        states = states_of(spec, job.folder, member.name)
+        upstream, downstream, last_round = _open_links(spec, token, member, exchange, states)
         links = [link for link in (upstream, downstream) if link is not None]
-        train_member(plan, member, exchange, upstream, downstream, job.cache, states, last_round)
+        train_member(spec, member, exchange, upstream, downstream, job.cache, states, last_round)
         for link in links:
             link.close()
     except (HeteroPPError, OSError) as error:
@@ -180,7 +180,7 @@ def _refusal_reporter(exchange: ExchangeClient, member: str) -> Callable[[str, s
 
 
 def _open_links(
-    plan: RunPlan, token: str, member: MemberPlan, exchange: ExchangeClient, states: SavedStates
+    spec: RunSpec, token: str, member: MemberSpec, exchange: ExchangeClient, states: SavedStates
 ) -> tuple[LinkEnd | None, LinkEnd | None, int]:
     """Listen for the stage before, join, dial the stage after; and the round after which the run goes on."""
     replica, stage = member.replica, member.stage
@@ -188,8 +188,8 @@ def _open_links(
         return None, None, join_run(exchange, member.name, "", states)
     server, address = None, ""
     if not stage.is_first:
-        link = plan.links[stage_link_name(replica.name, stage.index - 1)]
-        server = StageLinkServer(link, token, member.name, plan.config.seed, _refusal_reporter(exchange, member.name))
+        link = spec.links[stage_link_name(replica.name, stage.index - 1)]
+        server = StageLinkServer(link, token, member.name, spec.config.seed, _refusal_reporter(exchange, member.name))
         own = replica.stage_settings(stage.index)
         listen = (own and own.listen) or "127.0.0.1:0"
         _, port = make_server(listen, [server.handler()], max_workers=4)
@@ -197,7 +197,7 @@ def _open_links(
     last_round = join_run(exchange, member.name, address, states)
     downstream: LinkEnd | None = None
     if not stage.is_last:
-        link = plan.links[stage_link_name(replica.name, stage.index)]
+        link = spec.links[stage_link_name(replica.name, stage.index)]
         target = exchange.locate(link.target)
-        downstream = open_stage_link(target, link, token, member.name, plan.config.seed, CONNECT_TIMEOUT)
+        downstream = open_stage_link(target, link, token, member.name, spec.config.seed, CONNECT_TIMEOUT)
     return None if server is None else server.accept(CONNECT_TIMEOUT), downstream, last_round

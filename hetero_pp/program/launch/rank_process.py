@@ -20,7 +20,7 @@ from hetero_pp.program.launch.ranks import CONSEQUENCE, TOKEN, RankJob
 from hetero_pp.program.launch.resume import states_of
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.exchange import ExchangeClient
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.exchange.restart import join_run
@@ -37,17 +37,17 @@ def main() -> None:
     keep_freed_memory()
     config = ConfigFile(Path(job.config)).config
     torch.set_num_threads(config.threads)
-    plan = RunPlan(config, load_tokenizer(config.data).vocabulary)
-    member = plan.members[job.member]
+    spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
+    member = spec.members[job.member]
     assert isinstance(member.replica, DatacenterReplica)
     ranks = init_ranks(device_of(member.replica))
-    exchange = ExchangeClient(job.exchange, os.environ[TOKEN], job.member, plan.run)
+    exchange = ExchangeClient(job.exchange, os.environ[TOKEN], job.member, spec.run)
     try:
-        require_one_run(ranks, plan.run, job.member)
-        states = replace(states_of(plan, Path(job.folder), job.member), ranks=ranks)
+        require_one_run(ranks, spec.run, job.member)
+        states = replace(states_of(spec, Path(job.folder), job.member), ranks=ranks)
         shared = SharedExchange(exchange if ranks.is_first else None, ranks)
         last_round = join_run(shared, job.member, "", states)
-        train_member(plan, member, exchange, None, None, Path(job.cache), states, last_round, ranks)
+        train_member(spec, member, exchange, None, None, Path(job.cache), states, last_round, ranks)
     except (LinkError, RunFailed) as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(CONSEQUENCE)

@@ -20,7 +20,7 @@ from hetero_pp.errors import ConfigError, DamagedFile, dotted
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.program.report.recorder import METRICS
 from hetero_pp.run.config import RunConfig, meaning
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import CONFIG, ConfigFile
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog
@@ -35,9 +35,9 @@ def log_of(folder: Path) -> ContributionLog:
     return ContributionLog(folder / "log")
 
 
-def states_of(plan: RunPlan, folder: Path, member: str) -> SavedStates:
+def states_of(spec: RunSpec, folder: Path, member: str) -> SavedStates:
     """Where a member of the run in a folder keeps its state."""
-    return SavedStates(folder / "state" / member, plan.run, plan.config.snapshots.every)
+    return SavedStates(folder / "state" / member, spec.run, spec.config.snapshots.every)
 
 
 def require_same_run(config: RunConfig, folder: Path) -> None:

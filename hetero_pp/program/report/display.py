@@ -107,9 +107,9 @@ class LiveDisplay:
 
 def start_line(state: RunState) -> str:
     """What is about to run."""
-    plan = state.plan
+    spec = state.spec
     return (
-        f"{plan.config.name}: {_count(len(state.replicas), 'replica')}, {_count(len(plan.members), 'member')}, "
+        f"{spec.config.name}: {_count(len(state.replicas), 'replica')}, {_count(len(spec.members), 'member')}, "
         f"{_count(state.rounds_planned, 'outer round')} of {_count(state.inner_steps, 'inner step')}"
     )
 
@@ -147,7 +147,7 @@ def _title(state: RunState, now: float) -> Table:
     grid = Table.grid(expand=True)
     grid.add_column()
     grid.add_column(justify="right")
-    grid.add_row(Text(f" {state.plan.config.name}", style="bold"), Text(f"{times} ", style="dim"))
+    grid.add_row(Text(f" {state.spec.config.name}", style="bold"), Text(f"{times} ", style="dim"))
     return grid
 
 
@@ -171,7 +171,7 @@ def _live_replicas(state: RunState, now: float) -> Table:
         table.add_row(
             replica.name,
             replica.kind,
-            f"{replica.steps_done}/{state.plan.total_steps}",
+            f"{replica.steps_done}/{state.spec.total_steps}",
             _loss(replica.loss),
             _loss(validation[max(validation)] if validation else None),
             f"{state.tokens_per_second(replica, now):,.0f}",
@@ -185,7 +185,7 @@ def _live_links(state: RunState, links: list[LinkState], now: float) -> Table:
     for link in links:
         ways = [link.directions[way] for way in DIRECTIONS]
         table.add_row(
-            _ends(link.plan.source, link.plan.target),
+            _ends(link.spec.source, link.spec.target),
             format_bandwidths({way: link.directions[way].bandwidth for way in DIRECTIONS}),
             *(f"{format_bytes(way.recent_bytes_per_second(now))}/s" for way in ways),
             *(format_share(way.busy_share(seconds)) for way in ways),

@@ -85,7 +85,7 @@ def _draw_training(state: RunState, axes: Axes) -> None:
             label = f"{name} ({replica.kind})"
             width = 1.8 if len(losses) <= 500 else 0.9
             axes.plot(*zip(*losses, strict=True), color=colours[name], lw=width, marker=marker, ms=4, label=label)
-    axes.set_title(f"{state.plan.config.name}: training loss")
+    axes.set_title(f"{state.spec.config.name}: training loss")
 
 
 def _draw_validation(state: RunState, axes: Axes) -> None:
@@ -161,7 +161,7 @@ def draw_links(state: RunState, path: Path) -> None:
         axes = figure.subplots()
         _draw_bars(axes, bars)
         _legend(axes, bars)
-        axes.set_title(f"{state.plan.config.name}: what crossed each link in {state.rounds} outer rounds")
+        axes.set_title(f"{state.spec.config.name}: what crossed each link in {state.rounds} outer rounds")
         axes.set_xlabel("payload since the first inner step (tensors and contributions, without headers)")
         _scale(axes, [bar.size for bar in bars if bar.size])
         _save(figure, path)
@@ -184,9 +184,9 @@ def _draw_bars(axes: Axes, bars: list[_Bar]) -> None:
 
 
 def _link_label(link: LinkState) -> str:
-    there, back = (format_bits_per_second(link.plan.shape(way).bandwidth) for way in ("forward", "backward"))
+    there, back = (format_bits_per_second(link.spec.shape(way).bandwidth) for way in ("forward", "backward"))
     bandwidth = there if there == back else f"→ {there}, ← {back}"
-    return f"{link.plan.source} – {link.plan.target}\n{bandwidth}"
+    return f"{link.spec.source} – {link.spec.target}\n{bandwidth}"
 
 
 def _scale(axes: Axes, sizes: list[int]) -> None:

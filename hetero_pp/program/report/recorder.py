@@ -16,7 +16,7 @@ from hetero_pp.files import PART, flush, write_whole
 from hetero_pp.messages.messages_pb2 import Evaluation, InnerStep, LinkUse, Report, RoundRecord
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
-from hetero_pp.run.spec import RunPlan
+from hetero_pp.run.spec import RunSpec
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
@@ -30,7 +30,7 @@ class Recorder:
 
     def __init__(
         self,
-        plan: RunPlan,
+        spec: RunSpec,
         folder: Path,
         state: RunState,
         resume: bool = False,
@@ -45,7 +45,7 @@ class Recorder:
         self._has_begun = not resume
         self._path = folder / (METRICS + PART if resume else METRICS)
         self._metrics = self._path.open("w", buffering=1)  # by line: a killed run keeps what it wrote
-        self._board = _Board(plan, folder / "tensorboard", state)
+        self._board = _Board(spec, folder / "tensorboard", state)
 
     def go_on(self) -> None:
         """Take the place of what an earlier start wrote: all that is to be kept of it was reported again.
@@ -170,10 +170,10 @@ def _fields(event: Message) -> dict[str, Any]:
 class _Board:
     """Scalars for TensorBoard: inner steps over the global step, everything else over the round."""
 
-    def __init__(self, plan: RunPlan, folder: Path, state: RunState) -> None:
+    def __init__(self, spec: RunSpec, folder: Path, state: RunState) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._inner_steps = plan.config.inner.steps
+        self._inner_steps = spec.config.inner.steps
         self._state = state
         self._writer = SummaryWriter(str(folder), flush_secs=5)
         self._uses: dict[tuple[str, str], tuple[float, LinkUse]] = {}

@@ -22,8 +22,8 @@ from hetero_pp.messages.messages_pb2 import (
     RoundRecord,
     RoundVerified,
 )
-from hetero_pp.run.spec import RunPlan
-from hetero_pp.topology import EXCHANGE, Direction, LinkPlan
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.topology import EXCHANGE, Direction, LinkSpec
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 ARROWS: dict[Direction, str] = {"forward": "→", "backward": "←"}
@@ -132,12 +132,12 @@ class DirectionState:
 class LinkState:
     """Both directions of one link."""
 
-    plan: LinkPlan
+    spec: LinkSpec
     directions: dict[Direction, DirectionState]
 
     @property
     def reaches_exchange(self) -> bool:
-        return self.plan.target == EXCHANGE
+        return self.spec.target == EXCHANGE
 
     @property
     def wire_bytes(self) -> int:
@@ -157,17 +157,17 @@ class ClosedRound:
 class RunState:
     """Everything that the display, the summary and the pictures show."""
 
-    def __init__(self, plan: RunPlan) -> None:
-        self.plan = plan
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
         self.lock = threading.RLock()
-        self.rounds_planned = plan.config.outer.rounds
-        self.inner_steps = plan.config.inner.steps
+        self.rounds_planned = spec.config.outer.rounds
+        self.inner_steps = spec.config.inner.steps
         self.replicas = {
-            replica.name: ReplicaState(replica.name, replica.kind, self.inner_steps) for replica in plan.config.replicas
+            replica.name: ReplicaState(replica.name, replica.kind, self.inner_steps) for replica in spec.config.replicas
         }
         self.links = {
             name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
-            for name, link in plan.links.items()
+            for name, link in spec.links.items()
         }
         self.closed: dict[int, ClosedRound] = {}
         self.refusals = 0
@@ -242,7 +242,7 @@ class RunState:
     @property
     def is_over(self) -> bool:
         """Whether every member is through all its rounds."""
-        return self._finished >= set(self.plan.members)
+        return self._finished >= set(self.spec.members)
 
     @property
     def rounds(self) -> int:
@@ -298,7 +298,7 @@ class RunState:
         with self.lock:
             means = {round_: self.mean_validation_loss(round_) for round_ in range(self.rounds_planned + 1)}
             return {
-                "name": self.plan.config.name,
+                "name": self.spec.config.name,
                 "rounds": self.rounds,
                 "initial_validation_loss": means[0],
                 "validation_loss": _from_first_round(means),
@@ -316,9 +316,9 @@ class RunState:
         seconds, rounds = self.training_seconds(), range(self.rounds + 1)
         ways = link.directions.items()
         return {
-            "name": link.plan.name,
-            "from": link.plan.source,
-            "to": link.plan.target,
+            "name": link.spec.name,
+            "from": link.spec.source,
+            "to": link.spec.target,
             "bandwidth_bits_per_second": {way: state.bandwidth for way, state in ways},
             "payload_bytes": {way: state.payload_bytes for way, state in ways},
             "wire_bytes": {way: state.wire_bytes for way, state in ways},
