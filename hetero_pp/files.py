@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,17 +21,21 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write a file at, which becomes `path` if the block ends well."""
+    """A path to write a file at, which becomes `path` if the block ends well. Of several writers the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + PART)
-    yield part
-    flush(part)
-    part.replace(path)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
+    try:
+        yield part
+        flush(part)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     flush(path.parent)
 
 
 def rename_whole(part: Path, path: Path) -> None:
-    """Give a folder that is written its name, once all that is in it is on the disk."""
+    """Give a file or folder that is written its name, once all of it is on the disk."""
     for found in part.rglob("*"):
         flush(found)
     flush(part)

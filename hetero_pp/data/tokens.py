@@ -20,6 +20,7 @@ from hetero_pp.data.corpora import documents, fingerprint
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
+from hetero_pp.files import file_sha256, rename_whole, write_whole
 
 _FORMAT = 1
 _BATCH_CHARACTERS = 1 << 20
@@ -61,7 +62,7 @@ def prepare_tokens(settings: DataSettings, cache: Path, tokenizer: Tokenizer | N
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="encoding-", dir=cache) as scratch:
-            _write(Path(scratch), documents(settings), tokenizer).replace(path)
+            rename_whole(_write(Path(scratch), documents(settings), tokenizer), path)
     tokens = np.load(path, mmap_mode="r")
     held_out = round(len(tokens) * settings.validation_share)
     if not 0 < held_out < len(tokens):
@@ -127,10 +128,6 @@ def _digest(path: Path) -> str:
     beside = path.with_suffix(".sha256")
     if beside.exists():
         return beside.read_text().split()[0]
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    with TemporaryDirectory(prefix="digest-", dir=path.parent) as scratch:
-        fresh = Path(scratch, beside.name)
-        fresh.write_text(f"{digest}  {path.name}\n")
-        fresh.replace(beside)
+    digest = file_sha256(path)
+    write_whole(beside, f"{digest}  {path.name}\n".encode())
     return digest

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.files import whole
 from replica_groups.ranks import Ranks
 
 
@@ -28,7 +29,6 @@ class Checkpoint:
         self.seconds = seconds
         """Between two times that the state is saved."""
         self._saved = time.monotonic()
-        self._temporary = self.path.with_name(f"{self.path.name}.tmp")
 
     def load(self) -> dict[str, Any] | None:
         """What was saved last, on the CPU; None if nothing was, or not the same round by all ranks.
@@ -52,13 +52,11 @@ class Checkpoint:
 
     def save(self, round_: int, state: dict[str, Any]) -> None:
         """Save the state after a round, so that no reader ever sees half of it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"run": self.run, "round": round_, **state}, self._temporary)
-        self.ranks.gather(0)  # nobody replaces its file before everybody has written one
-        self._temporary.replace(self.path)
+        with whole(self.path) as part:
+            torch.save({"run": self.run, "round": round_, **state}, part)
+            self.ranks.wait()  # nobody replaces its file before everybody has written one
         self._saved = time.monotonic()
 
     def remove(self) -> None:
         """Forget it: the run is over."""
         self.path.unlink(missing_ok=True)
-        self._temporary.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import hetero_pp.snapshot
-from hetero_pp.files import write_whole
+from hetero_pp.files import whole, write_whole
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.model import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
@@ -120,7 +120,21 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     (tmp_path / "log").mkdir()
     disk = _Disk(monkeypatch)
     write_whole(tmp_path / "log" / "record.json", b"{}")
-    assert disk.done == [("flushed", "record.json.part"), ("named", "record.json"), ("flushed", "log")]
+    (was, part), *others = disk.done
+    assert was == "flushed" and part.startswith("record.json.") and part.endswith(".part")
+    assert others == [("named", "record.json"), ("flushed", "log")]
+
+
+def test_two_who_write_one_file_at_once(tmp_path: Path) -> None:
+    """As two nodes of one replica do with the configuration of a folder that both see: it is one of both, whole."""
+    path = tmp_path / "config.yaml"
+    with whole(path) as first:
+        first.write_text("first")
+        with whole(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first"
+    assert _files(tmp_path) == [path]
 
 
 def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_pp.files import whole
 from hetero_pp.program.report.state import ARROWS, LinkState, RunState, format_share
 from hetero_pp.topology import Direction
 from hetero_pp.units import format_bits_per_second, format_bytes
@@ -226,7 +227,5 @@ def _figure(height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Written whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    figure.savefig(part, format="png")
-    part.replace(path)
+    with whole(path) as part:
+        figure.savefig(part, format="png")
