@@ -31,7 +31,6 @@ from command_line import parse, save
 from rich.console import Console
 from rich.table import Table
 
-from hetero_pp.engine_settings import TorchtitanSettings
 from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, next_token_loss, shapes_by_block
@@ -42,6 +41,7 @@ from hetero_pp.run.hardware import CATALOG
 from hetero_pp.run.spec import Roster
 from hetero_pp.simulator.costs import Part, forward_flops
 from hetero_pp.snapshot import Snapshot
+from hetero_pp.topology import DatacenterReplica
 from replica_groups.engines.build import build_engine, require_engine
 from replica_groups.engines.engine import Engine
 from replica_groups.exchange.exchange import Exchange
@@ -130,8 +130,17 @@ def _engine(case: Case, parameters: dict[str, torch.Tensor], inner: InnerSetting
     settings: dict[str, Any] = {"zero_optimization": {"stage": 1}}
     if ranks.device.type == "cuda":
         settings["bf16"] = {"enabled": True}
-    titan = TorchtitanSettings(compile=case.compile)
-    return build_engine(case.way, case.shape, parameters, inner, TOTAL, 1, case.batch_size, titan, settings, ranks)  # type: ignore[arg-type]
+    replica = DatacenterReplica.model_validate(
+        {
+            "kind": "datacenter",
+            "name": "dc",
+            "engine": case.way,
+            "batch_size": case.batch_size,
+            "torchtitan": {"compile": case.compile},
+            "deepspeed": settings,
+        }
+    )
+    return build_engine(replica, case.shape, parameters, inner, TOTAL, ranks)
 
 
 def _outer_round(

@@ -32,7 +32,7 @@ from command_line import parse, save
 
 from hetero_pp.program.calibrate import measure_all
 from hetero_pp.program.experiments.report import commit, machine
-from hetero_pp.program.simulate import spec_of
+from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction, predict
 from hetero_pp.topology import exchange_link_name

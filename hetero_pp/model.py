@@ -208,6 +208,19 @@ def build_part(shape: ModelShape, spec: StageSpec) -> Transformer:
     return Transformer(shape, spec.layers, embeds=spec.is_first, predicts=spec.is_last)
 
 
+def build_filled(
+    shape: ModelShape, values: Mapping[str, Tensor], stage: StageSpec | None = None, device: torch.device | None = None
+) -> Transformer:
+    """The whole model, or a stage's part of it, with these values of its parameters, by name; by default on the CPU."""
+    with torch.device("meta"):
+        module = Transformer(shape) if stage is None else build_part(shape, stage)
+    module.to_empty(device=device or "cpu")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(values[name])
+    return module
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
     """The module's parameters by name, in a fixed order."""
     return dict(sorted(module.named_parameters()))

@@ -1,201 +1,95 @@
-"""Builds one training member from the plan and runs it, whatever its links and its exchange are made of."""
+"""One member's part in a run, from joining it to its last round: the same in a process, on ranks and in a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from hetero_pp.data.batches import Batches
-from hetero_pp.data.sources import open_source
-from hetero_pp.link.protocol import LinkEnd
-from hetero_pp.model import EMBEDDING, Transformer, build_part, parameters_of
+from hetero_pp.link.ends import LinkEnds
+from hetero_pp.model import EMBEDDING
 from hetero_pp.outer.exchange_port import ExchangePort
-from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.snapshot import BASIS
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, StageSpec, exchange_link_name, stage_link_name
-from replica_groups.datacenter import DatacenterMember
-from replica_groups.engines.build import build_engine
-from replica_groups.engines.plain import PlainEngine
+from hetero_pp.topology import DatacenterReplica, exchange_link_name, stage_link_name
+from replica_groups.build_member import Start, build_member, device_of
 from replica_groups.exchange.reporter import Reporter
+from replica_groups.exchange.restart import join_run
 from replica_groups.exchange.shaped import PacedExchange
 from replica_groups.exchange.shared import SharedExchange
-from replica_groups.member import LedgerView, TrainingMember, run_member
 from replica_groups.outer_round import OuterRound
-from replica_groups.participants import StageMember
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.saved_states import SavedStates
-from stages.boundary import boundary_of
-from stages.stage import Stage
-from stages.worker import StageWorker, WorkerSettings
-
-RECEIVE_TIMEOUT = 600.0
-"""Seconds after which a neighbour that sends nothing counts as hanging: far beyond any step of a slow link."""
+from replica_groups.training_loop import LedgerOf, TrainingLoop
 
 
-def train_member(
-    spec: RunSpec,
-    member: MemberSpec,
-    exchange: ExchangePort,
-    upstream: LinkEnd | None,
-    downstream: LinkEnd | None,
-    cache: Path,
-    states: SavedStates,
-    last_round: int = 0,
-    ranks: Ranks = ALONE,
+class Connections(Protocol):
+    """How a member reaches the rest of its run."""
+
+    @property
+    def exchange(self) -> ExchangePort:
+        """Unshaped; where several ranks are one member, only the first one's is used."""
+
+    def listen(self) -> str:
+        """Be ready for the stage before; the address at which it finds this member (empty: it needs none)."""
+
+    def open(self) -> LinkEnds:
+        """The links to the stages beside this one. Called once this member has joined."""
+
+
+def take_part(
+    spec: RunSpec, member: MemberSpec, connections: Connections, folder: RunFolder, ranks: Ranks = ALONE
 ) -> None:
-    """Train all rounds as one member of the run, or as one of the ranks that are a member together.
+    """Train all rounds that are left as one member of a run, or as one of the ranks that are a member together.
 
-    Its links are open, and it has joined the exchange; of several ranks only the first uses it. It goes on after
-    `last_round`, which is that of the exchange's snapshot.
+    The exchange says after which round the run goes on, if it does not begin. Whoever made the connections closes
+    them, or aborts them if this raises HeteroPPError: the run has failed, here or elsewhere.
     """
     config = spec.config
-    link = PacedExchange(exchange, spec.links[exchange_link_name(member.name)], config.seed)
-    paced: ExchangePort = link if ranks.world == 1 else SharedExchange(link if ranks.is_first else None, ranks)
-    names = list(member.owned)
-    if member.follows_embedding:
-        names.append(EMBEDDING)
-    if spec.largest_rank is not None:
-        names.append(BASIS)
-    tensors = paced.snapshot(names)
-    basis = tensors.pop(BASIS, None)
-    if isinstance(member.replica, DatacenterReplica):
-        ranks = ranks if ranks.world > 1 else Ranks(device=device_of(member.replica))
-        trainer: TrainingMember = _build_datacenter(spec, member, member.replica, tensors, cache, ranks)
-    else:
-        trainer = _build_stage(spec, member, member.replica, tensors, basis, upstream, downstream, cache)
+    shaped = PacedExchange(connections.exchange, spec.links[exchange_link_name(member.name)], config.seed)
+    exchange: ExchangePort = shaped if ranks.world == 1 else SharedExchange(shaped if ranks.is_first else None, ranks)
+    states = SavedStates(folder.state(member.name), spec.run, config.snapshots.every, ranks)
+    last_round = join_run(exchange, member.name, connections.listen(), states)
+    ends = connections.open()
+    start = _fetch_start(spec, member, exchange)
+    if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
+        ranks = Ranks(device=device_of(member.replica))
+    trainer = build_member(spec, member, start, ends, folder.cache, ranks)
     outer = OuterRound(
         spec.run,
         member.name,
         member.replica.name,
         trainer.held,
-        tensors,
-        paced,
+        start.parameters,
+        exchange,
         config.outer,
-        round_optimizer(spec, basis),
-        ranks,
+        optimizer=round_optimizer(spec, start.basis),
+        ranks=ranks,
     )
-    del tensors  # a whole model
-    reporter = Reporter(paced, member.name)
-    ledgers = _ledgers(member, link, upstream, downstream)
+    del start  # a whole model
+    reporter = Reporter(exchange, member.name)
+    loop = TrainingLoop(trainer, member.replica.name, outer, reporter, list(_ledgers(member, shaped, ends)), states)
     try:
-        run_member(
-            trainer,
-            member.replica.name,
-            outer,
-            reporter,
-            ledgers,
-            config.outer.rounds,
-            config.inner.steps,
-            states,
-            last_round,
-        )
-        over = reporter.new()
-        over.finished.SetInParent()
-        reporter.tell(over)
+        loop.run(range(last_round + 1, config.outer.rounds + 1), config.inner.steps)
     finally:
         reporter.close()
 
 
-def device_of(replica: DatacenterReplica) -> torch.device:
-    """Where it trains: `auto` is a GPU where there is one."""
-    if replica.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(replica.device)
+def _fetch_start(spec: RunSpec, member: MemberSpec, exchange: ExchangePort) -> Start:
+    """From the snapshot that the run begins or goes on with."""
+    names = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
+    basis = [] if spec.largest_rank is None else [BASIS]
+    tensors = exchange.snapshot([*names, *basis])
+    return Start({name: tensors[name] for name in names}, tensors.get(BASIS))
 
 
-def _build_datacenter(
-    spec: RunSpec,
-    member: MemberSpec,
-    replica: DatacenterReplica,
-    tensors: Mapping[str, Tensor],
-    cache: Path,
-    ranks: Ranks,
-) -> DatacenterMember:
-    config = spec.config
-    batches, validation = replica_batches(spec, member, open_source(config.data, cache))
-    engine = build_engine(
-        replica.engine,
-        spec.shape,
-        tensors,
-        config.inner,
-        spec.total_steps,
-        replica.micro_batches,
-        replica.batch_size // replica.micro_batches,
-        replica.torchtitan,
-        replica.deepspeed,
-        ranks,
-    )
-    if isinstance(engine, PlainEngine):
-        engine.whole.optimizer.defers = config.outer.source == "gradient"
-    return DatacenterMember(replica.name, engine, batches, validation)
-
-
-def _build_stage(
-    spec: RunSpec,
-    member: MemberSpec,
-    replica: ParticipantsReplica,
-    tensors: Mapping[str, Tensor],
-    basis: Tensor | None,
-    upstream: LinkEnd | None,
-    downstream: LinkEnd | None,
-    cache: Path,
-) -> StageMember:
-    config, stage = spec.config, member.stage
-    assert stage is not None
-    rows = replica.batch_size // replica.micro_batches
-    batches: Batches | None = None
-    validation: list[Tensor] = []
-    if stage.is_first:
-        batches, validation = replica_batches(spec, member, open_source(config.data, cache))
-    with torch.device("meta"):
-        module = build_part(spec.shape, stage)
-    module.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in parameters_of(module).items():
-            parameter.copy_(tensors[name])
-    worker = _build_worker(spec, replica, stage, module, basis, upstream, downstream)
-    count = -(-config.data.validation_sequences // rows)
-    return StageMember(replica.name, worker, batches, validation, count)
-
-
-def _build_worker(
-    spec: RunSpec,
-    replica: ParticipantsReplica,
-    stage_spec: StageSpec,
-    module: Transformer,
-    basis: Tensor | None,
-    upstream: LinkEnd | None,
-    downstream: LinkEnd | None,
-) -> StageWorker:
-    config = spec.config
-    boundary = boundary_of(replica.boundary, spec.shape.width, basis)
-    stage = Stage(stage_spec, module, boundary, config.inner, spec.total_steps, replica.boundary.ablations)
-    stage.optimizer.defers = config.outer.source == "gradient"
-    settings = WorkerSettings(
-        micro_batches=replica.micro_batches,
-        micro_batch_size=replica.batch_size // replica.micro_batches,
-        sequence_length=config.data.sequence_length,
-        extra_in_flight=replica.extra_in_flight,
-        receive_timeout=RECEIVE_TIMEOUT,
-        replica=replica.name,
-        seed=config.seed,
-    )
-    return StageWorker(stage, settings, upstream, downstream)
-
-
-def _ledgers(
-    member: MemberSpec, paced: PacedExchange, upstream: LinkEnd | None, downstream: LinkEnd | None
-) -> LedgerView:
+def _ledgers(member: MemberSpec, shaped: PacedExchange, ends: LinkEnds) -> Iterator[LedgerOf]:
     """Each direction of a stage link is counted by the end that sends it; both of the exchange's by the member."""
     link = exchange_link_name(member.name)
-    yield link, "forward", paced.forward
-    yield link, "backward", paced.backward
-    if member.stage is not None and downstream is not None:
-        yield stage_link_name(member.replica.name, member.stage.index), "forward", downstream.ledger
-    if member.stage is not None and upstream is not None:
-        yield stage_link_name(member.replica.name, member.stage.index - 1), "backward", upstream.ledger
+    yield link, "forward", shaped.forward
+    yield link, "backward", shaped.backward
+    if member.stage is not None and ends.downstream is not None:
+        yield stage_link_name(member.replica.name, member.stage.index), "forward", ends.downstream.ledger
+    if member.stage is not None and ends.upstream is not None:
+        yield stage_link_name(member.replica.name, member.stage.index - 1), "backward", ends.upstream.ledger

@@ -22,9 +22,9 @@ from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.model import Transformer, build_part, parameters_of, shapes_by_block, shapes_of
 from hetero_pp.outer.step import OuterOptimizer, mean_of
 from hetero_pp.program.report.display import plain_table, wide
-from hetero_pp.program.simulate import spec_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.run.read import spec_of
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.run.yaml_file import ConfigFile

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
-from hetero_pp.program.launch.resume import log_of
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.snapshot import open_snapshot
+from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import snapshot_after
 
 
@@ -25,10 +25,13 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
 
     Raises ConfigError if there is no such run or round, or something is in the folder.
     """
-    spec = _spec_of(run)
+    folder = RunFolder(run)
+    if not folder.config.is_file():
+        raise ConfigError((), f"{run}: found no config.yaml, expected the folder of a run, such as runs/quickstart")
+    spec = read_run(folder)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError((), f"--to {to}: found files there, expected a new or an empty folder")
-    with theta_after(spec, run, round_) as (number, parameters):
+    with theta_after(spec, folder, round_) as (number, parameters):
         try:
             to.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -37,21 +40,10 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
     Console().print(f"{to}: {spec.config.name} after round {number}, {size / 1e6:.1f} MB of {dtype}", soft_wrap=True)
 
 
-def _spec_of(run: Path) -> RunSpec:
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise ConfigError((), f"{run}: found no config.yaml, expected the folder of a run, such as runs/quickstart")
-    file = ConfigFile(path)
-    try:
-        return RunSpec(file.config, load_tokenizer(file.config.data).vocabulary)
-    except ConfigError as error:
-        raise file.located(error) from None
-
-
 @contextmanager
-def theta_after(spec: RunSpec, run: Path, round_: int | None) -> Iterator[tuple[int, Parameters]]:
+def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[tuple[int, Parameters]]:
     """The round, and each parameter after it when asked for: from its snapshot, else replayed from an earlier one."""
-    log = log_of(run)
+    log = ContributionLog(run.log)
     found = log.snapshots()
     if not found:
         raise ConfigError((), f"{log.folder}: found no snapshot, expected at least the one that a run starts with")
@@ -63,11 +55,11 @@ def theta_after(spec: RunSpec, run: Path, round_: int | None) -> Iterator[tuple[
         yield wanted, _replayed(spec, run, wanted)
 
 
-def _replayed(spec: RunSpec, run: Path, wanted: int) -> Parameters:
+def _replayed(spec: RunSpec, run: RunFolder, wanted: int) -> Parameters:
     """theta after round `wanted`, from an earlier snapshot and the log of the rounds between."""
     damaged: list[str] = []
     try:
-        snapshot = snapshot_after(log_of(run), spec.run, wanted, partial(round_optimizer, spec), damaged)
+        snapshot = snapshot_after(ContributionLog(run.log), spec.run, wanted, partial(round_optimizer, spec), damaged)
     except FileNotFoundError as error:
         reasons = damaged or [str(error)]
         raise ConfigError((), f"--round {wanted}: {'; '.join(reasons)}") from None

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
-from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.report.display import wide
 from hetero_pp.program.show_prediction import print_prediction, print_sweep
+from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.charts import draw_prediction, draw_sweep
@@ -29,17 +29,6 @@ class Outputs:
     json: Path | None = None
     timeline: Path | None = None
     chart: Path | None = None
-
-
-def spec_of(file: ConfigFile) -> RunSpec:
-    """The spec of a YAML whose corpus nobody reads; only its tokenizer's vocabulary is needed."""
-    config = file.config.with_absolute_paths()
-    try:
-        config.require_grouped()
-        known = None if config.model.vocabulary is not None else load_tokenizer(config.data).vocabulary
-        return RunSpec(config, known)
-    except ConfigError as error:
-        raise file.located(error) from None
 
 
 def simulate(path: Path, overrides: Sequence[str], sweep: str | None, curves: str | None, outputs: Outputs) -> None:

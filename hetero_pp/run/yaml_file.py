@@ -20,9 +20,6 @@ from hetero_pp.run.described_weights import with_weights_described
 
 Key = tuple[str | int, ...]
 
-CONFIG = "config.yaml"
-"""The resolved configuration, in the folder of a run."""
-
 
 class ConfigFile:
     """A YAML file that holds a RunConfig, and where each key stands in it."""

@@ -16,7 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_s
 from torch import Tensor, nn
 
 from hetero_pp.inner import InnerSettings
-from hetero_pp.model import ModelShape, Transformer, next_token_loss
+from hetero_pp.model import ModelShape, build_filled, next_token_loss
 from replica_groups.engines.engine import Parameters
 from replica_groups.held import Shape
 from replica_groups.ranks import Ranks
@@ -39,10 +39,7 @@ class ZeroEngine:
         self.inner, self.micro_batches, self.ranks = inner, micro_batches, ranks
         self.shapes: Mapping[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(parameters.items())}
         self.stage: int = settings.get("zero_optimization", {}).get("stage", 0)
-        module = Transformer(shape)
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(parameters[name])
+        module = build_filled(shape, parameters)
         peak = inner.learning_rate
         config = _config(settings, inner, micro_batches, micro_batch_size // ranks.world)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,4 +1,4 @@
-"""Tells the exchange what a member does, in the background, so that training never waits for a report."""
+"""Reports to the exchange what a member does, in the background, so that training never waits for a report."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Reporter:
         self._thread.start()
 
     def new(self) -> Report:
-        """An empty report of this member, stamped now; fill it in and `tell` it."""
+        """An empty report of this member, stamped now; fill it in and `send` it."""
         return Report(time=time.time(), member=self.member)
 
-    def tell(self, report: Report) -> None:
+    def send(self, report: Report) -> None:
         """Queue a report."""
         self._queue.put(report)
 
     def flush(self) -> None:
-        """Wait until the exchange has what was told so far, or is gone."""
-        told = threading.Event()
-        self._queue.put(told)
-        while not told.wait(0.1) and self._thread.is_alive():
+        """Wait until the exchange has what was sent so far, or is gone."""
+        sent = threading.Event()
+        self._queue.put(sent)
+        while not sent.wait(0.1) and self._thread.is_alive():
             pass
 
     def close(self) -> None:
@@ -53,13 +53,13 @@ class Reporter:
                 except queue.Empty:
                     break
             reports = [one for one in batch if isinstance(one, Report)]
-            if reports and not self._send(reports):
+            if reports and not self._deliver(reports):
                 return
             if isinstance(batch[-1], threading.Event):
                 batch[-1].set()
             over = batch[-1] is None
 
-    def _send(self, reports: list[Report]) -> bool:
+    def _deliver(self, reports: list[Report]) -> bool:
         try:
             self._exchange.report(reports)
         except HeteroPPError:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 from plain_loop import PlainLoop
 
-from hetero_pp.engine_settings import EngineName, TorchtitanSettings
+from hetero_pp.engine_settings import EngineName
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, Transformer, initialise, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
@@ -23,6 +23,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.pseudo_gradient.rows import rows_of
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot
+from hetero_pp.topology import DatacenterReplica
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.engine import Engine
 from replica_groups.engines.plain import PlainEngine
@@ -48,18 +49,18 @@ def _model() -> Transformer:
 
 
 def build(engine: EngineName, settings: dict[str, Any], ranks: Ranks, micro_batches: int = MICRO_BATCHES) -> Engine:
-    return build_engine(
-        engine,
-        SHAPE,
-        dict(_model().named_parameters()),
-        INNER,
-        STEPS,
-        micro_batches,
-        BATCH // micro_batches,
-        TorchtitanSettings.model_validate(settings if engine == "torchtitan" else {}),
-        settings if engine == "deepspeed" else {},
-        ranks,
+    replica = DatacenterReplica.model_validate(
+        {
+            "kind": "datacenter",
+            "name": "dc",
+            "engine": engine,
+            "batch_size": BATCH,
+            "micro_batches": micro_batches,
+            "torchtitan": settings if engine == "torchtitan" else {},
+            "deepspeed": settings if engine == "deepspeed" else {},
+        }
     )
+    return build_engine(replica, SHAPE, dict(_model().named_parameters()), INNER, STEPS, ranks)
 
 
 def _apart(engine: Engine, plain: PlainLoop, ranks: Ranks) -> float:

@@ -18,6 +18,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.snapshot import load_snapshot
 from hetero_pp.topology import DatacenterReplica
@@ -88,7 +89,7 @@ def test_a_datacenter_replica_is_a_plain_loop(config: RunConfig, tmp_path: Path)
     torch.set_num_threads(1)
     reports: list[Report] = []
     spec = RunSpec(config, 256)
-    run_in_process(spec, tmp_path / "run", tmp_path, reports.append)
+    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
     measured = [report.inner_step.loss for report in reports if report.HasField("inner_step")]
 
     store = prepare_tokens(config.data, tmp_path)

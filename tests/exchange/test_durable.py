@@ -161,7 +161,7 @@ def test_a_flush_waits_until_all_was_heard() -> None:
     exchange = _Slow()
     reporter = Reporter(exchange, "dc", interval=1000.0)  # type: ignore[arg-type]
     for _ in range(3):
-        reporter.tell(reporter.new())
+        reporter.send(reporter.new())
     flushed = threading.Thread(target=reporter.flush, daemon=True)
     flushed.start()
     assert exchange.heard == 0

@@ -25,7 +25,7 @@ from hetero_pp.program.experiments.report import markdown, result_of
 from hetero_pp.program.experiments.request import Request, swept
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import ONE_SEED_NOISE, interval_of, judge
-from hetero_pp.program.launch.inputs import CACHE
+from hetero_pp.run.folder import CACHE
 
 MICRO = Catalog(Path(__file__).parents[2] / "configs" / "experiments").scale("micro")
 

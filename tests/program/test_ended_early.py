@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.program.launch.crew import Watcher
+from hetero_pp.program.launch.connections import reports_of
 from hetero_pp.program.launch.resume import require_same_run
+from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange.exchange import Exchange
@@ -212,7 +215,7 @@ def test_metrics_are_whole_until_others_take_their_place(tmp_path: Path, finishe
     """Whenever the process is killed between the two, the run can be resumed."""
     spec = _spec(finished)
     (tmp_path / "metrics.jsonl").write_text("what was told before\n")
-    recorder = Recorder(spec, tmp_path, RunState(spec), resume=True)
+    recorder = Recorder(spec, RunFolder(tmp_path), RunState(spec), resume=True)
     report = Report(time=1.0, member="dc")
     report.joined.address = ""
     recorder.on_report(report)
@@ -229,7 +232,7 @@ def test_metrics_that_cannot_be_told_again_are_kept(
     spec = _spec(finished)
     told: list[str] = []
     (tmp_path / "metrics.jsonl").write_text("what was told before\n")
-    recorder = Recorder(spec, tmp_path, RunState(spec), True, told.append)
+    recorder = Recorder(spec, RunFolder(tmp_path), RunState(spec), True, told.append)
 
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -272,10 +275,10 @@ def test_what_may_not_change_is_refused_in_one_line(cut: Path, corpus: Path, set
 
 def test_weights_of_a_run_that_goes_on_are_its_own(cut: Path) -> None:
     config = ConfigFile(cut / "config.yaml").config
-    require_same_run(config, cut)
+    require_same_run(config, RunFolder(cut))
     other = config.model_copy(update={"model": config.model.model_copy(update={"weights": "/elsewhere"})})
     with pytest.raises(ConfigError, match=r'--resume: model\.weights: found "/elsewhere", expected null'):
-        require_same_run(other, cut)
+        require_same_run(other, RunFolder(cut))
 
 
 def test_what_may_change_is_applied(finished: Path, cut: Path, corpus: Path, tmp_path: Path) -> None:
@@ -335,7 +338,7 @@ def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path
     def fails(report: Report) -> None:
         raise KeyError("a bug")
 
-    watcher = Watcher(f"127.0.0.1:{port}", "token", fails)
+    watcher = Watcher(partial(reports_of, f"127.0.0.1:{port}", "token"), fails)
     exchange.refuse("a member", "a reason to report")
     with pytest.raises(RunFailed, match="reports could not be followed to its end: KeyError: 'a bug'"):
         watcher.join()

@@ -13,12 +13,13 @@ from test_run_state import START, inner_step, made_up_reports, made_up_round, ma
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
+from hetero_pp.run.folder import RunFolder
 
 
 def record(folder: Path, reports: list[Report], failed: str | None = None) -> RunState:
     spec = made_up_spec()
     state = RunState(spec)
-    recorder = Recorder(spec, folder, state)
+    recorder = Recorder(spec, RunFolder(folder), state)
     for report in reports:
         state.apply(report)
         recorder.on_report(report)
@@ -99,7 +100,7 @@ def test_tensorboard_scalars(folder: Path) -> None:
 
 def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
     spec = made_up_spec()
-    recorder = Recorder(spec, tmp_path, RunState(spec))
+    recorder = Recorder(spec, RunFolder(tmp_path), RunState(spec))
     recorder.on_report(inner_step(START, "dc", "dc", 1, 0, loss=1.0))
     assert lines(tmp_path)[0]["loss"] == 1.0
     recorder.close()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app
-from hetero_pp.program.simulate import spec_of
+from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import Part, forward_flops, memory_of
 from hetero_pp.simulator.prediction import Prediction, predict

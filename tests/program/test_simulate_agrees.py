@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.program.simulate import spec_of
+from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.fleets import message_bytes

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hetero_pp.errors import ConfigError
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.model import shapes_by_block
-from hetero_pp.program.simulate import spec_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, predict

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
-from hetero_pp.program.simulate import spec_of
+from hetero_pp.run.read import spec_of
 from hetero_pp.run.simulate_section import PublishedNumber
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import predict

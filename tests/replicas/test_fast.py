@@ -17,6 +17,7 @@ from hetero_pp.model import Transformer, initialise
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.train import FastResult, train_fast
 from replica_groups.whole import WholeReplica
@@ -106,7 +107,7 @@ def test_averaged_gradients_end_where_the_staged_run_ends(first: str, corpus: Pa
     require_launchable(config)
     fast, spec, _ = _train(config, tmp_path)
     reports: list[Report] = []
-    run_in_process(spec, tmp_path / "run", tmp_path, reports.append)
+    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
     for round_ in range(1, 7):
         told = [r.evaluation.loss for r in reports if r.HasField("evaluation") and r.evaluation.round == round_]
         assert len(told) == 2
@@ -136,7 +137,7 @@ def test_it_ends_where_the_staged_run_ends(
     config = _config(corpus, outer, [DC, {**HOME, "micro_batches": 2, "boundary": boundary}])
     fast, spec, _ = _train(config, tmp_path)
     reports: list[Report] = []
-    run_in_process(spec, tmp_path / "run", tmp_path, reports.append)
+    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
     for round_ in (1, 2, 3):
         told = [r.evaluation.loss for r in reports if r.HasField("evaluation") and r.evaluation.round == round_]
         assert len(told) == 2

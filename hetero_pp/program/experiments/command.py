@@ -17,8 +17,8 @@ from hetero_pp.program.experiments.report import print_result, result_of, write_
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.training import train, train_on_ranks
-from hetero_pp.program.launch.inputs import CACHE
 from hetero_pp.program.report.display import wide
+from hetero_pp.run.folder import CACHE
 from replica_groups.ranks import init_ranks
 
 

@@ -19,12 +19,13 @@ from hetero_pp.program.launch.resume import reports_until, require_same_run
 from hetero_pp.program.report.display import LiveDisplay, print_result
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import CONFIG, ConfigFile, save_config
+from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.topology import EXCHANGE, DatacenterReplica
 
-Start = Callable[[RunSpec, Path, Path, Callable[[Report], None], bool], None]
-"""(spec, folder, cache, on_report, whether it goes on): runs until the run is over."""
+Start = Callable[[RunSpec, RunFolder, Callable[[Report], None], bool], None]
+"""(spec, folder, on_report, whether it goes on): runs until the run is over."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ def run_on_this_host(
     if host.only == EXCHANGE:
         token = new_token() if host.token is None else read_token(host.token)
 
-        def start(spec: RunSpec, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool) -> None:
+        def start(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: bool) -> None:
             Console().print(f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}")
-            launch_exchange(folder, cache, token, resume, on_report)
+            launch_exchange(folder, token, resume, on_report)
 
         with claim(runs.absolute(), prepared.spec.config.name, [EXCHANGE]):
             _run_and_record(prepared, runs, start, resume)
@@ -73,12 +74,12 @@ def run_on_this_host(
 
 def _run_members(prepared: Prepared, runs: Path, only: str, exchange: str, token: str) -> None:
     """Carry members, with a configuration of their own: that of the run is the exchange's, if it is on this host."""
-    name, folder = prepared.spec.config.name, runs / prepared.spec.config.name
-    config = f"config-{only}.yaml"
+    name = prepared.spec.config.name
+    folder = RunFolder(runs / name, f"config-{only}.yaml")
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
-        save_config(prepared.spec.config, folder / config)
-        Console().print(f"{name}: {', '.join(prepared.names)} (what they print: {folder}/logs)")
-        launch_members(prepared.names, folder, config, prepared.cache, exchange, token)
+        save_config(prepared.spec.config, folder.config)
+        Console().print(f"{name}: {', '.join(prepared.names)} (what they print: {folder.path}/logs)")
+        launch_members(prepared.names, folder, exchange, token)
 
 
 def _is_shared(spec: RunSpec, member: str) -> bool:
@@ -130,7 +131,7 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) 
 
     try:
         with LiveDisplay(state, console):
-            start(spec, folder, prepared.cache, on_report, resume)
+            start(spec, folder, on_report, resume)
         if not state.is_over or state.rounds < state.rounds_planned:
             raise RunFailed(f"ended after round {state.rounds} of {state.rounds_planned}, and nobody said why")
     except (HeteroPPError, KeyboardInterrupt) as error:
@@ -141,22 +142,22 @@ def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) 
         raise
     finally:
         recorder.close()
-    print_result(console, state.summary(), folder)
+    print_result(console, state.summary(), folder.path)
 
 
-def _folder_for(spec: RunSpec, runs: Path, resume: bool) -> Path:
+def _folder_for(spec: RunSpec, runs: Path, resume: bool) -> RunFolder:
     """The folder of the run, with its configuration: a new one, or that of the run that goes on."""
-    folder = runs / spec.config.name
+    folder = RunFolder(runs / spec.config.name)
     if resume:
         require_same_run(spec.config, folder)
     else:
         with claim_all(runs, spec.config.name):
             new_run_folder(runs, spec.config.name)
-    save_config(spec.config, folder / CONFIG)
+    save_config(spec.config, folder.config)
     return folder
 
 
-def _go_on(folder: Path, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]) -> None:
+def _go_on(folder: RunFolder, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]) -> None:
     """Tell again what had been reported of the rounds before; in the run's numbers the time between does not count."""
     last_round = report.begun.last_round
     for damaged in report.begun.damaged:

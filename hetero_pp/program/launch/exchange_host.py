@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from hetero_pp.errors import DamagedFile, HeteroPPError
-from hetero_pp.program.launch.resume import log_of
 from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.snapshot import open_snapshot
@@ -17,9 +16,9 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import Restart, find_restart
 
 
-def make_exchange(spec: RunSpec, folder: Path) -> Exchange:
+def make_exchange(spec: RunSpec, folder: RunFolder) -> Exchange:
     """An exchange that members can join; `begin_run` lets them train."""
-    return Exchange(spec.run, spec.roster, None, spec.config.outer, log_of(folder))
+    return Exchange(spec.run, spec.roster, None, spec.config.outer, ContributionLog(folder.log))
 
 
 def begin_run(exchange: Exchange, spec: RunSpec, resume: bool) -> Auditor:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.crew import Crew, Watcher
+from hetero_pp.program.launch.connections import reports_of
+from hetero_pp.program.launch.crew import Crew
+from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.topology import EXCHANGE, ParticipantsReplica
-
-TOKEN_FILE = "token"
 
 
 def members_named(config: RunConfig, name: str) -> list[str]:
@@ -64,9 +66,9 @@ def read_token(path: Path) -> str:
     return token
 
 
-def write_token(folder: Path, token: str) -> Path:
+def write_token(folder: RunFolder, token: str) -> Path:
     """Keep the run's token where only its owner can read it."""
-    path = folder / TOKEN_FILE
+    path = folder.token
     path.touch(mode=0o600)
     path.chmod(0o600)
     path.write_text(token + "\n")
@@ -77,33 +79,24 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
-def launch_exchange(folder: Path, cache: Path, token: str, resume: bool, on_report: Callable[[Report], None]) -> None:
+def launch_exchange(folder: RunFolder, token: str, resume: bool, on_report: Callable[[Report], None]) -> None:
     """Carry the exchange until the run is over. Raises RunFailed with its cause if it fails, on whatever host."""
-    crew = Crew(folder, cache, resume)
-    try:
-        crew.start(EXCHANGE)
-        crew.tell(EXCHANGE, {"token": token})
-        watcher = Watcher(crew.hear(EXCHANGE)["address"], token, on_report)
+    with Crew(folder, resume) as crew:
+        crew.start([EXCHANGE])
+        watcher = Watcher(partial(reports_of, crew.open_exchange(token), token), on_report)
         crew.wait()
         watcher.join()
-    finally:
-        crew.end()
 
 
-def launch_members(members: Sequence[str], folder: Path, config: str, cache: Path, exchange: str, token: str) -> None:
-    """Carry some members until they are through; `config` is the name of a file in `folder`.
+def launch_members(members: Sequence[str], folder: RunFolder, exchange: str, token: str) -> None:
+    """Carry some members until they are through.
 
     Raises RunFailed with the cause if one of them ends before.
     """
-    crew = Crew(folder, cache, config=config)
-    try:
-        for name in members:
-            crew.start(name)
-        for name in members:
-            crew.tell(name, {"token": token, "exchange": exchange})
+    with Crew(folder) as crew:
+        crew.start(members)
+        crew.join_exchange(members, exchange, token)
         crew.wait()
-    finally:
-        crew.end()
 
 
 def commands(config: RunConfig, path: Path, overrides: Sequence[str]) -> list[str]:

@@ -3,70 +3,46 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
+from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
-from hetero_pp.link.protocol import LinkEnd
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.exchange_host import begin_run, make_exchange
-from hetero_pp.program.launch.resume import states_of
+from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, stage_link_name
 from replica_groups.exchange.exchange import Exchange
-from replica_groups.exchange.restart import join_run
-from replica_groups.saved_states import SavedStates
-from replica_groups.take_part import train_member
-
-Ends = dict[str, tuple[LinkEnd | None, LinkEnd | None]]
+from replica_groups.take_part import take_part
 
 
-def run_in_process(
-    spec: RunSpec, folder: Path, cache: Path, on_report: Callable[[Report], None], resume: bool = False
-) -> None:
+def run_in_process(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: bool = False) -> None:
     """Train the whole topology, or go on with the run in the folder; raises the first member's error, if any fails.
 
-    Raises ConfigError for replicas that need processes of their own.
+    Raises ConfigError for replicas that need processes of their own, RunFailed if reports could not be followed.
     """
     require_threads(spec)
     torch.set_num_threads(spec.config.threads)
-    exchange = make_exchange(spec, folder)
-    failures: list[Exception] = []
-    watcher = threading.Thread(target=_watch, args=(exchange, on_report, failures), name="watcher", daemon=True)
-    watcher.start()
-    ends = _connect(spec)
-    errors: list[Exception] = []
-    threads = [
-        threading.Thread(
-            target=_run_member,
-            args=(spec, member, exchange, ends, cache, states_of(spec, folder, name), errors),
-            name=name,
-            daemon=True,
-        )
-        for name, member in spec.members.items()
-    ]
+    members = _Threads(spec, folder)
+    watcher = Watcher(members.exchange.watch, on_report)
     try:
-        for thread in threads:
-            thread.start()
-        auditor = begin_run(exchange, spec, resume)
-        for thread in threads:
-            thread.join()
+        members.start()
+        auditor = begin_run(members.exchange, spec, resume)
+        members.join()
         auditor.join()
     except KeyboardInterrupt:
-        exchange.fail("interrupted")
-        _abort(ends, "interrupted")
+        members.abort("interrupted", "interrupted")
         raise
     finally:
-        exchange.end_watching()
-        watcher.join()
-    if errors:
-        raise next((error for error in errors if not isinstance(error, LinkClosed | RunFailed)), errors[0])
-    if failures:
-        kind = type(failures[0]).__name__
-        raise RunFailed(f"the run's reports could not be followed to its end: {kind}: {failures[0]}")
+        members.exchange.end_watching()
+        watcher.wait()
+    members.raise_first_error()
+    watcher.join()
 
 
 def require_threads(spec: RunSpec) -> None:
@@ -79,53 +55,75 @@ def require_threads(spec: RunSpec) -> None:
             )
 
 
-def _watch(exchange: Exchange, on_report: Callable[[Report], None], failures: list[Exception]) -> None:
-    try:
-        for report in exchange.watch():
-            on_report(report)
-    except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run tells)
-        failures.append(error)
+@dataclass(frozen=True)
+class ThreadConnections:
+    """Of a member to what is in this process. Implements Connections."""
+
+    exchange: Exchange
+    ends: LinkEnds
+
+    def listen(self) -> str:
+        """See Connections: nobody has to find it."""
+        return ""
+
+    def open(self) -> LinkEnds:
+        """See Connections."""
+        return self.ends
 
 
-def _connect(spec: RunSpec) -> Ends:
-    """(upstream, downstream) of every member."""
-    ends: Ends = dict.fromkeys(spec.members, (None, None))
+class _Threads:
+    """The members of a run, each a thread."""
+
+    def __init__(self, spec: RunSpec, folder: RunFolder) -> None:
+        self.exchange = make_exchange(spec, folder)
+        self._spec, self._folder = spec, folder
+        self._ends = _connect(spec)
+        self._errors: list[Exception] = []
+        self._threads = [
+            threading.Thread(target=self._run, args=(member,), name=member.name, daemon=True)
+            for member in spec.members.values()
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def raise_first_error(self) -> None:
+        """If there is one, that of a member that did not fail because of another."""
+        errors = self._errors
+        if errors:
+            raise next((error for error in errors if not isinstance(error, LinkClosed | RunFailed)), errors[0])
+
+    def abort(self, cause: str, links_cause: str) -> None:
+        """End the run: whoever waits for the exchange, or for a neighbour, hears why."""
+        self.exchange.fail(cause)
+        for ends in self._ends.values():
+            ends.abort(links_cause)
+
+    def _run(self, member: MemberSpec) -> None:
+        torch.set_num_threads(self._spec.config.threads)
+        ends = self._ends[member.name]
+        try:
+            take_part(self._spec, member, ThreadConnections(self.exchange, ends), self._folder)
+            ends.close()
+        except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
+            self._errors.append(error)
+            self.abort(f"{member.name}: {error}", str(error))
+
+
+def _connect(spec: RunSpec) -> Mapping[str, LinkEnds]:
+    """The link ends of every member."""
+    ends = dict.fromkeys(spec.members, LinkEnds())
     for replica in spec.config.replicas:
         if not isinstance(replica, ParticipantsReplica):
             continue
         for hop in range(replica.stage_count - 1):
             first, second = in_process_pair(spec.links[stage_link_name(replica.name, hop)], spec.config.seed)
             above, below = replica.members[hop], replica.members[hop + 1]
-            ends[above] = (ends[above][0], first)
-            ends[below] = (second, ends[below][1])
+            ends[above] = LinkEnds(ends[above].upstream, first)
+            ends[below] = LinkEnds(second, ends[below].downstream)
     return ends
-
-
-def _run_member(
-    spec: RunSpec,
-    member: MemberSpec,
-    exchange: Exchange,
-    ends: Ends,
-    cache: Path,
-    states: SavedStates,
-    errors: list[Exception],
-) -> None:
-    torch.set_num_threads(spec.config.threads)
-    upstream, downstream = ends[member.name]
-    try:
-        last_round = join_run(exchange, member.name, "", states)
-        train_member(spec, member, exchange, upstream, downstream, cache, states, last_round)
-        for link in (upstream, downstream):
-            if link is not None:
-                link.close()
-    except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
-        errors.append(error)
-        exchange.fail(f"{member.name}: {error}")
-        _abort(ends, str(error))
-
-
-def _abort(ends: Ends, cause: str) -> None:
-    for pair in ends.values():
-        for link in pair:
-            if link is not None:
-                link.abort(cause)

@@ -14,13 +14,11 @@ from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import require_weights
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica
 from replica_groups.engines.build import require_engine
-
-CACHE = ".tokens"
-"""Encoded corpora, beside the runs, shared by all of them."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,6 @@ class Prepared:
     """The members to start here, the exchange among them if it is."""
     source: Source | None
     """The corpus, if one of them reads it."""
-    cache: Path
 
 
 def prepare(file: ConfigFile, runs: Path, only: str | None = None, resume: bool = False) -> Prepared:
@@ -41,7 +38,6 @@ def prepare(file: ConfigFile, runs: Path, only: str | None = None, resume: bool 
     With `only`, what the members need that this host carries. A run that goes on has its weights in its log.
     """
     config = file.config.with_absolute_paths()
-    cache = runs / CACHE
     try:
         config.require_grouped()
         require_launchable(config)
@@ -53,13 +49,13 @@ def prepare(file: ConfigFile, runs: Path, only: str | None = None, resume: bool 
             require_reachable(config, names)
         _require_engines(config, names)
         config.outer.compression.require_accelerator()
-        source = _open_corpus(spec, names, cache)
+        source = _open_corpus(spec, names, RunFolder(runs / config.name).cache)
         for key, member, address in _fixed_addresses(config):
             if member in names:
                 _try_to_listen(key, address)
     except ConfigError as error:
         raise file.located(error) from None
-    return Prepared(spec, names, source, cache)
+    return Prepared(spec, names, source)
 
 
 def _require_engines(config: RunConfig, names: Sequence[str]) -> None:

@@ -17,7 +17,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hetero_pp.errors import HeteroPPError, RunFailed
+from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, register
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.topology import DatacenterReplica
 
 TOKEN = "HETERO_PP_TOKEN"
@@ -26,34 +28,31 @@ TOKEN = "HETERO_PP_TOKEN"
 _LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The only way to tell gloo and NCCL on which interface ranks listen for each other; by default it is a public one."""
 
-CONSEQUENCE = 3
-"""Exit code of a process that only stopped because another one failed."""
-
 
 @dataclass(frozen=True)
 class RankJob:
-    """What every rank of a member needs to know, as its only argument in JSON."""
+    """What every rank of a member is told, as its only argument in JSON; see Job."""
 
     member: str
     folder: str
-    config: str
-    cache: str
+    config_name: str
     exchange: str
 
 
-def run_ranks(replica: DatacenterReplica, run: str, job: RankJob, token: str) -> None:
+def run_ranks(replica: DatacenterReplica, run: str, folder: RunFolder, exchange: str, token: str) -> None:
     """Run all of this node's ranks to their end.
 
     Raises HeteroPPError with the first rank that failed and its cause; RunFailed if it failed because of another
     member.
     """
     endpoint = replica.rendezvous if replica.nodes > 1 and replica.rendezvous is not None else ""
+    job = RankJob(replica.name, str(folder.path.absolute()), folder.config_name, exchange)
     register()
     config = LaunchConfig(
         min_nodes=replica.nodes,
         max_nodes=replica.nodes,
         nproc_per_node=replica.ranks,
-        run_id=f"{run}-{job.member}",
+        run_id=f"{run}-{replica.name}",
         rdzv_backend=BACKEND,
         rdzv_endpoint=endpoint,
         max_restarts=0,

@@ -18,33 +18,21 @@ from google.protobuf.message import Message
 
 from hetero_pp.errors import ConfigError, DamagedFile, dotted
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.program.report.recorder import METRICS
 from hetero_pp.run.config import RunConfig, meaning
-from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import CONFIG, ConfigFile
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.saved_states import SavedStates
 
 _KEPT = ("inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
 """Events that a run which goes on tells again; closed rounds are in the log."""
 
 
-def log_of(folder: Path) -> ContributionLog:
-    """The log of the run in a folder."""
-    return ContributionLog(folder / "log")
-
-
-def states_of(spec: RunSpec, folder: Path, member: str) -> SavedStates:
-    """Where a member of the run in a folder keeps its state."""
-    return SavedStates(folder / "state" / member, spec.run, spec.config.snapshots.every)
-
-
-def require_same_run(config: RunConfig, folder: Path) -> None:
+def require_same_run(config: RunConfig, folder: RunFolder) -> None:
     """Raise ConfigError if there is no run in the folder, or one that this configuration cannot go on with."""
-    path = folder / CONFIG
+    path = folder.config
     if not path.is_file():
-        raise ConfigError((), f"--resume: found no run in {folder}")
+        raise ConfigError((), f"--resume: found no run in {folder.path}")
     before = ConfigFile(path).config
     weights = [{"model": {"weights": one.model.weights}} for one in (before, config)]
     for old, new in ((meaning(before), meaning(config)), weights):
@@ -67,10 +55,10 @@ def _differences(
         yield key, old, new
 
 
-def reports_until(folder: Path, last: int, complain: Callable[[str], None]) -> list[Report]:
+def reports_until(folder: RunFolder, last: int, complain: Callable[[str], None]) -> list[Report]:
     """What was reported of a run's rounds up to this one: closed rounds by its log, the rest as far as it was noted."""
     reports, closed, strange = [], {}, 0
-    for line in _lines(folder / METRICS):
+    for line in _lines(folder.metrics):
         try:
             if line["event"] == "round_closed":
                 closed[int(line["round"])] = float(line["time"])
@@ -79,8 +67,8 @@ def reports_until(folder: Path, last: int, complain: Callable[[str], None]) -> l
         except (AttributeError, KeyError, TypeError, ValueError):
             strange += 1
     if strange:
-        complain(f"{strange} lines of {METRICS} that cannot be read are left out")
-    log, began = log_of(folder), min((report.time for report in reports), default=time.time())
+        complain(f"{strange} lines of {folder.metrics.name} that cannot be read are left out")
+    log, began = ContributionLog(folder.log), min((report.time for report in reports), default=time.time())
     for round_ in range(1, last + 1):
         try:
             record = log.read_record(round_)

@@ -16,10 +16,8 @@ from hetero_pp.files import PART, flush, write_whole
 from hetero_pp.messages.messages_pb2 import Evaluation, InnerStep, LinkUse, Report, RoundRecord
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-
-METRICS = "metrics.jsonl"
-SUMMARY = "summary.json"
 
 
 class Recorder:
@@ -31,7 +29,7 @@ class Recorder:
     def __init__(
         self,
         spec: RunSpec,
-        folder: Path,
+        folder: RunFolder,
         state: RunState,
         resume: bool = False,
         complain: Callable[[str], None] = print,
@@ -43,9 +41,9 @@ class Recorder:
         self._complained = False
         self._lock = threading.Lock()
         self._has_begun = not resume
-        self._path = folder / (METRICS + PART if resume else METRICS)
+        self._path = folder.metrics.with_name(folder.metrics.name + PART) if resume else folder.metrics
         self._metrics = self._path.open("w", buffering=1)  # by line: a killed run keeps what it wrote
-        self._board = _Board(spec, folder / "tensorboard", state)
+        self._board = _Board(spec, folder.path / "tensorboard", state)
 
     def go_on(self) -> None:
         """Take the place of what an earlier start wrote: all that is to be kept of it was reported again.
@@ -57,11 +55,11 @@ class Recorder:
             try:
                 self._metrics.flush()
                 flush(self._path)
-                if self._complained and (self._folder / METRICS).exists():
-                    (self._folder / METRICS).replace(self._folder / f"{METRICS}.before")
-                self._path = self._path.replace(self._folder / METRICS)
-                (self._folder / SUMMARY).unlink(missing_ok=True)  # of a run that had ended
-                flush(self._folder)
+                if self._complained and self._folder.metrics.exists():
+                    self._folder.metrics.replace(f"{self._folder.metrics}.before")
+                self._path = self._path.replace(self._folder.metrics)
+                self._folder.summary.unlink(missing_ok=True)  # of a run that had ended
+                flush(self._folder.path)
             except OSError as error:
                 self._fails(error)
 
@@ -82,7 +80,7 @@ class Recorder:
 
     def _fails(self, error: Exception) -> None:
         if not self._complained:
-            self._complain(f"what is recorded in {self._folder} has gaps, the run goes on: {error}")
+            self._complain(f"what is recorded in {self._folder.path} has gaps, the run goes on: {error}")
         self._complained = True
 
     def fail(self, cause: str) -> None:
@@ -104,9 +102,9 @@ class Recorder:
             self._path.unlink()  # the run did not go on: what it had left stays
             return
         try:
-            write_whole(self._folder / SUMMARY, (to_json(self._state.summary(), indent=2) + "\n").encode())
-            draw_losses(self._state, self._folder / "loss.png")
-            draw_links(self._state, self._folder / "links.png")
+            write_whole(self._folder.summary, (to_json(self._state.summary(), indent=2) + "\n").encode())
+            draw_losses(self._state, self._folder.path / "loss.png")
+            draw_links(self._state, self._folder.path / "links.png")
         except OSError as error:
             if self._state.failed is None:
                 raise RunFailed(f"the run is over, its summary and pictures cannot be written: {error}") from None

@@ -1,0 +1,83 @@
+"""How a member that is a process of its own reaches the rest of its run: over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from types import TracebackType
+
+from hetero_pp.errors import HeteroPPError
+from hetero_pp.link.ends import LinkEnds
+from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
+from hetero_pp.rpc.channels import make_server
+from hetero_pp.rpc.exchange import ExchangeClient
+from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
+from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.topology import ParticipantsReplica, stage_link_name
+
+CONNECT_TIMEOUT = 120.0
+
+
+def reports_of(address: str, token: str) -> Iterator[Report]:
+    """Every report of the run whose exchange is at an address, until it is over; see ExchangeClient.watch."""
+    with closing(ExchangeClient(address, token, "launcher")) as exchange:
+        yield from exchange.watch()
+
+
+class NetworkConnections:
+    """Of a member to the exchange at `address` and to the stages beside it. Implements Connections."""
+
+    def __init__(self, spec: RunSpec, member: MemberSpec, address: str, token: str) -> None:
+        self.exchange = ExchangeClient(address, token, member.name, spec.run)
+        self._spec, self._member, self._token = spec, member, token
+        self._server: StageLinkServer | None = None
+        self._ends = LinkEnds()
+
+    def __enter__(self) -> NetworkConnections:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the links, or abort them with what went wrong; and leave the exchange."""
+        if error is None:
+            self._ends.close()
+        else:
+            self._ends.abort(str(error))
+        self.exchange.close()
+
+    def listen(self) -> str:
+        """See Connections."""
+        replica, stage = self._member.replica, self._member.stage
+        if stage is None or stage.is_first or not isinstance(replica, ParticipantsReplica):
+            return ""
+        link = self._spec.links[stage_link_name(replica.name, stage.index - 1)]
+        seed = self._spec.config.seed
+        self._server = StageLinkServer(link, self._token, self._member.name, seed, self._report_refusal)
+        own = replica.stage_settings(stage.index)
+        listen = (own and own.listen) or "127.0.0.1:0"
+        _, port = make_server(listen, [self._server.handler()], max_workers=4)
+        return f"{listen.rsplit(':', 1)[0]}:{port}"
+
+    def open(self) -> LinkEnds:
+        """See Connections: dial the stage after, and wait for the stage before."""
+        replica, stage = self._member.replica, self._member.stage
+        downstream = None
+        if stage is not None and not stage.is_last:
+            link = self._spec.links[stage_link_name(replica.name, stage.index)]
+            address, seed = self.exchange.locate(link.target), self._spec.config.seed
+            downstream = open_stage_link(address, link, self._token, self._member.name, seed, CONNECT_TIMEOUT)
+            self._ends = LinkEnds(None, downstream)
+        if self._server is not None:
+            self._ends = LinkEnds(self._server.accept(CONNECT_TIMEOUT), downstream)
+        return self._ends
+
+    def report_failure(self, cause: str, is_consequence: bool = False) -> None:
+        """Say why, before the connection's end says only that this member is gone."""
+        failure = Failure(cause=cause, consequence=is_consequence)
+        with suppress(HeteroPPError):  # if the exchange is gone too, the launcher sees the exit code
+            self.exchange.report([Report(member=self._member.name, failure=failure)])
+
+    def _report_refusal(self, sender: str, reason: str) -> None:
+        """So that what a stage did not let in is counted for the run."""
+        self.exchange.report([Report(member=self._member.name, refusal=Refusal(sender=sender, reason=reason))])

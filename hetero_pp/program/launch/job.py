@@ -1,0 +1,21 @@
+"""What a process of a run is told when it starts: which member it is, and where the run is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_pp.run.folder import RunFolder
+
+FAILED = 1
+CONSEQUENCE = 3
+"""Exit code of a process that only stopped because another one failed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Given to a process when it starts. The rest, which is secret or not known yet, comes over its connection."""
+
+    member: str
+    folder: RunFolder
+    resume: bool = False
+    """Whether the exchange goes on with the run that is in the folder."""

@@ -1,0 +1,39 @@
+"""Follows what a run reports, beside whoever waits for its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from hetero_pp.errors import LinkError, RunFailed
+from hetero_pp.messages.messages_pb2 import Report
+
+
+class Watcher:
+    """A thread that hands on every report until there are no more."""
+
+    def __init__(self, watch: Callable[[], Iterator[Report]], on_report: Callable[[Report], None]) -> None:
+        self._watch, self._on_report = watch, on_report
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the last report."""
+        self._thread.join()
+
+    def join(self) -> None:
+        """Wait for the last report. Raises RunFailed if one of them could not be handed on."""
+        self.wait()
+        if self._error is not None:
+            kind = type(self._error).__name__
+            raise RunFailed(f"the run's reports could not be followed to its end: {kind}: {self._error}")
+
+    def _run(self) -> None:
+        try:
+            for report in self._watch():
+                self._on_report(report)
+        except (LinkError, RunFailed):
+            pass  # the exchange has ended; the crew says why, and whoever counts rounds whether it was too early
+        except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run tells)
+            self._error = error

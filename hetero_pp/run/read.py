@@ -1,0 +1,29 @@
+"""The spec of a run from its YAML: what every process of a run, and every command about one, begins with."""
+
+from __future__ import annotations
+
+from hetero_pp.data.tokenizers import load_tokenizer
+from hetero_pp.errors import ConfigError
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+
+
+def read_run(folder: RunFolder) -> RunSpec:
+    """The run in a folder. Raises ConfigError with file and line."""
+    file = ConfigFile(folder.config)
+    try:
+        return RunSpec(file.config, load_tokenizer(file.config.data).vocabulary)
+    except ConfigError as error:
+        raise file.located(error) from None
+
+
+def spec_of(file: ConfigFile) -> RunSpec:
+    """The run of a YAML whose corpus nobody reads: only its tokenizer's vocabulary is needed. Raises ConfigError."""
+    config = file.config.with_absolute_paths()
+    try:
+        config.require_grouped()
+        known = None if config.model.vocabulary is not None else load_tokenizer(config.data).vocabulary
+        return RunSpec(config, known)
+    except ConfigError as error:
+        raise file.located(error) from None

@@ -1,0 +1,95 @@
+"""Builds what trains in one member: a whole replica with its engine, or one stage of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hetero_pp.data.batches import Batches
+from hetero_pp.data.sources import open_source
+from hetero_pp.link.ends import LinkEnds
+from hetero_pp.model import build_filled
+from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
+from replica_groups.datacenter import DatacenterMember
+from replica_groups.engines.build import build_engine
+from replica_groups.engines.plain import PlainEngine
+from replica_groups.participants import StageMember
+from replica_groups.ranks import Ranks
+from replica_groups.training_loop import TrainingMember
+from stages.boundary import boundary_of
+from stages.stage import Stage
+from stages.worker import StageWorker, WorkerSettings
+
+
+@dataclass(frozen=True)
+class Start:
+    """What of the run's snapshot a member needs."""
+
+    parameters: Mapping[str, Tensor]
+    """Those that it trains or follows, whole, by name."""
+    basis: Tensor | None
+    """U [D, K']; None if nothing in the run is compressed."""
+
+
+RECEIVE_TIMEOUT = 600.0
+"""Seconds after which a neighbour that sends nothing counts as hanging: far beyond any step of a slow link."""
+
+
+def build_member(
+    spec: RunSpec, member: MemberSpec, start: Start, ends: LinkEnds, cache: Path, ranks: Ranks
+) -> TrainingMember:
+    """What trains in a member, from what the run starts with. Raises ConfigError for a corpus that cannot be read."""
+    if isinstance(member.replica, DatacenterReplica):
+        return _build_datacenter(spec, member, member.replica, start, cache, ranks)
+    return _build_stage(spec, member, member.replica, start, ends, cache)
+
+
+def _build_datacenter(
+    spec: RunSpec, member: MemberSpec, replica: DatacenterReplica, start: Start, cache: Path, ranks: Ranks
+) -> DatacenterMember:
+    config = spec.config
+    batches, validation = replica_batches(spec, member, open_source(config.data, cache))
+    engine = build_engine(replica, spec.shape, start.parameters, config.inner, spec.total_steps, ranks)
+    if isinstance(engine, PlainEngine):
+        engine.whole.optimizer.defers = config.outer.source == "gradient"
+    return DatacenterMember(replica.name, engine, batches, validation)
+
+
+def _build_stage(
+    spec: RunSpec, member: MemberSpec, replica: ParticipantsReplica, start: Start, ends: LinkEnds, cache: Path
+) -> StageMember:
+    assert member.stage is not None
+    config = spec.config
+    rows = replica.batch_size // replica.micro_batches
+    batches: Batches | None = None
+    validation: list[Tensor] = []
+    if member.stage.is_first:
+        batches, validation = replica_batches(spec, member, open_source(config.data, cache))
+    boundary = boundary_of(replica.boundary, spec.shape.width, start.basis)
+    module = build_filled(spec.shape, start.parameters, member.stage)
+    stage = Stage(member.stage, module, boundary, config.inner, spec.total_steps, replica.boundary.ablations)
+    stage.optimizer.defers = config.outer.source == "gradient"
+    settings = WorkerSettings(
+        micro_batches=replica.micro_batches,
+        micro_batch_size=rows,
+        sequence_length=config.data.sequence_length,
+        extra_in_flight=replica.extra_in_flight,
+        receive_timeout=RECEIVE_TIMEOUT,
+        replica=replica.name,
+        seed=config.seed,
+    )
+    worker = StageWorker(stage, settings, ends.upstream, ends.downstream)
+    return StageMember(replica.name, worker, batches, validation, -(-config.data.validation_sequences // rows))
+
+
+def device_of(replica: DatacenterReplica) -> torch.device:
+    """Where it trains: `auto` is a GPU where there is one."""
+    if replica.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(replica.device)

@@ -1,0 +1,146 @@
+"""The rounds of a member that trains: H inner steps, the outer round, evaluation; and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hetero_pp.link.ledger import Ledger
+from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
+from hetero_pp.topology import Direction
+from replica_groups.exchange.reporter import Reporter
+from replica_groups.held import Held
+from replica_groups.outer_round import OuterRound
+from replica_groups.saved_states import SavedStates
+
+
+class TrainingMember(Protocol):
+    """A whole replica, or one stage of one."""
+
+    @property
+    def held(self) -> Held:
+        """The parameters that it trains."""
+
+    def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
+        """One inner step; what is known here of loss, norm and learning rate."""
+
+    def end_inner_loop(self, round_: int) -> None:
+        """Make sure that every step has been applied."""
+
+    def start_round(self, outer: OuterRound) -> None:
+        """Derive what follows from the synced parameters: the split of the token embedding."""
+
+    def evaluate(self, round_: int) -> tuple[float, int] | None:
+        """Loss of the synced parameters in this replica's own forward, and tokens seen; None where it is not known."""
+
+    def save(self, folder: Path) -> None:
+        """Write all that its next step depends on and no snapshot has."""
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote, in a member that started from the snapshot of that round."""
+
+    def timing(self) -> tuple[float, float]:
+        """Seconds of compute and of waiting for links since the last call."""
+
+
+LedgerOf = tuple[str, Direction, Ledger]
+"""(link, direction, what this member counted of it)"""
+
+SECONDS_BETWEEN_LINK_REPORTS = 0.5
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """What a member's rounds are made of."""
+
+    member: TrainingMember
+    replica: str
+    outer: OuterRound
+    reporter: Reporter
+    ledgers: Sequence[LedgerOf]
+    states: SavedStates
+
+    def run(self, rounds: range, inner_steps: int) -> None:
+        """Train these rounds, after what the member starts with was evaluated. They go on from the state before them.
+
+        Raises HeteroPPError if a run goes on after a round of which there is no state here.
+        """
+        before = rounds.start - 1
+        if before > 0:
+            self.states.require(before)
+            self.member.load(self.states.path(before))
+            self.outer.load(self.states.path(before), before)
+        self.member.start_round(self.outer)
+        self._evaluate(before)  # again, if the run goes on: it may have died before it was reported
+        if before == 0:
+            self._report_links(0)
+        for round_ in rounds:
+            self._train(round_, inner_steps)
+            self._finish(round_)
+            if self.states.is_due(round_):
+                self.reporter.flush()  # a run that goes on from this state has lost no report from before it
+                self.states.save(round_, self._save)
+        over = self.reporter.new()
+        over.finished.SetInParent()
+        self.reporter.send(over)
+
+    def _train(self, round_: int, inner_steps: int) -> None:
+        """The inner steps of a round."""
+        reported = time.monotonic()
+        for step in range(inner_steps):
+            report = self.reporter.new()
+            report.inner_step.CopyFrom(self.member.inner_step(round_, step, (round_ - 1) * inner_steps + step))
+            self.reporter.send(report)
+            if time.monotonic() - reported > SECONDS_BETWEEN_LINK_REPORTS:
+                self._report_links(round_)
+                reported = time.monotonic()
+        self.member.end_inner_loop(round_)
+
+    def _finish(self, round_: int) -> None:
+        """The outer round, and the evaluation of what it comes to."""
+        compute, wait = self.member.timing()
+        started = time.monotonic()
+        self.outer.synchronise(round_)
+        self.member.start_round(self.outer)
+        synchronised = time.monotonic()
+        self._evaluate(round_)
+        report = self.reporter.new()
+        report.member_round.CopyFrom(
+            MemberRound(
+                round=round_,
+                compute_seconds=compute,
+                wait_seconds=wait,
+                outer_seconds=synchronised - started,
+                evaluation_seconds=time.monotonic() - synchronised,
+            )
+        )
+        self.member.timing()
+        self.reporter.send(report)
+        self._report_links(round_)
+
+    def _save(self, folder: Path) -> None:
+        self.member.save(folder)
+        self.outer.save(folder)
+
+    def _evaluate(self, round_: int) -> None:
+        outcome = self.member.evaluate(round_)
+        if outcome is None:
+            return
+        report = self.reporter.new()
+        report.evaluation.replica = self.replica
+        report.evaluation.round = round_
+        report.evaluation.loss, report.evaluation.tokens = outcome
+        self.reporter.send(report)
+
+    def _report_links(self, round_: int) -> None:
+        for link, direction, ledger in self.ledgers:
+            count = ledger.of_round(round_)
+            report = self.reporter.new()
+            use = report.link_use
+            use.link, use.direction, use.round = link, direction, round_
+            use.messages, use.busy_seconds = count.messages, count.busy_seconds
+            use.payload_bytes, use.wire_bytes = count.payload_bytes, count.wire_bytes
+            self.reporter.send(report)
