@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError
+from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model import Shapes, block_of, shapes_by_block
-from hetero_pp.outer.exchange_port import ExchangePort
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
@@ -27,6 +28,18 @@ from replica_groups.exchange.replay import replay
 from replica_groups.held import Held
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.saved_parts import read_part, write_part
+
+
+class Contributions(Protocol):
+    """What an outer round asks of the exchange; see ExchangePort."""
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None: ...
+
+    def record(self, round_: int) -> RoundRecord: ...
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes: ...
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None: ...
 
 
 class OuterRound:
@@ -43,7 +56,7 @@ class OuterRound:
         replica: str,
         held: Held,
         start: Mapping[str, Tensor],
-        exchange: ExchangePort,
+        exchange: Contributions,
         settings: OuterSettings,
         optimizer: RoundOptimizer | None = None,
         ranks: Ranks = ALONE,
@@ -67,10 +80,13 @@ class OuterRound:
         self.starts: dict[str, Tensor] = {}
         """What this replica starts the round with, where that is not theta (an ablation of the embedding's split)."""
 
-    @torch.no_grad()
     def synchronise(self, round_: int) -> None:
         """Bring this member's parameters to what all replicas hold after the round."""
-        own = self._contribute(round_)
+        self.apply(round_, self.contribute(round_))
+
+    @torch.no_grad()
+    def apply(self, round_: int, own: Mapping[str, bytes]) -> None:
+        """Once the round is closed, what was counted in it; `own` is what this member contributed, by block."""
         record = self.exchange.record(round_)
 
         def fetch(replica: str, block: str) -> bytes:
@@ -109,7 +125,8 @@ class OuterRound:
         now = self.held.read(name, self.rows[name])
         return self.starts.get(name, self.theta[name]).to(now.device) - now
 
-    def _contribute(self, round_: int) -> dict[str, bytes]:
+    @torch.no_grad()
+    def contribute(self, round_: int) -> dict[str, bytes]:
         """Compress and hand in every block; returns the blobs, on the first rank."""
         blobs: dict[str, bytes] = {}
         for block, shapes in shapes_by_block(self.held.shapes).items():

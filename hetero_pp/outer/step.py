@@ -17,27 +17,48 @@ from hetero_pp.model import Shapes
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 
+DividesBy = Literal["replicas", "senders"]
+
 
 def mean_of(
     shape: tuple[int, ...],
     weighted: Iterable[tuple[float, DecodedTensor]],
-    divides_by: Literal["replicas", "senders"] = "replicas",
+    divides_by: DividesBy = "replicas",
 ) -> Tensor:
     """The weighted mean of contributions (at least one) to one tensor, in the order given, as a dense fp32 tensor.
 
     Over all replicas (equation 2 of Het-PP), or at each coordinate over those that sent it (what is deployed); 0 where
     nobody did.
     """
-    total, weights, sent = None, 0.0, None
+    mean = None
     for weight, decoded in weighted:
-        total = torch.zeros(shape, device=decoded.values.device) if total is None else total
-        decoded.add_to(total, weight)
-        weights += weight
-        if divides_by == "senders":
-            sent = torch.zeros_like(total) if sent is None else sent
-            DecodedTensor(decoded.indices, torch.ones_like(decoded.values)).add_to(sent, weight)
-    assert total is not None
-    return total.div_(weights if sent is None else sent.masked_fill_(sent == 0, 1.0))
+        mean = mean or WeightedMean(shape, divides_by, decoded.values.device)
+        mean.add(decoded, weight)
+    assert mean is not None
+    return mean.finish()
+
+
+class WeightedMean:
+    """Sums contributions to one tensor, dense, one after the other, until the mean is asked for."""
+
+    def __init__(self, shape: tuple[int, ...], divides_by: DividesBy, device: torch.device) -> None:
+        self.total = torch.zeros(shape, device=device)
+        self.weight = 0.0
+        self.sent = torch.zeros(shape, device=device) if divides_by == "senders" else None
+        """The weights of those who sent a coordinate."""
+
+    def add(self, decoded: DecodedTensor, weight: float = 1.0) -> None:
+        """One contribution, in fp32."""
+        decoded.add_to(self.total, weight)
+        self.weight += weight
+        if self.sent is not None:
+            DecodedTensor(decoded.indices, torch.ones_like(decoded.values)).add_to(self.sent, weight)
+
+    def finish(self, weight: float | None = None) -> Tensor:
+        """The mean, in the memory of the sum. `weight` is that of all contributions, if some were summed elsewhere."""
+        if self.sent is not None:
+            return self.total.div_(self.sent.masked_fill_(self.sent == 0, 1.0))
+        return self.total.div_(self.weight if weight is None else weight)
 
 
 def outer_step(start: Tensor, direction: Tensor, learning_rate: float) -> Tensor:

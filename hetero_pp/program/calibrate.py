@@ -19,11 +19,10 @@ from torch import Tensor
 from hetero_pp.coefficients import noise_key
 from hetero_pp.errors import ConfigError
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
-from hetero_pp.model import Transformer, build_part, parameters_of, shapes_by_block, shapes_of
-from hetero_pp.outer.step import OuterOptimizer, mean_of
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.model import build_filled
 from hetero_pp.program.report.display import plain_table, wide
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob
-from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -33,6 +32,8 @@ from hetero_pp.simulator.fleets import part_of
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.topology import ParticipantsReplica
 from hetero_pp.units import format_seconds
+from replica_groups.held import HeldParameters
+from replica_groups.outer_round import OuterRound
 from replica_groups.whole import WholeReplica
 from stages.boundary import boundary_of
 from stages.stage import Stage
@@ -120,8 +121,7 @@ def _tokens(spec: RunSpec, rows: int) -> Tensor:
 
 def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> MeasuredCost:
     replica, config = member.replica, spec.config
-    module = Transformer(spec.shape)
-    _load(module, snapshot)
+    module = build_filled(spec.shape, snapshot.parameters)
     whole = WholeReplica(replica.name, module, config.inner, spec.total_steps)
     tokens = _tokens(spec, replica.batch_size // replica.micro_batches)
     forward, backward, update = [], [], []
@@ -136,7 +136,7 @@ def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> Mea
         backward.append(ended - middle)
         update.append(time.perf_counter() - ended)
     evaluate = _time(lambda: whole.evaluate([tokens]))
-    contribute, apply = _measure_outer(spec, member, dict(whole.parameters))
+    contribute, apply = _measure_outer(spec, member, dict(whole.parameters), snapshot)
     return MeasuredCost.model_construct(
         forward=median(forward),
         backward=median(backward),
@@ -159,7 +159,7 @@ def _measure_group(
     for step in range(REPEATS):
         _pass(stages, tokens, step, spent)
     for index, (member, stage) in enumerate(zip(members, stages, strict=True)):
-        contribute, apply = _measure_outer(spec, member, dict(stage.parameters))
+        contribute, apply = _measure_outer(spec, member, dict(stage.parameters), snapshot)
         yield (
             member.name,
             MeasuredCost.model_construct(
@@ -175,8 +175,7 @@ def _measure_group(
 
 def _build_stage(spec: RunSpec, replica: ParticipantsReplica, member: MemberSpec, snapshot: Snapshot) -> Stage:
     assert member.stage is not None
-    module = build_part(spec.shape, member.stage)
-    _load(module, snapshot)
+    module = build_filled(spec.shape, snapshot.parameters, member.stage)
     boundary = boundary_of(replica.boundary, spec.shape.width, snapshot.basis)
     stage = Stage(member.stage, module, boundary, spec.config.inner, spec.total_steps, replica.boundary.ablations)
     stage.split_embedding(snapshot.parameters["tok_embeddings.weight"])
@@ -212,41 +211,42 @@ def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[
         spent["update"][index].append(time.perf_counter() - started)
 
 
-@torch.no_grad()
-def _measure_outer(spec: RunSpec, member: MemberSpec, parameters: dict[str, torch.nn.Parameter]) -> tuple[float, float]:
+def _measure_outer(
+    spec: RunSpec, member: MemberSpec, parameters: dict[str, torch.nn.Parameter], snapshot: Snapshot
+) -> tuple[float, float]:
     """Seconds to make a contribution, and to apply those of all replicas."""
-    compression = spec.config.outer.compression
-    blocks = shapes_by_block(shapes_of(parameters))
-    errors = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    deltas = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
-    blobs: dict[str, bytes] = {}
-
-    def address(block: str) -> BlobAddress:
-        return BlobAddress(spec.run, 1, member.replica.name, block)
-
-    def contribute() -> None:
-        for block, shapes in blocks.items():
-            chosen = ((name, shape, select(errors[name], deltas[name], compression)) for name, shape in shapes.items())
-            blobs[block] = encode_blob(address(block), chosen, compression)
-
-    optimizer = OuterOptimizer(spec.config.outer)
-    count = len(spec.config.replicas)
-
-    def apply() -> None:
-        for block, shapes in blocks.items():
-            received = [ReceivedBlob(blobs[block], address(block), shapes, compression) for _ in range(count)]
-            for name, shape in shapes.items():
-                weighted = ((1.0, blob.tensor(name)) for blob in received)
-                mean = mean_of(shape, weighted, spec.config.outer.divides_by)
-                optimizer.step(name, deltas[name], mean)
-
-    return _time(contribute), _time(apply)
+    start = {name: snapshot.parameters[name] for name in parameters}
+    exchange = _Echo(member.replica.name, len(spec.config.replicas))
+    outer = OuterRound(
+        spec.run, member.name, member.replica.name, HeldParameters(parameters), start, exchange, spec.config.outer
+    )
+    contribute = _time(lambda: outer.contribute(1))
+    own = outer.contribute(1)
+    return contribute, _time(lambda: outer.apply(1, own))
 
 
-def _load(module: Transformer, snapshot: Snapshot) -> None:
-    with torch.no_grad():
-        for name, parameter in parameters_of(module).items():
-            parameter.copy_(snapshot.parameters[name])
+class _Echo:
+    """Counts what one member contributed as the contributions of so many replicas. Implements Contributions."""
+
+    def __init__(self, replica: str, replicas: int) -> None:
+        self._replica, self._replicas = replica, replicas
+        self._blobs: dict[str, BlobEntry] = {}
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+        """See ExchangePort."""
+        self._blobs[address.block] = entry_of(address, data, kept_values=0)
+
+    def record(self, round_: int) -> RoundRecord:
+        """See ExchangePort."""
+        entry = ContributionEntry(replica=self._replica, weight=1.0, blobs=self._blobs.values())
+        return RoundRecord(round=round_, contributions=[entry] * self._replicas)
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        """See ExchangePort: a member has its own blobs."""
+        raise AssertionError(f"{member} asked for {block} of {replica}")
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        """See ExchangePort."""
 
 
 def _time(run: Callable[[], object]) -> float:

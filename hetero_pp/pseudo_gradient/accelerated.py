@@ -43,15 +43,10 @@ def advance(error: Tensor, delta: Tensor, group: Group, kept: int, decay: float)
         own.numpy(),
         own.view(torch.int32).numpy(),
         added.numpy(),
-        positions.numpy(),
-        indices.numpy(),
-        values.numpy(),
+        (positions.numpy(), indices.numpy(), values.numpy()),
         np.float32(decay),
-        group.rows,
-        group.columns,
-        height,
-        first,
-        group.stride,
+        (group.rows, group.columns, height),
+        (first, group.stride),
     )
     return positions, indices, values
 
@@ -79,20 +74,20 @@ def _advance(
     error: Floats,
     error_bits: Ints,
     delta: Floats,
-    positions: Longs,
-    indices: Longs,
-    values: Floats,
+    selected: tuple[Longs, Longs, Floats],
     decay: np.float32,
-    rows: int,
-    columns: int,
-    height: int,
-    first: int,
-    stride: int,
+    sizes: tuple[int, int, int],
+    layout: tuple[int, int],
 ) -> None:
-    """For parts [r * rows, c * columns] and what is kept [r * c, k]; `error_bits` is the memory of `error`.
+    """For parts [r * rows, c * columns], `sizes` (rows, columns, height of a group of rows); `error_bits` is the memory
+    of `error`.
 
-    `first` is the index of the part's first element, `stride` that of the second row's from there.
+    `selected` are positions, indices and values, each [r * c, k]; `layout` is the index of the part's first element,
+    and that of the second row's from there.
     """
+    positions, indices, values = selected
+    rows, columns, height = sizes
+    first, stride = layout
     tiles, kept = error.shape[1] // columns, positions.shape[1]
     largest = np.empty((rows // height, error.shape[1]), dtype=np.int32)
     groups, keys = np.empty(rows // height * columns, dtype=np.int32), np.empty(rows * columns + 1, dtype=np.int32)

@@ -63,8 +63,8 @@ class DecodedTensor:
 
     def add_to(self, total: Tensor, weight: float) -> None:
         """total += weight * values, at the indices, in fp32."""
-        flat = total.view(-1)
-        flat.index_copy_(0, self.indices, flat.index_select(0, self.indices) + self.values * weight)
+        flat, values = total.view(-1), self.values if weight == 1.0 else self.values * weight
+        flat.index_copy_(0, self.indices, flat.index_select(0, self.indices) + values)
 
     def part(self, start: int, stop: int) -> DecodedTensor:
         """What lies in [start, stop) of the flattened tensor, counted from there."""

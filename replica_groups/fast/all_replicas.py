@@ -15,8 +15,9 @@ from torch import Tensor
 from hetero_pp.ablations import AblationSettings, grassmann_step
 from hetero_pp.data.batches import Batches
 from hetero_pp.data.sources import Source
-from hetero_pp.model import EMBEDDING, Transformer
-from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.model import EMBEDDING, build_filled
+from hetero_pp.outer.step import OuterOptimizer, WeightedMean
+from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.run.batches import replica_batches
@@ -137,21 +138,17 @@ class AllReplicas:
         """The outer round, parameter by parameter."""
         compression = self.outer.settings.compression
         for name, start in self.theta.items():
-            total = torch.zeros_like(start).view(-1)
-            senders = torch.zeros_like(total) if self.outer.settings.divides_by == "senders" else None
+            mean = WeightedMean(tuple(start.shape), self.outer.settings.divides_by, start.device)
             for index, replica in enumerate(self.replicas):
                 own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
                 delta = own_start - replica.parameters[name]
                 generator = generator_of(self.spec.run, round_, self.settings[index].name, name)
                 sent = select(self.errors[index][name], delta, compression, generator=generator)
-                total[sent.indices] += sent.values
-                if senders is not None:
-                    senders[sent.indices] += 1
-            self.ranks.sum(total)
-            if senders is not None:
-                self.ranks.sum(senders)
-            mean = total.div_(self.count if senders is None else senders.clamp_(min=1)).view_as(start)
-            start.copy_(self.outer.step(name, start, mean))
+                mean.add(DecodedTensor(sent.indices, sent.values))
+            self.ranks.sum(mean.total)
+            if mean.sent is not None:
+                self.ranks.sum(mean.sent)
+            self.outer.take(self.theta, name, mean.finish(self.count))
             for replica in self.replicas:
                 replica.parameters[name].copy_(start)
 
@@ -305,9 +302,7 @@ def can_stack(replica: ReplicaSettings) -> bool:
 def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> WholeReplica:
     """The whole replica that `member` is, or is a stage of, with the snapshot's parameters."""
     replica = member.replica
-    with device:
-        module = Transformer(spec.shape)
-    _copy(snapshot.parameters, dict(module.named_parameters()))
+    module = build_filled(spec.shape, snapshot.parameters, device=device)
     boundary, cuts, ablations = None, [], None
     if isinstance(replica, ParticipantsReplica):
         basis = None if snapshot.basis is None else snapshot.basis.to(device)
@@ -320,10 +315,10 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
         spec.config.inner,
         spec.total_steps,
         replica.micro_batches,
-        boundary,
-        cuts,
-        spec.config.seed,
-        ablations,
+        boundary=boundary,
+        cuts=cuts,
+        seed=spec.config.seed,
+        ablations=ablations,
     )
 
 

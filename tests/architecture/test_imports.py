@@ -73,6 +73,14 @@ def test_no_circles(folder: Path) -> None:
     assert list(TopologicalSorter(arrows).static_order()) is not None
 
 
+def test_no_call_has_more_arguments_by_position_than_one_can_read() -> None:
+    """Beyond eight, nobody sees which is which."""
+    calls = [
+        (path, node) for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+    ]
+    assert [f"{path}:{call.lineno}" for path, call in calls if len(call.args) > 8] == []
+
+
 def test_only_rpc_imports_grpc() -> None:
     users = {_module(path) for path in FILES if any(name.split(".")[0] == "grpc" for name in _imports(path))}
     assert users

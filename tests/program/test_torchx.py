@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
-COMPONENT = f"{Path(__file__).parents[2] / 'hetero_pp' / 'program' / 'torchx_components.py'}:part"
+COMPONENT = f"{Path(__file__).parents[2] / 'hetero_pp' / 'program' / 'launch' / 'torchx_components.py'}:part"
 ARGUMENTS = ["--config", "run.yaml", "--only", "dc", "--exchange", "host:47600", "--nodes", "2", "--gpus", "4"]
 COMMAND = "hetero-pp launch run.yaml --only dc --exchange host:47600 --token-file token --runs runs"
 

@@ -56,7 +56,7 @@ class NetworkConnections:
         self._server = StageLinkServer(link, self._token, self._member.name, seed, self._report_refusal)
         own = replica.stage_settings(stage.index)
         listen = (own and own.listen) or "127.0.0.1:0"
-        _, port = make_server(listen, [self._server.handler()], max_workers=4)
+        self._listener, port = make_server(listen, [self._server.handler()], max_workers=4)
         return f"{listen.rsplit(':', 1)[0]}:{port}"
 
     def open(self) -> LinkEnds:
