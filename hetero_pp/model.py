@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.seeds import seed_of
-from hetero_pp.settings import Settings
+from hetero_pp.settings import NotPartOf, Settings
 from hetero_pp.topology import StageSpec
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -54,7 +54,7 @@ class ModelSettings(Settings):
     vocabulary: int | None = Field(None, ge=2, description="by default the tokenizer's")
     rope_theta: float = Field(10000.0, gt=0)
     norm_epsilon: float = Field(1e-5, gt=0)
-    weights: str | None = Field(
+    weights: Annotated[str | None, NotPartOf.RUN] = Field(
         None,
         description="start from these: the folder of a LLaMA checkpoint (config.json and .safetensors), whose shape, "
         "and whose tokenizer if it has one, are taken where they are not given; by default weights are drawn",

@@ -1,10 +1,12 @@
-"""What every section of the configuration is made of: the base class, and the types that carry units."""
+"""What every section of the configuration is made of: the base class, types with units; and what a section means."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from enum import Flag, auto
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
+from pydantic.fields import FieldInfo
 
 from hetero_pp.units import BITS_PER_SECOND, BYTES, FLOPS, SECONDS, parse_fraction, parse_quantity
 
@@ -13,6 +15,54 @@ class Settings(BaseModel):
     """A section of the YAML: unknown keys are errors, values do not change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NotPartOf(Flag):
+    """Marks a field, in its annotation: with another value it may be the same run, or come to the same outcome."""
+
+    RUN = auto()
+    """The run stays the same: hosts need not agree on where each keeps its files, listens, or how it computes."""
+    OUTCOME = auto()
+    """What the run comes to stays the same but for rounding, if it reads the same tokens."""
+    EITHER = RUN | OUTCOME
+
+
+def meaning(settings: Settings, without: NotPartOf, defaults: bool = True) -> dict[str, Any]:
+    """What settings say, as JSON, without the fields that are marked so.
+
+    Without `defaults`, fields that say what they would say if they were left out are left out. A field that is added
+    to a section later, with a default that changes nothing, then changes no meaning.
+    """
+    return _without(without, defaults, settings, settings.model_dump(mode="json"))
+
+
+def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
+    """Of a value and the same as JSON, what of the JSON is left."""
+    if isinstance(value, Settings):
+        return {
+            name: _without(marked, defaults, getattr(value, name), dumped[name])
+            for name, field in type(value).model_fields.items()
+            if not _is_marked(field, marked) and (defaults or not _is_default(field, getattr(value, name), marked))
+        }
+    if isinstance(value, dict):
+        parts = zip(value.items(), dumped.values(), strict=True)
+        return {key: _without(marked, defaults, part, as_json) for (key, part), as_json in parts}
+    if isinstance(value, list | tuple):
+        return [_without(marked, defaults, part, as_json) for part, as_json in zip(value, dumped, strict=True)]
+    return dumped
+
+
+def _is_marked(field: FieldInfo, mark: NotPartOf) -> bool:
+    return any(isinstance(one, NotPartOf) and mark in one for one in field.metadata)
+
+
+def _is_default(field: FieldInfo, value: Any, marked: NotPartOf) -> bool:
+    if field.is_required():
+        return False
+    default = field.get_default(call_default_factory=True)
+    if isinstance(value, Settings) and isinstance(default, Settings):
+        return meaning(value, marked, defaults=False) == meaning(default, marked, defaults=False)
+    return bool(value == default)
 
 
 def _quantity(units: dict[str, float], base_unit: str, example: str) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from hetero_pp.ablations import AblationSettings
 from hetero_pp.engine_settings import DEEPSPEED_OWNED, EngineName, TorchtitanSettings
 from hetero_pp.errors import ConfigError
-from hetero_pp.settings import Bandwidth, Duration, Settings
+from hetero_pp.settings import Bandwidth, Duration, NotPartOf, Settings
 from hetero_pp.units import parse_fraction
 
 EXCHANGE = "exchange"
@@ -113,18 +113,30 @@ class StageSettings(Settings):
     """One stage of a participant group, on one machine."""
 
     layers: int = Field(ge=1, description="how many consecutive layers this stage owns")
-    listen: Address | None = Field(None, description="HOST:PORT to listen on; by default a free port on loopback")
-    uplink: str | None = Field(None, description="the kind of link to the exchange; by default that of the group")
-    hardware: str | None = Field(None, description="for predictions; by default that of the group")
+    listen: Annotated[Address | None, NotPartOf.EITHER] = Field(
+        None, description="HOST:PORT to listen on; by default a free port on loopback"
+    )
+    uplink: Annotated[str | None, NotPartOf.OUTCOME] = Field(
+        None, description="the kind of link to the exchange; by default that of the group"
+    )
+    hardware: Annotated[str | None, NotPartOf.OUTCOME] = Field(
+        None, description="for predictions; by default that of the group"
+    )
 
 
 class _Replica(Settings):
     name: str = Field(description="unique in the run; letters, digits, `-` and `_`")
     batch_size: int = Field(8, ge=1, description="sequences per inner step")
     micro_batches: int = Field(1, ge=1, description="equal parts that an inner step's batch is cut into")
-    uplink: str | None = Field(None, description="the kind of link to the exchange, from `links`")
-    hardware: str | None = Field(None, description="for predictions: from the catalog, or from `simulate.hardware`")
-    accelerators: int = Field(1, ge=1, description="for predictions: how many of them a member has")
+    uplink: Annotated[str | None, NotPartOf.OUTCOME] = Field(
+        None, description="the kind of link to the exchange, from `links`"
+    )
+    hardware: Annotated[str | None, NotPartOf.EITHER] = Field(
+        None, description="for predictions: from the catalog, or from `simulate.hardware`"
+    )
+    accelerators: Annotated[int, NotPartOf.EITHER] = Field(
+        1, ge=1, description="for predictions: how many of them a member has"
+    )
 
     @property
     def members(self) -> list[str]:
@@ -136,12 +148,22 @@ class DatacenterReplica(_Replica):
 
     kind: Literal["datacenter"]
     engine: EngineName = Field("torch", description="`torch` is one process; the others spread over ranks")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: a GPU where there is one")
-    ranks: int = Field(1, ge=1, description="processes on each node, one a GPU; started by torchrun")
-    nodes: int = Field(1, ge=1, description="machines of this replica; start it with `launch --only` on each")
-    rendezvous: Address | None = Field(None, description="HOST:PORT on one of the nodes where they meet")
-    torchtitan: TorchtitanSettings = TorchtitanSettings()
-    deepspeed: dict[str, Any] = Field(default_factory=dict, description="DeepSpeed's own JSON")
+    device: Annotated[Literal["auto", "cpu", "cuda"], NotPartOf.EITHER] = Field(
+        "auto", description="`auto`: a GPU where there is one"
+    )
+    ranks: Annotated[int, NotPartOf.EITHER] = Field(
+        1, ge=1, description="processes on each node, one a GPU; started by torchrun"
+    )
+    nodes: Annotated[int, NotPartOf.EITHER] = Field(
+        1, ge=1, description="machines of this replica; start it with `launch --only` on each"
+    )
+    rendezvous: Annotated[Address | None, NotPartOf.EITHER] = Field(
+        None, description="HOST:PORT on one of the nodes where they meet"
+    )
+    torchtitan: Annotated[TorchtitanSettings, NotPartOf.OUTCOME] = TorchtitanSettings()
+    deepspeed: Annotated[dict[str, Any], NotPartOf.OUTCOME] = Field(
+        default_factory=dict, description="DeepSpeed's own JSON"
+    )
 
     @property
     def world(self) -> int:
@@ -163,7 +185,7 @@ class ParticipantsReplica(_Replica):
 
     kind: Literal["participants"]
     stages: int | list[StageSettings] = Field(description="a number of stages, or one entry per stage")
-    link: str | list[str] | None = Field(
+    link: Annotated[str | list[str] | None, NotPartOf.OUTCOME] = Field(
         None, description="the kind of link between neighbours: one for all, or one per hop"
     )
     boundary: BoundarySettings = BoundarySettings()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from hetero_pp.settings import Ratio, Settings
+from hetero_pp.settings import NotPartOf, Ratio, Settings
 
 STANDARD_LIBRARY = "standard-library"
 DOCSTRINGS = "docstrings"
@@ -46,21 +46,27 @@ class StreamSettings(Settings):
 class DataSettings(Settings):
     """What is read, how it becomes tokens, and what is kept apart for validation."""
 
-    corpus: str = Field(
+    corpus: Annotated[str, NotPartOf.EITHER] = Field(
         "standard-library",
         description="`standard-library` (the source code of Python's), `docstrings` (its docstrings), a "
         "path to a file or folder of .txt, .jsonl and .parquet, or `hf:` and a dataset of the Hugging Face Hub, a "
         "folder like one, or a pattern of .jsonl, .json.gz, .jsonl.zst or .parquet files, which is streamed",
     )
-    stream: StreamSettings = Field(StreamSettings(), description="for a corpus that starts with `hf:`")
+    stream: Annotated[StreamSettings, NotPartOf.OUTCOME] = Field(
+        StreamSettings(), description="for a corpus that starts with `hf:`"
+    )
     text_field: str = Field("text", description="the field or column that holds the text of .jsonl and .parquet")
-    tokenizer: str = Field("bytes", description="`bytes`, or a path to a tokenizer.json or to a folder that holds one")
+    tokenizer: Annotated[str, NotPartOf.EITHER] = Field(
+        "bytes", description="`bytes`, or a path to a tokenizer.json or to a folder that holds one"
+    )
     sequence_length: int = Field(128, ge=1, description="L: the tokens predicted per sequence")
     validation_share: Ratio = Field(
         0.02, gt=0, lt=1, description="share of the tokens never trained on; of a corpus that is not streamed"
     )
     validation_sequences: int = Field(64, ge=1, description="how many sequences the validation loss is computed on")
-    repeat: bool = Field(True, description="whether training may read the corpus more than once")
+    repeat: Annotated[bool, NotPartOf.OUTCOME] = Field(
+        True, description="whether training may read the corpus more than once"
+    )
 
     @property
     def streamed(self) -> str | None:

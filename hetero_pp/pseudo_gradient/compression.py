@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.settings import Ratio, Settings
+from hetero_pp.settings import NotPartOf, Ratio, Settings
 
 
 class CompressionSettings(Settings):
@@ -24,7 +24,7 @@ class CompressionSettings(Settings):
         1, description="bits of a kept value; 32 sends it as it is. More than 1 bit: `quantiser: levels`"
     )
     error_feedback_decay: float = Field(0.95, ge=0, le=1, description="beta in the paper")
-    accelerator: Literal["torch", "numba", "compile"] = Field(
+    accelerator: Annotated[Literal["torch", "numba", "compile"], NotPartOf.EITHER] = Field(
         "torch", description="what selects: numba (`pip install hetero-pp[numba]`) on a CPU, torch.compile on a GPU"
     )
 

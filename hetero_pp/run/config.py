@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -13,7 +13,7 @@ from hetero_pp.model import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
-from hetero_pp.settings import Settings
+from hetero_pp.settings import NotPartOf, Settings
 from hetero_pp.topology import (
     ExchangeSettings,
     LinkSettings,
@@ -31,19 +31,25 @@ class SnapshotSettings(Settings):
 class RunConfig(Settings):
     """One training run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run's folder under runs/")
+    name: Annotated[str, NotPartOf.OUTCOME] = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run's folder under runs/"
+    )
     seed: int = Field(0, ge=0)
-    threads: int = Field(1, ge=1, description="threads of each process; results depend on it in the last bits")
+    threads: Annotated[int, NotPartOf.EITHER] = Field(
+        1, ge=1, description="threads of each process; results depend on it in the last bits"
+    )
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     inner: InnerSettings = InnerSettings()
     outer: OuterSettings
-    links: dict[str, LinkSettings] = Field(default_factory=dict, description="kinds of links by name")
+    links: Annotated[dict[str, LinkSettings], NotPartOf.OUTCOME] = Field(
+        default_factory=dict, description="kinds of links by name"
+    )
     replicas: list[ReplicaSettings] = Field([], description="at least one, unless `plan` has participants to group")
-    exchange: ExchangeSettings = ExchangeSettings()
-    snapshots: SnapshotSettings = SnapshotSettings()
-    simulate: SimulateSettings = SimulateSettings()
-    plan: PlanSettings = PlanSettings()
+    exchange: Annotated[ExchangeSettings, NotPartOf.EITHER] = ExchangeSettings()
+    snapshots: Annotated[SnapshotSettings, NotPartOf.OUTCOME] = SnapshotSettings()
+    simulate: Annotated[SimulateSettings, NotPartOf.EITHER] = SimulateSettings()
+    plan: Annotated[PlanSettings, NotPartOf.EITHER] = PlanSettings()
 
     def check(self) -> None:
         """Raise ConfigError for what no single field can see. Reads no files."""
@@ -67,20 +73,3 @@ class RunConfig(Settings):
         return self.model_copy(
             update={"data": self.data.with_absolute_paths(), "model": self.model.with_absolute_paths()}
         )
-
-
-def meaning(config: RunConfig) -> dict[str, Any]:
-    """What all hosts of a run have to agree on: not where each keeps its files, listens, or how it computes."""
-    found = config.model_dump(mode="json")
-    for name in ("exchange", "simulate", "plan", "threads"):
-        found.pop(name)
-    for name in ("corpus", "tokenizer"):
-        found["data"].pop(name)
-    found["model"].pop("weights")
-    found["outer"]["compression"].pop("accelerator")
-    for replica in found["replicas"]:
-        for name in ("hardware", "accelerators", "device", "ranks", "nodes", "rendezvous"):
-            replica.pop(name, None)
-        for stage in replica["stages"] if isinstance(replica.get("stages"), list) else ():
-            stage.pop("listen")
-    return found

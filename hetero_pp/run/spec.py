@@ -12,7 +12,8 @@ from types import MappingProxyType
 import torch
 
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
-from hetero_pp.run.config import RunConfig, meaning
+from hetero_pp.run.config import RunConfig
+from hetero_pp.settings import NotPartOf, meaning
 from hetero_pp.topology import DatacenterReplica, LinkSpec, ParticipantsReplica, ReplicaSettings, StageSpec, link_specs
 
 
@@ -70,7 +71,8 @@ class RunSpec:
     def __init__(self, config: RunConfig, vocabulary: int | None) -> None:
         self.config = config
         self.shape: ModelShape = config.model.resolve(vocabulary)
-        self.run = hashlib.sha256(json.dumps(meaning(config), sort_keys=True).encode()).hexdigest()[:32]
+        agreed = json.dumps(meaning(config, NotPartOf.RUN), sort_keys=True)
+        self.run = hashlib.sha256(agreed.encode()).hexdigest()[:32]
         """Names the run in its contributions: the same on all hosts, wherever they keep their files."""
         self.total_steps = config.outer.rounds * config.inner.steps
         self.links: dict[str, LinkSpec] = {spec.name: spec for spec in link_specs(config.replicas, config.links)}

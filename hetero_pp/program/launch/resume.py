@@ -18,9 +18,10 @@ from google.protobuf.message import Message
 
 from hetero_pp.errors import ConfigError, DamagedFile, dotted
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.run.config import RunConfig, meaning
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.settings import NotPartOf, meaning
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog
 
@@ -34,8 +35,9 @@ def require_same_run(config: RunConfig, folder: RunFolder) -> None:
     if not path.is_file():
         raise ConfigError((), f"--resume: found no run in {folder.path}")
     before = ConfigFile(path).config
+    agreed = [meaning(one, NotPartOf.RUN) for one in (before, config)]
     weights = [{"model": {"weights": one.model.weights}} for one in (before, config)]
-    for old, new in ((meaning(before), meaning(config)), weights):
+    for old, new in (agreed, weights):
         for key, was, now in _differences(old, new):
             shown = f"found {json.dumps(now)}, expected {json.dumps(was)} as in {path}"
             raise ConfigError((), f"--resume: {dotted(key)}: {shown}: it may not change while a run goes on")

@@ -1,0 +1,176 @@
+"""What of a configuration names its run, and what of it decides what the run comes to: fields say so themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from pydantic import Field
+
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.settings import NotPartOf, Settings, meaning
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RUNS = {
+    "quickstart": "9de40bded815598aa0dcb2523dee4fbc",
+    "mixed_engines": "20c524cb7e632844042e4c68f3c2d31e",
+    "unequal_groups": "fa07c5d689f94821463a7efe9fe1831c",
+    "plan/unequal": "e772898713135ba2261a44ceb52b85f4",
+    "paper/1b": "10a8f9cffd4cc7eb1c3a92f3b98cd022",
+    "paper/het_pp_97_percent": "16fcd6cf70c9955bb7302f7d32d0091c",
+    "simulate/million": "5d1f7d683fd5b48fe0e94acbc4f8cc23",
+}
+"""Runs that were begun are gone on with under these names."""
+
+RUN = """\
+name: one
+outer: {rounds: 2}
+links: {dsl: {bandwidth: 10 Mbit/s}}
+replicas:
+  - {name: dc, kind: datacenter, engine: torchtitan, rendezvous: '127.0.0.1:47500'}
+  - {name: home, kind: participants, link: dsl, stages: [{layers: 2}, {layers: 2}]}
+"""
+OF_A_HOST = [
+    "threads=2",
+    "data.corpus=docstrings",
+    "data.tokenizer=elsewhere/tokenizer.json",
+    "outer.compression.accelerator=numba",
+    "exchange.listen=127.0.0.1:47501",
+    "simulate.tokens=7",
+    "plan.stages=2",
+    "replicas.0.device=cpu",
+    "replicas.0.hardware=h100",
+    "replicas.0.accelerators=8",
+    "replicas.0.ranks=2",
+    "replicas.0.nodes=2",
+    "replicas.0.rendezvous=127.0.0.1:47502",
+    "replicas.1.hardware=h100",
+    "replicas.1.stages.0.listen=127.0.0.1:47503",
+]
+"""Changes after which it is the same run, that comes to the same."""
+AROUND_A_RUN = [
+    "name=two",
+    "links.dsl.bandwidth=1 Mbit/s",
+    "links.adsl={}",
+    "snapshots.every=1",
+    "data.repeat=false",
+    "data.stream.shuffle_buffer=1",
+    "replicas.0.uplink=dsl",
+    "replicas.0.torchtitan.compile=true",
+    "replicas.0.deepspeed={zero_optimization: {stage: 3}}",
+    "replicas.1.link=null",
+    "replicas.1.stages.1.uplink=dsl",
+    "replicas.1.stages.1.hardware=h100",
+]
+"""Changes after which it is another run, that comes to the same."""
+OF_A_RUN = [
+    "seed=1",
+    "model.width=32",
+    "data.sequence_length=64",
+    "data.validation_share=0.1",
+    "inner.steps=5",
+    "inner.clip_norm=null",
+    "outer.rounds=3",
+    "outer.divides_by=senders",
+    "outer.compression.density=0.5",
+    "replicas.0.name=site",
+    "replicas.0.engine=deepspeed",
+    "replicas.0.batch_size=4",
+    "replicas.0.micro_batches=2",
+    "replicas.1.stages=2",
+    "replicas.1.boundary.rank=8",
+    "replicas.1.boundary.ablations.adaptation=stale",
+]
+"""Changes after which it is another run, that comes to something else."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return path
+
+
+@pytest.mark.parametrize(("name", "run"), RUNS.items(), ids=RUNS)
+def test_a_run_keeps_its_name(name: str, run: str) -> None:
+    config = ConfigFile(CONFIGS / f"{name}.yaml").config
+    assert RunSpec(config, config.model.vocabulary or 256).run == run
+
+
+def _same(before: Path, change: str) -> dict[NotPartOf, bool]:
+    """Whether it is the same run after a change, and whether it comes to the same."""
+    one, other = ConfigFile(before).config, ConfigFile(before, [change]).config
+    assert one != other
+    return {
+        mark: meaning(one, mark, defaults) == meaning(other, mark, defaults)
+        for mark, defaults in ((NotPartOf.RUN, True), (NotPartOf.OUTCOME, False))
+    }
+
+
+@pytest.mark.parametrize("change", OF_A_HOST)
+def test_hosts_of_a_run_may_differ(change: str, run: Path) -> None:
+    assert _same(run, change) == {NotPartOf.RUN: True, NotPartOf.OUTCOME: True}
+
+
+def test_where_weights_lie_is_a_hosts_own_and_what_they_are_decides() -> None:
+    one = RunConfig.model_validate({"name": "one", "outer": {"rounds": 1}})
+    other = one.model_copy(update={"model": one.model.model_copy(update={"weights": "some/folder"})})
+    assert meaning(one, NotPartOf.RUN) == meaning(other, NotPartOf.RUN)
+    assert meaning(one, NotPartOf.OUTCOME, defaults=False) != meaning(other, NotPartOf.OUTCOME, defaults=False)
+
+
+@pytest.mark.parametrize("change", AROUND_A_RUN)
+def test_another_run_may_come_to_the_same(change: str, run: Path) -> None:
+    assert _same(run, change) == {NotPartOf.RUN: False, NotPartOf.OUTCOME: True}
+
+
+@pytest.mark.parametrize("change", OF_A_RUN)
+def test_all_else_decides(change: str, run: Path) -> None:
+    assert _same(run, change) == {NotPartOf.RUN: False, NotPartOf.OUTCOME: False}
+
+
+class _Before(Settings):
+    size: int
+    rate: float = 0.5
+    path: Annotated[str, NotPartOf.RUN] = "here"
+
+
+class _After(_Before):
+    """The same, when more can be said."""
+
+    method: str = "as ever"
+    more: _Before = Field(default_factory=lambda: _Before(size=1, rate=2.0))
+
+
+def test_what_says_the_default_is_left_out() -> None:
+    assert meaning(_Before(size=1, rate=0.5), NotPartOf.RUN, defaults=False) == {"size": 1}
+    assert meaning(_Before(size=1, rate=0.5), NotPartOf.RUN) == {"size": 1, "rate": 0.5}
+    assert meaning(_Before(size=1, path="there"), NotPartOf.OUTCOME, defaults=False) == {"size": 1, "path": "there"}
+
+
+def test_a_field_that_is_added_changes_no_meaning() -> None:
+    before, after = _Before(size=1), _After(size=1)
+    assert meaning(after, NotPartOf.RUN, defaults=False) == meaning(before, NotPartOf.RUN, defaults=False)
+    moved = _After(size=1, more=_Before(size=1, rate=2.0, path="there"))
+    assert meaning(moved, NotPartOf.RUN, defaults=False) == {"size": 1}
+
+
+def test_a_section_is_left_out_if_it_says_what_its_default_says() -> None:
+    """Not if all that it says is what it would say elsewhere."""
+    changed = _After(size=1, more=_Before(size=1))
+    assert meaning(changed, NotPartOf.RUN, defaults=False) == {"size": 1, "more": {"size": 1}}
+
+
+class _Many(Settings):
+    listed: list[_Before]
+    named: dict[str, _Before]
+
+
+def test_sections_in_lists_and_mappings_mean_as_much() -> None:
+    plain, other = _Before(size=1), _Before(size=2, rate=1.0, path="there")
+    many = _Many(listed=[plain, other], named={"plain": plain, "other": other})
+    said = {"plain": {"size": 1}, "other": {"size": 2, "rate": 1.0}}
+    assert meaning(many, NotPartOf.RUN, defaults=False) == {"listed": [*said.values()], "named": said}
