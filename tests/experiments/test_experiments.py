@@ -258,6 +258,10 @@ def _reproduce(tmp_path: Path, toys: Path, *arguments: str) -> tuple[int, str, s
     return result.exit_code, result.stdout, result.stderr
 
 
+def _rows(tmp_path: Path) -> Path:
+    return tmp_path / "results" / "tiny" / "rows.jsonl"
+
+
 def test_a_table_is_made_and_resumed(tmp_path: Path, toys: Path) -> None:
     code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2", "--docs", str(tmp_path / "results.md"))
     assert code == 0, errors
@@ -268,18 +272,20 @@ def test_a_table_is_made_and_resumed(tmp_path: Path, toys: Path) -> None:
     assert rows["explodes"]["state"].startswith("diverged")
     assert [claim["verdict"] for claim in result["claims"]][1] == "not run"
     assert (tmp_path / "results.md").exists()
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "results" / "tiny" / "rows").iterdir()}
+    kept = _rows(tmp_path).read_text().splitlines()
     assert len(kept) == 3 * 2  # 1/4 of 16 is 4: one row serves both
     assert rows["the same"]["ours"] == rows["all"]["ours"]
     code, _, _ = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2")
     assert code == 0
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "results" / "tiny" / "rows").iterdir()} == kept
-    next(iter(kept)).unlink()
+    assert _rows(tmp_path).read_text().splitlines() == kept
+    _rows(tmp_path).write_text("\n".join(kept[1:]) + "\n")
     assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "2", "--no-train")[0] == 0
-    assert len(list((tmp_path / "results" / "tiny" / "rows").iterdir())) == len(kept) - 1
+    assert _rows(tmp_path).read_text().splitlines() == kept[1:]
     assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "2")[0] == 0
-    changed = [path for path in kept if path.stat().st_mtime_ns != kept[path]]
-    assert len(changed) == 1
+    [again, *others] = _rows(tmp_path).read_text().splitlines()
+    assert others == kept[1:]
+    assert json.loads(again)["validation_loss"] == json.loads(kept[0])["validation_loss"]
+    assert again != kept[0]  # its seconds: it was trained again
 
 
 def test_the_list_and_the_dry_run(tmp_path: Path, toys: Path) -> None:
@@ -291,7 +297,7 @@ def test_the_list_and_the_dry_run(tmp_path: Path, toys: Path) -> None:
     code, out, _ = _reproduce(tmp_path, toys, "--dry-run")
     assert code == 0
     assert "not representable" in out
-    assert not (tmp_path / "results" / "tiny" / "rows").exists()
+    assert not _rows(tmp_path).exists()
 
 
 @pytest.mark.parametrize(
@@ -331,12 +337,21 @@ def test_a_table_is_kept_if_nothing_of_it_is_known(tmp_path: Path, toys: Path) -
     assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "1")[0] == 0
     table = tmp_path / "results" / "tiny" / "toy" / "one.json"
     kept = table.read_text()
-    for path in (tmp_path / "results" / "tiny" / "rows").iterdir():
-        path.unlink()
+    _rows(tmp_path).unlink()
     code, out, _ = _reproduce(tmp_path, toys, "toy/one", "--no-train")
     assert code == 0
     assert "is kept" in out
     assert table.read_text() == kept
+
+
+def test_a_damaged_line_is_told_before_anything_is_trained(tmp_path: Path, toys: Path) -> None:
+    _rows(tmp_path).parent.mkdir(parents=True)
+    _rows(tmp_path).write_text('{"row": "toy/one: no')
+    code, out, errors = _reproduce(tmp_path, toys, "toy/one")
+    assert code == 2
+    assert errors.startswith(f"hetero-pp: {_rows(tmp_path)}:1: found `")
+    assert errors.count("\n") == 1
+    assert "rows" not in out
 
 
 def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: Path) -> None:

@@ -20,6 +20,7 @@ from hetero_pp.program.experiments.command import reproduce
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Catalog, Claim, Experiment, Row
 from hetero_pp.program.experiments.jobs import make_job
+from hetero_pp.program.experiments.outcomes import ROWS, add_outcome
 from hetero_pp.program.experiments.plots import draw
 from hetero_pp.program.experiments.report import markdown, result_of
 from hetero_pp.program.experiments.request import Request, swept
@@ -264,9 +265,8 @@ def test_a_table_of_kept_outcomes_pairs_their_seeds(corpus: Path, tmp_path: Path
     losses = {"few": 5.0, "base": 4.0, "all": 4.4}
     for row in setting.rows():
         for seed in kept[row.name]:
-            job = make_job(setting, row, seed, encoded, results / "tiny" / "rows")
-            job.path.parent.mkdir(parents=True, exist_ok=True)
-            job.path.write_text(json.dumps(_outcome(seed, losses[row.name] * seed)))
+            job = make_job(setting, row, seed, encoded, results / "tiny" / ROWS)
+            add_outcome(job.rows, _outcome(seed, losses[row.name] * seed) | {"row": row.name, "key": job.key})
     reproduce(request)
     table = json.loads((results / "tiny" / "toy" / "seeds.json").read_text())
     rows = _rows(table)

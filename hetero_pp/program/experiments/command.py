@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import torch
@@ -12,7 +12,8 @@ from rich.console import Console
 
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Row
-from hetero_pp.program.experiments.jobs import Job, Outcome, make_job
+from hetero_pp.program.experiments.jobs import Job, make_job
+from hetero_pp.program.experiments.outcomes import ROWS, Outcome, alone, read_outcomes
 from hetero_pp.program.experiments.report import print_result, result_of, write_result
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
@@ -25,10 +26,13 @@ from replica_groups.ranks import init_ranks
 def reproduce(request: Request) -> None:
     """Train what is missing, then write every table and its verdicts."""
     console = wide(Console(), 120)
-    settings = request.settings()
-    tables = {setting.experiment.name: _Table(setting, request, console) for setting in settings}
-    asked = {job.key: job for table in tables.values() for _, job in table.asked}
-    wanted = [(job, not job.path.exists()) for job in asked.values()]
+    settings, rows = request.settings(), request.results / request.catalog.scale(request.scale).name / ROWS
+    outcomes = read_outcomes(rows)
+    tables = {setting.experiment.name: _Table(setting, request, rows, outcomes, console) for setting in settings}
+    asked: dict[str, Job] = {}
+    for _, job in chain.from_iterable(table.asked for table in tables.values()):
+        asked.setdefault(job.key, job)
+    wanted = [(job, key not in outcomes) for key, job in asked.items()]
     failures: Mapping[str, str] = {}
     ranks = init_ranks(torch.device(request.engine.device))
     if request.trains and ranks.world > 1:
@@ -40,8 +44,10 @@ def reproduce(request: Request) -> None:
     ranks.close()
     if ranks.rank > 0:
         return
-    for table in tables.values():
-        table.write(request.results, console)
+    with alone(rows):
+        outcomes = read_outcomes(rows)
+        for table in tables.values():
+            table.write(request.results, outcomes, console)
     for name, cause in failures.items():
         console.print(f"{name} failed: {cause}", style="red")
 
@@ -49,21 +55,23 @@ def reproduce(request: Request) -> None:
 class _Table:
     """One experiment's jobs: those that were asked for, and further seeds that are known already."""
 
-    def __init__(self, setting: Setting, request: Request, console: Console) -> None:
+    def __init__(
+        self, setting: Setting, request: Request, rows: Path, outcomes: Mapping[str, Outcome], console: Console
+    ) -> None:
         self.setting = setting
         self.corpus: Corpus | None = None
         self.asked: list[tuple[Row, Job]] = []
         self.known: list[tuple[Row, Job]] = []
         if not setting.rows():
             return
-        cache, rows = request.runs.absolute() / CACHE, request.results / setting.scale.name / "rows"
+        cache = request.runs.absolute() / CACHE
         data = setting.config(setting.rows()[0]).data
         with console.status(f"reading {data.corpus}"):
             self.corpus = prepare_corpus(data, setting.scale.vocabulary, cache)
         self.corpus.require_enough([setting.config(row) for row in setting.rows()])
         for seed in count(1):
             jobs = [(row, make_job(setting, row, seed, self.corpus, rows)) for row in setting.rows()]
-            done = [(row, job) for row, job in jobs if job.path.exists()]
+            done = [(row, job) for row, job in jobs if job.key in outcomes]
             if seed <= request.seeds:
                 self.asked += jobs
             elif not done:
@@ -71,17 +79,18 @@ class _Table:
             else:
                 self.known += done
 
-    def write(self, folder: Path, console: Console) -> None:
-        outcomes: dict[str, dict[int, Outcome]] = {}
+    def write(self, folder: Path, outcomes: Mapping[str, Outcome], console: Console) -> None:
+        """Make the table of what is known, unless that is nothing and there is a table that knows something."""
+        known: dict[str, dict[int, Outcome]] = {}
         for row, job in self.asked + self.known:
-            if (outcome := job.outcome()) is not None:
-                outcomes.setdefault(row.name, {})[job.seed] = outcome
-        result = result_of(self.setting, self.corpus, outcomes)
+            if (outcome := outcomes.get(job.key)) is not None:
+                known.setdefault(row.name, {})[job.seed] = outcome
+        result = result_of(self.setting, self.corpus, known)
         path = folder / self.setting.scale.name / f"{self.setting.experiment.name}.json"
-        if not outcomes and _has_losses(path):
+        if not known and _has_losses(path):
             console.print(f"{path} is kept: no row of it was trained on this corpus", style="yellow")
             return
-        write_result(result, outcomes, path)
+        write_result(result, known, path)
         print_result(console, result, path)
 
 

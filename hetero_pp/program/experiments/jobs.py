@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,43 +16,45 @@ import torch
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
+from hetero_pp.program.experiments.outcomes import Outcome, add_outcome
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import ParticipantsReplica
-from replica_groups.fast.train import train_fast
+from hetero_pp.settings import NotPartOf, meaning
+from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
+from replica_groups.fast.train import FastResult, train_fast
 from replica_groups.ranks import ALONE, Ranks
 
 ENGINE_VERSION = 1
-"""Raised when a change alters what a row comes to by more than rounding: rows are trained again."""
+"""Raised when a change alters what a row comes to by more than rounding, be it a default: rows are trained again."""
 
 UNFINISHED = ".rows"
 """Checkpoints of rows under way, beside the runs."""
-
-Outcome = dict[str, Any]
-"""A FastResult as JSON, with `key` and `seed`."""
 
 
 @dataclass(frozen=True)
 class Job:
     """Everything that a worker process needs to train a row."""
 
+    experiment: str
     name: str
     seed: int
     config: RunConfig
     bias_every: int | None
     cache: Path
     rows: Path
-    key: str
+    """The file that outcomes are kept in."""
+    identity: Mapping[str, Any]
 
     @property
-    def path(self) -> Path:
-        """Where its outcome is kept."""
-        return self.rows / f"{self.key}.json"
+    def key(self) -> str:
+        """Names what it comes to."""
+        return key_of(self.identity)
 
-    def outcome(self) -> Outcome | None:
-        """What it came to, if it was trained before."""
-        return json.loads(self.path.read_text()) if self.path.exists() else None
+    def outcome(self, result: FastResult) -> Outcome:
+        """A result as it is kept."""
+        named = {"row": f"{self.experiment}: {self.name}", "seed": self.seed, "key": self.key}
+        return {**named, **self.identity, **_finite(dataclasses.asdict(result))}
 
 
 @dataclass(frozen=True)
@@ -65,45 +66,35 @@ class Engine:
 
 
 def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) -> Job:
-    """The job of a row; `rows` is the folder where outcomes are kept."""
+    """The job of a row; `rows` is the file that outcomes are kept in."""
     config = setting.config(row, seed)
     config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
-    bias_every = setting.experiment.bias_every
-    key = _key(config, bias_every, corpus)
-    return Job(row.name, seed, config, bias_every, corpus.store.path.parent, rows, key)
+    experiment, cache = setting.experiment, corpus.store.path.parent
+    identity = identity_of(config, experiment.bias_every, corpus)
+    return Job(experiment.name, row.name, seed, config, experiment.bias_every, cache, rows, identity)
 
 
-def _key(config: RunConfig, bias_every: int | None, corpus: Corpus) -> str:
-    """A hash of all that decides what a row comes to."""
-    meaning = json.loads(config.model_dump_json())
-    for irrelevant in ("name", "links", "exchange", "snapshots", "simulate", "plan"):
-        meaning.pop(irrelevant)
-    if meaning["model"]["weights"] is None:
-        meaning["model"].pop("weights")
-    compression = meaning["outer"]["compression"]
-    compression.pop("accelerator")
-    for cells, cell, usual in (
-        (meaning["outer"], "divides_by", "replicas"),
-        (compression, "selection", "top_k"),
-        (compression, "quantiser", "levels"),
-    ):
-        if cells[cell] == usual:  # it was not there when the first rows were trained
-            cells.pop(cell)
-    for replica in meaning["replicas"]:
-        for irrelevant in ("hardware", "accelerators"):
-            replica.pop(irrelevant)
-        for of_an_engine in ("device", "ranks", "nodes", "rendezvous", "torchtitan", "deepspeed"):
-            replica.pop(of_an_engine, None)
-    for irrelevant in ("corpus", "tokenizer", "stream"):
-        meaning["data"].pop(irrelevant)
-    meaning["data"]["repeat"] = True  # says whether a row may be trained, not what it comes to
+def identity_of(config: RunConfig, bias_every: int | None, corpus: Corpus) -> dict[str, Any]:
+    """All that decides what a row comes to, as JSON, without what settings say by default."""
     width = config.model.resolve(corpus.store.vocabulary).width
-    for replica, settings in zip(meaning["replicas"], config.replicas, strict=True):
-        if isinstance(settings, ParticipantsReplica):
-            replica["boundary"]["rank"] = settings.boundary.dimensions(width)  # 1/8 of 64 is 8
-    measured = [] if bias_every is None else [f"bias every {bias_every}"]
-    text = json.dumps([ENGINE_VERSION, corpus.store.digest, meaning, *measured], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    replicas = [_in_dimensions(replica, width) for replica in config.replicas]
+    settings = meaning(config.model_copy(update={"replicas": replicas}), NotPartOf.OUTCOME, defaults=False)
+    measured = {} if bias_every is None else {"bias_every": bias_every}
+    return {"engine": ENGINE_VERSION, "corpus": corpus.store.digest, **measured, "settings": settings}
+
+
+def key_of(identity: Mapping[str, Any]) -> str:
+    """A hash of all that decides what a row comes to."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _in_dimensions(replica: ReplicaSettings, width: int) -> ReplicaSettings:
+    """The same with the rank as a number: 1/8 of 64 is 8."""
+    if not isinstance(replica, ParticipantsReplica):
+        return replica
+    boundary = replica.boundary
+    rank = boundary.dimensions(width) or "full"
+    return replica.model_copy(update={"boundary": boundary.model_copy(update={"rank": rank})})
 
 
 def train_job(job: Job, engine: Engine, ranks: Ranks = ALONE) -> Outcome:
@@ -125,17 +116,10 @@ def train_job(job: Job, engine: Engine, ranks: Ranks = ALONE) -> Outcome:
         ranks=ranks,
         checkpoint=job.cache.parent / UNFINISHED / f"{job.key}.pt",
     )
-    outcome = {"key": job.key, "seed": job.seed} | _finite(dataclasses.asdict(result))
+    outcome = job.outcome(result)
     if ranks.rank == 0:
-        _write(job, outcome)
+        add_outcome(job.rows, outcome)
     return outcome
-
-
-def _write(job: Job, outcome: Outcome) -> None:
-    job.rows.mkdir(parents=True, exist_ok=True)
-    temporary = job.path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(outcome))
-    temporary.replace(job.path)
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
-from hetero_pp.program.experiments.jobs import Outcome
+from hetero_pp.program.experiments.outcomes import Outcome
 from hetero_pp.program.experiments.plots import draw
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import Values, judge
@@ -188,9 +188,7 @@ def print_result(console: Console, result: Mapping[str, Any], path: Path) -> Non
 
 def write_overview(folder: Path, path: Path) -> None:
     """docs/results.md: every table of every scale, generated from the committed results."""
-    results = [
-        json.loads(found.read_text()) for found in sorted(folder.glob("*/*/*.json")) if found.parent.name != "rows"
-    ]
+    results = [json.loads(found.read_text()) for found in sorted(folder.glob("*/*/*.json"))]
     lines = [
         "# Results",
         "",

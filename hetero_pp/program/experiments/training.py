@@ -9,7 +9,8 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hetero_pp.program.experiments.jobs import Engine, Job, Outcome, train_job
+from hetero_pp.program.experiments.jobs import Engine, Job, train_job
+from hetero_pp.program.experiments.outcomes import Outcome
 from hetero_pp.program.launch.crew import PRELOADED
 from replica_groups.ranks import Ranks
 

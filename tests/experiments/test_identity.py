@@ -1,0 +1,180 @@
+"""What a row is known by: all that decides what it comes to, nothing else; and the outcomes that are kept so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokens import TokenStore
+from hetero_pp.model import PRESETS
+from hetero_pp.program.experiments.corpus import Corpus
+from hetero_pp.program.experiments.definition import Catalog, Experiment, Row
+from hetero_pp.program.experiments.jobs import Job, key_of, make_job
+from hetero_pp.program.experiments.outcomes import ROWS, read_outcomes
+from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.run.config import RunConfig
+from hetero_pp.settings import NotPartOf, meaning
+
+ROOT = Path(__file__).parents[2]
+CATALOG = Catalog(ROOT / "configs" / "experiments")
+MICRO = CATALOG.scale("micro")
+RESULTS = ROOT / "benchmarks" / "results" / "micro"
+
+
+def _corpus(digest: str, name: str = "docstrings") -> Corpus:
+    none = np.zeros(0, np.uint16)
+    store = TokenStore(train=none, validation=none, vocabulary=MICRO.vocabulary, path=Path("store"), digest=digest)
+    return Corpus(DataSettings(corpus=name, tokenizer="its own.json"), store)
+
+
+def _job(bias_every: int | None = None, tokens: Corpus | None = None, repeat: bool = False, **row: Any) -> Job:
+    one = Row(name=row.pop("name", "one"), **{"compressed": "half", "rank": 8} | row)
+    experiment = Experiment(
+        name="toy/one", title="", paper="", bias_every=bias_every, baseline=one.name, rows=[one], claims=[]
+    )
+    return make_job(Setting(MICRO, experiment, repeat=repeat), one, 1, tokens or _corpus("a"), Path(ROWS))
+
+
+NO_MATTER: dict[str, dict[str, Any]] = {
+    "its name": {"name": "other"},
+    "the paper's loss": {"paper": 1.0},
+    "a ratio of the width": {"rank": 1 / 8},
+    "where its tokens come from": {"tokens": _corpus("a", "elsewhere.txt")},
+    "whether they may be repeated": {"repeat": True},
+    "a default, said": {"cells": {"outer.divides_by": "replicas", "inner.clip_norm": 1.0, "model.preset": "micro"}},
+    "no weights, said": {"cells": {"model.weights": None}},
+    "what selects": {"cells": {"outer.compression.accelerator": "numba"}},
+    "how many threads": {"cells": {"threads": 2}},
+    "on what a replica runs": {"cells": {"replicas.hardware": "h100"}, "compressed": "none"},
+    "how it is streamed": {"cells": {"data.stream.shuffle_buffer": 5}},
+    "what is simulated": {"cells": {"simulate.tokens": 5}},
+    "links": {"cells": {"links": {"dsl": {}}, "replicas.uplink": "dsl"}},
+}
+MATTERS: dict[str, dict[str, Any]] = {
+    "which tokens": {"tokens": _corpus("b")},
+    "what is measured beside it": {"bias_every": 5},
+    "how often": {"bias_every": 6},
+    "its rank": {"rank": 16},
+    "no compression at the full rank": {"rank": 64},
+    "none": {"rank": "full"},
+    "how many replicas": {"replicas": 2},
+    "weights to start from": {"cells": {"model.weights": "some/folder"}},
+    "what divides": {"cells": {"outer.divides_by": "senders"}},
+    "rounds": {"budget": 2.0},
+}
+
+
+@pytest.mark.parametrize("change", NO_MATTER.values(), ids=NO_MATTER)
+def test_what_decides_nothing_is_no_part_of_the_key(change: dict[str, Any]) -> None:
+    without = {name: value for name, value in change.items() if name == "compressed"}
+    assert _job(**change).key == _job(**without).key
+
+
+def test_all_that_decides_is_part_of_the_key() -> None:
+    keys = [_job().key, *(_job(**change).key for change in MATTERS.values())]
+    assert len(set(keys)) == len(keys)
+
+
+def test_another_engine_trains_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _job().key
+    monkeypatch.setattr("hetero_pp.program.experiments.jobs.ENGINE_VERSION", 1000)
+    assert _job().key != before
+
+
+DEFAULTS: dict[str, Any] = {
+    "seed": 0,
+    "model.preset": "micro",
+    "model.vocabulary": None,
+    "model.rope_theta": 10000.0,
+    "model.norm_epsilon": 1e-05,
+    "model.weights": None,
+    "data.text_field": "text",
+    "data.sequence_length": 128,
+    "data.validation_share": 0.02,
+    "data.validation_sequences": 64,
+    "inner.steps": 10,
+    "inner.learning_rate": 0.01,
+    "inner.final_learning_rate_share": 0.1,
+    "inner.warmup_steps": 10,
+    "inner.betas": [0.9, 0.95],
+    "inner.epsilon": 1e-08,
+    "inner.weight_decay": 0.1,
+    "inner.clip_norm": 1.0,
+    "outer.method": "sparseloco",
+    "outer.source": "difference",
+    "outer.learning_rate": 1.0,
+    "outer.momentum": 0.0,
+    "outer.nesterov": False,
+    "outer.divides_by": "replicas",
+    "outer.compression.density": 0.03125,
+    "outer.compression.tile": [64, 64],
+    "outer.compression.selection": "top_k",
+    "outer.compression.quantiser": "signs",
+    "outer.compression.value_bits": 1,
+    "outer.compression.error_feedback_decay": 0.95,
+    "replicas.0.batch_size": 8,
+    "replicas.0.micro_batches": 1,
+    "replicas.0.engine": "torch",
+    "replicas.1.boundary.rank": "full",
+    "replicas.1.boundary.dtype": "bf16",
+    "replicas.1.boundary.bits": None,
+    "replicas.1.boundary.ablations.embedding": "free",
+    "replicas.1.boundary.ablations.adaptation": "on",
+    "replicas.1.boundary.ablations.weight_projection": False,
+    "replicas.1.boundary.ablations.modified_adamw": False,
+    "replicas.1.boundary.ablations.grassmann_every": None,
+    "replicas.1.extra_in_flight": 1,
+}
+"""What rows do not say when they leave it out."""
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _leaves(part, f"{key}.{name}")
+    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        for index, part in enumerate(value):
+            yield from _leaves(part, f"{key}.{index}")
+    else:
+        yield key.removeprefix("."), value
+
+
+def test_defaults_are_those_that_kept_rows_leave_out() -> None:
+    """A field may be added, if its default changes nothing. Another default is another ENGINE_VERSION."""
+    replicas = [{"name": "a", "kind": "datacenter"}, {"name": "b", "kind": "participants", "stages": 2}]
+    config = RunConfig.model_validate({"name": "a", "outer": {"rounds": 1}, "replicas": replicas})
+    found = dict(_leaves(meaning(config, NotPartOf.OUTCOME)))
+    assert found | DEFAULTS == found
+    assert PRESETS["micro"] == {"width": 64, "layers": 4, "heads": 2, "feed_forward": 192}
+
+
+KEPT = read_outcomes(RESULTS / ROWS)
+
+
+def test_kept_rows_are_known_by_what_they_say() -> None:
+    assert len(KEPT) >= 189
+    parts = ("engine", "corpus", "bias_every", "settings")
+    for key, outcome in KEPT.items():
+        assert key_of({part: outcome[part] for part in parts if part in outcome}) == key
+        assert outcome["settings"]["seed"] == outcome["seed"]
+
+
+@pytest.mark.parametrize("name", CATALOG.experiments)
+def test_tables_are_made_of_rows_that_are_kept(name: str) -> None:
+    """Each loss in a table is the last one of a kept row, found by the key that its row has today."""
+    table = json.loads((RESULTS / f"{name}.json").read_text())
+    setting = Setting(MICRO, CATALOG.experiment(name))
+    tokens = _corpus(table["corpus"]["sha256"], table["corpus"]["name"])
+    rows = {row.name: row for row in setting.rows()}
+    known = [row for row in table["rows"] if row["ours"] is not None]
+    assert known
+    for row in known:
+        for seed, loss in row["ours"]["seeds"].items():
+            job = make_job(setting, rows[row["name"]], int(seed), tokens, Path(ROWS))
+            assert KEPT[job.key]["validation_loss"][-1] == loss
