@@ -22,7 +22,7 @@ from hetero_pp.program.experiments.definition import Catalog, Claim, Experiment,
 from hetero_pp.program.experiments.jobs import make_job
 from hetero_pp.program.experiments.outcomes import ROWS, add_outcome
 from hetero_pp.program.experiments.plots import draw
-from hetero_pp.program.experiments.report import markdown, result_of
+from hetero_pp.program.experiments.report import markdown, result_of, write_result
 from hetero_pp.program.experiments.request import Request, swept
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import ONE_SEED_NOISE, interval_of, judge
@@ -156,6 +156,21 @@ def test_the_line_of_the_picture_is_the_baselines_loss(
     assert list(np.asarray(curves["base"])) == [5.0, 1.0, 2.0]  # of the smallest seed
 
 
+def test_a_picture_that_is_not_finished_leaves_the_old_one(
+    outcomes: Outcomes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(figure: Figure, path: Path, **_: Any) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError("no space left")
+
+    write_result(_result(outcomes), outcomes, tmp_path / "toy.json")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_result(_result(outcomes), outcomes, tmp_path / "toy.json")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_sweep_keeps_the_declared_baseline() -> None:
     two = swept(_experiment(), ["inner.steps=5,20", "bits=8,4"])
     assert two.baseline == "base, inner.steps=5, bits=8"
@@ -219,7 +234,7 @@ def test_equality_is_judged_with_its_interval(differences: list[float], verdict:
 @pytest.mark.parametrize("count", [2, 3, 5, 11, 12, 20, 100])
 def test_intervals_are_those_of_scipy(count: int) -> None:
     values = [float((7 * index) % 11) for index in range(count)]
-    assert interval_of(values) == pytest.approx(_interval(values), rel=2e-2)
+    assert interval_of(values) == pytest.approx(_interval(values), abs=2e-3)
 
 
 # ---- from kept outcomes to a table ----

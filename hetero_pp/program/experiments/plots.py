@@ -30,7 +30,7 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes)
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=80, format="png")
 
 
 def _style(number: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hetero_pp.files import whole, write_whole
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.outcomes import Outcome
@@ -113,11 +114,11 @@ def _k_over_d(setting: Setting, row: Row) -> float | None:
 
 def write_result(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     """Write the JSON to `path`, and .md and .png beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".md").write_text("\n".join(markdown(result)) + "\n")
+    write_whole(path, (json.dumps(result, indent=1) + "\n").encode())
+    write_whole(path.with_suffix(".md"), ("\n".join(markdown(result)) + "\n").encode())
     if any(outcomes.values()):
-        draw(result, outcomes, path.with_suffix(".png"))
+        with whole(path.with_suffix(".png")) as part:
+            draw(result, outcomes, part)
 
 
 def markdown(result: Mapping[str, Any]) -> Iterator[str]:
@@ -207,8 +208,7 @@ def write_overview(folder: Path, path: Path) -> None:
         lines.append(f"| {result['name']} | {result['scale']} | " + " | ".join(map(str, counts)) + " |")
     for result in results:
         lines += ["", *markdown(result)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    write_whole(path, ("\n".join(lines) + "\n").encode())
 
 
 def machine() -> dict[str, Any]:

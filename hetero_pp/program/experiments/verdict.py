@@ -14,9 +14,6 @@ from statistics import fmean, stdev
 
 from hetero_pp.program.experiments.definition import Claim
 
-T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
-"""Student's t, 97.5 %, for 1 to 10 degrees of freedom."""
-
 ONE_SEED_NOISE = 0.03
 """With one seed, differences below this many nats decide nothing (the spread over seeds that was found)."""
 
@@ -81,7 +78,9 @@ def interval_of(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of the mean; with one value, plus or minus what one seed cannot tell."""
     if len(values) == 1:
         return values[0] - ONE_SEED_NOISE, values[0] + ONE_SEED_NOISE
-    freedom = len(values) - 1
-    quantile = T_975[freedom - 1] if freedom <= len(T_975) else 1.96 + 2.5 / freedom
+    from scipy.special import stdtrit
+
+    # To three decimals, as printed tables of Student's t have it: intervals in committed results were made with those.
+    quantile = round(float(stdtrit(len(values) - 1, 0.975)), 3)
     half = quantile * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
