@@ -38,7 +38,7 @@ def simulate(path: Path, overrides: Sequence[str], sweep: str | None, curves: st
     sweep, curves = sweep or settings.sweep, curves or settings.curves
     if sweep is not None or settings.rows:
         values = Sweep.of_rows(settings.rows) if sweep is None else Sweep.parse(sweep)
-        _simulate_sweep(path, overrides, values, None if curves is None else Sweep.parse(curves), outputs)
+        _simulate_sweep(path, overrides, values, None if curves is None else Sweep.parse(curves, "--curves"), outputs)
         return
     if curves is not None:
         raise ConfigError((), f"--curves {curves}: expected a --sweep beside it")

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.units import BITS_PER_SECOND, BYTES, SECONDS, parse_quantity
-
-POINTS = 13
-"""Of a range, evenly on a logarithmic scale."""
+from hetero_pp.sweeps import parse_sweep, quantity_of
 
 _NAMES = {"bit/s": "bandwidth", "s": "seconds", "B": "bytes"}
-_UNITS = ((BITS_PER_SECOND, "bit/s", "100 Mbit/s"), (SECONDS, "s", "20 ms"), (BYTES, "B", "512 MiB"))
 
 
 @dataclass(frozen=True)
@@ -40,42 +33,15 @@ class Sweep:
         return [f"{self.key}={value}"]
 
     @classmethod
-    def parse(cls, text: str) -> Sweep:
+    def parse(cls, text: str, option: str = "--sweep") -> Sweep:
         """From KEY=FROM..TO or KEY=A,B,C. Raises ConfigError."""
-        key, separator, values = text.partition("=")
-        if not separator or not key.strip() or not values.strip():
-            raise ConfigError((), f"--sweep {text}: expected KEY=FROM..TO or KEY=A,B,C")
-        low, dots, high = values.partition("..")
-        found = _between(text, low, high) if dots else [value.strip() for value in values.split(",")]
-        return cls(key.strip(), list(found))
+        return cls(*parse_sweep(option, text, "KEY=FROM..TO or KEY=A,B,C", ranges=True))
 
     def number(self, value: str) -> tuple[float, str] | None:
         """A value in base units, and their name; None if it is no quantity."""
-        if self.rows:
-            return None
-        for units, base, example in _UNITS:
-            with suppress(ValueError):
-                return parse_quantity(_spaced(value), units, example), base
-        return None
+        return None if self.rows else quantity_of(value)
 
     def point(self, value: str) -> dict[str, Any]:
         """The value as JSON: as it was given, and as a number under what it is."""
         found = self.number(value)
         return {"value": value} | ({} if found is None else {_NAMES[found[1]]: found[0]})
-
-
-def _between(text: str, low: str, high: str) -> Sequence[str]:
-    for units, base, example in _UNITS:
-        try:
-            first, last = (parse_quantity(_spaced(end), units, example) for end in (low, high))
-        except ValueError:
-            continue
-        if not 0 < first < last:
-            raise ConfigError((), f"--sweep {text}: expected a range that grows from above 0")
-        ratio = (last / first) ** (1 / (POINTS - 1))
-        return [f"{first * ratio**index!r} {base}" for index in range(POINTS)]
-    raise ConfigError((), f"--sweep {text}: expected ends with one kind of unit, such as `10Mbit/s..10Gbit/s`")
-
-
-def _spaced(text: str) -> str:
-    return re.sub(r"^\s*([0-9._]+)\s*", r"\1 ", text)

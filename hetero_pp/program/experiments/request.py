@@ -14,6 +14,7 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.program.experiments.definition import Catalog, Experiment, Row
 from hetero_pp.program.experiments.jobs import Engine
 from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.sweeps import parse_sweep
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,9 @@ def swept(experiment: Experiment, sweeps: Sequence[str]) -> Experiment:
     """
     rows, baseline = list(experiment.rows), experiment.baseline
     for sweep in sweeps:
-        cell, separator, values = sweep.partition("=")
-        if not separator or not values:
-            raise ConfigError((), f"--sweep {sweep}: expected CELL=A,B such as `outer.compression.density=1/128,1/32`")
-        rows = [_changed(row, cell, value) for row in rows for value in values.split(",")]
-        baseline = _name(baseline, cell, values.split(",")[0])
+        cell, values = parse_sweep("--sweep", sweep, "CELL=A,B such as `outer.compression.density=1/128,1/32`")
+        rows = [_changed(row, cell, value) for row in rows for value in values]
+        baseline = _name(baseline, cell, values[0])
     update = {"name": f"{experiment.name}-sweep", "rows": rows, "claims": [], "baseline": baseline}
     return experiment.model_copy(update=update)
 

@@ -1,0 +1,73 @@
+"""One key at several values, as --sweep and the YAML say it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.sweeps import POINTS, parse_sweep, quantity_of
+
+
+@pytest.mark.parametrize("ranges", [False, True])
+@pytest.mark.parametrize(
+    ("text", "key", "values"),
+    [
+        ("inner.steps=5", "inner.steps", ["5"]),
+        (" a.b = 1/8, 1/32 ,full", "a.b", ["1/8", "1/32", "full"]),
+        ("links.home.bandwidth=10 Mbit/s,1Gbit/s", "links.home.bandwidth", ["10 Mbit/s", "1Gbit/s"]),
+        ("data.corpus=hf:a=b", "data.corpus", ["hf:a=b"]),
+    ],
+)
+def test_values(text: str, key: str, values: list[str], ranges: bool) -> None:
+    assert parse_sweep("--sweep", text, "", ranges) == (key, values)
+
+
+def test_a_range_grows_by_one_factor_from_end_to_end() -> None:
+    key, values = parse_sweep("--sweep", "a=1Mbit/s..1 Gbit/s", "", ranges=True)
+    numbers = [quantity_of(value) for value in values]
+    assert key == "a"
+    assert len(numbers) == POINTS
+    assert {number[1] for number in numbers if number is not None} == {"bit/s"}
+    assert [number[0] for number in numbers if number is not None] == pytest.approx(
+        [1e6 * 10 ** (index / 4) for index in range(POINTS)]
+    )
+
+
+def test_where_ranges_make_no_sense_dots_are_part_of_a_value() -> None:
+    assert parse_sweep("--sweep", "data.corpus=../a,../b", "") == ("data.corpus", ["../a", "../b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("inner.steps", "expected this"),
+        ("=5", "expected this"),
+        ("inner.steps=", "expected this"),
+        ("inner.steps=5,,6", "expected this"),
+        ("=1ms..2ms", "expected this"),
+        ("a=1..10", "expected ends with one kind of unit, such as `10Mbit/s..10Gbit/s`"),
+        ("a=1ms..10Mbit/s", "expected ends with one kind of unit, such as `10Mbit/s..10Gbit/s`"),
+        ("a=2ms..1ms", "expected a range that grows from above 0"),
+        ("a=0ms..1ms", "expected a range that grows from above 0"),
+    ],
+)
+def test_a_mistake_is_told_with_the_option_it_is_in(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_sweep("--curves", text, "this", ranges=True)
+    assert str(error.value) == f"--curves {text}: {words}"
+
+
+@pytest.mark.parametrize(
+    ("text", "quantity"),
+    [
+        ("10kbit/s", (1e4, "bit/s")),
+        (" 1 MB/s", (8e6, "bit/s")),
+        ("20ms", (0.02, "s")),
+        ("2KiB", (2048, "B")),
+        ("10", None),
+        ("1/8", None),
+        ("full", None),
+    ],
+)
+def test_quantities(text: str, quantity: tuple[float, str] | None) -> None:
+    assert quantity_of(text) == quantity
