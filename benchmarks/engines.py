@@ -44,9 +44,9 @@ from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.engines.build import build_engine, require_engine
 from replica_groups.engines.engine import Engine
+from replica_groups.exchange.collective import CollectiveExchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.shared import SharedExchange
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks
 
@@ -154,7 +154,7 @@ def _outer_round(
         process = multiprocessing.get_context("spawn").Process(target=_serve, args=(case, folder, theirs), daemon=True)
         process.start()
         client, stop = ExchangeClient(ours.recv(), "token", "r"), ours
-    shared = SharedExchange(client, ranks)
+    shared = CollectiveExchange(client, ranks)
     outer = OuterRound("run", "r", "r", engine, parameters, shared, settings, ranks=ranks)
     outer.synchronise(1)
     before = _reset_peak(ranks.device)

@@ -1,4 +1,4 @@
-"""The fast in-process engine beside a plain PyTorch loop over one uncompressed model, on the same tokens.
+"""The fast path beside a plain PyTorch loop over one uncompressed model, on the same tokens.
 
     python benchmarks/in_process.py [--scale micro|small] [--device cpu|cuda] [--rounds N] [--json FILE]
 

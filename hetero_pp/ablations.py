@@ -37,7 +37,7 @@ class AblationSettings(Settings):
         False, description="second moments shared across the width, so that an update stays in the subspace"
     )
     grassmann_every: int | None = Field(
-        None, ge=1, description="outer rounds between updates of U along the gradients (only in the fast engine)"
+        None, ge=1, description="outer rounds between updates of U along the gradients (only in `reproduce`)"
     )
 
 

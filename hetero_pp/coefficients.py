@@ -1,7 +1,7 @@
 """How the coefficients of a boundary are written on the wire: as floats, or in a few bits with a scale a token.
 
 Shapes: B sequences, L positions, K rank. A *format* turns coefficients [B, L, K] in fp32 into *symbols* (what a
-receiver can tell apart), symbols into coefficients again, and symbols into tensors for a link and back. Both engines
+receiver can tell apart), symbols into coefficients again, and symbols into tensors for a link and back. Both paths
 use the first two; only a link needs the others.
 
 More rank in fewer bits is this project's own: at equal bytes a boundary should spend them on rank, not on precision.
@@ -169,7 +169,7 @@ def _scale_table(device: torch.device) -> Tensor:
 def noise(key: Tensor, like: Tensor) -> Tensor:
     """Uniform in (-1/2, 1/2), the shape of `like`: a hash of the key and each element's index.
 
-    Integer arithmetic only, so every device and every engine gets the same (SplitMix64's finalizer).
+    Integer arithmetic only, so every device and every path gets the same (SplitMix64's finalizer).
     """
     state = torch.arange(like.numel(), dtype=torch.int64, device=like.device) * -7046029254386353131 + key
     state = (state ^ (state >> 30 & (1 << 34) - 1)) * -4658895280553007687

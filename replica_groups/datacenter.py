@@ -19,7 +19,7 @@ class DatacenterMember:
 
     def __init__(self, name: str, engine: Engine, batches: Batches, validation: Sequence[Tensor]) -> None:
         self.name = name
-        self.held = engine
+        self.parameters = engine
         self.engine = engine
         self.batches = batches
         self.validation = validation

@@ -25,7 +25,7 @@ from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.pseudo_gradient.rows import join, packed, rows_of
 from replica_groups.exchange.replay import replay
-from replica_groups.held import Held
+from replica_groups.parameter_store import ParameterStore
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.saved_parts import read_part, write_part
 
@@ -46,7 +46,7 @@ class OuterRound:
     """Keeps theta at the start of the round and the error feedback of the parameters that a member holds.
 
     `followed` are parameters that it needs a synced copy of but does not train (the token embedding, at stages that
-    derive T_perp from it). With several ranks all of them call `synchronise`, and `exchange` is a SharedExchange.
+    derive T_perp from it). With several ranks all of them call `synchronise`, and `exchange` is a CollectiveExchange.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OuterRound:
         run: str,
         member: str,
         replica: str,
-        held: Held,
+        parameters: ParameterStore,
         start: Mapping[str, Tensor],
         exchange: Contributions,
         settings: OuterSettings,
@@ -63,20 +63,20 @@ class OuterRound:
     ) -> None:
         """`start` is what the run starts from: all held parameters, whole, and the followed ones."""
         self.run, self.member, self.replica = run, member, replica
-        self.held, self.exchange, self.ranks = held, exchange, ranks
+        self.parameters, self.exchange, self.ranks = parameters, exchange, ranks
         self.settings = settings
         self.shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
         self.rows = {
             name: rows_of(shape, settings.compression.tile, ranks.rank, ranks.world)
             for name, shape in self.shapes.items()
         }
-        self.blocks = {block_of(name) for name in held.shapes}
+        self.blocks = {block_of(name) for name in parameters.shapes}
         self.optimizer = optimizer or OuterOptimizer(settings)
         if ranks.world > 1:
             self.optimizer = _ByRows(self.optimizer, self.shapes, self.rows)
         is_pinned = ranks.device.type == "cuda"
         self.theta = {name: _kept(_cut(tensor, self.rows[name]), is_pinned) for name, tensor in start.items()}
-        self.error = {name: _kept(torch.zeros_like(self.theta[name]), is_pinned) for name in held.shapes}
+        self.error = {name: _kept(torch.zeros_like(self.theta[name]), is_pinned) for name in parameters.shapes}
         self.starts: dict[str, Tensor] = {}
         """What this replica starts the round with, where that is not theta (an ablation of the embedding's split)."""
 
@@ -98,11 +98,11 @@ class OuterRound:
         hashes = {}
         for name, part in self.theta.items():
             whole = self.ranks.gather_rows(part.to(self.ranks.device), self.shapes[name][0])
-            if name in self.held.shapes:
-                self.held.write(name, whole)
+            if name in self.parameters.shapes:
+                self.parameters.write(name, whole)
             if self.ranks.is_first:
                 hashes[name] = parameter_sha256(whole)
-        self.held.finish_writing()
+        self.parameters.finish_writing()
         self.exchange.confirm(self.member, round_, hashes)
 
     def save(self, folder: Path) -> None:
@@ -121,15 +121,15 @@ class OuterRound:
     def _contributed(self, name: str) -> Tensor:
         """This rank's rows of the pseudo-gradient, or of the gradient, which is then used up."""
         if self.settings.source == "gradient":
-            return _cut(self.held.read_gradient(name), self.rows[name])
-        now = self.held.read(name, self.rows[name])
+            return _cut(self.parameters.read_gradient(name), self.rows[name])
+        now = self.parameters.read(name, self.rows[name])
         return self.starts.get(name, self.theta[name]).to(now.device) - now
 
     @torch.no_grad()
     def contribute(self, round_: int) -> dict[str, bytes]:
         """Compress and hand in every block; returns the blobs, on the first rank."""
         blobs: dict[str, bytes] = {}
-        for block, shapes in shapes_by_block(self.held.shapes).items():
+        for block, shapes in shapes_by_block(self.parameters.shapes).items():
             selections = self._selections(round_, shapes)
             if not self.ranks.is_first:
                 deque(selections, maxlen=0)

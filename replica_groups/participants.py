@@ -11,8 +11,8 @@ from torch import Tensor
 from hetero_pp.data.batches import Batches, load_position, save_position
 from hetero_pp.messages.messages_pb2 import InnerStep
 from hetero_pp.model import EMBEDDING
-from replica_groups.held import HeldParameters
 from replica_groups.outer_round import OuterRound
+from replica_groups.parameter_store import LocalParameters
 from stages.worker import StageWorker, Timing
 
 _STATE = "stage.pt"
@@ -38,7 +38,7 @@ class StageMember:
         self.batches = batches
         self.validation = validation
         self.validation_count = count
-        self.held = HeldParameters(worker.stage.parameters)
+        self.parameters = LocalParameters(worker.stage.parameters)
 
     def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
         """See TrainingMember. The loss is known on the last stage, norm and tokens are told by the first."""

@@ -60,16 +60,16 @@ class SavedStates:
     def check(self) -> HeldStates:
         """Read all states of this run and hold them against their digests."""
         whole, damaged = [], []
-        for round_ in self._told_by_first(self.rounds()):
+        for round_ in self._broadcast(self.rounds()):
             digests = self._digests(self.path(round_))
-            complaint = self._told_by_first(self._complaint(round_, digests))
+            complaint = self._broadcast(self._complaint(round_, digests))
             if complaint is None:
                 whole.append(round_)
             elif complaint:
                 damaged.append(f"{self.path(round_)} is damaged: {complaint}")
         return HeldStates(frozenset(whole), tuple(damaged))
 
-    def _told_by_first(self, seen: T) -> T:
+    def _broadcast(self, seen: T) -> T:
         """What the first rank sees, on all of them: they have to go the same way."""
         return json.loads(self.ranks.broadcast_bytes(json.dumps(seen).encode()))
 
@@ -100,7 +100,7 @@ class SavedStates:
 
     def set_aside_all_but(self, kept: frozenset[int]) -> Path | None:
         """Move what this run has no use for out of the way; where to, if there is any."""
-        others = [round_ for round_ in self._told_by_first(self.rounds()) if round_ not in kept]
+        others = [round_ for round_ in self._broadcast(self.rounds()) if round_ not in kept]
         if not others:
             return None
         number = 1

@@ -14,10 +14,10 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.snapshot import BASIS
 from hetero_pp.topology import DatacenterReplica, exchange_link_name, stage_link_name
 from replica_groups.build_member import Start, build_member, device_of
+from replica_groups.exchange.collective import CollectiveExchange
 from replica_groups.exchange.reporter import Reporter
 from replica_groups.exchange.restart import join_run
-from replica_groups.exchange.shaped import PacedExchange
-from replica_groups.exchange.shared import SharedExchange
+from replica_groups.exchange.shaped import ShapedExchange
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.saved_states import SavedStates
@@ -47,8 +47,10 @@ def take_part(
     them, or aborts them if this raises HeteroPPError: the run has failed, here or elsewhere.
     """
     config = spec.config
-    shaped = PacedExchange(connections.exchange, spec.links[exchange_link_name(member.name)], config.seed)
-    exchange: ExchangePort = shaped if ranks.world == 1 else SharedExchange(shaped if ranks.is_first else None, ranks)
+    shaped = ShapedExchange(connections.exchange, spec.links[exchange_link_name(member.name)], config.seed)
+    exchange: ExchangePort = (
+        shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
+    )
     states = SavedStates(folder.state(member.name), spec.run, config.snapshots.every, ranks)
     last_round = join_run(exchange, member.name, connections.listen(), states)
     ends = connections.open()
@@ -60,7 +62,7 @@ def take_part(
         spec.run,
         member.name,
         member.replica.name,
-        trainer.held,
+        trainer.parameters,
         start.parameters,
         exchange,
         config.outer,
@@ -84,7 +86,7 @@ def _fetch_start(spec: RunSpec, member: MemberSpec, exchange: ExchangePort) -> S
     return Start({name: tensors[name] for name in names}, tensors.get(BASIS))
 
 
-def _ledgers(member: MemberSpec, shaped: PacedExchange, ends: LinkEnds) -> Iterator[LedgerOf]:
+def _ledgers(member: MemberSpec, shaped: ShapedExchange, ends: LinkEnds) -> Iterator[LedgerOf]:
     """Each direction of a stage link is counted by the end that sends it; both of the exchange's by the member."""
     link = exchange_link_name(member.name)
     yield link, "forward", shaped.forward

@@ -12,8 +12,8 @@ from hetero_pp.link.ledger import Ledger
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
 from hetero_pp.topology import Direction
 from replica_groups.exchange.reporter import Reporter
-from replica_groups.held import Held
 from replica_groups.outer_round import OuterRound
+from replica_groups.parameter_store import ParameterStore
 from replica_groups.saved_states import SavedStates
 
 
@@ -21,7 +21,7 @@ class TrainingMember(Protocol):
     """A whole replica, or one stage of one."""
 
     @property
-    def held(self) -> Held:
+    def parameters(self) -> ParameterStore:
         """The parameters that it trains."""
 
     def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:

@@ -1,7 +1,7 @@
 """Gives one direction of a link a bandwidth, a latency and a jitter, inside the process.
 
 A shaped direction is arithmetic on times: `TokenBucket` says when a frame's last bit has left, `DelayLine`
-when it arrives; `ShapedQueue` and `Pacer` wait for those times. As frames are timed when they are put in and
+when it arrives; `ShapedQueue` and `Shaper` wait for those times. As frames are timed when they are put in and
 not when some thread wakes up, late threads cost no bandwidth and latency costs no throughput.
 """
 
@@ -177,7 +177,7 @@ def direction_queue(spec: LinkSpec, direction: Direction, seed: int, clock: Cloc
     return ShapedQueue(spec.shape(direction), f"{seed}/{spec.name}/{direction}", clock)
 
 
-class Pacer:
+class Shaper:
     """Holds other traffic of one direction (contributions, snapshots) to its shape. Messages may share it."""
 
     def __init__(self, shape: LinkShape, seed: str = "", clock: Clock | None = None) -> None:
@@ -187,14 +187,14 @@ class Pacer:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
-    def start_message(self) -> PacedMessage:
+    def start_message(self) -> ShapedMessage:
         """Wait for the latency, once for a message however many frames it has."""
         with self._lock:
             arrives = self._clock.now() + delay(self._shape, self._random)
         self._wait_until(arrives)
-        return PacedMessage(self, self._clock.now())
+        return ShapedMessage(self, self._clock.now())
 
-    def pace(self, n_bytes: int, ready_at: float) -> float:
+    def transmit(self, n_bytes: int, ready_at: float) -> float:
         """Wait until `n_bytes`, ready since `ready_at`, have crossed; returns the seconds of link time."""
         if self._bucket is not None:
             with self._lock:
@@ -210,12 +210,12 @@ class Pacer:
 
 
 @dataclass(frozen=True)
-class PacedMessage:
-    """One message under a Pacer. Its frames count as ready since it started, so its sender may catch up."""
+class ShapedMessage:
+    """One message under a Shaper. Its frames count as ready since it started, so its sender may catch up."""
 
-    pacer: Pacer
+    shaper: Shaper
     started: float
 
-    def pace(self, n_bytes: int) -> float:
+    def transmit(self, n_bytes: int) -> float:
         """Wait until `n_bytes` on the wire have crossed; returns the seconds of link time."""
-        return self.pacer.pace(n_bytes, self.started)
+        return self.shaper.transmit(n_bytes, self.started)

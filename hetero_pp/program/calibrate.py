@@ -32,8 +32,8 @@ from hetero_pp.simulator.fleets import part_of
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.topology import ParticipantsReplica
 from hetero_pp.units import format_seconds
-from replica_groups.held import HeldParameters
 from replica_groups.outer_round import OuterRound
+from replica_groups.parameter_store import LocalParameters
 from replica_groups.whole import WholeReplica
 from stages.boundary import boundary_of
 from stages.stage import Stage
@@ -218,7 +218,7 @@ def _measure_outer(
     start = {name: snapshot.parameters[name] for name in parameters}
     exchange = _Echo(member.replica.name, len(spec.config.replicas))
     outer = OuterRound(
-        spec.run, member.name, member.replica.name, HeldParameters(parameters), start, exchange, spec.config.outer
+        spec.run, member.name, member.replica.name, LocalParameters(parameters), start, exchange, spec.config.outer
     )
     contribute = _time(lambda: outer.contribute(1))
     own = outer.contribute(1)

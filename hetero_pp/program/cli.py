@@ -185,7 +185,7 @@ def reproduce(
     with readable_errors():
         from hetero_pp.program.experiments.command import reproduce as train_and_write
         from hetero_pp.program.experiments.definition import Catalog
-        from hetero_pp.program.experiments.jobs import Engine
+        from hetero_pp.program.experiments.jobs import Training
         from hetero_pp.program.experiments.listing import dry_run as print_costs
         from hetero_pp.program.experiments.listing import list_experiments
         from hetero_pp.program.experiments.report import write_overview
@@ -203,7 +203,7 @@ def reproduce(
             runs=runs,
             results=results,
             trains=train,
-            engine=Engine(compiles=compiles),
+            training=Training(compiles=compiles),
         )
         if show_list or json_path is not None:
             list_experiments(request, json_path)

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from replica_groups.held import Held
+from replica_groups.parameter_store import ParameterStore
 
 
-class Engine(Held, Protocol):
+class Engine(ParameterStore, Protocol):
     """A whole replica on one process, or on the ranks of one torchrun. Every rank makes every call, in one order.
 
     Each rank is given the whole replica's tokens and takes those that are its own, so that what a replica trains on

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from replica_groups.held import HeldParameters
+from replica_groups.parameter_store import LocalParameters
 from replica_groups.whole import WholeReplica
 
 _STATE = "replica.pt"
 
 
-class PlainEngine(HeldParameters):
+class PlainEngine(LocalParameters):
     """Implements Engine with a WholeReplica."""
 
     def __init__(self, whole: WholeReplica) -> None:

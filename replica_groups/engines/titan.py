@@ -35,7 +35,7 @@ from hetero_pp.engine_settings import TorchtitanSettings
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelShape, Transformer, next_token_loss
 from replica_groups.engines.engine import Parameters
-from replica_groups.held import Shape
+from replica_groups.parameter_store import Shape
 from replica_groups.ranks import Ranks
 
 
@@ -109,7 +109,7 @@ class TitanEngine:
 
     @torch.no_grad()
     def read(self, name: str, rows: range) -> Tensor:
-        """See Held. Without communication where the shards are the rows that are asked for."""
+        """See ParameterStore. Without communication where the shards are the rows that are asked for."""
         parameter = self._named[name].detach()
         assert isinstance(parameter, DTensor)
         if self._are_local(name, parameter, rows):
@@ -126,7 +126,7 @@ class TitanEngine:
         return self._is_local[name]
 
     def read_gradient(self, name: str) -> Tensor:
-        """See Held."""
+        """See ParameterStore."""
         gradient, self._named[name].grad = self._named[name].grad, None
         if gradient is None:
             return torch.zeros(self.shapes[name], device=self.ranks.device)
@@ -135,7 +135,7 @@ class TitanEngine:
 
     @torch.no_grad()
     def write(self, name: str, whole: Tensor) -> None:
-        """See Held."""
+        """See ParameterStore."""
         parameter = self._named[name]
         assert isinstance(parameter, DTensor)
         whole = whole.to(parameter.device_mesh.device_type)
@@ -148,7 +148,7 @@ class TitanEngine:
         local.copy_(new.to_local())
 
     def finish_writing(self) -> None:
-        """See Held."""
+        """See ParameterStore."""
 
     def save(self, folder: Path) -> None:
         """See Engine: in torch's distributed format, which another number of ranks can read."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelShape, build_filled, next_token_loss
 from replica_groups.engines.engine import Parameters
-from replica_groups.held import Shape
+from replica_groups.parameter_store import Shape
 from replica_groups.ranks import Ranks
 
 
@@ -93,14 +93,14 @@ class ZeroEngine:
 
     @torch.no_grad()
     def read(self, name: str, rows: range) -> Tensor:
-        """See Held. DeepSpeed cuts flattened groups, so the parameter is made whole first."""
+        """See ParameterStore. DeepSpeed cuts flattened groups, so the parameter is made whole first."""
         parameter = self._named[name]
         whole = safe_get_full_fp32_param(parameter)
         whole = parameter.detach().float() if whole is None else whole
         return whole.view(self.shapes[name])[rows.start : rows.stop]
 
     def read_gradient(self, name: str) -> Tensor:
-        """See Held: the mean over ranks of what was accumulated; it is cleared by the next step, not here."""
+        """See ParameterStore: the mean over ranks of what was accumulated; it is cleared by the next step, not here."""
         gradient = safe_get_full_grad(self._named[name])
         if gradient is None:
             return torch.zeros(self.shapes[name], device=self.ranks.device)
@@ -108,7 +108,7 @@ class ZeroEngine:
 
     @torch.no_grad()
     def write(self, name: str, whole: Tensor) -> None:
-        """See Held: master weights, and where they are kept apart from it, what forward uses."""
+        """See ParameterStore: master weights, and where they are kept apart from it, what forward uses."""
         parameter = self._named[name]
         whole = whole.to(self.ranks.device)
         safe_set_full_fp32_param(parameter, whole)
@@ -120,7 +120,7 @@ class ZeroEngine:
             parameter.data.copy_(whole)
 
     def finish_writing(self) -> None:
-        """See Held."""
+        """See ParameterStore."""
 
     def save(self, folder: Path) -> None:
         """See Engine: in DeepSpeed's own format."""

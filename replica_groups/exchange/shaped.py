@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
-from hetero_pp.link.shaping import Pacer
+from hetero_pp.link.shaping import Shaper
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.topology import LinkSpec
 
 
-class PacedExchange:
+class ShapedExchange:
     """Delays what a member sends to and fetches from the exchange as the link's shape says. Implements ExchangePort.
 
     Blobs and snapshots are shaped and counted; control messages and reports, some hundred bytes each, are not.
@@ -22,8 +22,8 @@ class PacedExchange:
 
     def __init__(self, exchange: ExchangePort, spec: LinkSpec, seed: int) -> None:
         self._exchange = exchange
-        self._up = Pacer(spec.forward, f"{seed}/{spec.name}/forward")
-        self._down = Pacer(spec.backward, f"{seed}/{spec.name}/backward")
+        self._up = Shaper(spec.forward, f"{seed}/{spec.name}/forward")
+        self._down = Shaper(spec.backward, f"{seed}/{spec.name}/backward")
         self.forward = Ledger()
         self.backward = Ledger()
 
@@ -70,6 +70,6 @@ class PacedExchange:
         self._exchange.report(reports)
 
 
-def _carry(pacer: Pacer, ledger: Ledger, round_: int, size: int) -> None:
+def _carry(shaper: Shaper, ledger: Ledger, round_: int, size: int) -> None:
     wire = wire_bytes(raw_frames(size))
-    ledger.add(round_, size, wire, pacer.start_message().pace(wire))
+    ledger.add(round_, size, wire, shaper.start_message().transmit(wire))

@@ -1,1 +1,1 @@
-"""The fast engine: whole replicas in one process, one after the other, with nothing serialised. It makes the tables."""
+"""The fast path: whole replicas in one process, one after the other, with nothing serialised. It makes the tables."""

@@ -1,4 +1,4 @@
-"""The state of a run of the fast engine as a file, so that an interrupted row goes on where it was.
+"""The state of a run of the fast path as a file, so that an interrupted row goes on where it was.
 
 One file per rank; a run with several ranks goes on only if all of them have the state after the same round.
 """

@@ -1,4 +1,4 @@
-"""The fast in-process engine: every replica whole, one after the other, with nothing serialised. It makes the tables.
+"""The fast path: every replica whole, one after the other, with nothing serialised. It makes the tables.
 
 On GPUs replicas of one kind may take their inner steps together, and the ranks of torchrun may share the replicas.
 

@@ -14,7 +14,7 @@ from hetero_pp.model import Transformer
 
 
 class PlainLoop:
-    """Trains a model whole, in one process. Implements Held."""
+    """Trains a model whole, in one process. Implements ParameterStore."""
 
     def __init__(self, module: Transformer, inner: InnerSettings, total_steps: int, micro_batches: int) -> None:
         self.module, self.inner, self.total_steps, self.micro_batches = module, inner, total_steps, micro_batches
@@ -69,23 +69,23 @@ class PlainLoop:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See Held."""
+        """See ParameterStore."""
         return {name: tuple(parameter.shape) for name, parameter in sorted(self.parameters.items())}
 
     def read(self, name: str, rows: range) -> Tensor:
-        """See Held."""
+        """See ParameterStore."""
         return self.parameters[name].detach()[rows.start : rows.stop]
 
     def read_gradient(self, name: str) -> Tensor:
-        """See Held."""
+        """See ParameterStore."""
         gradient, self.parameters[name].grad = self.parameters[name].grad, None
         assert gradient is not None
         return gradient
 
     def write(self, name: str, whole: Tensor) -> None:
-        """See Held."""
+        """See ParameterStore."""
         with torch.no_grad():
             self.parameters[name].copy_(whole)
 
     def finish_writing(self) -> None:
-        """See Held."""
+        """See ParameterStore."""

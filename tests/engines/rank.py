@@ -27,9 +27,9 @@ from hetero_pp.topology import DatacenterReplica
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.engine import Engine
 from replica_groups.engines.plain import PlainEngine
+from replica_groups.exchange.collective import CollectiveExchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.shared import SharedExchange
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks
 
@@ -105,7 +105,7 @@ class Round:
         self.exchange = Exchange(
             "run", roster, Snapshot(0, start, None), self.settings, ContributionLog(folder / "log")
         )
-        shared = SharedExchange(self.exchange if ranks.is_first else None, ranks)
+        shared = CollectiveExchange(self.exchange if ranks.is_first else None, ranks)
         self.sharded = OuterRound("run", "engine", "engine", engine, start, shared, self.settings, ranks=ranks)
         self.whole = OuterRound("run", "plain", "plain", plain, start, self.exchange, self.settings)
 

@@ -29,8 +29,8 @@ from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import replay
-from replica_groups.held import HeldParameters
 from replica_groups.outer_round import OuterRound
+from replica_groups.parameter_store import LocalParameters
 
 TIMEOUT = 10.0
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
@@ -422,7 +422,7 @@ class _Member:
         owned = {n: t for n, t in snapshot.parameters.items() if block_of(n) in ROSTER.blocks[name]}
         followed = {} if EMBEDDING in owned else {EMBEDDING: snapshot.parameters[EMBEDDING]}
         self.parameters = {n: nn.Parameter(t.clone()) for n, t in owned.items()}
-        held = HeldParameters(self.parameters)
+        held = LocalParameters(self.parameters)
         self.outer = OuterRound("run", name, ROSTER.members[name], held, owned | followed, exchange, SETTINGS)
         self._generator = torch.Generator().manual_seed(seed)
 

@@ -21,8 +21,8 @@ from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.held import HeldParameters
 from replica_groups.outer_round import OuterRound
+from replica_groups.parameter_store import LocalParameters
 
 TIMEOUT = 20.0
 ROUNDS = 4
@@ -74,7 +74,7 @@ class Run:
                 "run",
                 name,
                 name,
-                HeldParameters(own),
+                LocalParameters(own),
                 dict(snapshot.parameters),
                 self.exchange,
                 settings,

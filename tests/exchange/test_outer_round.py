@@ -22,8 +22,8 @@ from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.held import HeldParameters
 from replica_groups.outer_round import OuterRound
+from replica_groups.parameter_store import LocalParameters
 
 Array = NDArray[np.float32]
 TIMEOUT = 10.0
@@ -162,7 +162,9 @@ class Replicas:
         self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(folder))
         self.parameters = {name: {p: nn.Parameter(t.clone()) for p, t in snapshot.parameters.items()} for name in NAMES}
         self.outer = {
-            name: OuterRound("run", name, name, HeldParameters(own), dict(snapshot.parameters), self.exchange, settings)
+            name: OuterRound(
+                "run", name, name, LocalParameters(own), dict(snapshot.parameters), self.exchange, settings
+            )
             for name, own in self.parameters.items()
         }
 

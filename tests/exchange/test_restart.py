@@ -25,8 +25,8 @@ from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import Restart, find_restart, join_run
-from replica_groups.held import HeldParameters
 from replica_groups.outer_round import OuterRound
+from replica_groups.parameter_store import LocalParameters
 from replica_groups.saved_states import DIGESTS, SavedStates
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
@@ -52,7 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
     auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
     auditor.start()
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
-    outer = OuterRound("run", "dc", "dc", HeldParameters(parameters), snapshot.parameters, exchange, SETTINGS)
+    outer = OuterRound("run", "dc", "dc", LocalParameters(parameters), snapshot.parameters, exchange, SETTINGS)
     generator, after = torch.Generator().manual_seed(3), {}
     for round_ in range(1, SETTINGS.rounds + 1):
         with torch.no_grad():

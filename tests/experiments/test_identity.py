@@ -83,7 +83,7 @@ def test_all_that_decides_is_part_of_the_key() -> None:
 
 def test_another_engine_trains_again(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _job().key
-    monkeypatch.setattr("hetero_pp.program.experiments.jobs.ENGINE_VERSION", 1000)
+    monkeypatch.setattr("hetero_pp.program.experiments.jobs.OUTCOME_VERSION", 1000)
     assert _job().key != before
 
 
@@ -146,7 +146,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_defaults_are_those_that_kept_rows_leave_out() -> None:
-    """A field may be added, if its default changes nothing. Another default is another ENGINE_VERSION."""
+    """A field may be added, if its default changes nothing. Another default is another OUTCOME_VERSION."""
     replicas = [{"name": "a", "kind": "datacenter"}, {"name": "b", "kind": "participants", "stages": 2}]
     config = RunConfig.model_validate({"name": "a", "outer": {"rounds": 1}, "replicas": replicas})
     found = dict(_leaves(meaning(config, NotPartOf.OUTCOME)))
@@ -159,7 +159,7 @@ KEPT = read_outcomes(RESULTS / ROWS)
 
 def test_kept_rows_are_known_by_what_they_say() -> None:
     assert len(KEPT) >= 189
-    parts = ("engine", "corpus", "bias_every", "settings")
+    parts = ("version", "corpus", "bias_every", "settings")
     for key, outcome in KEPT.items():
         assert key_of({part: outcome[part] for part in parts if part in outcome}) == key
         assert outcome["settings"]["seed"] == outcome["seed"]

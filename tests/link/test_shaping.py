@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_pp.errors import LinkClosed, LinkTimeout
-from hetero_pp.link.shaping import DelayLine, Pacer, ShapedQueue, TokenBucket
+from hetero_pp.link.shaping import DelayLine, ShapedQueue, Shaper, TokenBucket
 from hetero_pp.topology import LinkShape
 
 RATE = 8e6
@@ -160,38 +160,38 @@ def test_who_waits_is_woken(end) -> None:  # type: ignore[no-untyped-def]
     assert seen == ["over"]
 
 
-# ---- the pacer ------------------------------------------------------------------------------------------------
+# ---- the shaper ------------------------------------------------------------------------------------------------
 
 
-def test_a_paced_message_takes_its_latency_once() -> None:
+def test_a_shaped_message_takes_its_latency_once() -> None:
     clock = FakeClock()
-    message = Pacer(LinkShape(bandwidth=RATE, latency=0.25), clock=clock).start_message()
+    message = Shaper(LinkShape(bandwidth=RATE, latency=0.25), clock=clock).start_message()
     assert clock.time == pytest.approx(100.25)
-    assert sum(message.pace(1000) for _ in range(4)) == pytest.approx(0.004)
+    assert sum(message.transmit(1000) for _ in range(4)) == pytest.approx(0.004)
     assert clock.time == pytest.approx(100.254)
 
 
-def test_a_paced_sender_that_is_slow_for_a_moment_keeps_the_rate() -> None:
+def test_a_shaped_sender_that_is_slow_for_a_moment_keeps_the_rate() -> None:
     clock = FakeClock()
-    message = Pacer(LinkShape(bandwidth=RATE), clock=clock).start_message()
+    message = Shaper(LinkShape(bandwidth=RATE), clock=clock).start_message()
     for _ in range(10):
         clock.time += 0.002
-        message.pace(10_000)
+        message.transmit(10_000)
     assert clock.time == pytest.approx(100.1)
 
 
-def test_paced_messages_share_the_rate() -> None:
+def test_shaped_messages_share_the_rate() -> None:
     clock = FakeClock()
-    pacer = Pacer(LinkShape(bandwidth=RATE), clock=clock)
-    one, two = pacer.start_message(), pacer.start_message()
+    shaper = Shaper(LinkShape(bandwidth=RATE), clock=clock)
+    one, two = shaper.start_message(), shaper.start_message()
     for _ in range(5):
-        one.pace(1000)
-        two.pace(1000)
+        one.transmit(1000)
+        two.transmit(1000)
     assert clock.time == pytest.approx(100.010)
 
 
-def test_an_unlimited_pacer_does_not_wait() -> None:
+def test_an_unlimited_shaper_does_not_wait() -> None:
     clock = FakeClock()
-    message = Pacer(LinkShape(), clock=clock).start_message()
-    assert message.pace(1 << 40) == 0.0
+    message = Shaper(LinkShape(), clock=clock).start_message()
+    assert message.transmit(1 << 40) == 0.0
     assert clock.time == 100.0

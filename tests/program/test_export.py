@@ -365,7 +365,7 @@ def test_an_uncompressed_run_goes_on_where_the_first_one_ended(run: Path, export
 
 
 def test_a_compressed_group_starts_from_weights(run: Path, exported: Path, corpus: Path, tmp_path: Path) -> None:
-    """Snapshot 0 holds them with the run's own basis, and both engines see the first run's last loss uncompressed."""
+    """Snapshot 0 holds them with the run's own basis, and both paths see the first run's last loss uncompressed."""
     path = tmp_path / "run.yaml"
     path.write_text(CONTINUED.replace("CORPUS", str(corpus)))
     assert _invoke("launch", "--in-process", path, "--runs", tmp_path, "--set", f"model.weights={exported}") == (0, "")

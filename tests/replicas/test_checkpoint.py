@@ -1,4 +1,4 @@
-"""A run of the fast engine that is interrupted goes on to the same bits."""
+"""A run of the fast path that is interrupted goes on to the same bits."""
 
 from __future__ import annotations
 

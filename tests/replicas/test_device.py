@@ -1,4 +1,4 @@
-"""The fast engine on another device than the CPU: a run on `meta`, whose tensors hold no data."""
+"""The fast path on another device than the CPU: a run on `meta`, whose tensors hold no data."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Member:
         with torch.no_grad():
             for name, parameter in stage.parameters.items():
                 parameter.copy_(start[name])
-        self.outer = OuterRound("run", "home.0", "home", self.member.held, start, exchange, settings)
+        self.outer = OuterRound("run", "home.0", "home", self.member.parameters, start, exchange, settings)
         self.member.start_round(self.outer)
 
     @torch.no_grad()
@@ -123,7 +123,7 @@ def _spec(corpus: Path, learning_rate: float, *replicas: dict[str, Any]) -> RunS
 
 
 def test_whole_replicas_that_learn_nothing_change_nothing(corpus: Path, tmp_path: Path) -> None:
-    """The fast engine: a round as it should be, then one whose learning rate is too small to change any weight."""
+    """The fast path: a round as it should be, then one whose learning rate is too small to change any weight."""
     learning, idle = _spec(corpus, 0.01, DC, HOME), _spec(corpus, 1e-30, DC, HOME)
     store = prepare_tokens(learning.config.data, tmp_path)
     group, later = AllReplicas(learning, store), AllReplicas(idle, store)

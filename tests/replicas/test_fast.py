@@ -1,4 +1,4 @@
-"""The fast engine: AdamW DDP against one model, every method against a golden run, and the staged run beside it."""
+"""The fast path: AdamW DDP against one model, every method against a golden run, and the staged run beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast engine's replica against the same replica cut into stages: one step's gradients, for every boundary."""
+"""The fast path's replica against the same replica cut into stages: one step's gradients, for every boundary."""
 
 from __future__ import annotations
 

@@ -34,13 +34,13 @@ def reproduce(request: Request) -> None:
         asked.setdefault(job.key, job)
     wanted = [(job, key not in outcomes) for key, job in asked.items()]
     failures: Mapping[str, str] = {}
-    ranks = init_ranks(torch.device(request.engine.device))
+    ranks = init_ranks(torch.device(request.training.device))
     if request.trains and ranks.world > 1:
         # Which rows are missing is for the first rank to say: the others may not see its files.
         agreed = [job for job, is_missing in wanted if ranks.gather(is_missing)[0]]
-        train_on_ranks(agreed, request.engine, ranks, console)
+        train_on_ranks(agreed, request.training, ranks, console)
     elif request.trains:
-        failures = train([job for job, is_missing in wanted if is_missing], request.engine, request.workers, console)
+        failures = train([job for job, is_missing in wanted if is_missing], request.training, request.workers, console)
     ranks.close()
     if ranks.rank > 0:
         return

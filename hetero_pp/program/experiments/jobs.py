@@ -25,7 +25,7 @@ from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.fast.train import FastResult, train_fast
 from replica_groups.ranks import ALONE, Ranks
 
-ENGINE_VERSION = 1
+OUTCOME_VERSION = 1
 """Raised when a change alters what a row comes to by more than rounding, be it a default: rows are trained again."""
 
 UNFINISHED = ".rows"
@@ -58,7 +58,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Engine:
+class Training:
     """How rows are trained."""
 
     device: str = "cpu"
@@ -80,7 +80,7 @@ def identity_of(config: RunConfig, bias_every: int | None, corpus: Corpus) -> di
     replicas = [_in_dimensions(replica, width) for replica in config.replicas]
     settings = meaning(config.model_copy(update={"replicas": replicas}), NotPartOf.OUTCOME, defaults=False)
     measured = {} if bias_every is None else {"bias_every": bias_every}
-    return {"engine": ENGINE_VERSION, "corpus": corpus.store.digest, **measured, "settings": settings}
+    return {"version": OUTCOME_VERSION, "corpus": corpus.store.digest, **measured, "settings": settings}
 
 
 def key_of(identity: Mapping[str, Any]) -> str:
@@ -97,20 +97,20 @@ def _in_dimensions(replica: ReplicaSettings, width: int) -> ReplicaSettings:
     return replica.model_copy(update={"boundary": boundary.model_copy(update={"rank": rank})})
 
 
-def train_job(job: Job, engine: Engine, ranks: Ranks = ALONE) -> Outcome:
+def train_job(job: Job, training: Training, ranks: Ranks = ALONE) -> Outcome:
     """Train a row in this process, or with the other ranks of torchrun; the first of them keeps its outcome.
 
     What was interrupted goes on from its last checkpoint.
     """
     torch.set_num_threads(job.config.threads)
-    device = torch.device(engine.device) if ranks.world == 1 else ranks.device
+    device = torch.device(training.device) if ranks.world == 1 else ranks.device
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: more digits than bf16, at its speed on large matrices
     store = prepare_tokens(job.config.data, job.cache)
     result = train_fast(
         RunSpec(job.config, store.vocabulary),
         store,
-        compiles=engine.compiles,
+        compiles=training.compiles,
         bias_every=job.bias_every,
         device=device,
         ranks=ranks,

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.experiments.definition import Catalog, Experiment, Row
-from hetero_pp.program.experiments.jobs import Engine
+from hetero_pp.program.experiments.jobs import Training
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.sweeps import parse_sweep
 
@@ -33,7 +33,7 @@ class Request:
     results: Path = Path("benchmarks/results")
     trains: bool = True
     """False: write the tables from what was trained so far."""
-    engine: Engine = field(default_factory=Engine)
+    training: Training = field(default_factory=Training)
     can_train: bool = True
     """Whether the scale's hardware is here."""
 
@@ -95,4 +95,4 @@ def with_device(request: Request, device: str) -> Request:
         raise ConfigError((), "--device cuda: found no GPU that torch can use")
     chosen = device if device != "auto" else "cuda" if wants_gpu and has_gpu else "cpu"
     can_train = not wants_gpu or chosen == "cuda" or device == "cpu"
-    return replace(request, engine=replace(request.engine, device=chosen), can_train=can_train)
+    return replace(request, training=replace(request.training, device=chosen), can_train=can_train)

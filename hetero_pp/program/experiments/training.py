@@ -9,7 +9,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hetero_pp.program.experiments.jobs import Engine, Job, train_job
+from hetero_pp.program.experiments.jobs import Job, Training, train_job
 from hetero_pp.program.experiments.outcomes import Outcome
 from hetero_pp.program.launch.crew import PRELOADED
 from replica_groups.ranks import Ranks
@@ -23,7 +23,7 @@ COLUMNS = (
 )
 
 
-def train(jobs: Sequence[Job], engine: Engine, workers: int, console: Console) -> Mapping[str, str]:
+def train(jobs: Sequence[Job], training: Training, workers: int, console: Console) -> Mapping[str, str]:
     """Train every job; returns the causes of those that failed. Ctrl-C ends at once and keeps what is finished."""
     failures: dict[str, str] = {}
     if not jobs:
@@ -33,7 +33,7 @@ def train(jobs: Sequence[Job], engine: Engine, workers: int, console: Console) -
     with Progress(*COLUMNS, console=console) as progress:
         pool = ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context)
         task = progress.add_task("rows", total=len(jobs))
-        futures: dict[Future[Outcome], Job] = {pool.submit(train_job, job, engine): job for job in jobs}
+        futures: dict[Future[Outcome], Job] = {pool.submit(train_job, job, training): job for job in jobs}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
                 name = f"{futures[future].name}, seed {futures[future].seed}"
@@ -53,10 +53,10 @@ def train(jobs: Sequence[Job], engine: Engine, workers: int, console: Console) -
     return failures
 
 
-def train_on_ranks(jobs: Sequence[Job], engine: Engine, ranks: Ranks, console: Console) -> None:
+def train_on_ranks(jobs: Sequence[Job], training: Training, ranks: Ranks, console: Console) -> None:
     """Train every job together with the other ranks of torchrun, one after the other."""
     for done, job in enumerate(jobs, start=1):
-        outcome = train_job(job, engine, ranks)
+        outcome = train_job(job, training, ranks)
         if ranks.rank == 0:
             console.print(f"{done}/{len(jobs)} {job.name}, seed {job.seed}: {_end(outcome)}", soft_wrap=True)
 

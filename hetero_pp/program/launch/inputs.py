@@ -80,7 +80,7 @@ def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path) -> Source | N
 
 
 def require_launchable(config: RunConfig) -> None:
-    """Raise ConfigError for parts that only the fast engine has: they need what members do not exchange."""
+    """Raise ConfigError for parts that only the fast path has: they need what members do not exchange."""
     expected = "expected a part that members can keep equal; `hetero-pp reproduce` runs this one"
     if config.outer.source == "gradient" and config.inner.steps != 1:
         raise ConfigError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 Shape = tuple[int, ...]
 
 
-class Held(Protocol):
+class ParameterStore(Protocol):
     """Parameters by name. On several ranks every call is made by all of them, in the same order."""
 
     @property
@@ -31,31 +31,31 @@ class Held(Protocol):
         """All that was to be written has been."""
 
 
-class HeldParameters:
-    """Parameters in this process. Implements Held."""
+class LocalParameters:
+    """Parameters in this process. Implements ParameterStore."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
-        """See Held."""
+        """See ParameterStore."""
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     def read(self, name: str, rows: range) -> Tensor:
-        """See Held."""
+        """See ParameterStore."""
         return self.parameters[name].detach()[rows.start : rows.stop]
 
     def read_gradient(self, name: str) -> Tensor:
-        """See Held."""
+        """See ParameterStore."""
         parameter = self.parameters[name]
         gradient, parameter.grad = parameter.grad, None
         return torch.zeros_like(parameter) if gradient is None else gradient
 
     @torch.no_grad()
     def write(self, name: str, whole: Tensor) -> None:
-        """See Held."""
+        """See ParameterStore."""
         self.parameters[name].copy_(whole)
 
     def finish_writing(self) -> None:
-        """See Held."""
+        """See ParameterStore."""

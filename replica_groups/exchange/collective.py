@@ -16,7 +16,7 @@ from replica_groups.ranks import Ranks
 _ANSWER, _ERROR = b"\0", b"\1"
 
 
-class SharedExchange:
+class CollectiveExchange:
     """Implements ExchangePort on every rank; only the first has an `exchange`.
 
     What has an answer is asked by all ranks together; what has none is done by the first alone.

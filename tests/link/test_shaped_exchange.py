@@ -16,7 +16,7 @@ from hetero_pp.outer import exchange_port
 from hetero_pp.outer.exchange_port import HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.topology import LinkShape, LinkSpec
-from replica_groups.exchange.shaped import PacedExchange
+from replica_groups.exchange.shaped import ShapedExchange
 
 BLOB = bytes(1000)
 WIRE = 1000 + 5 + 9
@@ -73,13 +73,13 @@ class Far:
         self._ask(list(reports))
 
 
-class Paced:
+class Shaped:
     """A member's end, as it is, on a clock that only moves when it waits."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.far = Far(clock)
-        self.exchange = PacedExchange(self.far, LinkSpec("home.0-exchange", "home.0", "exchange", UP, DOWN), seed=1)
+        self.exchange = ShapedExchange(self.far, LinkSpec("home.0-exchange", "home.0", "exchange", UP, DOWN), seed=1)
 
     def counts(self, round_: int) -> list[Counts]:
         """Of what went up and of what came down."""
@@ -87,10 +87,10 @@ class Paced:
 
 
 @pytest.fixture
-def paced(monkeypatch: pytest.MonkeyPatch) -> Paced:
+def shaped(monkeypatch: pytest.MonkeyPatch) -> Shaped:
     clock = FakeClock()
     monkeypatch.setattr(shaping, "MonotonicClock", lambda: clock)
-    return Paced(clock)
+    return Shaped(clock)
 
 
 def _count(messages: int, seconds: float) -> Counts:
@@ -100,49 +100,49 @@ def _count(messages: int, seconds: float) -> Counts:
 NOTHING = (0, 0, 0, 0.0)
 
 
-def test_a_deposit_goes_up(paced: Paced) -> None:
+def test_a_deposit_goes_up(shaped: Shaped) -> None:
     """It is there when the uplink has carried it."""
-    paced.exchange.deposit("home.0", ADDRESS, BLOB)
-    assert paced.far.asked == [(pytest.approx(100 + 3 + UP_SECONDS), ("home.0", ADDRESS, BLOB))]
-    assert paced.clock.time == pytest.approx(100 + 3 + UP_SECONDS)
-    assert paced.counts(4) == [_count(1, UP_SECONDS), NOTHING]
+    shaped.exchange.deposit("home.0", ADDRESS, BLOB)
+    assert shaped.far.asked == [(pytest.approx(100 + 3 + UP_SECONDS), ("home.0", ADDRESS, BLOB))]
+    assert shaped.clock.time == pytest.approx(100 + 3 + UP_SECONDS)
+    assert shaped.counts(4) == [_count(1, UP_SECONDS), NOTHING]
 
 
-def test_a_fetched_blob_comes_down(paced: Paced) -> None:
+def test_a_fetched_blob_comes_down(shaped: Shaped) -> None:
     """It is asked for at once, and had when the downlink has carried it."""
-    assert paced.exchange.fetch("home.0", 4, "dc", "norm") == BLOB
-    assert paced.far.asked == [(100.0, ("home.0", 4, "dc", "norm"))]
-    assert paced.clock.time == pytest.approx(100 + 0.25 + DOWN_SECONDS)
-    assert paced.counts(4) == [NOTHING, _count(1, DOWN_SECONDS)]
+    assert shaped.exchange.fetch("home.0", 4, "dc", "norm") == BLOB
+    assert shaped.far.asked == [(100.0, ("home.0", 4, "dc", "norm"))]
+    assert shaped.clock.time == pytest.approx(100 + 0.25 + DOWN_SECONDS)
+    assert shaped.counts(4) == [NOTHING, _count(1, DOWN_SECONDS)]
 
 
-def test_a_snapshot_comes_down_before_the_first_round(paced: Paced) -> None:
-    assert list(paced.exchange.snapshot(["a", "b"])) == ["a", "b"]  # two tensors of 125 fp32 numbers
-    assert paced.far.asked == [(100.0, ["a", "b"])]
-    assert paced.clock.time == pytest.approx(100 + 0.25 + DOWN_SECONDS)
-    assert paced.counts(0) == [NOTHING, _count(1, DOWN_SECONDS)]
+def test_a_snapshot_comes_down_before_the_first_round(shaped: Shaped) -> None:
+    assert list(shaped.exchange.snapshot(["a", "b"])) == ["a", "b"]  # two tensors of 125 fp32 numbers
+    assert shaped.far.asked == [(100.0, ["a", "b"])]
+    assert shaped.clock.time == pytest.approx(100 + 0.25 + DOWN_SECONDS)
+    assert shaped.counts(0) == [NOTHING, _count(1, DOWN_SECONDS)]
 
 
-def test_both_ways_are_free_of_each_other(paced: Paced) -> None:
+def test_both_ways_are_free_of_each_other(shaped: Shaped) -> None:
     """Each round's bytes are its own, and a long way up does not delay the way down."""
     for round_ in (1, 2):
-        paced.exchange.deposit("home.0", BlobAddress("run", round_, "home", "norm"), BLOB)
+        shaped.exchange.deposit("home.0", BlobAddress("run", round_, "home", "norm"), BLOB)
         for replica in ("a", "b", "c"):
-            paced.exchange.fetch("home.0", round_, replica, "norm")
-    assert paced.clock.time == pytest.approx(100 + 2 * (3 + UP_SECONDS) + 6 * (0.25 + DOWN_SECONDS))
+            shaped.exchange.fetch("home.0", round_, replica, "norm")
+    assert shaped.clock.time == pytest.approx(100 + 2 * (3 + UP_SECONDS) + 6 * (0.25 + DOWN_SECONDS))
     for round_ in (1, 2):
-        assert paced.counts(round_) == [_count(1, UP_SECONDS), _count(3, 3 * DOWN_SECONDS)]
+        assert shaped.counts(round_) == [_count(1, UP_SECONDS), _count(3, 3 * DOWN_SECONDS)]
 
 
-def test_what_is_small_is_passed_on_at_once_and_not_counted(paced: Paced) -> None:
+def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> None:
     reports = [Report(member="home.0")]
     held = HeldStates(frozenset({4}))
-    paced.exchange.join("home.0", "here", held)
-    assert paced.exchange.last_round() == 4
-    assert paced.exchange.locate("home.1") == "there"
-    assert paced.exchange.record(4).round == 4
-    paced.exchange.confirm("home.0", 4, {"norm.weight": b"x"})
-    paced.exchange.report(reports)
+    shaped.exchange.join("home.0", "here", held)
+    assert shaped.exchange.last_round() == 4
+    assert shaped.exchange.locate("home.1") == "there"
+    assert shaped.exchange.record(4).round == 4
+    shaped.exchange.confirm("home.0", 4, {"norm.weight": b"x"})
+    shaped.exchange.report(reports)
     asked = [("home.0", "here", held), "last round", "home.1", 4, ("home.0", 4, {"norm.weight": b"x"}), reports]
-    assert paced.far.asked == [(100.0, what) for what in asked]
-    assert paced.counts(0) == paced.counts(4) == [NOTHING, NOTHING]
+    assert shaped.far.asked == [(100.0, what) for what in asked]
+    assert shaped.counts(0) == shaped.counts(4) == [NOTHING, NOTHING]
