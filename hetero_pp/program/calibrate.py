@@ -1,44 +1,24 @@
-"""`hetero-pp calibrate`: measure what each member of a YAML needs on this machine, and what the machine can do.
-
-Every member's part is built with its real weights and boundaries and run in this process, one after the other: the
-same calls that a stage worker and an outer round make, without links. Times are medians.
-"""
+"""`hetero-pp calibrate`: measure what each member of a YAML needs on this machine, and what the machine can do."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 
 import torch
 from rich.console import Console
 from ruamel.yaml import YAML
-from torch import Tensor
 
-from hetero_pp.coefficients import noise_key
 from hetero_pp.errors import ConfigError
-from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
-from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
-from hetero_pp.model import build_filled
 from hetero_pp.program.report.display import plain_table, wide
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.simulate_section import MeasuredCost
-from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import forward_flops
 from hetero_pp.simulator.fleets import part_of
-from hetero_pp.snapshot import Snapshot, initial_snapshot
-from hetero_pp.topology import ParticipantsReplica
 from hetero_pp.units import format_seconds
-from replica_groups.outer_round import OuterRound
-from replica_groups.parameter_store import LocalParameters
-from replica_groups.whole import WholeReplica
-from stages.boundary import boundary_of
-from stages.stage import Stage
-
-REPEATS = 9
+from replica_groups.measure import measure_all, median_seconds
 
 
 def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:
@@ -76,7 +56,7 @@ def load_calibration(path: Path) -> dict[str, object]:
 def _machine_entry(speed: float) -> dict[str, str | float]:
     copied = torch.empty(1 << 25)
     other = torch.empty_like(copied)
-    seconds = _time(lambda: other.copy_(copied))
+    seconds = median_seconds(lambda: other.copy_(copied))
     bandwidth = 2 * copied.numel() * copied.element_size() / seconds
     memory = 0.0
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
@@ -101,160 +81,3 @@ def _flops_per_second(spec: RunSpec, measured: Mapping[str, MeasuredCost]) -> fl
         operations += 3 * forward_flops(spec.shape, part_of(spec, member), rows, length)
         seconds += cost.forward + cost.backward
     return operations / seconds
-
-
-def measure_all(spec: RunSpec) -> Iterator[tuple[str, MeasuredCost]]:
-    """What every member needs, by its name."""
-    snapshot = initial_snapshot(spec.shape, spec.largest_rank, spec.config.seed)
-    for replica in spec.config.replicas:
-        members = [member for member in spec.members.values() if member.replica is replica]
-        if isinstance(replica, ParticipantsReplica) and len(members) > 1:
-            yield from _measure_group(spec, replica, members, snapshot)
-        else:
-            yield members[0].name, _measure_whole(spec, members[0], snapshot)
-
-
-def _tokens(spec: RunSpec, rows: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(spec.shape.vocabulary, (rows, spec.config.data.sequence_length + 1), generator=generator)
-
-
-def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> MeasuredCost:
-    replica, config = member.replica, spec.config
-    module = build_filled(spec.shape, snapshot.parameters)
-    whole = WholeReplica(replica.name, module, config.inner, spec.total_steps)
-    tokens = _tokens(spec, replica.batch_size // replica.micro_batches)
-    forward, backward, update = [], [], []
-    for step in range(REPEATS):
-        started = time.perf_counter()
-        loss = whole.loss(tokens)
-        middle = time.perf_counter()
-        loss.backward()
-        ended = time.perf_counter()
-        whole.optimizer.step(step, whole.optimizer.gradient_norm())
-        forward.append(middle - started)
-        backward.append(ended - middle)
-        update.append(time.perf_counter() - ended)
-    evaluate = _time(lambda: whole.evaluate([tokens]))
-    contribute, apply = _measure_outer(spec, member, dict(whole.parameters), snapshot)
-    return MeasuredCost.model_construct(
-        forward=median(forward),
-        backward=median(backward),
-        update=median(update),
-        contribute=contribute,
-        apply=apply,
-        evaluate=evaluate,
-    )
-
-
-def _measure_group(
-    spec: RunSpec, replica: ParticipantsReplica, members: list[MemberSpec], snapshot: Snapshot
-) -> Iterator[tuple[str, MeasuredCost]]:
-    stages = [_build_stage(spec, replica, member, snapshot) for member in members]
-    rows = replica.batch_size // replica.micro_batches
-    tokens = _tokens(spec, rows)
-    spent: dict[str, list[list[float]]] = {
-        kind: [[] for _ in stages] for kind in ("forward", "backward", "update", "evaluate")
-    }
-    for step in range(REPEATS):
-        _pass(stages, tokens, step, spent)
-    for index, (member, stage) in enumerate(zip(members, stages, strict=True)):
-        contribute, apply = _measure_outer(spec, member, dict(stage.parameters), snapshot)
-        yield (
-            member.name,
-            MeasuredCost.model_construct(
-                forward=median(spent["forward"][index]),
-                backward=median(spent["backward"][index]),
-                update=median(spent["update"][index]),
-                contribute=contribute,
-                apply=apply,
-                evaluate=median(spent["evaluate"][index]),
-            ),
-        )
-
-
-def _build_stage(spec: RunSpec, replica: ParticipantsReplica, member: MemberSpec, snapshot: Snapshot) -> Stage:
-    assert member.stage is not None
-    module = build_filled(spec.shape, snapshot.parameters, member.stage)
-    boundary = boundary_of(replica.boundary, spec.shape.width, snapshot.basis)
-    stage = Stage(member.stage, module, boundary, spec.config.inner, spec.total_steps, replica.boundary.ablations)
-    stage.split_embedding(snapshot.parameters["tok_embeddings.weight"])
-    return stage
-
-
-def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[list[float]]]) -> None:
-    """One micro-batch there and back, an optimizer step and an evaluation, timed by stage, messages included."""
-    vocabulary, (rows, length) = stages[0].module.shape.vocabulary, tokens.shape
-    packed, wire = pack_tokens(tokens, vocabulary), None
-    for evaluates in (True, False):
-        wire = None
-        for index, stage in enumerate(stages):
-            started = time.perf_counter()
-            shape = (rows, length - 1, stage.boundary.dimensions)
-            own = tokens if wire is None else unpack_tokens(packed, vocabulary, rows, length - 1)
-            came = None if wire is None else stage.boundary.format.from_wire(wire, shape)
-            output = stage.evaluate(own, came) if evaluates else stage.forward(0, own, came, 1)
-            if not stage.spec.is_last:
-                packed = pack_tokens(own, vocabulary)
-                wire = stage.boundary.format.to_wire(stage.boundary.encode_activation(output))
-            spent["evaluate" if evaluates else "forward"][index].append(time.perf_counter() - started)
-    wire = None
-    for index, stage in reversed(list(enumerate(stages))):
-        started = time.perf_counter()
-        shape = (rows, length - 1, stage.boundary.dimensions)
-        came = None if wire is None else stage.boundary.format.from_wire(wire, shape)
-        symbols = stage.backward(0, came, noise_key(0, "calibration", index, step, 0))
-        wire = None if symbols is None else stage.boundary.format.to_wire(symbols)
-        spent["backward"][index].append(time.perf_counter() - started)
-        started = time.perf_counter()
-        stage.optimizer.step(step, stage.optimizer.gradient_norm())
-        spent["update"][index].append(time.perf_counter() - started)
-
-
-def _measure_outer(
-    spec: RunSpec, member: MemberSpec, parameters: dict[str, torch.nn.Parameter], snapshot: Snapshot
-) -> tuple[float, float]:
-    """Seconds to make a contribution, and to apply those of all replicas."""
-    start = {name: snapshot.parameters[name] for name in parameters}
-    exchange = _Echo(member.replica.name, len(spec.config.replicas))
-    outer = OuterRound(
-        spec.run, member.name, member.replica.name, LocalParameters(parameters), start, exchange, spec.config.outer
-    )
-    contribute = _time(lambda: outer.contribute(1))
-    own = outer.contribute(1)
-    return contribute, _time(lambda: outer.apply(1, own))
-
-
-class _Echo:
-    """Counts what one member contributed as the contributions of so many replicas. Implements Contributions."""
-
-    def __init__(self, replica: str, replicas: int) -> None:
-        self._replica, self._replicas = replica, replicas
-        self._blobs: dict[str, BlobEntry] = {}
-
-    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
-        """See ExchangePort."""
-        self._blobs[address.block] = entry_of(address, data, kept_values=0)
-
-    def record(self, round_: int) -> RoundRecord:
-        """See ExchangePort."""
-        entry = ContributionEntry(replica=self._replica, weight=1.0, blobs=self._blobs.values())
-        return RoundRecord(round=round_, contributions=[entry] * self._replicas)
-
-    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """See ExchangePort: a member has its own blobs."""
-        raise AssertionError(f"{member} asked for {block} of {replica}")
-
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangePort."""
-
-
-def _time(run: Callable[[], object]) -> float:
-    """The median of some runs, after one that is not counted."""
-    run()
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return median(seconds)

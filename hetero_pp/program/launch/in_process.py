@@ -12,12 +12,12 @@ from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.exchange_host import begin_run, make_exchange
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, stage_link_name
 from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.take_part import take_part
 
 

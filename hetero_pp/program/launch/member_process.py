@@ -21,7 +21,6 @@ import torch
 
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.program.launch.connections import NetworkConnections
-from hetero_pp.program.launch.exchange_host import begin_run, make_exchange
 from hetero_pp.program.launch.job import CONSEQUENCE, FAILED, Job
 from hetero_pp.program.launch.ranks import run_ranks
 from hetero_pp.rpc.channels import keep_freed_memory
@@ -29,6 +28,7 @@ from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import EXCHANGE, DatacenterReplica
+from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.take_part import take_part
 
 _SECONDS_TO_HEAR = 5.0
