@@ -20,7 +20,7 @@ from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.connections import reports_of
-from hetero_pp.program.launch.resume import require_same_run
+from hetero_pp.program.launch.same_run import require_same_run
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState

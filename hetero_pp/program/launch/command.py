@@ -15,8 +15,9 @@ from hetero_pp.program.launch.crew import launch
 from hetero_pp.program.launch.hosts import commands, launch_exchange, launch_members, new_token, read_token, write_token
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder, prepare
-from hetero_pp.program.launch.resume import reports_until, require_same_run
+from hetero_pp.program.launch.same_run import require_same_run
 from hetero_pp.program.report.display import LiveDisplay, print_result
+from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder

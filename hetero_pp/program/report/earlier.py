@@ -1,6 +1,6 @@
-"""Going on with a run that ended early: what may change, where its parts are, and what had been reported of it.
+"""What had been reported of a run that ended early, to be reported again when it goes on.
 
-After which round it goes on is not decided here: members tell what they hold, and the exchange chooses
+After which round it goes on is not decided here: members say what they have, and the exchange chooses
 (replica_groups.exchange.restart).
 """
 
@@ -16,45 +16,14 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from hetero_pp.errors import ConfigError, DamagedFile, dotted
+from hetero_pp.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.settings import NotPartOf, meaning
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog
 
 _KEPT = ("inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
 """Events that a run which goes on tells again; closed rounds are in the log."""
-
-
-def require_same_run(config: RunConfig, folder: RunFolder) -> None:
-    """Raise ConfigError if there is no run in the folder, or one that this configuration cannot go on with."""
-    path = folder.config
-    if not path.is_file():
-        raise ConfigError((), f"--resume: found no run in {folder.path}")
-    before = ConfigFile(path).config
-    agreed = [meaning(one, NotPartOf.RUN) for one in (before, config)]
-    weights = [{"model": {"weights": one.model.weights}} for one in (before, config)]
-    for old, new in (agreed, weights):
-        for key, was, now in _differences(old, new):
-            shown = f"found {json.dumps(now)}, expected {json.dumps(was)} as in {path}"
-            raise ConfigError((), f"--resume: {dotted(key)}: {shown}: it may not change while a run goes on")
-
-
-def _differences(
-    old: Any, new: Any, key: tuple[str | int, ...] = ()
-) -> Iterator[tuple[tuple[str | int, ...], Any, Any]]:
-    """(key, what it was, what it is) of every value that differs."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted({*old, *new}):
-            yield from _differences(old.get(name), new.get(name), (*key, name))
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (was, now) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(was, now, (*key, index))
-    elif old != new:
-        yield key, old, new
 
 
 def reports_until(folder: RunFolder, last: int, complain: Callable[[str], None]) -> list[Report]:
