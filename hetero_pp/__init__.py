@@ -21,6 +21,6 @@ The way of the data, and where each step stands:
       -> identical weights: hashes compared       replica_groups.exchange.exchange, replica_groups.exchange.auditor
     token embedding: split again                  hetero_pp.subspace, stages.stage
 
-Who starts what: hetero_pp.program.launch.crew (processes) or hetero_pp.program.launch.in_process (threads) run one
-replica_groups.take_part per member of hetero_pp.topology.
+Who starts what: hetero_pp.program.launch.crew (a process for each member) or hetero_pp.program.launch.in_process
+(a thread for each) has every member of the run (hetero_pp.run.spec) do replica_groups.take_part.
 """

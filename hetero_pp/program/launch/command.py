@@ -1,4 +1,4 @@
-"""`hetero-pp launch`: prepare, run in one of the ways, record, show."""
+"""`hetero-pp launch`: the whole topology on this machine, or the part of it that this host carries."""
 
 from __future__ import annotations
 
@@ -8,25 +8,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
+from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.claim import claim, claim_all
+from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.crew import launch
 from hetero_pp.program.launch.hosts import commands, launch_exchange, launch_members, new_token, read_token, write_token
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.program.launch.inputs import Prepared, new_run_folder, prepare
-from hetero_pp.program.launch.same_run import require_same_run
-from hetero_pp.program.report.display import LiveDisplay, print_result
-from hetero_pp.program.report.earlier import reports_until
-from hetero_pp.program.report.recorder import Recorder
-from hetero_pp.program.report.state import RunState
+from hetero_pp.program.launch.inputs import Prepared, prepare
+from hetero_pp.program.launch.recorded import run_and_record
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.topology import EXCHANGE, DatacenterReplica
-
-Start = Callable[[RunSpec, RunFolder, Callable[[Report], None], bool], None]
-"""(spec, folder, on_report, whether it goes on): runs until the run is over."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ def run_topology(path: Path, overrides: Sequence[str], runs: Path, in_process: b
     """Train the topology of a YAML and leave everything in a new folder under `runs`; or go on with the one there."""
     prepared = _prepare(path, overrides, runs, None, resume)
     with claim(runs.absolute(), prepared.spec.config.name, prepared.names):
-        _run_and_record(prepared, runs, run_in_process if in_process else launch, resume)
+        run_and_record(prepared, runs, run_in_process if in_process else launch, resume)
 
 
 def run_on_this_host(
@@ -64,7 +57,7 @@ def run_on_this_host(
             launch_exchange(folder, token, resume, on_report)
 
         with claim(runs.absolute(), prepared.spec.config.name, [EXCHANGE]):
-            _run_and_record(prepared, runs, start, resume)
+            run_and_record(prepared, runs, start, resume)
         return
     if host.exchange is None or host.token is None:
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE beside it")
@@ -108,72 +101,3 @@ def _prepare(path: Path, overrides: Sequence[str], runs: Path, only: str | None,
 
 def _port(spec: RunSpec) -> str:
     return spec.config.exchange.listen.rpartition(":")[2]
-
-
-def _run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -> None:
-    """Run it, with metrics, summary, pictures and a live view.
-
-    Raises RunFailed if it ended early without saying why.
-    """
-    spec, console = prepared.spec, Console()
-    folder = _folder_for(spec, runs.absolute(), resume)
-
-    def say(line: str) -> None:
-        console.print(f"{spec.config.name}: {line}", soft_wrap=True, highlight=False, markup=False)
-
-    state = RunState(spec)
-    recorder = Recorder(spec, folder, state, resume, say)
-
-    def on_report(report: Report) -> None:
-        if report.HasField("begun") and report.member == EXCHANGE and resume:
-            _go_on(folder, report, state, recorder, say)
-        state.apply(report)
-        recorder.on_report(report)
-
-    try:
-        with LiveDisplay(state, console):
-            start(spec, folder, on_report, resume)
-        if not state.is_over or state.rounds < state.rounds_planned:
-            raise RunFailed(f"ended after round {state.rounds} of {state.rounds_planned}, and nobody said why")
-    except (HeteroPPError, KeyboardInterrupt) as error:
-        recorder.fail(str(error) or "interrupted")
-        raise
-    except Exception as error:
-        recorder.fail(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        recorder.close()
-    print_result(console, state.summary(), folder.path)
-
-
-def _folder_for(spec: RunSpec, runs: Path, resume: bool) -> RunFolder:
-    """The folder of the run, with its configuration: a new one, or that of the run that goes on."""
-    folder = RunFolder(runs / spec.config.name)
-    if resume:
-        require_same_run(spec.config, folder)
-    else:
-        with claim_all(runs, spec.config.name):
-            new_run_folder(runs, spec.config.name)
-    save_config(spec.config, folder.config)
-    return folder
-
-
-def _go_on(folder: RunFolder, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]) -> None:
-    """Tell again what had been reported of the rounds before; in the run's numbers the time between does not count."""
-    last_round = report.begun.last_round
-    for damaged in report.begun.damaged:
-        say(f"passed over: {damaged}")
-    say(f"going on after round {last_round}")
-    told = reports_until(folder, last_round, say)
-    pause = report.time - max((one.time for one in told), default=report.time)
-    for one in told:
-        state.apply(_later(one, pause))
-        recorder.on_report(one)
-    recorder.go_on()
-
-
-def _later(report: Report, seconds: float) -> Report:
-    moved = Report()
-    moved.CopyFrom(report)
-    moved.time += seconds
-    return moved
