@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import ByteTokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
+from hetero_pp.files import write_whole
 
 END_OF_TEXT = "<|endoftext|>"
 """What the separator is called where the tokenizer has no name for it."""
@@ -42,7 +43,7 @@ def write_tokenizer(data: DataSettings, folder: Path) -> int:
     defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name, "clean_up_tokenization_spaces": False}
     beginning = {} if config else {"bos_token": name}
     text = json.dumps({**defaults, **beginning, **config}, indent=2, ensure_ascii=False)
-    (folder / "tokenizer_config.json").write_text(text + "\n")
+    write_whole(folder / "tokenizer_config.json", (text + "\n").encode())
     return tokenizer.separator
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hetero_pp.data.settings import DataSettings
+from hetero_pp.files import whole, write_whole
 from hetero_pp.hugging_face.config_json import to_json
 from hetero_pp.hugging_face.names import halves_of_pairs, is_rotated, their_name
 from hetero_pp.hugging_face.tokenizer_files import write_tokenizer
@@ -64,7 +65,8 @@ def write_weights(
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {their_name(name): _converted(name, parameters(name), heads, dtype) for name in names}
-        save_file(tensors, folder / file, {"format": "pt"})
+        with whole(folder / file) as part:
+            save_file(tensors, part, {"format": "pt"})
         files |= dict.fromkeys(tensors, file)
     total = sum(sizes.values())
     if len(shards) > 1:
@@ -92,4 +94,4 @@ def _converted(name: str, parameter: Tensor, heads: int, dtype: torch.dtype) -> 
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())

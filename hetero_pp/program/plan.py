@@ -47,9 +47,8 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
             f"limited by {result.limit}; nothing was written",
         )
     result.config.check()
-    save_config(result.config, write)
-    comments = [*lines, *(f"{one.what}: {one.chosen}: {one.why}" for one in result.choices)]
-    write.write_text("".join(f"# {line}\n" for line in comments) + write.read_text())
+    reasons = (f"{one.what}: {one.chosen}: {one.why}" for one in result.choices)
+    save_config(result.config, write, [*lines, *reasons])
     console.print(f"Written to {write}.", highlight=False)
 
 

@@ -98,12 +98,13 @@ def _line(position: Any, part: str | int, otherwise: int) -> int:
     return data[part][0] + 1 if part in data else otherwise
 
 
-def save_config(config: RunConfig, path: Path) -> None:
-    """Write the resolved configuration; loading it gives an equal one."""
+def save_config(config: RunConfig, path: Path, comments: Sequence[str] = ()) -> None:
+    """Write the resolved configuration, below lines of comments; loading it gives an equal one."""
     yaml = YAML()
     yaml.default_flow_style = False
-    with whole(path) as part:
-        yaml.dump(config.model_dump(mode="json"), part)
+    with whole(path) as part, part.open("w") as file:
+        file.writelines(f"# {line}\n" for line in comments)
+        yaml.dump(config.model_dump(mode="json"), file)
 
 
 def _plain(node: Any) -> Any:
