@@ -1,1 +1,1 @@
-"""Everything that crosses between members, but for raw tensor frames: the .proto, and the code generated from it."""
+"""Everything that crosses between members: the .proto and code generated from it, stubs for hetero_pp.rpc among it."""

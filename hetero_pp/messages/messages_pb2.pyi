@@ -31,6 +31,10 @@ FP32: DType
 BF16: DType
 UINT8: DType
 
+class Frame(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class LinkHello(_message.Message):
     __slots__ = ("version", "run", "link", "sender")
     VERSION_FIELD_NUMBER: _ClassVar[int]

@@ -1,1 +1,1 @@
-"""The network: .proto, generated code, channels, servers and clients. The only place that imports grpc."""
+"""The network: channels, and servers and clients of the calls in messages.proto. The only place that imports grpc."""

@@ -68,7 +68,7 @@ def make_server(listen: str, handlers: Sequence[grpc.GenericRpcHandler], max_wor
     stop the server, or the process cannot end.
     """
     pool = ThreadPoolExecutor(max_workers, thread_name_prefix="rpc")
-    server = grpc.server(pool, handlers=handlers, options=_OPTIONS + _SERVER_OPTIONS)
+    server = grpc.server(pool, handlers=list(handlers), options=_OPTIONS + _SERVER_OPTIONS)
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:

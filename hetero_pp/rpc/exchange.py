@@ -7,37 +7,28 @@ raised again as the errors they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import grpc
 import torch
-from google.protobuf.message import Message
 from torch import Tensor
 
-from hetero_pp.errors import HeteroPPError, LinkClosed, MalformedMessage, Refused, ReplicasDiffer, RunFailed
+from hetero_pp.errors import HeteroPPError, LinkClosed, MalformedMessage, Refused
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer, ExchangeStub
 from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.channels import make_channel, make_server
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
+from hetero_pp.rpc.services import ERROR_OF_CODE, call_path, service_handler
 
-SERVICE = "hetero_pp.Exchange"
+SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
 VERSION = 2
 MAX_BLOB_BYTES = 4 << 30
 
-_CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
-    Refused: grpc.StatusCode.PERMISSION_DENIED,
-    MalformedMessage: grpc.StatusCode.INVALID_ARGUMENT,
-    RunFailed: grpc.StatusCode.ABORTED,
-    ReplicasDiffer: grpc.StatusCode.DATA_LOSS,
-}
-_ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
-    grpc.StatusCode.PERMISSION_DENIED: Refused,
-    grpc.StatusCode.INVALID_ARGUMENT: Refused,
-    grpc.StatusCode.ABORTED: RunFailed,
-    grpc.StatusCode.DATA_LOSS: ReplicasDiffer,
-}
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
 
 
 class WatchedExchange(ExchangePort, Protocol):
@@ -63,71 +54,23 @@ def serve_exchange(exchange: WatchedExchange, token: str, listen: str, members: 
 
     Raises OSError if the port is busy.
     """
-    return make_server(listen, [_Handlers(exchange, token).generic()], max_workers=8 + 4 * members)
+    return make_server(listen, [_Servicer(exchange, token).handler()], max_workers=8 + 4 * members)
 
 
-class _Handlers:
-    """One method per call; `member` comes from the call's metadata."""
+class _Servicer(ExchangeServicer):
+    """One method per call. Who calls is in the call's metadata."""
 
     def __init__(self, exchange: WatchedExchange, token: str) -> None:
         self.exchange = exchange
         self.token = token
 
-    def generic(self) -> grpc.GenericRpcHandler:
-        def one_to_one(method: Callable[..., Message], request: type[Message]) -> grpc.RpcMethodHandler:
-            return grpc.unary_unary_rpc_method_handler(
-                self._guarded(method), request.FromString, lambda reply: reply.SerializeToString()
-            )
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For `make_server`."""
+        return service_handler(SERVICE, self, self.admit)
 
-        def one_to_frames(method: Callable[..., Iterator[bytes]], request: type[Message]) -> grpc.RpcMethodHandler:
-            return grpc.unary_stream_rpc_method_handler(self._guarded_stream(method), request.FromString)
-
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Join": one_to_one(self._join, pb.JoinRequest),
-                "LastRound": one_to_one(self._last_round, pb.LastRoundRequest),
-                "Locate": one_to_one(self._locate, pb.LocateRequest),
-                "Snapshot": one_to_frames(self._snapshot, pb.SnapshotRequest),
-                "Deposit": grpc.stream_unary_rpc_method_handler(
-                    self._guarded(self._deposit), None, lambda reply: reply.SerializeToString()
-                ),
-                "Record": one_to_one(self._record, pb.RecordRequest),
-                "Fetch": one_to_frames(self._fetch, pb.FetchRequest),
-                "Confirm": one_to_one(self._confirm, pb.HashReport),
-                "Report": one_to_one(self._report, pb.ReportRequest),
-                "Stay": grpc.unary_unary_rpc_method_handler(
-                    self._stay, pb.StayRequest.FromString, lambda reply: reply.SerializeToString()
-                ),
-                "Watch": grpc.unary_stream_rpc_method_handler(
-                    self._guarded_stream(self._watch),
-                    pb.WatchRequest.FromString,
-                    lambda report: report.SerializeToString(),
-                ),
-            },
-        )
-
-    def _guarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(request: Any, context: grpc.ServicerContext) -> Any:
-            try:
-                return method(request, self._caller(context))
-            except HeteroPPError as error:
-                return _abort(context, error)
-
-        return call
-
-    def _guarded_stream(self, method: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def call(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            try:
-                yield from method(request, self._caller(context))
-            except HeteroPPError as error:
-                _abort(context, error)
-
-        return call
-
-    def _caller(self, context: grpc.ServicerContext) -> str:
-        metadata = dict(context.invocation_metadata())
-        member = str(metadata.get("member", "a stranger"))
+    def admit(self, context: grpc.ServicerContext) -> None:
+        """Before every call. Raises Refused for a stranger, and for who is of another run."""
+        metadata, member = dict(context.invocation_metadata()), _member(context)
         if metadata.get("token") != self.token:
             self.exchange.refuse(f"{member} at {context.peer()}", "a call from another run")
             raise Refused("the exchange serves another run")
@@ -136,34 +79,32 @@ class _Handlers:
             raise Refused(
                 f"{member} was started with another configuration than the exchange: compare the config.yaml of both"
             )
-        return member
 
-    def _join(self, request: pb.JoinRequest, member: str) -> pb.JoinReply:
+    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         if request.version != VERSION:
             raise Refused(f"found protocol version {request.version}, expected {VERSION}")
         held = HeldStates(frozenset(request.rounds), tuple(request.damaged))
-        self.exchange.join(member, request.address, held)
+        self.exchange.join(_member(context), request.address, held)
         return pb.JoinReply()
 
-    def _last_round(self, request: pb.LastRoundRequest, member: str) -> pb.LastRoundReply:
+    def LastRound(self, request: pb.LastRoundRequest, context: grpc.ServicerContext) -> pb.LastRoundReply:
         return pb.LastRoundReply(last_round=self.exchange.last_round())
 
-    def _stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
+    def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
         """Held open by every member. If the caller is gone before the run is over, the exchange is told."""
-        try:
-            member = self._caller(context)
-            if context.add_callback(lambda: self.exchange.left(member)):
-                self.exchange.stay(member)
-            else:  # the call has ended already
-                self.exchange.left(member)
-        except HeteroPPError as error:
-            return _abort(context, error)
+        member = _member(context)
+        if context.add_callback(lambda: self.exchange.left(member)):
+            self.exchange.stay(member)
+        else:  # the call has ended already
+            self.exchange.left(member)
         return pb.StayReply()
 
-    def _locate(self, request: pb.LocateRequest, member: str) -> pb.LocateReply:
+    def Locate(self, request: pb.LocateRequest, context: grpc.ServicerContext) -> pb.LocateReply:
         return pb.LocateReply(address=self.exchange.locate(request.member))
 
-    def _snapshot(self, request: pb.SnapshotRequest, member: str) -> Iterator[bytes]:
+    def Snapshot(  # type: ignore[override]  # a Frame is raw bytes
+        self, request: pb.SnapshotRequest, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
         tensors = self.exchange.snapshot(request.names)
         header = pb.SnapshotHeader(names=request.names)
         for name in request.names:
@@ -171,7 +112,10 @@ class _Handlers:
         buffers = (tensors[name].contiguous().numpy().reshape(-1).view("uint8").data for name in request.names)
         yield from header_and_payload_frames(header, buffers)
 
-    def _deposit(self, frames: Iterator[bytes], member: str) -> pb.DepositReply:
+    def Deposit(  # type: ignore[override]  # a Frame is raw bytes
+        self, frames: Iterator[bytes], context: grpc.ServicerContext
+    ) -> pb.DepositReply:
+        member = _member(context)
         try:
             header, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
         except MalformedMessage as error:
@@ -181,34 +125,33 @@ class _Handlers:
         self.exchange.deposit(member, address, bytes(data))
         return pb.DepositReply()
 
-    def _record(self, request: pb.RecordRequest, member: str) -> pb.RoundRecord:
+    def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
         return self.exchange.record(request.round)
 
-    def _fetch(self, request: pb.FetchRequest, member: str) -> Iterator[bytes]:
-        data = self.exchange.fetch(member, request.round, request.replica, request.block)
+    def Fetch(  # type: ignore[override]  # a Frame is raw bytes
+        self, request: pb.FetchRequest, context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        data = self.exchange.fetch(_member(context), request.round, request.replica, request.block)
         header = pb.BlobHeader(round=request.round, replica=request.replica, block=request.block, size=len(data))
         yield from header_and_payload_frames(header, [data])
 
-    def _confirm(self, request: pb.HashReport, member: str) -> pb.HashReply:
-        self.exchange.confirm(member, request.round, dict(request.sha256))
+    def Confirm(self, request: pb.HashReport, context: grpc.ServicerContext) -> pb.HashReply:
+        self.exchange.confirm(_member(context), request.round, dict(request.sha256))
         return pb.HashReply()
 
-    def _report(self, request: pb.ReportRequest, member: str) -> pb.ReportReply:
+    def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
+        member = _member(context)
         for report in request.reports:
             report.member = member
         self.exchange.report(request.reports)
         return pb.ReportReply()
 
-    def _watch(self, request: pb.WatchRequest, member: str) -> Iterator[pb.Report]:
+    def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
         yield from self.exchange.watch()
 
 
-def _abort(context: grpc.ServicerContext, error: HeteroPPError) -> NoReturn:
-    for kind, code in _CODE_OF_ERROR.items():
-        if isinstance(error, kind):
-            context.abort(code, str(error))
-    context.abort(grpc.StatusCode.INTERNAL, str(error))
-    raise AssertionError("abort always raises")
+def _member(context: grpc.ServicerContext) -> str:
+    return str(dict(context.invocation_metadata()).get("member", "a stranger"))
 
 
 class ExchangeClient:
@@ -217,9 +160,20 @@ class ExchangeClient:
     def __init__(self, address: str, token: str, member: str, run: str | None = None) -> None:
         """`run` is the caller's idea of which run this is, which the exchange compares with its own."""
         self.address = address
-        self._channel = make_channel(address)
+        self._channel = channel = make_channel(address)
+        self._calls = ExchangeStub(channel)
+        # The stub would take frames for messages; without a serializer they are bytes, and stay them.
+        self._snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = channel.unary_stream(
+            call_path(SERVICE, "Snapshot"), pb.SnapshotRequest.SerializeToString
+        )
+        self._deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = channel.stream_unary(
+            call_path(SERVICE, "Deposit"), response_deserializer=pb.DepositReply.FromString
+        )
+        self._fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = channel.unary_stream(
+            call_path(SERVICE, "Fetch"), pb.FetchRequest.SerializeToString
+        )
         self._metadata = (("token", token), ("member", member), *(() if run is None else (("run", run),)))
-        self._stay: grpc.Future | None = None
+        self._stay: grpc.Future[pb.StayReply] | None = None
 
     @property
     def has_joined(self) -> bool:
@@ -235,23 +189,20 @@ class ExchangeClient:
     def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
         """See ExchangePort. Waits for the exchange to come up, and from then on is known to be there."""
         request = pb.JoinRequest(version=VERSION, address=address, rounds=sorted(held.rounds), damaged=held.damaged)
-        self._ask("Join", request, pb.JoinReply, wait=True)
-        call = self._channel.unary_unary(
-            f"/{SERVICE}/Stay", lambda message: message.SerializeToString(), pb.StayReply.FromString
-        )
-        self._stay = call.future(pb.StayRequest(), metadata=self._metadata)
+        self._ask(self._calls.Join, request, wait=True)
+        self._stay = self._calls.Stay.future(pb.StayRequest(), metadata=self._metadata)
 
     def last_round(self) -> int:
         """See ExchangePort."""
-        return self._ask("LastRound", pb.LastRoundRequest(), pb.LastRoundReply).last_round
+        return self._ask(self._calls.LastRound, pb.LastRoundRequest()).last_round
 
     def locate(self, member: str) -> str:
         """See ExchangePort."""
-        return self._ask("Locate", pb.LocateRequest(member=member), pb.LocateReply).address
+        return self._ask(self._calls.Locate, pb.LocateRequest(member=member)).address
 
     def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
         """See ExchangePort."""
-        frames = self._stream("Snapshot", pb.SnapshotRequest(names=names), None)
+        frames = self._stream(self._snapshot, pb.SnapshotRequest(names=names))
         header, data = read_frames(frames, pb.SnapshotHeader, _snapshot_bytes, MAX_BLOB_BYTES)
         if list(header.names) != list(names):
             raise MalformedMessage(f"asked for the tensors {list(names)}, got {list(header.names)}")
@@ -265,46 +216,41 @@ class ExchangeClient:
     def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
         """See ExchangePort."""
         header = pb.BlobHeader(round=address.round, replica=address.replica, block=address.block, size=len(data))
-        call = self._channel.stream_unary(f"/{SERVICE}/Deposit", None, pb.DepositReply.FromString)
         try:
-            call(header_and_payload_frames(header, [data]), metadata=self._metadata)
+            self._deposit(header_and_payload_frames(header, [data]), metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
     def record(self, round_: int) -> pb.RoundRecord:
         """See ExchangePort."""
-        return self._ask("Record", pb.RecordRequest(round=round_), pb.RoundRecord)
+        return self._ask(self._calls.Record, pb.RecordRequest(round=round_))
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangePort."""
         request = pb.FetchRequest(round=round_, replica=replica, block=block)
-        frames = self._stream("Fetch", request, None)
+        frames = self._stream(self._fetch, request)
         _, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
         return bytes(data)
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
         """See ExchangePort."""
-        self._ask("Confirm", pb.HashReport(round=round_, sha256=sha256), pb.HashReply)
+        self._ask(self._calls.Confirm, pb.HashReport(round=round_, sha256=sha256))
 
     def report(self, reports: Sequence[pb.Report]) -> None:
         """See ExchangePort."""
-        self._ask("Report", pb.ReportRequest(reports=reports), pb.ReportReply)
+        self._ask(self._calls.Report, pb.ReportRequest(reports=reports))
 
     def watch(self) -> Iterator[pb.Report]:
         """Every report, until the run is over."""
-        return self._stream("Watch", pb.WatchRequest(), pb.Report.FromString)
+        return self._stream(self._calls.Watch, pb.WatchRequest())
 
-    def _ask(self, method: str, request: Message, reply: Any, wait: bool = False) -> Any:
-        call = self._channel.unary_unary(
-            f"/{SERVICE}/{method}", lambda message: message.SerializeToString(), reply.FromString
-        )
+    def _ask(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request, wait: bool = False) -> Reply:
         try:
             return call(request, metadata=self._metadata, wait_for_ready=wait)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
-    def _stream(self, method: str, request: Message, parse: Callable[[bytes], Any] | None) -> Iterator[Any]:
-        call = self._channel.unary_stream(f"/{SERVICE}/{method}", lambda message: message.SerializeToString(), parse)
+    def _stream(self, call: grpc.UnaryStreamMultiCallable[Request, Reply], request: Request) -> Iterator[Reply]:
         try:
             yield from call(request, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -312,8 +258,8 @@ class ExchangeClient:
 
     def _translate(self, error: grpc.RpcError) -> HeteroPPError:
         code, details = error.code(), error.details()
-        if code in _ERROR_OF_CODE:
-            return _ERROR_OF_CODE[code](details)
+        if code in ERROR_OF_CODE:
+            return ERROR_OF_CODE[code](details)
         return LinkClosed(f"the exchange at {self.address} does not answer ({code.name.lower()}: {details})")
 
 

@@ -22,13 +22,14 @@ from hetero_pp.errors import LinkClosed, LinkTimeout, MalformedMessage, Refused
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.protocol import END_CLOSED, PEER_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import ShapedQueue, busy_seconds, direction_queue
-from hetero_pp.messages.messages_pb2 import LinkHello
+from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkHello
+from hetero_pp.messages.messages_pb2_grpc import StageLinkServicer
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.framing import Decoder, encode
+from hetero_pp.rpc.services import call_path, service_handler
 from hetero_pp.topology import Direction, LinkShape, LinkSpec
 
-SERVICE = "hetero_pp.StageLink"
-METHOD = "Open"
+SERVICE = DESCRIPTOR.services_by_name["StageLink"]
 HELLO_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 
@@ -59,7 +60,7 @@ def open_stage_link(
         undo.callback(channel.close)
         end = GrpcLinkEnd(plan, "forward", seed, on_refusal)
         undo.callback(end.abort, f"could not connect to {address}")
-        stream = channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(SERVICE, "Open"))
         call = stream(itertools.chain([_hello(run, plan.name, member)], end.frames()), wait_for_ready=True)
         try:
             hello = _first(call, timeout, call.cancel)
@@ -83,7 +84,7 @@ def _open_error(error: grpc.RpcError, address: str, timeout: float) -> Exception
     return LinkClosed(f"{address} closed the link: {details}")
 
 
-class StageLinkServer:
+class StageLinkServer(StageLinkServicer):
     """Waits for the upstream neighbour of one stage: takes it once, and refuses everybody else."""
 
     def __init__(self, plan: LinkSpec, run: str, member: str, seed: int, on_refusal: OnRefusal | None = None) -> None:
@@ -96,8 +97,7 @@ class StageLinkServer:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `make_server`. An open link holds one of its workers."""
-        method = grpc.stream_stream_rpc_method_handler(self._open)
-        return grpc.method_handlers_generic_handler(SERVICE, {METHOD: method})
+        return service_handler(SERVICE, self, _anybody)
 
     def accept(self, timeout: float | None = None) -> GrpcLinkEnd:
         """The end that sends backward, once the neighbour is here. LinkTimeout after `timeout` seconds."""
@@ -106,7 +106,9 @@ class StageLinkServer:
         except LinkTimeout:
             raise LinkTimeout(f"{self._plan.source} did not connect within {timeout:g} s") from None
 
-    def _open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def Open(  # type: ignore[override]  # a Frame is raw bytes
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
         first = _first(requests, HELLO_SECONDS, context.cancel)
         sender, reason = _judge(first, self._run, self._plan.name, self._plan.source)
         with self._lock:
@@ -260,6 +262,10 @@ class GrpcLinkEnd:
             self._delivered.set()
         else:
             raise MalformedMessage(f"found the control byte {frame!r} where it has no meaning")
+
+
+def _anybody(context: grpc.ServicerContext) -> None:
+    """Lets everybody open a stream: who they are is in its first frame."""
 
 
 def _hello(run: str, link: str, sender: str) -> bytes:

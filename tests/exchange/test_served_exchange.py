@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -18,7 +18,7 @@ from hetero_pp.outer.exchange_port import NOTHING, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.channels import make_channel
-from hetero_pp.rpc.exchange import SERVICE, VERSION, ExchangeClient, serve_exchange
+from hetero_pp.rpc.exchange import VERSION, ExchangeClient, serve_exchange
 from hetero_pp.rpc.framing import header_and_payload_frames
 
 TIMEOUT = 20.0
@@ -115,20 +115,20 @@ def served() -> Iterator[Served]:
     served.stop()
 
 
-def _calls() -> dict[str, grpc.RpcMethodHandler]:
+def _calls() -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     """Every call of the service by its path, from the table that the server is given: one added later is among them."""
-    tables: list[tuple[str, Mapping[str, grpc.RpcMethodHandler]]] = []
+    tables: list[tuple[str, Mapping[str, grpc.RpcMethodHandler[Any, Any]]]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpc, "method_handlers_generic_handler", lambda *table: tables.append(table))
-        served_exchange._Handlers(Recorder(), TOKEN).generic()
+        served_exchange._Servicer(Recorder(), TOKEN).handler()
     return {f"/{service}/{name}": handler for service, table in tables for name, handler in table.items()}
 
 
 CALLS = _calls()
 
 REQUESTS: dict[str, list[bytes]] = {
-    f"/{SERVICE}/Join": [pb.JoinRequest(version=VERSION, address="127.0.0.1:5").SerializeToString()],
-    f"/{SERVICE}/Deposit": [
+    "/hetero_pp.Exchange/Join": [pb.JoinRequest(version=VERSION, address="127.0.0.1:5").SerializeToString()],
+    "/hetero_pp.Exchange/Deposit": [
         bytes(frame) for frame in header_and_payload_frames(pb.BlobHeader(round=1, size=len(BLOB)), [BLOB])
     ],
 }
@@ -139,7 +139,7 @@ def _call(served: Served, path: str, metadata: Mapping[str, str]) -> None:
     """Make a call to its end, whatever kind it is. Raises grpc.RpcError if it fails."""
     handler, request = CALLS[path], REQUESTS.get(path, [b""])
     with make_channel(served.address) as channel:
-        kinds = {
+        kinds: dict[tuple[bool, bool], Callable[[str], Callable[..., Any]]] = {
             (False, False): channel.unary_unary,
             (False, True): channel.unary_stream,
             (True, False): channel.stream_unary,
@@ -160,7 +160,7 @@ def _method(path: str) -> str:
 def test_the_calls_are_those_that_members_make() -> None:
     """So that none of what follows holds because nothing was called."""
     made = "Join LastRound Locate Snapshot Deposit Record Fetch Confirm Report Stay Watch"
-    assert CALLS.keys() >= {f"/{SERVICE}/{name}" for name in made.split()}
+    assert CALLS.keys() >= {f"/hetero_pp.Exchange/{name}" for name in made.split()}
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -270,5 +270,5 @@ class _EndedCall:
 def test_who_is_gone_before_its_stay_begins_has_left() -> None:
     """gRPC takes no callback for a call that has ended, and nobody else would tell."""
     exchange = Recorder()
-    served_exchange._Handlers(exchange, TOKEN)._stay(pb.StayRequest(), cast(grpc.ServicerContext, _EndedCall()))
+    served_exchange._Servicer(exchange, TOKEN).Stay(pb.StayRequest(), cast(grpc.ServicerContext, _EndedCall()))
     assert exchange.asked == [("left", "dc")]

@@ -22,7 +22,7 @@ from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
 from hetero_pp.rpc.framing import encode
-from hetero_pp.rpc.stage_link import METHOD, SERVICE, GrpcLinkEnd, StageLinkServer, open_stage_link
+from hetero_pp.rpc.stage_link import GrpcLinkEnd, StageLinkServer, open_stage_link
 from hetero_pp.topology import LinkShape, LinkSpec
 
 SECONDS = 60.0
@@ -73,14 +73,15 @@ def raw_stream(stack: ExitStack, address: str, *frames: bytes) -> Iterator[bytes
         yield from frames
         waiting.wait()
 
-    return channel.stream_stream(f"/{SERVICE}/{METHOD}")(requests(), wait_for_ready=True, timeout=SECONDS)
+    stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream("/hetero_pp.StageLink/Open")
+    return iter(stream(requests(), wait_for_ready=True, timeout=SECONDS))
 
 
 def refusal_of(replies: Iterator[bytes]) -> str:
     with pytest.raises(grpc.RpcError) as error:
         next(replies)
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
-    return error.value.details()
+    return str(error.value.details())
 
 
 def test_strangers_are_refused_and_the_right_peer_still_gets_in(listener: Listener) -> None:
@@ -184,7 +185,7 @@ def test_malformed_data_of_the_peer_closes_the_link(
         for _ in range(3):
             next(replies)
     assert error.value.code() is grpc.StatusCode.ABORTED
-    assert reason in error.value.details()
+    assert reason in str(error.value.details())
     ((sender, told),) = listener.refusals
     assert sender == "home.0"
     assert reason in told
