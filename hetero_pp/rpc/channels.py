@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-PROTOCOL_VERSION = 1
-"""Members with different versions do not talk to each other."""
+PROTOCOL_VERSION = 2
+"""Of calls and frames alike. Members with different versions do not talk to each other."""
 
 _OPTIONS: list[tuple[str, int]] = [
     # Payload crosses in frames of 1 MiB; the rest is room for protobuf messages such as round records.

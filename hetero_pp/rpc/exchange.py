@@ -19,12 +19,11 @@ from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer, ExchangeStub
 from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc.channels import make_channel, make_server
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 from hetero_pp.rpc.services import ERROR_OF_CODE, call_path, service_handler
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
-VERSION = 2
 MAX_BLOB_BYTES = 4 << 30
 
 Request = TypeVar("Request")
@@ -81,8 +80,8 @@ class _Servicer(ExchangeServicer):
             )
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
-        if request.version != VERSION:
-            raise Refused(f"found protocol version {request.version}, expected {VERSION}")
+        if request.version != PROTOCOL_VERSION:
+            raise Refused(f"found protocol version {request.version}, expected {PROTOCOL_VERSION}")
         held = HeldStates(frozenset(request.rounds), tuple(request.damaged))
         self.exchange.join(_member(context), request.address, held)
         return pb.JoinReply()
@@ -188,7 +187,9 @@ class ExchangeClient:
 
     def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
         """See ExchangePort. Waits for the exchange to come up, and from then on is known to be there."""
-        request = pb.JoinRequest(version=VERSION, address=address, rounds=sorted(held.rounds), damaged=held.damaged)
+        request = pb.JoinRequest(
+            version=PROTOCOL_VERSION, address=address, rounds=sorted(held.rounds), damaged=held.damaged
+        )
         self._ask(self._calls.Join, request, wait=True)
         self._stay = self._calls.Stay.future(pb.StayRequest(), metadata=self._metadata)
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from hetero_pp.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.outer.exchange_port import NOTHING, HeldStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
-from hetero_pp.rpc.channels import make_channel
-from hetero_pp.rpc.exchange import VERSION, ExchangeClient, serve_exchange
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
+from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.rpc.framing import header_and_payload_frames
 
 TIMEOUT = 20.0
@@ -127,7 +128,7 @@ def _calls() -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
 CALLS = _calls()
 
 REQUESTS: dict[str, list[bytes]] = {
-    "/hetero_pp.Exchange/Join": [pb.JoinRequest(version=VERSION, address="127.0.0.1:5").SerializeToString()],
+    "/hetero_pp.Exchange/Join": [pb.JoinRequest(version=PROTOCOL_VERSION, address="127.0.0.1:5").SerializeToString()],
     "/hetero_pp.Exchange/Deposit": [
         bytes(frame) for frame in header_and_payload_frames(pb.BlobHeader(round=1, size=len(BLOB)), [BLOB])
     ],
@@ -244,6 +245,16 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
     client.close()
     served.stop()
     assert len(served.exchange.refused) == 10
+    assert served.exchange.asked == []
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+def test_a_member_of_another_version_is_refused(version: int, served: Served) -> None:
+    request = pb.JoinRequest(version=version, address="127.0.0.1:5")
+    with make_channel(served.address) as channel, pytest.raises(grpc.RpcError) as error:
+        ExchangeStub(channel).Join(request, metadata=(("token", TOKEN), ("member", "dc")), timeout=TIMEOUT)
+    assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert error.value.details() == f"found protocol version {version}, expected {PROTOCOL_VERSION}"
     assert served.exchange.asked == []
 
 

@@ -105,6 +105,7 @@ def test_strangers_are_refused_and_the_right_peer_still_gets_in(listener: Listen
     [
         ({"run": "guess"}, "found the identifier of another run"),
         ({"version": 99}, f"found version 99, expected {PROTOCOL_VERSION}"),
+        ({"version": PROTOCOL_VERSION - 1}, f"found version {PROTOCOL_VERSION - 1}, expected {PROTOCOL_VERSION}"),
         ({"sender": ""}, "found sender , expected home.0"),
     ],
 )
