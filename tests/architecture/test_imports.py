@@ -77,7 +77,11 @@ def test_no_circles(folder: Path) -> None:
 def test_no_call_has_more_arguments_by_position_than_one_can_read() -> None:
     """Beyond eight, nobody sees which is which."""
     calls = [
-        (path, node) for path in FILES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        (path, node)
+        for path in FILES
+        if "_pb2" not in path.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
     ]
     assert [f"{path}:{call.lineno}" for path, call in calls if len(call.args) > 8] == []
 
