@@ -32,7 +32,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from hetero_pp.errors import LinkClosed
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
-from hetero_pp.rpc.channels import keep_freed_memory, make_server
+from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.topology import LinkShape, LinkSpec
 
@@ -233,8 +233,7 @@ def serve_link(control: Connection, shape: LinkShape) -> None:
     """Receive and recycle; answer what is marked as the last."""
     prepare_process()
     links = StageLinkServer(spec_of(shape), RUN, "home.1", seed=0)
-    server, port = make_server(f"{HOST}:0", [links.handler()], max_workers=2)
-    control.send(port)
+    control.send(links.listen(f"{HOST}:0"))
     end = links.accept(SECONDS)
     try:
         while True:
@@ -244,7 +243,7 @@ def serve_link(control: Connection, shape: LinkShape) -> None:
             end.recycle(message)
     except LinkClosed:
         end.close()
-    server.stop(grace=0).wait()
+    links.close(grace=0)
 
 
 def serve_tcp(control: Connection) -> None:

@@ -24,7 +24,7 @@ from hetero_pp.link.protocol import END_CLOSED, PEER_CLOSED, Message, sealed, wi
 from hetero_pp.link.shaping import ShapedQueue, busy_seconds, direction_queue
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkHello
 from hetero_pp.messages.messages_pb2_grpc import StageLinkServicer
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
 from hetero_pp.rpc.framing import Decoder, encode
 from hetero_pp.rpc.services import call_path, service_handler
 from hetero_pp.topology import Direction, LinkShape, LinkSpec
@@ -32,6 +32,8 @@ from hetero_pp.topology import Direction, LinkShape, LinkSpec
 SERVICE = DESCRIPTOR.services_by_name["StageLink"]
 HELLO_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
+STOP_SECONDS = 1.0
+"""How long a link that has ended here may take to tell its peer why, once the server stops."""
 
 OnRefusal = Callable[[str, str], None]
 """Told of every refusal: (sender, reason)."""
@@ -39,6 +41,8 @@ OnRefusal = Callable[[str, str], None]
 _END = b"\x04"
 _ACK = b"\x06"
 _CONTROL_BYTES = 1
+_WORKERS = 4
+"""Of a server: one for the link, the others to refuse strangers."""
 _MAX_HELLO_BYTES = 4096
 
 
@@ -85,7 +89,10 @@ def _open_error(error: grpc.RpcError, address: str, timeout: float) -> Exception
 
 
 class StageLinkServer(StageLinkServicer):
-    """Waits for the upstream neighbour of one stage: takes it once, and refuses everybody else."""
+    """Waits for the upstream neighbour of one stage: takes it once, and refuses everybody else.
+
+    Whoever has it `listen` must `close` it, or the process cannot end.
+    """
 
     def __init__(self, plan: LinkSpec, run: str, member: str, seed: int, on_refusal: OnRefusal | None = None) -> None:
         self.refusals = 0
@@ -94,10 +101,18 @@ class StageLinkServer(StageLinkServicer):
         self._lock = threading.Lock()
         self._taken = False
         self._accepted: ShapedQueue[GrpcLinkEnd] = ShapedQueue(LinkShape())
+        self._server: grpc.Server | None = None
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """For `make_server`. An open link holds one of its workers."""
-        return service_handler(SERVICE, self, _anybody)
+    def listen(self, address: str) -> int:
+        """Listen on HOST:PORT; returns the port (PORT 0 takes any free one). OSError if it cannot be had."""
+        handler = service_handler(SERVICE, self, _anybody)
+        self._server, port = make_server(address, [handler], _WORKERS)
+        return port
+
+    def close(self, grace: float = STOP_SECONDS) -> None:
+        """Listen no more. To be called when the link is closed or aborted: after `grace` seconds it is cut."""
+        if self._server is not None:
+            self._server.stop(grace).wait()
 
     def accept(self, timeout: float | None = None) -> GrpcLinkEnd:
         """The end that sends backward, once the neighbour is here. LinkTimeout after `timeout` seconds."""

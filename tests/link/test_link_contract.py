@@ -15,7 +15,6 @@ from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.ledger import FRAME_BYTES, Count
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
-from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.topology import LinkShape, LinkSpec
 
@@ -33,8 +32,8 @@ def connect_in_process(stack: ExitStack, spec: LinkSpec) -> Pair:
 
 def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
     links = StageLinkServer(spec, "run", spec.target, seed=1)
-    server, port = make_server("127.0.0.1:0", [links.handler()], max_workers=2)
-    stack.callback(lambda: server.stop(grace=0).wait())
+    port = links.listen("127.0.0.1:0")
+    stack.callback(links.close, grace=0)
     upstream = open_stage_link(f"127.0.0.1:{port}", spec, "run", spec.source, seed=1, timeout=SECONDS)
     return upstream, links.accept(SECONDS)
 

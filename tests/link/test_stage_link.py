@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
 from hetero_pp.rpc import stage_link
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.framing import encode
 from hetero_pp.rpc.stage_link import GrpcLinkEnd, StageLinkServer, open_stage_link
 from hetero_pp.topology import LinkShape, LinkSpec
@@ -38,9 +39,8 @@ class Listener:
         self.links = StageLinkServer(
             spec, "run", spec.target, seed=0, on_refusal=lambda *refusal: self.refusals.append(refusal)
         )
-        self.server, port = make_server(listen, [self.links.handler()], max_workers=3)
-        stack.callback(lambda: self.server.stop(grace=0).wait())
-        self.address = f"127.0.0.1:{port}"
+        self.address = f"127.0.0.1:{self.links.listen(listen)}"
+        stack.callback(self.links.close, grace=0)
 
     def dial(self, spec: LinkSpec = PLAN, run: str = "run", member: str = "home.0") -> GrpcLinkEnd:
         return open_stage_link(self.address, spec, run, member, seed=0, timeout=SECONDS)
@@ -136,7 +136,7 @@ def test_the_upstream_refuses_a_listener_that_is_not_its_neighbour(listener: Lis
 
 
 def test_nobody_listens(stack: ExitStack, listener: Listener) -> None:
-    listener.server.stop(grace=0).wait()
+    listener.links.close(grace=0)
     with pytest.raises(LinkTimeout, match="did not answer"):
         open_stage_link(listener.address, PLAN, "run", "home.0", seed=0, timeout=0.2)
 
@@ -147,7 +147,7 @@ def test_nobody_dials(listener: Listener) -> None:
 
 
 def test_the_upstream_may_be_first(stack: ExitStack, listener: Listener) -> None:
-    listener.server.stop(grace=0).wait()
+    listener.links.close(grace=0)
     with ThreadPoolExecutor(1) as pool:
         dialled = pool.submit(listener.dial)
         late = Listener(stack, listen=listener.address)
@@ -157,7 +157,7 @@ def test_the_upstream_may_be_first(stack: ExitStack, listener: Listener) -> None
 
 def test_a_busy_port_is_an_error(listener: Listener) -> None:
     with pytest.raises(OSError, match=f"cannot listen on {listener.address}"):
-        make_server(listener.address, [], max_workers=1)
+        StageLinkServer(PLAN, "run", PLAN.target, seed=0).listen(listener.address)
 
 
 MESSAGE = b"".join(encode(sealed(Message(LinkHeader(step=1), (torch.ones(4),)))))
@@ -209,11 +209,60 @@ def test_the_downstream_tells_why_it_aborts(listener: Listener) -> None:
 
 def test_a_server_that_stops(listener: Listener) -> None:
     upstream, downstream = listener.dial(), listener.links.accept(SECONDS)
-    listener.server.stop(grace=0).wait()
+    listener.links.close(grace=0)
     for end in (upstream, downstream):
         with pytest.raises(LinkClosed):
             end.receive(SECONDS)
         end.close()
+
+
+def test_a_member_that_is_through_listens_no_more(stack: ExitStack, listener: Listener) -> None:
+    upstream, downstream = listener.dial(), listener.links.accept(SECONDS)
+    with ThreadPoolExecutor(2) as pool:
+        for closed in [pool.submit(end.close) for end in (upstream, downstream)]:
+            closed.result(SECONDS)
+    assert not _is_refused(listener.address)
+    listener.links.close()
+    assert _is_refused(listener.address)
+    assert Listener(stack, listen=listener.address).address == listener.address
+
+
+def test_a_server_to_which_nobody_came_listens_no_more(listener: Listener) -> None:
+    listener.links.close()
+    assert _is_refused(listener.address)
+    listener.links.close()
+
+
+def _is_refused(address: str) -> bool:
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), SECONDS).close()
+    except ConnectionError:
+        return True
+    return False
+
+
+def test_what_an_end_failed_of_is_told_though_its_server_stops(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until_delivered, stopping = GrpcLinkEnd.wait_until_delivered, threading.Event()
+
+    def late(end: GrpcLinkEnd) -> str | None:
+        assert stopping.wait(SECONDS)
+        return wait_until_delivered(end)
+
+    monkeypatch.setattr(GrpcLinkEnd, "wait_until_delivered", late)
+    upstream, downstream = listener.dial(), listener.links.accept(SECONDS)
+    downstream.abort("out of memory")
+    with ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(listener.links.close, grace=SECONDS)
+        while not _is_refused(listener.address):
+            pass
+        assert not closed.done()
+        stopping.set()
+        closed.result(SECONDS)
+    with pytest.raises(LinkClosed, match="the peer aborted: out of memory"):
+        upstream.receive(SECONDS)
 
 
 def dial_and_wait(address: str) -> None:

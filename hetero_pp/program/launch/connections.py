@@ -9,7 +9,6 @@ from types import TracebackType
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
-from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.exchange import ExchangeClient
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -39,11 +38,13 @@ class NetworkConnections:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the links, or abort them with what went wrong; and leave the exchange."""
+        """Close the links, or abort them with what went wrong; listen no more, and leave the exchange."""
         if error is None:
             self._ends.close()
         else:
             self._ends.abort(str(error))
+        if self._server is not None:
+            self._server.close()
         self.exchange.close()
 
     def listen(self) -> str:
@@ -56,8 +57,7 @@ class NetworkConnections:
         self._server = StageLinkServer(link, self._token, self._member.name, seed, self._report_refusal)
         own = replica.stage_settings(stage.index)
         listen = (own and own.listen) or "127.0.0.1:0"
-        self._listener, port = make_server(listen, [self._server.handler()], max_workers=4)
-        return f"{listen.rsplit(':', 1)[0]}:{port}"
+        return f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
 
     def open(self) -> LinkEnds:
         """See Connections: dial the stage after, and wait for the stage before."""
