@@ -60,6 +60,7 @@ class Exchange:
         self._addresses: dict[str, str] = {}
         self._held: dict[str, HeldStates] = {}
         self._entries: dict[int, dict[tuple[str, str], BlobEntry]] = defaultdict(dict)
+        self._being_written: set[BlobAddress] = set()
         self._records: dict[int, RoundRecord] = {}
         self._hashes: dict[int, dict[str, tuple[bytes, str]]] = defaultdict(dict)
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
@@ -132,7 +133,10 @@ class Exchange:
     # ---- contributions ----
 
     def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
-        """See ExchangePort. The blob is decoded before it is kept, so no receiver meets a malformed one."""
+        """See ExchangePort. The blob is decoded before it is kept, so no receiver meets a malformed one.
+
+        It counts once it is on the disk. That is waited for by who deposits the blob, and by nobody else.
+        """
         self._expect_member(member)
         if self.roster.members[member] != address.replica or address.block not in self.roster.blocks[member]:
             raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's")
@@ -148,16 +152,38 @@ class Exchange:
         except MalformedContribution as error:
             raise self._refused(member, str(error)) from None
         entry = entry_of(address, data, kept)
-        slot = (address.replica, address.block)
+        if self._begins_to_write(member, address, entry):
+            self._write_and_count(address, data, entry)
+
+    def _begins_to_write(self, member: str, address: BlobAddress, entry: BlobEntry) -> bool:
+        """Whether the blob is new, and the caller the only one who writes it; False if it is counted already.
+
+        Waits for another deposit of the same blob: until that is over, it is not known whether it counts.
+        """
         with self._changed:
-            self._check_alive()
-            known = self._entries[address.round].get(slot)
+            self._wait_until(lambda: address not in self._being_written)
+            known = self._entries[address.round].get((address.replica, address.block))
             if known is not None and known != entry:
                 raise self._refused(member, f"a second, different `{address.block}` for round {address.round}")
             if known is None:
-                self.log.write_blob(address, data)
-                self._entries[address.round][slot] = entry
-                self._close_if_whole(address.round)
+                self._being_written.add(address)
+            return known is None
+
+    def _write_and_count(self, address: BlobAddress, data: bytes, entry: BlobEntry) -> None:
+        """Only for whom `_begins_to_write` said so. Nothing counts that is not on the disk, whatever fails."""
+        try:
+            self.log.write_blob(address, data)
+            with self._changed:
+                self._check_alive()
+                entries = self._entries[address.round]
+                entries[address.replica, address.block] = entry
+                is_whole = len(entries) == len(self.roster.replicas) * len(self._shapes)
+        finally:
+            with self._changed:
+                self._being_written.discard(address)
+                self._changed.notify_all()
+        if is_whole:  # by this blob, so nobody else closes the round
+            self._close(address.round)
 
     def record(self, round_: int) -> RoundRecord:
         """See ExchangePort."""
@@ -174,10 +200,9 @@ class Exchange:
             raise self._refused(member, f"no `{block}` of {replica} in a closed round {round_}")
         return self.log.read_blob(round_, replica, block)
 
-    def _close_if_whole(self, round_: int) -> None:
+    def _close(self, round_: int) -> None:
+        """Close a round of which every blob is counted: none can be added or replaced any more."""
         entries = self._entries[round_]
-        if len(entries) < len(self.roster.replicas) * len(self._shapes) or round_ in self._records:
-            return
         record = RoundRecord(round=round_)
         for replica in self.roster.replicas:
             blobs = [entries[replica, block] for block in self._shapes]
@@ -185,10 +210,12 @@ class Exchange:
                 ContributionEntry(replica=replica, weight=1.0, digest=contribution_digest(blobs), blobs=blobs)
             )
         record.sha256 = record_digest(record)
+        # On the disk before anybody is told: members go on from it, and a run that is resumed has to find it.
         self.log.write_record(record)
-        self._records[round_] = record
-        self._changed.notify_all()
-        self.report([Report(time=time.time(), member=EXCHANGE, round_closed=record)])
+        with self._changed:
+            self._records[round_] = record
+            self._changed.notify_all()
+            self.report([Report(time=time.time(), member=EXCHANGE, round_closed=record)])
 
     # ---- agreement ----
 

@@ -6,6 +6,7 @@ import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from hetero_pp.errors import HeteroPPError, MalformedContribution, Refused, ReplicasDiffer, RunFailed
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.model import ModelShape, block_of, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
@@ -410,6 +411,173 @@ def test_the_run_is_over_when_every_member_has_finished(exchange: Exchange) -> N
 
     assert _in_threads(wait, finish) == []
     assert order == [*ROSTER.members, "over"]
+
+
+# ---- the disk ----
+
+
+class _SlowLog(ContributionLog):
+    """Writes at once, but for what is `held`: that waits, with `reached` released, until it is let."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.held: BlobAddress | int | None = None
+        """A blob, or the record of a round."""
+        self.reached, self.lets = threading.Semaphore(0), threading.Event()
+        self.is_full = False
+        """Whether there is no room for the next that was held."""
+        self.written: list[BlobAddress] = []
+
+    def write_blob(self, address: BlobAddress, data: bytes) -> None:
+        self._wait(address)
+        super().write_blob(address, data)
+        self.written.append(address)
+
+    def write_record(self, record: RoundRecord) -> None:
+        self._wait(record.round)
+        super().write_record(record)
+
+    def _wait(self, what: BlobAddress | int) -> None:
+        if what != self.held:
+            return
+        self.reached.release()
+        assert self.lets.wait(TIMEOUT)
+        if self.is_full:
+            self.is_full = False
+            raise OSError("no space left on the disk")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> _SlowLog:
+    return _SlowLog(tmp_path / "log")
+
+
+@pytest.fixture
+def slow(snapshot: Snapshot, log: _SlowLog) -> Exchange:
+    exchange = Exchange("run", ROSTER, snapshot, SETTINGS, log)
+    exchange._changed = _Counted()
+    return exchange
+
+
+def _begin(exchange: Exchange, log: _SlowLog, address: BlobAddress, *blobs: bytes) -> list[Future[None]]:
+    """Deposits of `dc` under one address, each begun when the one before is where it waits: the disk, then the lock."""
+    condition = exchange._changed
+    assert isinstance(condition, _Counted)
+    log.held = log.held or address
+    deposits = []
+    for where, blob in zip((log.reached, condition.waiting), blobs, strict=False):
+        deposits.append(_in_thread(partial(exchange.deposit, "dc", address, blob)))
+        assert where.acquire(timeout=TIMEOUT)
+    return deposits
+
+
+def _in_thread(work: Callable[[], None]) -> Future[None]:
+    """What comes of something that may take for ever."""
+    end: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            end.set_result(None)
+        except Exception as error:  # noqa: BLE001 (raised again where the result is asked for)
+            end.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return end
+
+
+def test_nobody_waits_for_the_disk_that_takes_the_blob_of_another(
+    slow: Exchange, log: _SlowLog, snapshot: Snapshot
+) -> None:
+    _deposit_all(slow, snapshot)
+    address = _address("dc", "norm", round_=2)
+    (deposit,) = _begin(slow, log, address, _blob(snapshot, address))
+    for member, other in _deposits(round_=2):
+        if other != address:
+            slow.deposit(member, other, _blob(snapshot, other))
+    assert slow.record(1).round == 1
+    assert slow.fetch("home.0", 1, "dc", "norm") == _blob(snapshot, _address("dc", "norm"))
+    slow.confirm("home.0", 1, _hashes(snapshot, FIRST))
+    slow.report([Report(member="home.0")])
+    assert not deposit.done()
+    with pytest.raises(FileNotFoundError):
+        log.read_record(2)
+    with pytest.raises(Refused, match="closed round"):
+        slow.fetch("home.0", 2, "dc", "lm_head")
+    log.lets.set()
+    deposit.result(TIMEOUT)
+    assert slow.record(2) == log.read_record(2)
+
+
+@pytest.mark.parametrize("seed", [0, 1], ids=["same", "different"])
+def test_one_blob_twice_at_once_is_written_once(slow: Exchange, log: _SlowLog, snapshot: Snapshot, seed: int) -> None:
+    address = _address("dc", "norm")
+    blobs = [_blob(snapshot, address), _blob(snapshot, address, seed)]
+    first, second = _begin(slow, log, address, *blobs)
+    log.lets.set()
+    first.result(TIMEOUT)
+    if seed:
+        with pytest.raises(Refused, match="dc: a second, different `norm` for round 1"):
+            second.result(TIMEOUT)
+    else:
+        second.result(TIMEOUT)
+    assert slow.refusals == seed
+    assert log.written == [address]
+    _deposit_all_others(slow, snapshot, address)
+    assert slow.fetch("home.0", 1, "dc", "norm") == blobs[0]
+
+
+def test_a_blob_that_the_disk_does_not_take_is_not_counted(slow: Exchange, log: _SlowLog, snapshot: Snapshot) -> None:
+    """So that another may take its place."""
+    address = _address("dc", "norm")
+    _deposit_all_others(slow, snapshot, address)
+    blobs = [_blob(snapshot, address), _blob(snapshot, address, seed=1)]
+    log.is_full = True
+    first, second = _begin(slow, log, address, *blobs)
+    log.lets.set()
+    with pytest.raises(OSError, match="no space"):
+        first.result(TIMEOUT)
+    second.result(TIMEOUT)
+    assert log.written.count(address) == 1
+    named = next(blob for blob in slow.record(1).contributions[0].blobs if blob.block == "norm")
+    assert named.sha256 == hashlib.sha256(blobs[1]).digest()
+    assert slow.fetch("home.0", 1, "dc", "norm") == blobs[1]
+
+
+def test_a_blob_is_not_counted_if_the_run_has_failed_meanwhile(
+    slow: Exchange, log: _SlowLog, snapshot: Snapshot
+) -> None:
+    address = _address("dc", "norm")
+    _deposit_all_others(slow, snapshot, address)
+    deposits = _begin(slow, log, address, *[_blob(snapshot, address)] * 2)
+    slow.fail("a cause")
+    log.lets.set()
+    for deposit in deposits:
+        with pytest.raises(RunFailed, match="a cause"):
+            deposit.result(TIMEOUT)
+    with pytest.raises(FileNotFoundError):
+        log.read_record(1)
+
+
+def test_a_record_is_on_the_disk_before_it_is_told_and_nobody_else_waits(
+    slow: Exchange, log: _SlowLog, snapshot: Snapshot
+) -> None:
+    address, later = _address("dc", "norm"), _address("dc", "norm", round_=2)
+    _deposit_all_others(slow, snapshot, address)
+    log.held = 1
+    (deposit,) = _begin(slow, log, address, _blob(snapshot, address))
+    slow.deposit("dc", address, _blob(snapshot, address))
+    slow.report([Report(member="home.0")])
+    with pytest.raises(Refused, match="closed round"):
+        slow.fetch("home.0", 1, "dc", "norm")
+    with pytest.raises(Refused, match="found round 2, expected 1"):
+        slow.deposit("dc", later, _blob(snapshot, later))
+    assert not any(report.HasField("round_closed") for report in _reports(slow))
+    assert not deposit.done()
+    log.lets.set()
+    assert slow.record(1) == log.read_record(1)
+    deposit.result(TIMEOUT)
+    assert [report.round_closed.round for report in _reports(slow) if report.HasField("round_closed")] == [1]
 
 
 # ---- the log replays ----
