@@ -161,20 +161,20 @@ class _Echo:
         self._blobs: dict[str, BlobEntry] = {}
 
     def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         self._blobs[address.block] = entry_of(address, data, kept_values=0)
 
     def record(self, round_: int) -> RoundRecord:
-        """See ExchangePort."""
+        """See ExchangeService."""
         entry = ContributionEntry(replica=self._replica, weight=1.0, blobs=self._blobs.values())
         return RoundRecord(round=round_, contributions=[entry] * self._replicas)
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """See ExchangePort: a member has its own blobs."""
+        """See ExchangeService: a member has its own blobs."""
         raise AssertionError(f"{member} asked for {block} of {replica}")
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
 
 
 def median_seconds(run: Callable[[], object]) -> float:

@@ -31,7 +31,7 @@ from replica_groups.saved_parts import read_part, write_part
 
 
 class Contributions(Protocol):
-    """What an outer round asks of the exchange; see ExchangePort."""
+    """What an outer round asks of the exchange; see ExchangeService."""
 
     def deposit(self, member: str, address: BlobAddress, data: bytes) -> None: ...
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.files import file_sha256, rename_whole, write_whole
-from hetero_pp.outer.exchange_port import HeldStates
+from hetero_pp.outer.exchange_service import AvailableStates
 from replica_groups.ranks import ALONE, Ranks
 
 KEPT = 2
@@ -57,7 +57,7 @@ class SavedStates:
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(int(match[1]) for path in found if (match := re.fullmatch(r"round-(\d{6,})", path.name)))
 
-    def check(self) -> HeldStates:
+    def check(self) -> AvailableStates:
         """Read all states of this run and hold them against their digests."""
         whole, damaged = [], []
         for round_ in self._broadcast(self.rounds()):
@@ -67,7 +67,7 @@ class SavedStates:
                 whole.append(round_)
             elif complaint:
                 damaged.append(f"{self.path(round_)} is damaged: {complaint}")
-        return HeldStates(frozenset(whole), tuple(damaged))
+        return AvailableStates(frozenset(whole), tuple(damaged))
 
     def _broadcast(self, seen: T) -> T:
         """What the first rank sees, on all of them: they have to go the same way."""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.model import EMBEDDING
-from hetero_pp.outer.exchange_port import ExchangePort
+from hetero_pp.outer.exchange_service import ExchangeService
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -28,7 +28,7 @@ class Connections(Protocol):
     """How a member reaches the rest of its run."""
 
     @property
-    def exchange(self) -> ExchangePort:
+    def exchange(self) -> ExchangeService:
         """Unshaped; where several ranks are one member, only the first one's is used."""
 
     def listen(self) -> str:
@@ -48,7 +48,7 @@ def take_part(
     """
     config = spec.config
     shaped = ShapedExchange(connections.exchange, spec.links[exchange_link_name(member.name)], config.seed)
-    exchange: ExchangePort = (
+    exchange: ExchangeService = (
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
     states = SavedStates(folder.state(member.name), spec.run, config.snapshots.every, ranks)
@@ -78,7 +78,7 @@ def take_part(
         reporter.close()
 
 
-def _fetch_start(spec: RunSpec, member: MemberSpec, exchange: ExchangePort) -> Start:
+def _fetch_start(spec: RunSpec, member: MemberSpec, exchange: ExchangeService) -> Start:
     """From the snapshot that the run begins or goes on with."""
     names = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
     basis = [] if spec.largest_rank is None else [BASIS]

@@ -1,4 +1,4 @@
-"""The exchange over gRPC: a server for any ExchangePort, and a client that is one.
+"""The exchange over gRPC: a server for any ExchangeService, and a client that is one.
 
 Control messages are protobuf; blobs and snapshots are a header and raw frames. Errors cross as status codes and are
 raised again as the errors they were.
@@ -14,10 +14,10 @@ import grpc
 import torch
 from torch import Tensor
 
-from hetero_pp.errors import HeteroPPError, LinkClosed, MalformedMessage, Refused
+from hetero_pp.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer, ExchangeStub
-from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
+from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates, ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
@@ -30,7 +30,7 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 
-class WatchedExchange(ExchangePort, Protocol):
+class WatchedExchange(ExchangeService, Protocol):
     """What the server needs beyond what members need."""
 
     run: str
@@ -82,8 +82,8 @@ class _Servicer(ExchangeServicer):
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         if request.version != PROTOCOL_VERSION:
             raise Refused(f"found protocol version {request.version}, expected {PROTOCOL_VERSION}")
-        held = HeldStates(frozenset(request.rounds), tuple(request.damaged))
-        self.exchange.join(_member(context), request.address, held)
+        available = AvailableStates(frozenset(request.rounds), tuple(request.damaged))
+        self.exchange.join(_member(context), request.address, available)
         return pb.JoinReply()
 
     def LastRound(self, request: pb.LastRoundRequest, context: grpc.ServicerContext) -> pb.LastRoundReply:
@@ -154,7 +154,7 @@ def _member(context: grpc.ServicerContext) -> str:
 
 
 class ExchangeClient:
-    """The exchange at an address, as one member sees it. Implements ExchangePort."""
+    """The exchange at an address, as one member sees it. Implements ExchangeService."""
 
     def __init__(self, address: str, token: str, member: str, run: str | None = None) -> None:
         """`run` is the caller's idea of which run this is, which the exchange compares with its own."""
@@ -185,24 +185,24 @@ class ExchangeClient:
             self._stay.cancel()
         self._channel.close()
 
-    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
-        """See ExchangePort. Waits for the exchange to come up, and from then on is known to be there."""
+    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
+        """See ExchangeService. Waits for the exchange to come up, and from then on is known to be there."""
         request = pb.JoinRequest(
-            version=PROTOCOL_VERSION, address=address, rounds=sorted(held.rounds), damaged=held.damaged
+            version=PROTOCOL_VERSION, address=address, rounds=sorted(available.rounds), damaged=available.damaged
         )
         self._ask(self._calls.Join, request, wait=True)
         self._stay = self._calls.Stay.future(pb.StayRequest(), metadata=self._metadata)
 
     def last_round(self) -> int:
-        """See ExchangePort."""
+        """See ExchangeService."""
         return self._ask(self._calls.LastRound, pb.LastRoundRequest()).last_round
 
     def locate(self, member: str) -> str:
-        """See ExchangePort."""
+        """See ExchangeService."""
         return self._ask(self._calls.Locate, pb.LocateRequest(member=member)).address
 
     def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """See ExchangePort."""
+        """See ExchangeService."""
         frames = self._stream(self._snapshot, pb.SnapshotRequest(names=names))
         header, data = read_frames(frames, pb.SnapshotHeader, _snapshot_bytes, MAX_BLOB_BYTES)
         if list(header.names) != list(names):
@@ -215,7 +215,7 @@ class ExchangeClient:
         return tensors
 
     def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         header = pb.BlobHeader(round=address.round, replica=address.replica, block=address.block, size=len(data))
         try:
             self._deposit(header_and_payload_frames(header, [data]), metadata=self._metadata)
@@ -223,23 +223,30 @@ class ExchangeClient:
             raise self._translate(error) from None
 
     def record(self, round_: int) -> pb.RoundRecord:
-        """See ExchangePort."""
+        """See ExchangeService."""
         return self._ask(self._calls.Record, pb.RecordRequest(round=round_))
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """See ExchangePort."""
+        """See ExchangeService."""
         request = pb.FetchRequest(round=round_, replica=replica, block=block)
         frames = self._stream(self._fetch, request)
         _, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
         return bytes(data)
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         self._ask(self._calls.Confirm, pb.HashReport(round=round_, sha256=sha256))
 
     def report(self, reports: Sequence[pb.Report]) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         self._ask(self._calls.Report, pb.ReportRequest(reports=reports))
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Wait for the connection to the exchange. Raises LinkTimeout."""
+        try:
+            grpc.channel_ready_future(self._channel).result(seconds)
+        except grpc.FutureTimeoutError:
+            raise LinkTimeout(f"the exchange at {self.address} does not answer within {seconds:g} s") from None
 
     def watch(self) -> Iterator[pb.Report]:
         """Every report, until the run is over."""

@@ -48,7 +48,7 @@ _MAX_HELLO_BYTES = 4096
 
 def open_stage_link(
     address: str,
-    plan: LinkSpec,
+    spec: LinkSpec,
     run: str,
     member: str,
     seed: int,
@@ -62,17 +62,17 @@ def open_stage_link(
     with ExitStack() as undo:
         channel = make_channel(address)
         undo.callback(channel.close)
-        end = GrpcLinkEnd(plan, "forward", seed, on_refusal)
+        end = GrpcLinkEnd(spec, "forward", seed, on_refusal)
         undo.callback(end.abort, f"could not connect to {address}")
         stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(SERVICE, "Open"))
-        call = stream(itertools.chain([_hello(run, plan.name, member)], end.frames()), wait_for_ready=True)
+        call = stream(itertools.chain([_hello(run, spec.name, member)], end.frames()), wait_for_ready=True)
         try:
             hello = _first(call, timeout, call.cancel)
         except grpc.RpcError as error:
             raise _open_error(error, address, timeout) from error
-        _, reason = _judge(hello, run, plan.name, plan.target)
+        _, reason = _judge(hello, run, spec.name, spec.target)
         if reason is not None:
-            raise Refused(f"the listener at {address} is not the other end of {plan.name}: {reason}")
+            raise Refused(f"the listener at {address} is not the other end of {spec.name}: {reason}")
         end.start(call, call.cancel, channel.close)
         undo.pop_all()
         return end
@@ -94,9 +94,9 @@ class StageLinkServer(StageLinkServicer):
     Whoever has it `listen` must `close` it, or the process cannot end.
     """
 
-    def __init__(self, plan: LinkSpec, run: str, member: str, seed: int, on_refusal: OnRefusal | None = None) -> None:
+    def __init__(self, spec: LinkSpec, run: str, member: str, seed: int, on_refusal: OnRefusal | None = None) -> None:
         self.refusals = 0
-        self._plan, self._run, self._member, self._seed = plan, run, member, seed
+        self._spec, self._run, self._member, self._seed = spec, run, member, seed
         self._on_refusal = on_refusal
         self._lock = threading.Lock()
         self._taken = False
@@ -119,13 +119,13 @@ class StageLinkServer(StageLinkServicer):
         try:
             return self._accepted.get(timeout)
         except LinkTimeout:
-            raise LinkTimeout(f"{self._plan.source} did not connect within {timeout:g} s") from None
+            raise LinkTimeout(f"{self._spec.source} did not connect within {timeout:g} s") from None
 
     def Open(  # type: ignore[override]  # a Frame is raw bytes
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         first = _first(requests, HELLO_SECONDS, context.cancel)
-        sender, reason = _judge(first, self._run, self._plan.name, self._plan.source)
+        sender, reason = _judge(first, self._run, self._spec.name, self._spec.source)
         with self._lock:
             if reason is None and self._taken:
                 reason = f"{sender} is already connected"
@@ -133,8 +133,8 @@ class StageLinkServer(StageLinkServicer):
         if reason is not None:
             self._refuse(sender, reason)
             context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
-        yield _hello(self._run, self._plan.name, self._member)
-        end = GrpcLinkEnd(self._plan, "backward", self._seed, self._refuse)
+        yield _hello(self._run, self._spec.name, self._member)
+        end = GrpcLinkEnd(self._spec, "backward", self._seed, self._refuse)
         end.start(requests)
         if not context.add_callback(end.lost):
             end.lost()
@@ -154,13 +154,13 @@ class StageLinkServer(StageLinkServicer):
 class GrpcLinkEnd:
     """One end; implements LinkEnd. gRPC's threads send, one thread of its own receives."""
 
-    def __init__(self, plan: LinkSpec, direction: Direction, seed: int, on_refusal: OnRefusal | None) -> None:
+    def __init__(self, spec: LinkSpec, direction: Direction, seed: int, on_refusal: OnRefusal | None) -> None:
         self.ledger = Ledger()
-        self._name = plan.name
-        self._peer = plan.target if direction == "forward" else plan.source
-        self._shape = plan.shape(direction)
+        self._name = spec.name
+        self._peer = spec.target if direction == "forward" else spec.source
+        self._shape = spec.shape(direction)
         self._on_refusal = on_refusal
-        self._outgoing: ShapedQueue[Iterator[bytes]] = direction_queue(plan, direction, seed)
+        self._outgoing: ShapedQueue[Iterator[bytes]] = direction_queue(spec, direction, seed)
         self._incoming: ShapedQueue[Message] = ShapedQueue(LinkShape())
         self._decoder = Decoder()
         self._lock = threading.Lock()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
+from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates, ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from replica_groups.ranks import Ranks
 
@@ -17,63 +17,63 @@ _ANSWER, _ERROR = b"\0", b"\1"
 
 
 class CollectiveExchange:
-    """Implements ExchangePort on every rank; only the first has an `exchange`.
+    """Implements ExchangeService on every rank; only the first has an `exchange`.
 
     What has an answer is asked by all ranks together; what has none is done by the first alone.
     """
 
-    def __init__(self, exchange: ExchangePort | None, ranks: Ranks) -> None:
+    def __init__(self, exchange: ExchangeService | None, ranks: Ranks) -> None:
         self._exchange = exchange
         self._ranks = ranks
 
-    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
-        """See ExchangePort. The first rank speaks for all: they see one file system."""
+    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
+        """See ExchangeService. The first rank speaks for all: they see one file system."""
 
-        def join(exchange: ExchangePort) -> bytes:
-            exchange.join(member, address, held)
+        def join(exchange: ExchangeService) -> bytes:
+            exchange.join(member, address, available)
             return b""
 
         self._ask(join)
 
     def last_round(self) -> int:
-        """See ExchangePort."""
+        """See ExchangeService."""
         return int(self._ask(lambda exchange: str(exchange.last_round()).encode()))
 
     def locate(self, member: str) -> str:
-        """See ExchangePort."""
+        """See ExchangeService."""
         return self._ask(lambda exchange: exchange.locate(member).encode()).decode()
 
     def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """See ExchangePort. Tensor by tensor, as all of a large model would be twice in memory."""
+        """See ExchangeService. Tensor by tensor, as all of a large model would be twice in memory."""
         return {name: self._tensor(name) for name in names}
 
     def _tensor(self, name: str) -> Tensor:
         return load(self._ask(lambda exchange: save(exchange.snapshot([name]))))[name]
 
     def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         if self._exchange is not None:
             self._exchange.deposit(member, address, data)
 
     def record(self, round_: int) -> RoundRecord:
-        """See ExchangePort."""
+        """See ExchangeService."""
         return RoundRecord.FromString(self._ask(lambda exchange: exchange.record(round_).SerializeToString()))
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """See ExchangePort."""
+        """See ExchangeService."""
         return self._ask(lambda exchange: exchange.fetch(member, round_, replica, block))
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         if self._exchange is not None:
             self._exchange.confirm(member, round_, sha256)
 
     def report(self, reports: Sequence[Report]) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         if self._exchange is not None:
             self._exchange.report(reports)
 
-    def _ask(self, question: Callable[[ExchangePort], bytes]) -> bytes:
+    def _ask(self, question: Callable[[ExchangeService], bytes]) -> bytes:
         answer, failure = None, None
         if self._exchange is not None:
             try:

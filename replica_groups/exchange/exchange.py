@@ -26,7 +26,7 @@ from hetero_pp.messages.messages_pb2 import (
     RoundVerified,
 )
 from hetero_pp.model import shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_port import NOTHING, HeldStates
+from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, contribution_digest, entry_of
@@ -41,7 +41,7 @@ REMEMBERED_REPORTS = 10_000
 
 
 class Exchange:
-    """State of a run as the exchange sees it. Implements ExchangePort."""
+    """State of a run as the exchange sees it. Implements ExchangeService."""
 
     def __init__(
         self, run: str, roster: Roster, snapshot: Snapshot | None, settings: OuterSettings, log: ContributionLog
@@ -58,7 +58,7 @@ class Exchange:
         self._names: frozenset[str] = frozenset()
         self._failure: str | None = None
         self._addresses: dict[str, str] = {}
-        self._held: dict[str, HeldStates] = {}
+        self._available: dict[str, AvailableStates] = {}
         self._entries: dict[int, dict[tuple[str, str], BlobEntry]] = defaultdict(dict)
         self._being_written: set[BlobAddress] = set()
         self._records: dict[int, RoundRecord] = {}
@@ -73,11 +73,11 @@ class Exchange:
 
     # ---- the beginning ----
 
-    def wait_until_joined(self) -> Mapping[str, HeldStates]:
+    def wait_until_joined(self) -> Mapping[str, AvailableStates]:
         """Wait until every member has joined; what each holds."""
         with self._changed:
-            self._wait_until(lambda: self._held.keys() >= self.roster.members.keys())
-            return dict(self._held)
+            self._wait_until(lambda: self._available.keys() >= self.roster.members.keys())
+            return dict(self._available)
 
     def begin(self, snapshot: Snapshot, damaged: Sequence[str] = ()) -> None:
         """Open the round after a snapshot's; `damaged` files were passed over to find it."""
@@ -89,9 +89,9 @@ class Exchange:
         self.report([Report(time=time.time(), member=EXCHANGE, begun=begun)])
 
     def last_round(self) -> int:
-        """See ExchangePort."""
+        """See ExchangeService."""
         with self._changed:
-            self._wait_until(lambda: self._begun is not None and self._held.keys() >= self.roster.members.keys())
+            self._wait_until(lambda: self._begun is not None and self._available.keys() >= self.roster.members.keys())
         return self._snapshot("a member").round
 
     def _snapshot(self, sender: str) -> Snapshot:
@@ -102,28 +102,28 @@ class Exchange:
 
     # ---- members ----
 
-    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
-        """See ExchangePort. A second process under one name is refused."""
+    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
+        """See ExchangeService. A second process under one name is refused."""
         self._expect_member(member)
         with self._changed:
             if member in self._addresses:
                 raise self._refused(member, f"found a second `{member}`")
             self._addresses[member] = address
-            self._held[member] = held
+            self._available[member] = available
             self._changed.notify_all()
         report = Report(time=time.time(), member=member)
         report.joined.address = address
         self.report([report])
 
     def locate(self, member: str) -> str:
-        """See ExchangePort."""
+        """See ExchangeService."""
         self._expect_member(member)
         with self._changed:
             self._wait_until(lambda: member in self._addresses)
             return self._addresses[member]
 
     def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """See ExchangePort."""
+        """See ExchangeService."""
         tensors = self._snapshot("a member").tensors()
         unknown = [name for name in names if name not in tensors]
         if unknown:
@@ -133,7 +133,7 @@ class Exchange:
     # ---- contributions ----
 
     def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
-        """See ExchangePort. The blob is decoded before it is kept, so no receiver meets a malformed one.
+        """See ExchangeService. The blob is decoded before it is kept, so no receiver meets a malformed one.
 
         It counts once it is on the disk. That is waited for by who deposits the blob, and by nobody else.
         """
@@ -186,13 +186,13 @@ class Exchange:
             self._close(address.round)
 
     def record(self, round_: int) -> RoundRecord:
-        """See ExchangePort."""
+        """See ExchangeService."""
         with self._changed:
             self._wait_until(lambda: round_ in self._records)
             return self._records[round_]
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """See ExchangePort."""
+        """See ExchangeService."""
         with self._changed:
             self._check_alive()
             known = round_ in self._records and (replica, block) in self._entries[round_]
@@ -220,7 +220,7 @@ class Exchange:
     # ---- agreement ----
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangePort. The first holder of a parameter sets what the others must equal."""
+        """See ExchangeService. The first holder of a parameter sets what the others must equal."""
         if member != EXCHANGE:
             self._expect_member(member)
         with self._changed:
@@ -255,7 +255,7 @@ class Exchange:
     # ---- reports, failure and the end ----
 
     def report(self, reports: Sequence[Report]) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         with self._changed:
             self._reports.extend(reports)
             for report in reports:

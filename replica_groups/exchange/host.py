@@ -41,10 +41,10 @@ def begin_run(exchange: Exchange, spec: RunSpec, resume: bool) -> Auditor:
 
 def _find_start(exchange: Exchange, spec: RunSpec) -> Restart:
     """Raises HeteroPPError where there is none, or going on from it would undo the end of a run that is over."""
-    held, rounds = exchange.wait_until_joined(), spec.config.outer.rounds
-    if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in held.values()):
+    available, rounds = exchange.wait_until_joined(), spec.config.outer.rounds
+    if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
         raise HeteroPPError(f"the run is over: its log has the snapshot after round {rounds} of {rounds}")
-    start = find_restart(exchange.log, spec.run, held, partial(round_optimizer, spec))
+    start = find_restart(exchange.log, spec.run, available, partial(round_optimizer, spec))
     exchange.log.forget_after(start.snapshot.round)
     return start
 

@@ -8,13 +8,13 @@ import time
 
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.outer.exchange_port import ExchangePort
+from hetero_pp.outer.exchange_service import ExchangeService
 
 
 class Reporter:
     """Sends reports in batches, at least every `interval` seconds."""
 
-    def __init__(self, exchange: ExchangePort, member: str, interval: float = 0.25) -> None:
+    def __init__(self, exchange: ExchangeService, member: str, interval: float = 0.25) -> None:
         self.member = member
         self._exchange = exchange
         self._interval = interval

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution
-from hetero_pp.outer.exchange_port import ExchangePort, HeldStates
+from hetero_pp.outer.exchange_service import AvailableStates, ExchangeService
 from hetero_pp.outer.step import RoundOptimizer
 from hetero_pp.snapshot import Snapshot, load_snapshot
 from replica_groups.exchange.log import ContributionLog
@@ -22,15 +22,15 @@ OptimizerFor = Callable[[Tensor | None], RoundOptimizer]
 """The run's outer optimizer, by the run's basis."""
 
 
-def join_run(exchange: ExchangePort, member: str, address: str, states: SavedStates) -> int:
+def join_run(exchange: ExchangeService, member: str, address: str, states: SavedStates) -> int:
     """A member's part: tell which sound states it has, and hear after which round the run goes on (0: it begins).
 
     States that this run has no use for are moved aside: they may be all that is left of another one.
     """
-    held = states.check()
-    exchange.join(member, address, held)
+    available = states.check()
+    exchange.join(member, address, available)
     last_round = exchange.last_round()
-    aside = states.set_aside_all_but(frozenset(round_ for round_ in held.rounds if round_ <= last_round))
+    aside = states.set_aside_all_but(frozenset(round_ for round_ in available.rounds if round_ <= last_round))
     if aside is not None:
         print(f"{member}: states that the run does not go on from were moved to {aside}", file=sys.stderr, flush=True)
     return last_round
@@ -46,21 +46,21 @@ class Restart:
 
 
 def find_restart(
-    log: ContributionLog, run: str, held: Mapping[str, HeldStates], optimizer_for: OptimizerFor
+    log: ContributionLog, run: str, available: Mapping[str, AvailableStates], optimizer_for: OptimizerFor
 ) -> Restart:
     """The newest round of which every member has a sound state, and theta after it.
 
     Raises HeteroPPError with who holds what if there is none.
     """
-    damaged = [f"{member}: {one}" for member, states in sorted(held.items()) for one in states.damaged]
-    common = frozenset.intersection(*(states.rounds for states in held.values()))
+    damaged = [f"{member}: {one}" for member, states in sorted(available.items()) for one in states.damaged]
+    common = frozenset.intersection(*(states.rounds for states in available.values()))
     for round_ in sorted(common, reverse=True):
         try:
             snapshot = snapshot_after(log, run, round_, optimizer_for, damaged)
         except FileNotFoundError:
             continue
         return Restart(snapshot, tuple(dict.fromkeys(damaged)))
-    holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(held.items()))
+    holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(available.items()))
     last = max(log.records(), default=0)
     complaint = f"found no round that all members hold and the log (up to round {last}) can give: {holders}"
     complaint += " (states are saved every `snapshots.every` rounds)"

@@ -9,64 +9,64 @@ from torch import Tensor
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
 from hetero_pp.link.shaping import Shaper
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.outer.exchange_port import NOTHING, ExchangePort, HeldStates
+from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates, ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.topology import LinkSpec
 
 
 class ShapedExchange:
-    """Delays what a member sends to and fetches from the exchange as the link's shape says. Implements ExchangePort.
+    """Delays what a member sends to and fetches from the exchange as the link's shape says. Implements ExchangeService.
 
     Blobs and snapshots are shaped and counted; control messages and reports, some hundred bytes each, are not.
     """
 
-    def __init__(self, exchange: ExchangePort, spec: LinkSpec, seed: int) -> None:
+    def __init__(self, exchange: ExchangeService, spec: LinkSpec, seed: int) -> None:
         self._exchange = exchange
         self._up = Shaper(spec.forward, f"{seed}/{spec.name}/forward")
         self._down = Shaper(spec.backward, f"{seed}/{spec.name}/backward")
         self.forward = Ledger()
         self.backward = Ledger()
 
-    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
-        """See ExchangePort."""
-        self._exchange.join(member, address, held)
+    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
+        """See ExchangeService."""
+        self._exchange.join(member, address, available)
 
     def last_round(self) -> int:
-        """See ExchangePort."""
+        """See ExchangeService."""
         return self._exchange.last_round()
 
     def locate(self, member: str) -> str:
-        """See ExchangePort."""
+        """See ExchangeService."""
         return self._exchange.locate(member)
 
     def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """See ExchangePort."""
+        """See ExchangeService."""
         tensors = self._exchange.snapshot(names)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         _carry(self._down, self.backward, 0, size)
         return tensors
 
     def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         _carry(self._up, self.forward, address.round, len(data))
         self._exchange.deposit(member, address, data)
 
     def record(self, round_: int) -> RoundRecord:
-        """See ExchangePort."""
+        """See ExchangeService."""
         return self._exchange.record(round_)
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
-        """See ExchangePort."""
+        """See ExchangeService."""
         data = self._exchange.fetch(member, round_, replica, block)
         _carry(self._down, self.backward, round_, len(data))
         return data
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         self._exchange.confirm(member, round_, sha256)
 
     def report(self, reports: Sequence[Report]) -> None:
-        """See ExchangePort."""
+        """See ExchangeService."""
         self._exchange.report(reports)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hetero_pp.snapshot
 from hetero_pp.errors import DamagedFile, HeteroPPError
 from hetero_pp.model import ModelShape, block_of
-from hetero_pp.outer.exchange_port import HeldStates
+from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -71,11 +71,11 @@ def log(trained: tuple[Path, Rounds], tmp_path: Path) -> ContributionLog:
     return ContributionLog(tmp_path / "log")
 
 
-def _held(**rounds: set[int]) -> dict[str, HeldStates]:
-    return {member: HeldStates(frozenset(found)) for member, found in rounds.items()}
+def _held(**rounds: set[int]) -> dict[str, AvailableStates]:
+    return {member: AvailableStates(frozenset(found)) for member, found in rounds.items()}
 
 
-def _find(log: ContributionLog, held: Mapping[str, HeldStates]) -> Restart:
+def _find(log: ContributionLog, held: Mapping[str, AvailableStates]) -> Restart:
     return find_restart(log, "run", held, lambda basis: OuterOptimizer(SETTINGS))
 
 
@@ -98,7 +98,7 @@ def _flip(path: Path, bit: int) -> None:
     ],
 )
 def test_the_newest_round_that_all_hold_is_taken(
-    trained: tuple[Path, Rounds], log: ContributionLog, held: dict[str, HeldStates], expected: int
+    trained: tuple[Path, Rounds], log: ContributionLog, held: dict[str, AvailableStates], expected: int
 ) -> None:
     found = _find(log, held)
     assert found.snapshot.round == expected
@@ -284,7 +284,7 @@ def _saved(folder: Path, run: str = "run", rounds: tuple[int, ...] = (3, 4)) -> 
 def test_states_are_what_was_saved(tmp_path: Path) -> None:
     states = _saved(tmp_path, rounds=(1, 2, 3, 4))
     assert states.rounds() == [3, 4]
-    assert states.check() == HeldStates(frozenset({3, 4}))
+    assert states.check() == AvailableStates(frozenset({3, 4}))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,9 @@ def test_digests_of_any_kind_are_read_or_damaged(tmp_path: Path, noted: str) -> 
     states = _saved(tmp_path)
     (states.path(4) / DIGESTS).write_bytes(noted.encode(errors="surrogateescape"))
     (tmp_path / "round-5").mkdir()
-    assert states.check() == HeldStates(frozenset({3}), (f"{states.path(4)} is damaged: digests.json cannot be read",))
+    assert states.check() == AvailableStates(
+        frozenset({3}), (f"{states.path(4)} is damaged: digests.json cannot be read",)
+    )
 
 
 @pytest.mark.parametrize("damage", ["flip", "missing", "more", "no digests", "torn digests"])

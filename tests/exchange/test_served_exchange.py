@@ -15,7 +15,7 @@ from torch import Tensor
 from hetero_pp.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
-from hetero_pp.outer.exchange_port import NOTHING, HeldStates
+from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
@@ -49,8 +49,8 @@ class Recorder:
         self.stayed = threading.Event()
         self.refused: list[tuple[str, str]] = []
 
-    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
-        self.asked.append(("join", member, address, held))
+    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
+        self.asked.append(("join", member, address, available))
 
     def last_round(self) -> int:
         self.asked.append(("last_round",))
@@ -189,7 +189,7 @@ def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], 
 
 def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     client = ExchangeClient(served.address, TOKEN, "dc", RUN)
-    held = HeldStates(frozenset({2, 7}), ("round 8 is damaged",))
+    held = AvailableStates(frozenset({2, 7}), ("round 8 is damaged",))
     client.join("dc", "127.0.0.1:6", held)
     assert client.last_round() == 7
     assert client.locate("home.1") == "127.0.0.1:5"

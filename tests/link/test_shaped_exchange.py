@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hetero_pp.link import shaping
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.outer import exchange_port
-from hetero_pp.outer.exchange_port import HeldStates
+from hetero_pp.outer import exchange_service
+from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.topology import LinkShape, LinkSpec
 from replica_groups.exchange.shaped import ShapedExchange
@@ -31,7 +31,7 @@ Counts = tuple[object, ...]
 
 
 class Far:
-    """What is at the other end, and when it was asked. Implements ExchangePort."""
+    """What is at the other end, and when it was asked. Implements ExchangeService."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
@@ -40,7 +40,7 @@ class Far:
     def _ask(self, what: object) -> None:
         self.asked.append((self.clock.time, what))
 
-    def join(self, member: str, address: str, held: HeldStates = exchange_port.NOTHING) -> None:
+    def join(self, member: str, address: str, held: AvailableStates = exchange_service.NO_STATES) -> None:
         self._ask((member, address, held))
 
     def last_round(self) -> int:
@@ -136,7 +136,7 @@ def test_both_ways_are_free_of_each_other(shaped: Shaped) -> None:
 
 def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> None:
     reports = [Report(member="home.0")]
-    held = HeldStates(frozenset({4}))
+    held = AvailableStates(frozenset({4}))
     shaped.exchange.join("home.0", "here", held)
     assert shaped.exchange.last_round() == 4
     assert shaped.exchange.locate("home.1") == "there"

@@ -19,11 +19,11 @@ from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.program.launch.connections import reports_of
 from hetero_pp.program.launch.same_run import require_same_run
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
+from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec

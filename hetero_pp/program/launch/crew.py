@@ -18,10 +18,10 @@ from multiprocessing.context import ForkServerProcess
 
 from hetero_pp.errors import RunFailed
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.connections import reports_of
 from hetero_pp.program.launch.job import CONSEQUENCE, Job
 from hetero_pp.program.launch.member_process import process_main
 from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.rpc.connections import reports_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.topology import EXCHANGE

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.connections import reports_of
 from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.rpc.connections import reports_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.topology import EXCHANGE, ParticipantsReplica

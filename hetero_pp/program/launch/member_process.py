@@ -20,10 +20,10 @@ from typing import NoReturn
 import torch
 
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
-from hetero_pp.program.launch.connections import NetworkConnections
 from hetero_pp.program.launch.job import CONSEQUENCE, FAILED, Job
 from hetero_pp.program.launch.ranks import run_ranks
 from hetero_pp.rpc.channels import keep_freed_memory
+from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import MemberSpec, RunSpec

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
-from hetero_pp.program.launch.connections import NetworkConnections
 from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.program.launch.ranks import TOKEN, RankJob
 from hetero_pp.rpc.channels import keep_freed_memory
+from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.topology import DatacenterReplica

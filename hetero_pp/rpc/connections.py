@@ -20,6 +20,7 @@ CONNECT_TIMEOUT = 120.0
 def reports_of(address: str, token: str) -> Iterator[Report]:
     """Every report of the run whose exchange is at an address, until it is over; see ExchangeClient.watch."""
     with closing(ExchangeClient(address, token, "launcher")) as exchange:
+        exchange.wait_until_ready(CONNECT_TIMEOUT)  # on a busy machine the first attempt may fail
         yield from exchange.watch()
 
 

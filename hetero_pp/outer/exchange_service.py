@@ -13,23 +13,23 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress
 
 
 @dataclass(frozen=True)
-class HeldStates:
+class AvailableStates:
     """What a member could go on from: the rounds of which it has a sound state, and what is wrong with others."""
 
     rounds: frozenset[int] = frozenset()
     damaged: tuple[str, ...] = ()
 
 
-NOTHING = HeldStates()
+NO_STATES = AvailableStates()
 
 
-class ExchangePort(Protocol):
+class ExchangeService(Protocol):
     """The exchange of contributions, as one member sees it.
 
     Every call may raise Refused (the request is wrong) or RunFailed (another member failed, the run is over).
     """
 
-    def join(self, member: str, address: str, held: HeldStates = NOTHING) -> None:
+    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
         """Tell that this member is here, what it holds, and where it listens for the stage before (empty: nowhere)."""
 
     def last_round(self) -> int:
