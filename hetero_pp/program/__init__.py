@@ -1,1 +1,1 @@
-"""The program around the method: the whole YAML, launching, recording, the command line."""
+"""The program: the commands, launching a run, reporting what it does, and the experiments of the papers."""
