@@ -1,0 +1,331 @@
+"""What the documents show can be done: every command is run somewhere, every link and path leads somewhere, every YAML
+is valid. A command that is added to a page has to be quick, or be named here with the test that runs it, or with the
+reason why none does.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from hetero_pp.program.cli import app
+from hetero_pp.program.experiments.definition import Catalog, Experiment
+from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.yaml_file import ConfigFile
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES.remove(ROOT / "docs" / "results.md")  # generated
+
+EXPORTED = "tests/program/test_export.py::test_a_round_without_a_snapshot_is_replayed"
+STARTED_FROM = "tests/program/test_export.py::test_an_uncompressed_run_goes_on_where_the_first_one_ended"
+CALIBRATED = "tests/program/test_simulate.py::test_a_calibration_is_measured_and_used"
+TABLE = "tests/experiments/test_experiments.py::test_a_table_is_made_and_resumed"
+RUN_BY = {
+    "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
+    "make test": ".ci/run",
+    "make lint": ".ci/run",
+    "make types": ".ci/run",
+    "hetero-pp launch configs/mixed_engines.yaml": "tests/engines/test_mixed.py::test_engines_and_stages_are_one_run",
+    "hetero-pp launch configs/quickstart.yaml --resume": (
+        "tests/faults/test_resume.py::test_a_killed_run_goes_on_to_the_same_bits"
+    ),
+    "hetero-pp launch mixed.yaml --from mixed-hf": STARTED_FROM,
+    "hetero-pp launch CONFIG --from quickstart-hf": STARTED_FROM,
+    "hetero-pp export runs/mixed --to mixed-hf": EXPORTED,
+    "hetero-pp export runs/quickstart --to quickstart-hf": EXPORTED,
+    "hetero-pp export runs/quickstart --to quickstart-hf-12 --round 12 --dtype bf16": EXPORTED,
+    "hetero-pp calibrate configs/quickstart.yaml --write calibration.yaml": CALIBRATED,
+    "hetero-pp simulate configs/quickstart.yaml --calibration calibration.yaml": CALIBRATED,
+    "hetero-pp reproduce het-pp/table1 --seeds 3 --workers 2": TABLE,
+    "hetero-pp reproduce --no-train --docs docs/results.md": TABLE,
+    "python benchmarks/link.py --smoke": "tests/benchmarks/test_smoke.py::test_it_runs_at_its_smallest",
+}
+"""The test that runs such a command, with a configuration of its own or a shorter run."""
+
+HOSTS = "needs several hosts: tests/program/test_only.py has processes with addresses of their own instead"
+SCHEDULER = "needs Slurm or Kubernetes: tests/program/test_torchx.py looks at the jobs"
+HOURS = "takes GPUs and days: tests/experiments/test_ranks.py has a tiny table on two ranks"
+ELSEWHERE = "is another program's"
+TESTS = "runs tests"
+NOT_RUN = {
+    "hetero-pp launch three-hosts.yaml --only exchange --token-file token": HOSTS,
+    "hetero-pp launch three-hosts.yaml --only dc --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
+    "hetero-pp launch three-hosts.yaml --only home.0 --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
+    "hetero-pp launch three-hosts.yaml --only home.1 --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
+    "torchx run -s slurm -cfg partition=gpu hetero_pp/program/launch/torchx_components.py:part "
+    "--config three-hosts.yaml --only dc --exchange dc.example:47600 --gpus 8": SCHEDULER,
+    "torchx run -s kubernetes -cfg queue=default hetero_pp/program/launch/torchx_components.py:part ... "
+    "--image registry/hetero-pp": SCHEDULER,
+    "torchrun --nproc-per-node 8 -m hetero_pp reproduce het-pp/table2 --scale paper --corpus PATH": HOURS,
+    "pip install lm-eval[hf]": ELSEWHERE,
+    "lm_eval run --model hf --model_args pretrained=quickstart-hf,dtype=float32 --tasks arc_easy,hellaswag,piqa "
+    "--device cuda:0 --batch_size 16 --output_path results": ELSEWHERE,
+    "vllm serve quickstart-hf --dtype bfloat16": ELSEWHERE,
+    "python llama.cpp/convert_hf_to_gguf.py quickstart-hf --outfile quickstart.gguf --outtype bf16": ELSEWHERE,
+    ".venv/bin/python -m pytest tests/method tests/stages": TESTS,
+    ".venv/bin/python -m pytest tests/documents": TESTS,
+}
+"""Why no test runs a command as it is shown."""
+
+NO_TEST_HAS = {"--workers"}
+"""Options that are shown and that no test gives to the program."""
+
+QUICK = {"check", "simulate", "plan", "schema"}
+WRITES = {"--write", "--json", "--chart", "--timeline"}
+SHORT = (
+    *("outer.rounds=1", "inner.steps=1", "data.sequence_length=16", "data.validation_sequences=2"),
+    *("data.validation_share=1/10", "data.tokenizer=bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+
+def _blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for match in re.finditer(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL):
+        yield Block(page, text.count("\n", 0, match.start()) + 1, match[2], match[3])
+
+
+def _prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def _commands(page: Path) -> Iterator[str]:
+    """Without comments, and with continued lines in one."""
+    for block in _blocks(page):
+        if block.language == "bash":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield " ".join(words)
+
+
+def _is_quick(command: str) -> bool:
+    """Whether it takes seconds at most and is run here as it is."""
+    words = command.split()
+    if words[0] != "hetero-pp" or command in RUN_BY:
+        return False
+    if words[1] == "reproduce":
+        return "--list" in words or "--dry-run" in words
+    return words[1] in QUICK or "--print-commands" in words
+
+
+def _is_launch(command: str) -> bool:
+    """Whether it trains, on one machine: run here for a step."""
+    return command.startswith("hetero-pp launch") and not (_is_quick(command) or command in {*RUN_BY, *NOT_RUN})
+
+
+COMMANDS = [(page, command) for page in PAGES for command in _commands(page)]
+YAMLS = [block for page in PAGES for block in _blocks(page) if block.language == "yaml"]
+
+
+def _saved(page: Path) -> dict[str, str]:
+    """The YAMLs of a page that have names, by the paths that a reader saves them under."""
+    found = [(YAML(typ="safe").load(block.text), block.text) for block in YAMLS if block.page == page]
+    named = [(content, text) for content, text in found if "name" in content]
+    return {
+        f"{'configs/experiments/' if 'baseline' in content else ''}{content['name']}.yaml": text
+        for content, text in named
+    }
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where one stands who follows a page from its top: the repository's files, and the page's YAMLs by their names."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for name, text in _saved(request.getfixturevalue("page")).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _run(command: str, *more: str) -> str:
+    result = CliRunner().invoke(app, [*command.split()[1:], *more])
+    assert result.exit_code == 0, f"{command}\n{result.output}\n{result.exception}"
+    return result.output
+
+
+# ---- commands ----
+
+
+def test_every_command_is_run_somewhere_or_it_is_said_why_not() -> None:
+    forgotten = [
+        f"{_name(page)}: {command}"
+        for page, command in COMMANDS
+        if not (_is_quick(command) or _is_launch(command) or command in {*RUN_BY, *NOT_RUN})
+    ]
+    assert not forgotten
+    assert len(COMMANDS) > 40
+
+
+def test_no_command_is_named_here_that_no_page_shows() -> None:
+    assert not {*RUN_BY, *NOT_RUN} - {command for _, command in COMMANDS}
+    assert not {*RUN_BY} & {*NOT_RUN}
+
+
+@pytest.mark.parametrize(("command", "test"), RUN_BY.items(), ids=list(RUN_BY))
+def test_the_test_that_runs_a_command_is_there_and_speaks_of_it(command: str, test: str) -> None:
+    """Of its subcommand or its configuration, and of all its options."""
+    path, _, function = test.partition("::")
+    text = (ROOT / path).read_text()
+    assert not function or re.search(rf"^def {function}\(", text, re.MULTILINE)
+    program, first, *others = command.split()
+    configurations = [Path(word).name for word in others if word.startswith("configs/")]
+    if program == "make":
+        assert re.search(rf"\b{first}\b", text)
+    else:
+        assert any(word in text for word in (f'"{first}"', f'"{Path(first).stem}"', *configurations))
+    for option in set(re.findall(r"--[\w-]+", command)) - NO_TEST_HAS:
+        assert f'"{option}"' in text, option
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_quick_commands_do_what_is_said(page: Path, folder: Path) -> None:
+    """In the order of the page."""
+    for command in filter(_is_quick, _commands(page)):
+        assert _run(command)
+        words = command.split()
+        for option, value in pairwise(words):
+            assert option not in WRITES or (folder / value).stat().st_size > 0, command
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [pytest.param(page, command, id=f"{_name(page)}: {command}") for page, command in COMMANDS if _is_launch(command)],
+)
+def test_launches_train(page: Path, command: str, folder: Path, corpus: Path) -> None:
+    """For a step, in one process; over gRPC others do: tests/equivalence."""
+    sets = [part for setting in (*SHORT, f"data.corpus={corpus}") for part in ("--set", setting)]
+    more = [] if "--in-process" in command else ["--in-process"]
+    assert "All replicas hold the same weights" in _run(command, *more, *sets)
+
+
+def test_make_demo_is_a_launch_that_is_shown() -> None:
+    recipe = re.search(r"^demo:.*\n\t\$\(BIN\)/(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    assert recipe[1] in {command for _, command in COMMANDS if _is_launch(command)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_targets_of_make_are_there(page: Path) -> None:
+    shown = [command for command in _commands(page) if command.startswith("make ")]
+    shown += re.findall(r"`(make \w[^`]*)`", _prose(page))
+    targets = {word for command in shown for word in command.split()[1:] if "=" not in word}
+    assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_options_of_the_program_are_known(page: Path) -> None:
+    """In fenced commands and in the text."""
+    subcommands: dict[str, Any] = getattr(get_command(app), "commands")  # noqa: B009 (the type has none)
+    for command in [*_commands(page), *re.findall(r"`(hetero-pp \w[^`]*)`", _prose(page))]:
+        if found := re.search(r"\b(?:hetero-pp|-m hetero_pp) (\w+)(.*)", command):
+            known = {"--help", *(option for one in subcommands[found[1]].params for option in one.opts)}
+            known |= {option for one in subcommands[found[1]].params for option in one.secondary_opts}
+            assert set(re.findall(r"(?<!\S)--[\w-]+", found[2])) <= known, command
+
+
+# ---- YAML ----
+
+
+def _is_whole(content: dict[str, Any]) -> bool:
+    return {"name", "outer"} <= set(content) and bool({"replicas", "plan"} & set(content))
+
+
+@pytest.mark.parametrize("block", YAMLS, ids=lambda block: f"{_name(block.page)}:{block.line}")
+def test_every_yaml_is_valid(block: Block, tmp_path: Path) -> None:
+    """A configuration as it is, a table with its rows at a scale, a part of a configuration within a small one."""
+    content = YAML(typ="safe").load(block.text)
+    path = tmp_path / "shown.yaml"
+    path.write_text(block.text)
+    if "baseline" in content:
+        experiment = Experiment.model_validate(content)
+        setting = Setting(Catalog(ROOT / "configs" / "experiments").scale("micro"), experiment)
+        assert all(setting.config(row) for row in experiment.rows)
+    elif _is_whole(content):
+        assert ConfigFile(path).config.name == content["name"]
+    else:
+        links = {"home": {}, "dsl": {}, "fibre": {}} | content.pop("links", {})
+        base = {"name": "shown", "outer": {"rounds": 1}, "replicas": [{"name": "dc", "kind": "datacenter"}]}
+        RunConfig.model_validate(base | {"links": links} | content).check()
+
+
+def test_there_is_yaml_of_every_kind() -> None:
+    contents = [YAML(typ="safe").load(block.text) for block in YAMLS]
+    wholes = [content["name"] for content in contents if _is_whole(content)]
+    assert {"mixed", "costs", "hosts", "three-hosts"} <= set(wholes)
+    assert sum("baseline" in content for content in contents) >= 2
+
+
+# ---- links and paths ----
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    prose = _prose(page)
+    links = re.findall(r"\]\(([^)\s]+)\)", prose) + re.findall(r'(?:src|href)="([^"]+)"', prose)
+    for link in links:
+        if not re.match(r"\w+:", link):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path) if path else page
+            assert target.is_file(), link
+            assert not anchor or anchor in _anchors(target), link
+
+
+FOLDERS = ("hetero_pp", "stages", "replica_groups", "configs", "docs", "benchmarks", "tests", ".ci")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_paths_of_the_repository_are_there(page: Path) -> None:
+    """In the text, of files and folders; `<name>` and `*` stand for anything."""
+    files = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    words, saved = {word for code in re.findall(r"`([^`\n]+)`", _prose(page)) for word in code.split()}, _saved(page)
+    for word in sorted(words):
+        path = word.partition("::")[0].rstrip(",:;")
+        if not re.fullmatch(r"[\w.*<>-]+(/[\w.*<>-]+)*/?", path):
+            continue
+        if path.split("/")[0] in FOLDERS and "/" in path:
+            pattern = re.sub(r"<\w+>", ".+", re.escape(path.rstrip("/")).replace(r"\*", "[^/]*"))
+            assert path in saved or any(re.match(rf"{pattern}(/|$)", one) for one in files), word
+        elif path in ("Makefile", "pyproject.toml") or path.endswith(".md"):
+            assert (ROOT / path).is_file() or (page.parent / path).is_file(), word
+
+
+# ---- the README ----
+
+
+def test_the_readme_can_be_read_in_one_go() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
