@@ -112,6 +112,12 @@ def _prose(page: Path) -> str:
     return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
+def _codes(page: Path) -> list[str]:
+    """What stands in backticks, within lines or across them."""
+    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", _prose(page)))
+    return [code for paragraph in paragraphs for code in re.findall(r"`([^`]+)`", paragraph)]
+
+
 def _name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
@@ -199,7 +205,7 @@ def test_the_test_that_runs_a_command_is_there_and_speaks_of_it(command: str, te
     program, first, *others = command.split()
     configurations = [Path(word).name for word in others if word.startswith("configs/")]
     if program == "make":
-        assert re.search(rf"\b{first}\b", text)
+        assert re.search(rf"\bmake\b.*\b{first}\b", text)
     else:
         assert any(word in text for word in (f'"{first}"', f'"{Path(first).stem}"', *configurations))
     for option in set(re.findall(r"--[\w-]+", command)) - NO_TEST_HAS:
@@ -236,7 +242,7 @@ def test_make_demo_is_a_launch_that_is_shown() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_targets_of_make_are_there(page: Path) -> None:
     shown = [command for command in _commands(page) if command.startswith("make ")]
-    shown += re.findall(r"`(make \w[^`]*)`", _prose(page))
+    shown += [code for code in _codes(page) if code.startswith("make ")]
     targets = {word for command in shown for word in command.split()[1:] if "=" not in word}
     assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -245,11 +251,11 @@ def test_targets_of_make_are_there(page: Path) -> None:
 def test_options_of_the_program_are_known(page: Path) -> None:
     """In fenced commands and in the text."""
     subcommands: dict[str, Any] = getattr(get_command(app), "commands")  # noqa: B009 (the type has none)
-    for command in [*_commands(page), *re.findall(r"`(hetero-pp \w[^`]*)`", _prose(page))]:
-        if found := re.search(r"\b(?:hetero-pp|-m hetero_pp) (\w+)(.*)", command):
-            known = {"--help", *(option for one in subcommands[found[1]].params for option in one.opts)}
-            known |= {option for one in subcommands[found[1]].params for option in one.secondary_opts}
-            assert set(re.findall(r"(?<!\S)--[\w-]+", found[2])) <= known, command
+    for command in [*_commands(page), *_codes(page)]:
+        if found := re.match(r"(?:hetero-pp|.* -m hetero_pp)(?: (\w+))?(?= |$)(.*)", command):
+            parameters = subcommands[found[1]].params if found[1] else []
+            known = {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
+            assert set(re.findall(r"(?<!\S)--[\w-]+", found[2])) <= {"--help", *known}, command
 
 
 # ---- YAML ----
@@ -312,7 +318,7 @@ FOLDERS = ("hetero_pp", "stages", "replica_groups", "configs", "docs", "benchmar
 def test_paths_of_the_repository_are_there(page: Path) -> None:
     """In the text, of files and folders; `<name>` and `*` stand for anything."""
     files = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
-    words, saved = {word for code in re.findall(r"`([^`\n]+)`", _prose(page)) for word in code.split()}, _saved(page)
+    words, saved = {word for code in _codes(page) for word in code.split()}, _saved(page)
     for word in sorted(words):
         path = word.partition("::")[0].rstrip(",:;")
         if not re.fullmatch(r"[\w.*<>-]+(/[\w.*<>-]+)*/?", path):
