@@ -330,6 +330,22 @@ def test_paths_of_the_repository_are_there(page: Path) -> None:
             assert (ROOT / path).is_file() or (page.parent / path).is_file(), word
 
 
+def test_names_of_the_code_are_there() -> None:
+    """In backticks alone, as a class, a constant or a private function is written."""
+    sources = [path for folder in FOLDERS for kind in ("py", "proto") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    known = {word for path in sources if path.parent != Path(__file__).parent for word in _words(path)}
+    known |= {word for page in PAGES for block in _blocks(page) for word in re.findall(r"\w+", block.text)} | {
+        "Makefile"
+    }
+    shown = {code for page in PAGES for code in _codes(page) if re.fullmatch(r"_?[A-Z]\w*(\.\w+)?|_[a-z]\w*", code)}
+    assert "OuterSettings.method" in shown
+    assert not {name for name in shown if not {*name.split(".")} <= known}
+
+
+def _words(path: Path) -> set[str]:
+    return set(re.findall(r"\w+", path.read_text()))
+
+
 # ---- the README ----
 
 
