@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hetero_pp.data.sources import StreamedCorpus
+from hetero_pp.program.cli import app
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -89,7 +89,6 @@ def test_bad_input_is_a_line_with_its_file_and_exit_code_2(shards: Path, tmp_pat
         f"name: t\ndata:\n  corpus: hf:{shards}\n  stream:\n    split: test\nouter: {{rounds: 1}}\n"
         "replicas:\n  - {name: dc, kind: datacenter, batch_size: 1}\n"
     )
-    command = [sys.executable, "-m", "hetero_pp", "check", str(config), "--runs", str(tmp_path / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["check", str(config), "--runs", str(tmp_path / "runs")])
+    assert done.exit_code == 2
     assert done.stderr.strip() == (f"hetero-pp: {config}:5: data.stream.split: found `test`, expected one of train")

@@ -1,4 +1,4 @@
-"""What one rank of test_contract.py runs: `python rank.py ENGINE [SETTINGS, ...] FOLDER`, by torchrun or alone.
+"""What one rank of test_contract.py runs: `rank.py ENGINE [SETTINGS, ...] FOLDER`.
 
 Puts an engine with each of the settings through the contract, beside a loop in plain PyTorch in the same process.
 Writes FOLDER/<index of the settings>-<rank>.json: how far both are apart.

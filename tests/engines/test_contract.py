@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from started import run_on_ranks
+
+pytestmark = pytest.mark.starts_processes
 
 SCRIPT = Path(__file__).with_name("rank.py")
 
@@ -32,14 +33,6 @@ APART = {"torch": 1e-6, "torchtitan": 1e-4, "deepspeed": 1e-4}
 """How far weights may be from the loop's after three steps: Adam makes much of sums over ranks that are nearly 0."""
 
 
-def torchrun(ranks: int, script: Path, *arguments: str) -> None:
-    """Run a script on so many ranks of this machine, or as it is."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *start, str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-
-
 def _is_exact(settings: dict[str, Any]) -> bool:
     return "bf16" not in settings
 
@@ -53,7 +46,7 @@ def contracts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         if engine not in done:
             ranks, cases = CASES[engine]
             folder = tmp_path_factory.mktemp(engine)
-            torchrun(ranks, SCRIPT, engine, json.dumps(cases), str(folder))
+            run_on_ranks(ranks, SCRIPT, engine, json.dumps(cases), str(folder))
             done[engine] = folder
         return done[engine]
 
@@ -99,6 +92,6 @@ def _check_outer_rounds(everyone: list[dict[str, Any]], tolerance: float) -> Non
 def test_torchtitan_goes_on_with_another_number_of_ranks(contracts: Callable[[str], Path], tmp_path: Path) -> None:
     folder, told = contracts("torchtitan"), tmp_path / "told.json"
     following, _ = json.loads((folder / "0-0.json").read_text())["resumed"]
-    torchrun(4, SCRIPT.with_name("other_ranks.py"), str(folder / "0" / "saved"), str(told))
+    run_on_ranks(4, SCRIPT.with_name("other_ranks.py"), str(folder / "0" / "saved"), str(told))
     for ours, theirs in zip(json.loads(told.read_text()), following, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)

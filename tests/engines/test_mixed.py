@@ -13,6 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+from started import run_program
+
+pytestmark = pytest.mark.starts_processes
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mixed_engines.yaml"
 SHORT = [
@@ -60,38 +63,43 @@ def _public_interface() -> dict[str, str]:
     return {}
 
 
-def _launch(runs: Path, corpus: Path, *more: str, listening: Listening | None = None) -> dict[str, Any]:
-    settings = [*SHORT, f"data.corpus={corpus}", "replicas.0.device=cpu", "replicas.1.device=cpu"]
-    sets = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-m", "hetero_pp", "launch", str(CONFIG), "--runs", str(runs), *sets, *more]
-    environment = os.environ | _public_interface()
+def _command(runs: Path, corpus: Path, *more: str) -> list[str]:
+    settings = [*SHORT, f"data.corpus={corpus}", "replicas.0.device=cpu", "replicas.1.device=cpu", *more]
+    return ["launch", str(CONFIG), "--runs", str(runs), *(part for setting in settings for part in ("--set", setting))]
+
+
+def _watched(command: list[str], listening: Listening) -> None:
+    """Run it to its end, while somebody looks at its sockets."""
+    start, environment = [sys.executable, "-m", "hetero_pp", *command], os.environ | _public_interface()
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        start, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
         said = _wait(process, listening)
     assert process.returncode == 0, said
-    return json.loads((runs / "mixed-engines" / "summary.json").read_text())
 
 
-def _wait(process: subprocess.Popen[str], listening: Listening | None) -> str:
-    """What it printed until its end, while somebody looks at its sockets."""
+def _wait(process: subprocess.Popen[str], listening: Listening) -> str:
     while True:
         try:
-            return process.communicate(timeout=250 if listening is None else 0.2)[0]
+            return process.communicate(timeout=0.2)[0]
         except subprocess.TimeoutExpired:
-            assert listening is not None, "the run hangs"
             listening.look(process.pid)
+
+
+def _summary(runs: Path) -> dict[str, Any]:
+    return json.loads((runs / "mixed-engines" / "summary.json").read_text())
 
 
 def test_engines_and_stages_are_one_run(corpus: Path, tmp_path: Path) -> None:
     """Equal to the bit after every round, with the losses of the same topology in plain PyTorch, closed to others."""
     listening = Listening()
-    mixed = _launch(tmp_path / "mixed", corpus, listening=listening)
+    _watched(_command(tmp_path / "mixed", corpus), listening)
+    mixed = _summary(tmp_path / "mixed")
     assert {program for _, program in listening.seen} == {"member", "rank"}
     assert not listening.beyond_loopback()
-    plain = _launch(
-        tmp_path / "plain", corpus, "--in-process", *(part for setting in PLAIN for part in ("--set", setting))
-    )
+    done = run_program(*_command(tmp_path / "plain", corpus, *PLAIN), "--in-process")
+    assert done.returncode == 0, done.stderr
+    plain = _summary(tmp_path / "plain")
     assert len(set(mixed["parameters_sha256"].values())) == 1
     assert mixed["parameters_sha256"].keys() == {"titan", "zero", "home"}
     assert mixed["initial_validation_loss"] == pytest.approx(plain["initial_validation_loss"], rel=1e-5)

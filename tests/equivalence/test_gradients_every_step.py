@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from started import run_program
 
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes
 from hetero_pp.snapshot import load_snapshot
 
+pytestmark = pytest.mark.starts_processes
+
 YAML = Path(__file__).with_name("mixed.yaml")
 CHANGES = ("outer.method=adamw_ddp", "inner.steps=1", "outer.rounds=4", "replicas.1.boundary.rank=1/8")
 
 
 def _run(corpus: Path, runs: Path, *options: str) -> Path:
-    command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs), *options]
-    for change in (f"data.corpus={corpus}", *CHANGES):
-        command += ["--set", change]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    sets = [part for change in (f"data.corpus={corpus}", *CHANGES) for part in ("--set", change)]
+    done = run_program("launch", str(YAML), "--runs", str(runs), *options, *sets)
     assert done.returncode == 0, done.stdout + done.stderr
     return runs / "mixed"
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from started import run_program
 
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader
@@ -23,13 +22,14 @@ from hetero_pp.snapshot import load_snapshot
 from hetero_pp.topology import Direction, ParticipantsReplica, stage_link_name
 from replica_groups.exchange.log import ContributionLog
 
+pytestmark = pytest.mark.starts_processes
+
 YAML = Path(__file__).with_name("mixed.yaml")
 
 
 def _run(corpus: Path, runs: Path, *options: str) -> Path:
     """Launch the topology as a user would; returns the run's folder."""
-    command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs), *options]
-    done = subprocess.run([*command, "--set", f"data.corpus={corpus}"], capture_output=True, text=True, timeout=240)
+    done = run_program("launch", str(YAML), "--runs", str(runs), *options, "--set", f"data.corpus={corpus}")
     assert done.returncode == 0, done.stdout + done.stderr
     return runs / "mixed"
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.program.cli import app
 from replica_groups.engines.build import require_engine
 
 CONFIG = Path(__file__).parents[2] / "configs" / "mixed_engines.yaml"
@@ -23,14 +25,16 @@ SMALL = [
 ]
 
 
-def _launch(corpus: Path, runs: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+def _command(corpus: Path, runs: Path, *settings: str) -> list[str]:
     sets = [part for setting in (*SMALL, f"data.corpus={corpus}", *settings) for part in ("--set", setting)]
-    command = [sys.executable, "-m", "hetero_pp", "launch", str(CONFIG), "--runs", str(runs), *sets]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return ["launch", str(CONFIG), "--runs", str(runs), *sets]
 
 
+@pytest.mark.starts_processes
 def test_an_engines_own_error_is_told(corpus: Path, tmp_path: Path) -> None:
-    done = _launch(corpus, tmp_path, 'replicas.1.deepspeed={"optimizer": {"type": "Nonsense", "params": {}}}')
+    command = _command(corpus, tmp_path, 'replicas.1.deepspeed={"optimizer": {"type": "Nonsense", "params": {}}}')
+    start = [sys.executable, "-m", "hetero_pp", *command]
+    done = subprocess.run(start, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     told = r"zero: rank [01] of zero: AssertionError: Nonsense is not a supported DeepSpeed Optimizer"
     assert re.search(told, done.stderr)
@@ -54,8 +58,8 @@ def test_an_engines_own_error_is_told(corpus: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_before_anything_starts(
     setting: str, complaint: str, corpus: Path, tmp_path: Path
 ) -> None:
-    done = _launch(corpus, tmp_path, setting)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, _command(corpus, tmp_path, setting))
+    assert done.exit_code == 2
     assert complaint in done.stderr
     assert "mixed_engines.yaml:" in done.stderr
     assert not (tmp_path / "mixed-engines").exists()

@@ -17,6 +17,9 @@ from typing import Any
 import psutil
 import pytest
 from ended import still_running
+from started import run_program
+
+pytestmark = pytest.mark.starts_processes
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 5
@@ -37,11 +40,11 @@ replicas:
 def _command(config: Path, corpus: Path, runs: Path, *more: str) -> list[str]:
     settings = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1"]
     sets = [part for setting in settings for part in ("--set", setting)]
-    return [sys.executable, "-m", "hetero_pp", "launch", str(config), "--runs", str(runs), *sets, *more]
+    return ["launch", str(config), "--runs", str(runs), *sets, *more]
 
 
 def _summary(command: Sequence[str], runs: Path, name: str) -> dict[str, Any]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = run_program(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((runs / name / "summary.json").read_text())
 
@@ -50,7 +53,8 @@ class Launched:
     """A run in the background, and every process of it."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        start = [sys.executable, "-m", "hetero_pp", *command]
+        self.process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.folder = folder
 
     def wait_for_state(self, round_: int) -> list[psutil.Process]:
@@ -124,6 +128,6 @@ def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any)
 
 def test_nothing_to_go_on_with(corpus: Path, tmp_path: Path) -> None:
     command = _command(MIXED, corpus, tmp_path, "--resume", "--in-process")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_program(*command)
     assert done.returncode == 2
     assert f"--resume: found no run in {tmp_path / 'mixed'}" in done.stderr

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from started import run_program
 
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
@@ -379,10 +380,10 @@ def test_an_error_that_nobody_expects_is_in_the_summary(
 
 def _launch(corpus: Path, runs: Path, *more: str) -> subprocess.CompletedProcess[str]:
     sets = [part for key in (f"data.corpus={corpus}", "outer.rounds=1") for part in ("--set", key)]
-    command = [sys.executable, "-m", "hetero_pp", "launch", str(MIXED), "--runs", str(runs), *sets, *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return run_program("launch", str(MIXED), "--runs", str(runs), *sets, *more)
 
 
+@pytest.mark.starts_processes
 def test_two_launches_cannot_share_a_folder(tmp_path: Path, corpus: Path) -> None:
     folder = tmp_path / "mixed"
     folder.mkdir()
@@ -399,6 +400,7 @@ def test_two_launches_cannot_share_a_folder(tmp_path: Path, corpus: Path) -> Non
     assert (tmp_path / "mixed.1" / "mine").exists()
 
 
+@pytest.mark.starts_processes
 def test_a_launch_that_was_killed_lets_go(tmp_path: Path) -> None:
     code = (
         "import os, pathlib; from hetero_pp.program.launch.claim import claim\n"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from started import Started, run_program, start_program
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.launch.command import Host, run_on_this_host
@@ -58,23 +57,21 @@ class Hosts:
         self.port = _free_port()
         self.text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", str(self.port)).replace("CORPUS", str(corpus))
         (folder / "token").write_text("a-secret\n")
-        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.processes: dict[str, Started] = {}
 
-    def start(self, part: str, *more: str) -> subprocess.Popen[str]:
+    def start(self, part: str, *more: str) -> Started:
         own = self.folder / part
         own.mkdir(exist_ok=True)
         (own / "run.yaml").write_text(self.text)
         reach = [] if part == "exchange" else ["--exchange", f"127.0.0.1:{self.port}"]
-        command = [sys.executable, "-m", "hetero_pp", "launch", str(own / "run.yaml"), "--only", part, *reach, *more]
-        command += ["--token-file", str(self.folder / "token"), "--runs", str(own / "runs")]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.processes[part] = process
-        return process
+        shared = ["--token-file", str(self.folder / "token"), "--runs", str(own / "runs")]
+        self.processes[part] = start_program("launch", str(own / "run.yaml"), "--only", part, *reach, *more, *shared)
+        return self.processes[part]
 
     def wait(self, part: str, seconds: float = 150) -> tuple[int, str]:
         """Exit code, and what it said on stderr."""
         _, errors = self.processes[part].communicate(timeout=seconds)
-        return self.processes[part].returncode, errors
+        return self.processes[part].wait(seconds), errors
 
     def summary(self) -> dict:
         return json.loads((self.folder / "exchange" / "runs" / "hosts" / "summary.json").read_text())
@@ -93,10 +90,10 @@ def hosts(tmp_path: Path, corpus: Path) -> Iterator[Hosts]:
     found = Hosts(tmp_path, corpus, 3)
     yield found
     for process in found.processes.values():
-        if process.poll() is None:
-            process.kill()
+        process.kill()
 
 
+@pytest.mark.starts_processes
 def test_four_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> None:
     for part in PARTS:
         hosts.start(part)
@@ -104,8 +101,8 @@ def test_four_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> N
     together = hosts.summary()
     whole = tmp_path / "whole.yaml"
     whole.write_text(hosts.text)
-    command = [sys.executable, "-m", "hetero_pp", "launch", "--in-process", str(whole), "--runs", str(tmp_path / "one")]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    done = run_program("launch", "--in-process", str(whole), "--runs", str(tmp_path / "one"))
+    assert done.returncode == 0, done.stderr
     alone = json.loads((tmp_path / "one" / "hosts" / "summary.json").read_text())
     assert together["parameters_sha256"] == alone["parameters_sha256"]
     assert together["validation_loss"] == alone["validation_loss"]
@@ -115,6 +112,7 @@ def test_four_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> N
     assert not (tmp_path / "home.1" / "runs" / ".tokens").exists()  # only those that read the corpus encode it
 
 
+@pytest.mark.starts_processes
 def test_a_host_that_dies_ends_the_run_and_it_goes_on(tmp_path: Path, corpus: Path) -> None:
     hosts = Hosts(tmp_path, corpus, 100000)
     try:
@@ -139,7 +137,7 @@ def test_a_host_that_dies_ends_the_run_and_it_goes_on(tmp_path: Path, corpus: Pa
         assert hosts.processes["exchange"].poll() is None
     finally:
         for process in hosts.processes.values():
-            os.kill(process.pid, signal.SIGTERM) if process.poll() is None else None
+            process.terminate()
         for part in hosts.processes:
             hosts.wait(part)
 
@@ -149,6 +147,7 @@ def _states(hosts: Hosts, part: str) -> set[int]:
     return {int(path.name[-6:]) for path in (hosts.folder / part / "runs/hosts/state").glob("*/round-*")}
 
 
+@pytest.mark.starts_processes
 def test_a_host_with_another_configuration_is_refused(hosts: Hosts) -> None:
     hosts.start("exchange")
     hosts.text = hosts.text.replace("learning_rate: 1e-2", "learning_rate: 2e-2")
@@ -224,6 +223,7 @@ replicas:
 """
 
 
+@pytest.mark.starts_processes
 def test_a_replica_on_two_nodes(hosts: Hosts) -> None:
     """The same command on each node; both see one folder."""
     text = NODES.replace("ROUNDS", "2").replace("PORT", str(hosts.port)).replace("MEETING", str(_free_port()))

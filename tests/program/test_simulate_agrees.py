@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from started import run_program
 
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.fleets import message_bytes
 from hetero_pp.simulator.loads import snapshot_bytes
+
+pytestmark = pytest.mark.starts_processes
 
 ROUNDS, VALIDATION_BATCHES = 2, 3
 YAML = f"""\
@@ -52,8 +53,7 @@ def _links(path: Path) -> dict[str, Any]:
 
 
 def _program(*arguments: str) -> None:
-    command = [sys.executable, "-m", "hetero_pp", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = run_program(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
+from started import start_program
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
@@ -28,6 +28,7 @@ replicas: [{name: dc, kind: datacenter, batch_size: 4}]
 """
 
 
+@pytest.mark.starts_processes
 def test_a_slurm_job_has_the_command_on_every_node() -> None:
     with get_runner() as runner:
         job = str(runner.dryrun_component(COMPONENT, ARGUMENTS, scheduler="slurm", cfg={"partition": "gpu"}))
@@ -47,6 +48,7 @@ def test_a_kubernetes_job_has_the_command_on_every_node() -> None:
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
 
 
+@pytest.mark.starts_processes
 def test_the_local_scheduler_trains(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -55,7 +57,7 @@ def test_the_local_scheduler_trains(tmp_path: Path, corpus: Path, monkeypatch: p
     (tmp_path / "hetero-pp").write_text(f'#!/bin/sh\nexec {sys.executable} -m hetero_pp "$@"\n')
     (tmp_path / "hetero-pp").chmod(0o755)
     start = ["launch", str(tmp_path / "run.yaml"), "--only", "exchange", "--token-file", str(tmp_path / "token")]
-    exchange = subprocess.Popen([sys.executable, "-m", "hetero_pp", *start, "--runs", str(tmp_path / "runs")])
+    exchange = start_program(*start, "--runs", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)  # where the local scheduler looks for `hetero-pp`
     arguments = ["--config", "run.yaml", "--only", "dc", "--exchange", f"127.0.0.1:{port}", "--gpus", "0"]
     try:

@@ -1,4 +1,4 @@
-"""What one rank of test_replicas_on_ranks.py runs: `python rank.py CORPUS FOLDER METHOD...`, alone or by torchrun.
+"""What one rank of test_replicas_on_ranks.py runs: `rank.py CORPUS FOLDER METHOD...`.
 
 Writes FOLDER/<method>/<rank>-of-<world>.json: losses, hashes after each round, the embedding after the first, and the
 threads of the process group that are left when it is closed: one that outlives it may abort the process as it ends.

@@ -1,14 +1,13 @@
-"""Replicas spread over processes that torchrun starts: the same run as in one process, and the same bits in all."""
+"""Replicas spread over ranks, in processes of their own: the same run as in one process, the same bits in all."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from started import run_on_ranks
 
 from hetero_pp.errors import ConfigError
 from replica_groups.ranks import ALONE, Ranks
@@ -17,19 +16,17 @@ SCRIPT = Path(__file__).with_name("rank.py")
 
 
 def _run(world: int, corpus: Path, folder: Path, *methods: str) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found, by method; all of them in one go, as starting Python takes long."""
+    """What each rank found, by method; all of them in one go, as starting takes long."""
     for method in methods:
         (folder / method).mkdir(parents=True)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command = [sys.executable, *(torchrun if world > 1 else []), str(SCRIPT), str(corpus), str(folder), *methods]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    run_on_ranks(world, SCRIPT, str(corpus), str(folder), *methods)
     return {
         method: [json.loads((folder / method / f"{rank}-of-{world}.json").read_text()) for rank in range(world)]
         for method in methods
     }
 
 
+@pytest.mark.starts_processes
 def test_ranks_train_what_one_process_trains(corpus: Path, tmp_path: Path) -> None:
     """To rounding: the sums over replicas are grouped differently. Four replicas on three ranks, and on two."""
     alone = _run(1, corpus, tmp_path / "one", "sparseloco", "adamw_ddp", "grassmann")

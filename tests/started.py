@@ -1,0 +1,142 @@
+"""Processes that tests start: as real as any, but forked from a server that has imported PyTorch already.
+
+That takes seconds of CPU, which every `python -m hetero_pp` or `python rank.py` would pay anew. It is the server that a
+launch forks its members from; what is forked has nothing of the test's own process but arguments and environment.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from hetero_pp.program.launch.crew import PRELOADED
+
+LAUNCHERS = ["hetero_pp.program.launch.command"]
+
+
+class Started:
+    """A Python program in a process of its own, to be used as one of subprocess.Popen."""
+
+    def __init__(
+        self, what: str | Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`what` is a module, as `python -m` takes it, or a script's path."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*PRELOADED, *LAUNCHERS])
+        self._said = tempfile.TemporaryDirectory(prefix="said-")
+        self._files = [Path(self._said.name) / name for name in ("stdout", "stderr")]
+        settings = dict(os.environ) | dict(environment or {})
+        self._process = context.Process(target=_main, args=(what, list(arguments), settings, self._files))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid, self.sentinel = self._process.pid, self._process.sentinel
+
+    @property
+    def returncode(self) -> int | None:
+        """None until it is seen that it has ended."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Its exit code, if it has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code, once it has ended. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float = 240) -> tuple[str, str]:
+        """What it wrote to stdout and to stderr until its end. Raises subprocess.TimeoutExpired."""
+        self.wait(timeout)
+        stdout, stderr = (path.read_text() if path.exists() else "" for path in self._files)
+        return stdout, stderr
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """If it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM"""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL"""
+        self.send_signal(signal.SIGKILL)
+
+
+def start_program(*arguments: str) -> Started:
+    """`python -m hetero_pp` with these arguments."""
+    return Started("hetero_pp", arguments)
+
+
+def run_program(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Start it, and wait for its end."""
+    program = start_program(*arguments)
+    try:
+        stdout, stderr = program.communicate(timeout)
+    finally:
+        program.kill()
+    return subprocess.CompletedProcess(arguments, program.wait(timeout), stdout, stderr)
+
+
+def run_on_ranks(world: int, script: Path, *arguments: str, timeout: float = 280) -> None:
+    """Run a script on so many ranks of this machine, which find each other as torchrun's do; one is a rank alone."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alike = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    own = [alike | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)] if world > 1 else [{}]
+    ranks = [Started(script, arguments, environment) for environment in own]
+    try:
+        left, deadline = list(ranks), time.monotonic() + timeout
+        while left:
+            ended = wait([rank.sentinel for rank in left], max(0.0, deadline - time.monotonic()))
+            assert ended, f"{len(left)} of {world} ranks did not end"
+            for rank in [rank for rank in left if rank.sentinel in ended]:
+                left.remove(rank)
+                assert rank.wait(timeout) == 0, rank.communicate()[1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _main(what: str | Path, arguments: list[str], environment: dict[str, str], files: Sequence[Path]) -> None:
+    """The life of a started process."""
+    for path, descriptor in zip(files, (1, 2), strict=True):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    server = multiprocessing.forkserver._forkserver  # what is forked from it knows where it is, but would start another
+    server.ensure_running = lambda: None  # type: ignore[method-assign]
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        if isinstance(what, Path):
+            sys.path.insert(0, str(what.parent))
+            sys.argv = [str(what), *arguments]
+            runpy.run_path(str(what), run_name="__main__")
+        else:
+            sys.argv = [what, *arguments]
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
