@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types proto schema clean
+.PHONY: demo test quick lint types proto schema clean
 
 demo: $(READY)
 	$(BIN)/hetero-pp launch configs/quickstart.yaml
@@ -13,6 +13,10 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/link
 	$(BIN)/python -m pytest tests/faults tests/link
+
+# What starts no process, in about a minute: for while one works.
+quick: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not starts_processes"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
+from collections.abc import Generator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -32,6 +36,50 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported and collected stays: a garbage collection need not look at it again during every test."""
     gc.freeze()
+
+
+# ---- make quick: what starts no process ----
+
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+"""Audit events; what multiprocessing starts by itself has none."""
+
+_started: list[str] = []
+
+
+def _note_event(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in STARTS:
+        _started.append(f"{event} {arguments[0] if arguments else ''}")
+
+
+def _note_start(process: BaseProcess) -> None:
+    _started.append(f"multiprocessing, {process.name}")
+    _start(process)
+
+
+sys.addaudithook(_note_event)
+_start = BaseProcess.start
+BaseProcess.start = _note_start  # type: ignore[method-assign, assignment]
+
+
+def _require_mark(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Fail a test that starts a process, or whose fixtures do, unless it is marked so."""
+    _started.clear()
+    result = yield
+    if _started and item.get_closest_marker("starts_processes") is None:
+        pytest.fail(f"starts a process without the mark `starts_processes`: {_started[0]}", pytrace=False)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    """See _require_mark."""
+    return (yield from _require_mark(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """See _require_mark."""
+    return (yield from _require_mark(item))
 
 
 @pytest.fixture(scope="session")

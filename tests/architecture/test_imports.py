@@ -136,6 +136,7 @@ def _described() -> dict[str, str]:
     return dict(found)
 
 
+@pytest.mark.starts_processes
 def test_every_file_is_described() -> None:
     """One line a file, or one for a whole folder of which no file has a line, and no line for what is not there."""
     described = set(_described())
@@ -150,6 +151,7 @@ def test_every_file_is_described() -> None:
         assert any(name.startswith(folder) for name in tracked), folder
 
 
+@pytest.mark.starts_processes
 def test_a_start_without_extras_or_heavy_imports() -> None:
     """Help needs neither torch nor grpc; nothing needs an extra."""
     code = (
@@ -160,6 +162,7 @@ def test_a_start_without_extras_or_heavy_imports() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.starts_processes
 def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     """As `make proto` generates it."""
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.starts_processes
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 HELPERS = {"command_line", "contribution_target"}
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)

@@ -112,6 +112,7 @@ def test_documents_are_encoded_in_several_batches(tmp_path: Path, monkeypatch: p
     assert prepare_tokens(settings, tmp_path / "other cache").digest == whole.digest
 
 
+@pytest.mark.starts_processes
 def test_processes_may_prepare_at_once(tmp_path: Path) -> None:
     settings = write_texts(tmp_path / "corpus", TEXTS * 20)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:

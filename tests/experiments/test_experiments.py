@@ -163,6 +163,7 @@ def _outcome(loss: float, diverged: bool = False) -> dict[str, Any]:
     }
 
 
+@pytest.mark.starts_processes
 def test_tables(tmp_path: Path) -> None:
     experiment = Experiment(
         name="toy/one",
@@ -262,6 +263,7 @@ def _rows(tmp_path: Path) -> Path:
     return tmp_path / "results" / "tiny" / "rows.jsonl"
 
 
+@pytest.mark.starts_processes
 def test_a_table_is_made_and_resumed(tmp_path: Path, toys: Path) -> None:
     code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2", "--docs", str(tmp_path / "results.md"))
     assert code == 0, errors
@@ -313,6 +315,7 @@ def test_unknown_names_list_the_known_ones(arguments: list[str], words: str, tmp
     assert errors == f"hetero-pp: {words}\n"
 
 
+@pytest.mark.starts_processes
 def test_more_seeds_than_asked_for_stay_in_the_table(tmp_path: Path, toys: Path) -> None:
     table = tmp_path / "results" / "tiny" / "toy" / "one.json"
     for seeds in ("2", "1"):
@@ -320,6 +323,7 @@ def test_more_seeds_than_asked_for_stay_in_the_table(tmp_path: Path, toys: Path)
         assert set(json.loads(table.read_text())["rows"][0]["ours"]["seeds"]) == {"1", "2"}
 
 
+@pytest.mark.starts_processes
 def test_another_corpus_gets_a_table_of_its_own(tmp_path: Path, toys: Path) -> None:
     own = tmp_path / "mine.txt"
     own.write_text("some other text " * 5000)
@@ -333,6 +337,7 @@ def test_another_corpus_gets_a_table_of_its_own(tmp_path: Path, toys: Path) -> N
     assert other["corpus"]["sha256"] != json.loads(kept)["corpus"]["sha256"]
 
 
+@pytest.mark.starts_processes
 def test_a_table_is_kept_if_nothing_of_it_is_known(tmp_path: Path, toys: Path) -> None:
     assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "1")[0] == 0
     table = tmp_path / "results" / "tiny" / "toy" / "one.json"
@@ -354,6 +359,7 @@ def test_a_damaged_line_is_told_before_anything_is_trained(tmp_path: Path, toys:
     assert "rows" not in out
 
 
+@pytest.mark.starts_processes
 def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: Path) -> None:
     scale = toys / "scales" / "tiny.yaml"
     scale.write_text(scale.read_text().replace("rounds: 2", "rounds: 2000"))
@@ -368,6 +374,7 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
     assert epochs > 1
 
 
+@pytest.mark.starts_processes
 def test_a_scale_without_its_hardware_is_validated_only(tmp_path: Path, toys: Path) -> None:
     scale = toys / "scales" / "tiny.yaml"
     scale.write_text(scale.read_text().replace("hardware: cpu", "hardware: gpu"))

@@ -65,6 +65,7 @@ def _add_many(path: Path, row: str, start: Any) -> None:
         add_outcome(path, _outcome(row, seed))
 
 
+@pytest.mark.starts_processes
 def test_none_is_lost_if_many_add_at_once(path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(4)
@@ -86,6 +87,7 @@ def _read_often(path: Path, reading: Any, done: Any) -> None:
         known = set(found)
 
 
+@pytest.mark.starts_processes
 def test_a_reader_sees_whole_files_only(path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     reading, done = context.Event(), context.Event()
@@ -99,6 +101,7 @@ def test_a_reader_sees_whole_files_only(path: Path) -> None:
     assert reader.exitcode == 0
 
 
+@pytest.mark.starts_processes
 def test_one_waits_for_the_other(path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     worker = context.Process(target=add_outcome, args=(path, _outcome("a", 1)))

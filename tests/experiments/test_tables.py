@@ -41,6 +41,12 @@ LOSSES: dict[str, dict[int, float]] = {
 Outcomes = dict[str, dict[int, dict[str, Any]]]
 
 
+@pytest.fixture(autouse=True)
+def commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks git."""
+    monkeypatch.setattr("hetero_pp.program.experiments.report.commit", lambda: "0123abc")
+
+
 def _outcome(seed: int, loss: float, diverged: bool = False, **more: Any) -> dict[str, Any]:
     """Of a run whose loss went up again at its end, and whose forwards lose 1 and 2 more."""
     return {

@@ -15,6 +15,8 @@ import psutil
 import pytest
 from ended import still_running
 
+pytestmark = pytest.mark.starts_processes
+
 YAML = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 MEMBERS = {"exchange", "dc", "home.0", "home.1", "home.2"}
 SECONDS_TO_END = 10

@@ -272,6 +272,7 @@ def dial_and_wait(address: str) -> None:
     end.receive(SECONDS)
 
 
+@pytest.mark.starts_processes
 def test_an_upstream_process_that_dies(listener: Listener) -> None:
     process = multiprocessing.get_context("spawn").Process(target=dial_and_wait, args=(listener.address,))
     process.start()
@@ -293,6 +294,7 @@ def listen_and_wait(control: Connection) -> None:
         listener.links.accept(SECONDS).receive(SECONDS)
 
 
+@pytest.mark.starts_processes
 def test_a_downstream_process_that_dies() -> None:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

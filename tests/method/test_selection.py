@@ -154,6 +154,7 @@ def test_a_missing_numba_is_missed_in_one_line(monkeypatch: pytest.MonkeyPatch) 
         select(torch.zeros(8, 8), torch.zeros(8, 8), compression)
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("shape", [(128, 192), (130, 70), (50,)], ids=str)
 def test_the_compiled_pass_keeps_what_torch_keeps(shape: tuple[int, ...]) -> None:
     """But for the last place of the error, where a compiler may round once instead of twice."""

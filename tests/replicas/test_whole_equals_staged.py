@@ -30,6 +30,8 @@ BOUNDARIES = {
     "rank 16 in 4 bits": {"rank": "1/2", "bits": 4},
     "rank 8 in 2 bits": {"rank": 8, "bits": 2},
 }
+COMPILES = pytest.mark.starts_processes
+"""That of a C++ compiler."""
 
 
 def _boundary(settings: BoundarySettings) -> Boundary:
@@ -58,7 +60,10 @@ def _staged_gradients(settings: BoundarySettings, tokens: Tensor, embedding: Ten
 
 @pytest.mark.parametrize(
     ("name", "compiles"),
-    [*((name, False) for name in BOUNDARIES), *((name, True) for name in BOUNDARIES if name.endswith("fp32"))],
+    [
+        *((name, False) for name in BOUNDARIES),
+        *(pytest.param(name, True, marks=COMPILES) for name in BOUNDARIES if name.endswith("fp32")),
+    ],
 )
 def test_gradients_agree(name: str, compiles: bool) -> None:
     """Compiled (where that works) only without rounding: a last bit can decide which way a value is rounded."""
