@@ -265,7 +265,8 @@ def _rows(tmp_path: Path) -> Path:
 
 @pytest.mark.starts_processes
 def test_a_table_is_made_and_resumed(tmp_path: Path, toys: Path) -> None:
-    code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2", "--docs", str(tmp_path / "results.md"))
+    docs = str(tmp_path / "results.md")
+    code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2", "--workers", "2", "--docs", docs)
     assert code == 0, errors
     result = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
