@@ -218,7 +218,8 @@ def open_link(port: int, shape: LinkShape) -> Iterator[LinkEnd]:
 @contextmanager
 def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
     """A process that runs `serve` and tells its port."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hetero_pp.rpc.stage_link"])  # imports torch and grpc, once for all peers
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, *arguments), daemon=True)
     process.start()

@@ -19,9 +19,10 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -31,6 +32,7 @@ import torch
 from command_line import parse, save
 
 from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction, predict
@@ -119,11 +121,8 @@ def measured_beside_predicted(yaml: Path, overrides: list[str], folder: Path) ->
     """Calibrate, predict, launch."""
     prediction = calibrated_prediction(yaml, overrides)
     name = ConfigFile(yaml, overrides).config.name
-    command = [sys.executable, "-m", "hetero_pp", "launch", str(yaml), "--runs", str(folder / "runs")]
-    command += [part for override in overrides for part in ("--set", override)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode != 0:
-        raise SystemExit(f"{name}: {done.stdout}{done.stderr}")
+    with redirect_stdout(StringIO()):
+        run_topology(yaml, overrides, folder / "runs", in_process=False)
     events = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").open()]
     replica, measured = _home(prediction), _measured_bytes(events)
     predicted = {link: size for link, size in _predicted_bytes(prediction).items() if link in measured}

@@ -38,7 +38,8 @@ class Started:
         self._said = tempfile.TemporaryDirectory(prefix="said-")
         self._files = [Path(self._said.name) / name for name in ("stdout", "stderr")]
         settings = dict(os.environ) | dict(environment or {})
-        self._process = context.Process(target=_main, args=(what, list(arguments), settings, self._files))
+        told = (what, list(arguments), settings, Path.cwd(), self._files)
+        self._process = context.Process(target=_main, args=told)
         self._process.start()
         assert self._process.pid is not None
         self.pid, self.sentinel = self._process.pid, self._process.sentinel
@@ -84,14 +85,23 @@ def start_program(*arguments: str) -> Started:
     return Started("hetero_pp", arguments)
 
 
-def run_program(*arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """Start it, and wait for its end."""
-    program = start_program(*arguments)
+def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m hetero_pp` with these arguments, to its end."""
+    return _run("hetero_pp", arguments)
+
+
+def run_script(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python SCRIPT` with these arguments, to its end."""
+    return _run(script, arguments)
+
+
+def _run(what: str | Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    program = Started(what, arguments)
     try:
-        stdout, stderr = program.communicate(timeout)
+        stdout, stderr = program.communicate()
+        return subprocess.CompletedProcess(arguments, program.wait(0), stdout, stderr)
     finally:
         program.kill()
-    return subprocess.CompletedProcess(arguments, program.wait(timeout), stdout, stderr)
 
 
 def run_on_ranks(world: int, script: Path, *arguments: str, timeout: float = 280) -> None:
@@ -119,8 +129,11 @@ def run_on_ranks(world: int, script: Path, *arguments: str, timeout: float = 280
             rank.kill()
 
 
-def _main(what: str | Path, arguments: list[str], environment: dict[str, str], files: Sequence[Path]) -> None:
+def _main(
+    what: str | Path, arguments: list[str], environment: dict[str, str], cwd: Path, files: Sequence[Path]
+) -> None:
     """The life of a started process."""
+    os.chdir(cwd)
     for path, descriptor in zip(files, (1, 2), strict=True):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(opened, descriptor)

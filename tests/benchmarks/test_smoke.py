@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from started import run_script
 
 pytestmark = pytest.mark.starts_processes
 
@@ -30,9 +29,9 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_it_runs_at_its_smallest(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--smoke"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+def test_it_runs_at_its_smallest(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_script(FOLDER / f"{name}.py", "--smoke")
     assert done.returncode == 0, done.stdout + done.stderr
     assert name in PRINTED, "say here what it prints"
     for pattern in PRINTED[name]:
