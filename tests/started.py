@@ -10,11 +10,13 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -35,8 +37,9 @@ class Started:
         """`what` is a module, as `python -m` takes it, or a script's path."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, *LAUNCHERS])
-        self._said = tempfile.TemporaryDirectory(prefix="said-")
-        self._files = [Path(self._said.name) / name for name in ("stdout", "stderr")]
+        said = Path(tempfile.mkdtemp(prefix="said-"))
+        weakref.finalize(self, shutil.rmtree, said, ignore_errors=True)
+        self._files = [said / name for name in ("stdout", "stderr")]
         settings = dict(os.environ) | dict(environment or {})
         told = (what, list(arguments), settings, Path.cwd(), self._files)
         self._process = context.Process(target=_main, args=told)
