@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -20,15 +21,21 @@ STUBS = "hetero_pp.messages.messages_pb2_grpc"
 HEAVY_EXTRAS = {"torchtitan", "deepspeed", "torchx", "obstore", "numba", "transformers", "datasets"}
 
 
-def _imports(path: Path) -> set[str]:
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def _imports(path: Path) -> frozenset[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def _layer(module: str) -> int:
@@ -80,7 +87,7 @@ def test_no_call_has_more_arguments_by_position_than_one_can_read() -> None:
         (path, node)
         for path in FILES
         if "_pb2" not in path.name
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(_tree(path))
         if isinstance(node, ast.Call)
     ]
     assert [f"{path}:{call.lineno}" for path, call in calls if len(call.args) > 8] == []
@@ -112,7 +119,7 @@ def test_no_pickle() -> None:
 def test_every_file_says_what_it_is_for() -> None:
     for path in FILES:
         if not path.name.endswith("_pb2.py"):
-            assert ast.get_docstring(ast.parse(path.read_text())), path
+            assert ast.get_docstring(_tree(path)), path
 
 
 def test_the_map_of_the_way_of_the_data_is_true() -> None:
