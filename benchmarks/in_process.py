@@ -2,10 +2,10 @@
 
     python benchmarks/in_process.py [--scale micro|small] [--device cpu|cuda] [--rounds N] [--json FILE]
 
-On a CPU the engine runs eager and compiled; on a GPU also with equal replicas stacked. All run in this process, in
+On a CPU it runs eager and compiled; on a GPU also with equal replicas stacked. All run in this process, in
 turns. On a CPU they have one thread and are timed in CPU seconds, so that neighbours on the machine matter little; on
-a GPU by the wall clock, until the device is idle. The engine's share includes its outer rounds; the plain loop has
-none. Memory: tensors that the eager engine holds between steps, against M x (weights + two moments + error feedback)
+a GPU by the wall clock, until the device is idle. The fast path's share includes its outer rounds; the plain loop has
+none. Memory: tensors that it holds when eager between steps, against M x (weights + two moments + error feedback)
 + theta.
 """
 
@@ -51,7 +51,7 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Way:
-    """How the engine computes."""
+    """How the fast path computes."""
 
     stacks: bool = False
     compiles: bool = False
@@ -61,13 +61,13 @@ class Way:
         return AllReplicas(spec, store, compiles=self.compiles, stacks=self.stacks, device=device)
 
 
-ENGINES = {
+WAYS = {
     "eager": Way(),
     "compiled": Way(compiles=True),
     "stacked": Way(stacks=True),
     "stacked, compiled": Way(stacks=True, compiles=True),
 }
-SMOKE = {"scale": "least", "rounds": 1, "engines": ["eager"]}
+SMOKE = {"scale": "least", "rounds": 1, "ways": ["eager"]}
 
 
 class Runner(Protocol):
@@ -109,7 +109,7 @@ class PlainLoop:
         self.device = device
 
     def round(self, round_: int) -> None:
-        """As many tokens as a round of the engine."""
+        """As many tokens as a round of the fast path."""
         for step in range((round_ - 1) * self.steps, round_ * self.steps):
             for batches in self.batches:
                 tokens = batches.train(step).to(self.device)
@@ -120,15 +120,15 @@ class PlainLoop:
 
 
 def compare(
-    spec: RunSpec, compressed: int, engines: Sequence[str], rounds: int, store: TokenStore, device: torch.device
+    spec: RunSpec, compressed: int, ways: Sequence[str], rounds: int, store: TokenStore, device: torch.device
 ) -> dict[str, Any]:
-    """Seconds a round of every engine and of the plain loop, in turns; the medians and their ratios."""
+    """Seconds a round of every way and of the plain loop, in turns; the medians and their ratios."""
     before = _held(device)
-    eager = ENGINES["eager"].build(spec, store, device)
+    eager = WAYS["eager"].build(spec, store, device)
     eager.round(1)
     held = _held(device) - before
     runners: dict[str, Runner] = {"plain": PlainLoop(spec, eager, device), "eager": eager}
-    runners |= {name: ENGINES[name].build(spec, store, device) for name in engines if name != "eager"}
+    runners |= {name: WAYS[name].build(spec, store, device) for name in ways if name != "eager"}
     for name, runner in runners.items():
         if name != "eager":
             runner.round(1)
@@ -175,21 +175,21 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="micro")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="by default all that run on the device")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="by default all that run on the device")
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
     scale, device = SCALES[arguments.scale], torch.device(arguments.device)
-    engines = arguments.engines or [name for name, way in ENGINES.items() if device.type == "cuda" or not way.stacks]
+    ways = arguments.ways or [name for name, how in WAYS.items() if device.type == "cuda" or not how.stacks]
     store = prepare_tokens(spec_of(scale, 0).config.data, Path("runs/.tokens"))
     results = []
     for compressed in (0, scale.replicas // 2, scale.replicas):
-        results.append(compare(spec_of(scale, compressed), compressed, engines, arguments.rounds, store, device))
+        results.append(compare(spec_of(scale, compressed), compressed, ways, arguments.rounds, store, device))
     unit = "CPU second" if device.type == "cpu" else "second"
     print(f"{arguments.scale}, {arguments.device}: tokens a {unit}, and over the plain loop's")
-    print("compressed" + "".join(f"{name:>26}" for name in ("plain", *engines)) + f"{'held / expected':>18}")
+    print("compressed" + "".join(f"{name:>26}" for name in ("plain", *ways)) + f"{'held / expected':>18}")
     for result in results:
         speeds, ratios = result["tokens_per_second"], {"plain": 1.0} | result["over_plain"]
-        cells = "".join(f"{speeds[name]:>17,.0f} ({ratios[name]:.3f})" for name in ("plain", *engines))
+        cells = "".join(f"{speeds[name]:>17,.0f} ({ratios[name]:.3f})" for name in ("plain", *ways))
         print(f"{result['compressed_replicas']:>5} of {scale.replicas}{cells}{result['held_over_expected']:>18.3f}")
     measured = {"scale": arguments.scale, "device": arguments.device, "results": results}
     save({"machine": machine(), "commit": commit(), **measured}, arguments.json)

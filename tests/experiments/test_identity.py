@@ -81,7 +81,7 @@ def test_all_that_decides_is_part_of_the_key() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_another_engine_trains_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_trains_again(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _job().key
     monkeypatch.setattr("hetero_pp.program.experiments.jobs.OUTCOME_VERSION", 1000)
     assert _job().key != before
