@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -19,6 +20,7 @@ from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
+from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.rpc.framing import header_and_payload_frames
 
@@ -283,3 +285,18 @@ def test_who_is_gone_before_its_stay_begins_has_left() -> None:
     exchange = Recorder()
     served_exchange._Servicer(exchange, TOKEN).Stay(pb.StayRequest(), cast(grpc.ServicerContext, _EndedCall()))
     assert exchange.asked == [("left", "dc")]
+
+
+def test_who_watches_waits_for_the_exchange() -> None:
+    """The first attempt at a connection may fail; what is reported is followed nevertheless."""
+    found: list[pb.Report] = []
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        watcher = threading.Thread(target=lambda: found.extend(reports_of(address, TOKEN)), daemon=True)
+        watcher.start()
+        nobody.accept()[0].close()
+    exchange = Recorder()
+    server, _ = serve_exchange(exchange, TOKEN, address, 1)
+    watcher.join(TIMEOUT)
+    server.stop(0).wait()
+    assert found == list(exchange.watch())
