@@ -28,10 +28,15 @@ def whole(path: Path) -> Iterator[Path]:
         yield part
         flush(part)
         part.replace(path)
-    except BaseException:
+    finally:
         part.unlink(missing_ok=True)
-        raise
     flush(path.parent)
+
+
+def remove_parts(folder: Path, name: str = "*") -> None:
+    """Remove what writers of such a name that were killed left in a folder and below; nobody else may write there."""
+    for part in folder.rglob(f"{name}{PART}"):
+        part.unlink(missing_ok=True)
 
 
 def rename_whole(part: Path, path: Path) -> None:

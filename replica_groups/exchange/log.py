@@ -19,7 +19,7 @@ from pathlib import Path
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 
 from hetero_pp.errors import DamagedFile
-from hetero_pp.files import write_whole
+from hetero_pp.files import remove_parts, write_whole
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 
@@ -67,7 +67,8 @@ class ContributionLog:
         return {number for number in numbers if number is not None}
 
     def forget_after(self, round_: int) -> None:
-        """Remove rounds and snapshots later than a round that a run goes on from, and nothing else."""
+        """Remove rounds and snapshots later than a round that a run goes on from, and files that are not whole."""
+        remove_parts(self.folder)
         for path in [*self.folder.glob("round-*"), *self.folder.glob("snapshot-*")]:
             number = _round_of(path)
             if number is not None and number > round_:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.files import whole
+from hetero_pp.files import remove_parts, whole
 from replica_groups.ranks import Ranks
 
 
@@ -35,6 +35,7 @@ class Checkpoint:
 
         Raises ConfigError if another run is in the file.
         """
+        remove_parts(self.path.parent, f"{self.path.name}.*")
         found: dict[str, Any] | None = None
         if self.path.exists():
             found = torch.load(self.path, map_location="cpu", weights_only=True)

@@ -12,13 +12,15 @@ import safetensors.torch
 import torch
 
 import hetero_pp.snapshot
-from hetero_pp.files import whole, write_whole
+from hetero_pp.files import PART, whole, write_whole
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.model import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.snapshot import Snapshot, initial_snapshot, save_snapshot
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.reporter import Reporter
+from replica_groups.fast.checkpoint import Checkpoint
+from replica_groups.ranks import ALONE
 from replica_groups.saved_states import SavedStates
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
@@ -89,6 +91,20 @@ def test_a_state_that_is_torn_is_none(tmp_path: Path) -> None:
     assert states.check().rounds == {1}
     states.save(2, lambda folder: (folder / "moments").write_text("2"))
     assert states.check().rounds == {1, 2}
+
+
+def test_who_goes_on_removes_what_a_kill_left(tmp_path: Path) -> None:
+    """A snapshot that is not whole may be as large as the model, and every kill leaves another."""
+    log, checkpoint = ContributionLog(tmp_path / "log"), tmp_path / "rows" / "row.pt"
+    _blob(log, 1)
+    before = _files(log.folder)
+    killed = [path.with_name(f"{path.name}.0123abcd{PART}") for path in (before[0], log.snapshot_path(1), checkpoint)]
+    for path in killed:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    log.forget_after(1)
+    assert Checkpoint(checkpoint, "run", ALONE, 0.0).load() is None
+    assert _files(tmp_path) == before
 
 
 class _Disk:
