@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hetero_pp.errors import HeteroPPError, RunFailed
@@ -66,11 +67,17 @@ def run_ranks(replica: DatacenterReplica, run: str, folder: RunFolder, exchange:
                 "-m", "hetero_pp.program.launch.rank_process", json.dumps(asdict(job))
             )
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
+            rank, failure = _first_failure(error)
             if failure.exitcode == CONSEQUENCE:
                 raise RunFailed(_cause(failure.message)) from None
             how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else _cause(failure.message)
             raise HeteroPPError(f"rank {rank} of {replica.name}: {how}") from None
+
+
+def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The agent ends the other ranks by SIGTERM, and torch knows whole seconds only: such a rank was not the first."""
+    own = {rank: one for rank, one in error.failures.items() if one.exitcode != -signal.SIGTERM}
+    return min((own or error.failures).items(), key=lambda item: item[1].timestamp)
 
 
 def _cause(message: object) -> str:
