@@ -89,10 +89,41 @@ def test_the_time_between_does_not_count(cut: Path, corpus: Path) -> None:
     lines = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
     earlier = [json.dumps(line | {"time": line["time"] - year}) for line in lines]
     (cut / "metrics.jsonl").write_text("\n".join(earlier) + "\n")
-    found = _train(corpus, cut.parent, resume=True)
+    for _ in range(2):  # nor does the time before an earlier start
+        found = _train(corpus, cut.parent, resume=True)
+        _cut(cut)
     assert found["training_seconds"] <= found["wall_seconds"] < year / 2
     times = [json.loads(line)["time"] for line in (cut / "metrics.jsonl").read_text().splitlines()]
     assert max(times) - min(times) > year / 2
+
+
+def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) by tag, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_one_value_a_step(finished: Path, cut: Path, corpus: Path) -> None:
+    """However often a run was gone on with; an attempt that failed leaves nothing."""
+    for _ in range(2):
+        _train(corpus, cut.parent, resume=True)
+        _cut(cut)
+    shutil.move(cut / "state" / "dc", cut / "dc")
+    with pytest.raises(HeteroPPError):
+        _train(corpus, cut.parent, resume=True)
+    shutil.move(cut / "dc", cut / "state" / "dc")
+    assert len(list((cut / "tensorboard").iterdir())) == 1
+    _train(corpus, cut.parent, resume=True)
+    found, unbroken = _scalars(cut), _scalars(finished / "mixed")
+    assert found.keys() == unbroken.keys()
+    for tag, values in unbroken.items():
+        steps = [step for step, _ in values]
+        assert [step for step, _ in found[tag]] == steps == sorted(set(steps)), tag
+        if not tag.startswith("busy_share"):
+            assert found[tag] == values, tag
 
 
 def test_so_does_one_whose_stages_keep_an_old_split(corpus: Path, tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def failure(time: float, member: str, cause: str, consequence: bool = False) -> 
     return report
 
 
+def joined(time: float, member: str) -> Report:
+    report = Report(time=time, member=member)
+    report.joined.SetInParent()
+    return report
+
+
+def begun(time: float, last_round: int) -> Report:
+    report = Report(time=time, member="exchange")
+    report.begun.last_round = last_round
+    return report
+
+
 def finished(time: float, member: str) -> Report:
     report = Report(time=time, member=member)
     report.finished.SetInParent()
@@ -103,9 +115,7 @@ def made_up_round(round_: int) -> Iterator[Report]:
 
 def made_up_reports() -> list[Report]:
     """A whole run of twenty seconds, and two for its start."""
-    reports = [Report(time=START - 2, member=member) for member in ("dc", "home.0", "home.1")]
-    for report in reports:
-        report.joined.SetInParent()
+    reports = [joined(START - 2, member) for member in ("dc", "home.0", "home.1")]
     reports += [evaluation(START - 1, "dc", 0, 6.0), evaluation(START - 1, "home", 0, 6.2)]
     reports.append(link_use(START - 1, "dc-exchange", "backward", 0, 50_000))
     for round_ in range(1, ROUNDS + 1):
@@ -181,6 +191,31 @@ def test_time_left_is_known_after_the_first_round() -> None:
     assert state.seconds_left(START + 8) == pytest.approx(8)
     assert state.seconds_left(START + 11) == pytest.approx(5)
     assert state.seconds_left(START + 60) == 0
+
+
+def test_pauses_count_in_no_time(whole: RunState) -> None:
+    """Ended after the first round, gone on with a thousand seconds later; once more, before it had done anything."""
+    reports = [report for report in made_up_reports() if report.time <= START + ROUND_SECONDS]
+    tries = [joined(START + 1000, "dc"), begun(START + 1001, 1), joined(START + 1500, "dc"), begun(START + 1501, 1)]
+    again = evaluation(START + 1505, "dc", 1, 4.5)  # and from then on it trains
+    later = [*made_up_round(2), *(finished(START + 20, member) for member in ("dc", "home.0", "home.1"))]
+    for report in later:
+        report.time += 1505 - ROUND_SECONDS
+    state = state_of([tries[0], *reports, *tries[1:], again])
+    assert (state.elapsed(), state.elapsed(START + 1507)) == (12.0, 14.0)
+    for report in later:
+        state.apply(report)
+    assert [state.round_seconds(round_) for round_ in (1, 2)] == [8.0, 10.0]
+    assert (state.elapsed(), state.training_seconds()) == (22.0, 20.0)
+    assert state.seconds_left(START + 1600) == 0
+    assert state.summary()["links"] == whole.summary()["links"]
+
+
+def test_until_it_trains_again_a_run_that_goes_on_pauses() -> None:
+    reports = [report for report in made_up_reports() if report.time <= START + ROUND_SECONDS]
+    state = state_of([*reports, joined(START + 1000, "dc"), begun(START + 1001, 1)])
+    assert state.elapsed(START + 1200) == 12.0
+    assert state.seconds_left(START + 1200) == 6.0
 
 
 def test_progress_is_that_of_the_slowest_replica() -> None:

@@ -74,21 +74,12 @@ def _folder_for(spec: RunSpec, runs: Path, resume: bool) -> RunFolder:
 
 
 def _go_on(folder: RunFolder, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]) -> None:
-    """Tell again what had been reported of the rounds before; in the run's numbers the time between does not count."""
+    """Tell again what had been reported of the rounds before."""
     last_round = report.begun.last_round
     for damaged in report.begun.damaged:
         say(f"passed over: {damaged}")
     say(f"going on after round {last_round}")
-    told = reports_until(folder, last_round, say)
-    pause = report.time - max((one.time for one in told), default=report.time)
-    for one in told:
-        state.apply(_later(one, pause))
+    for one in reports_until(folder, last_round, say):
+        state.apply(one)
         recorder.on_report(one)
     recorder.go_on()
-
-
-def _later(report: Report, seconds: float) -> Report:
-    moved = Report()
-    moved.CopyFrom(report)
-    moved.time += seconds
-    return moved

@@ -22,7 +22,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog
 
-_KEPT = ("inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
+_KEPT = ("begun", "inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
 """Events that a run which goes on tells again; closed rounds are in the log."""
 
 
@@ -66,6 +66,9 @@ def _fill(message: Message, line: dict[str, Any]) -> None:
     message.SetInParent()
     for field in message.DESCRIPTOR.fields:
         value = line.get(field.name)
-        if value is not None:
+        if field.is_repeated:
+            if value:  # several texts were joined to one
+                getattr(message, field.name).append(value)
+        elif value is not None:
             is_bytes = field.type == FieldDescriptor.TYPE_BYTES
             setattr(message, field.name, bytes.fromhex(value) if is_bytes else value)

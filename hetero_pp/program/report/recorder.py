@@ -6,8 +6,9 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
@@ -18,6 +19,9 @@ from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class Recorder:
@@ -58,6 +62,8 @@ class Recorder:
                 if self._complained and self._folder.metrics.exists():
                     self._folder.metrics.replace(f"{self._folder.metrics}.before")
                 self._path = self._path.replace(self._folder.metrics)
+                if not self._complained:
+                    self._board.go_on()
                 self._folder.summary.unlink(missing_ok=True)  # of a run that had ended
                 flush(self._folder.path)
             except OSError as error:
@@ -166,15 +172,29 @@ def _fields(event: Message) -> dict[str, Any]:
 
 
 class _Board:
-    """Scalars for TensorBoard: inner steps over the global step, everything else over the round."""
+    """Scalars for TensorBoard: inner steps over the global step, everything else over the round; one value a step."""
 
     def __init__(self, spec: RunSpec, folder: Path, state: RunState) -> None:
+        self._inner_steps = spec.config.inner.steps
+        self._folder = folder
+        self._state = state
+        self._before = list(folder.glob("events.*"))
+        """Of earlier starts of the run."""
+        self._newest: dict[str, int] = {}
+        """The step of the last value that was written, by tag."""
+        self._uses: dict[tuple[str, str], tuple[float, LinkUse]] = {}
+
+    @cached_property
+    def _writer(self) -> SummaryWriter:
+        """Made when there is something to write: an attempt to go on that fails leaves no file."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._inner_steps = spec.config.inner.steps
-        self._state = state
-        self._writer = SummaryWriter(str(folder), flush_secs=5)
-        self._uses: dict[tuple[str, str], tuple[float, LinkUse]] = {}
+        return SummaryWriter(str(self._folder), flush_secs=5)
+
+    def go_on(self) -> None:
+        """Take the place of what earlier starts wrote: all that is to be kept of it was reported again."""
+        for path in self._before:
+            path.unlink(missing_ok=True)
 
     def on_report(self, report: Report) -> None:
         """Write what a report adds."""
@@ -187,6 +207,9 @@ class _Board:
             self._link_use(report.time, report.link_use)
 
     def _scalar(self, time: float, tag: str, value: float, step: int) -> None:
+        if step <= self._newest.get(tag, -1):
+            return  # evaluated again where the run goes on
+        self._newest[tag] = step
         self._writer.add_scalar(tag, value, step, walltime=time)
 
     def _inner_step(self, time: float, step: InnerStep) -> None:
@@ -221,4 +244,5 @@ class _Board:
         for time, use in self._uses.values():
             self._round_over(time, use)
         self._uses.clear()
-        self._writer.close()
+        if "_writer" in vars(self):
+            self._writer.close()

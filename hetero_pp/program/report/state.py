@@ -22,6 +22,7 @@ from hetero_pp.messages.messages_pb2 import (
     RoundRecord,
     RoundVerified,
 )
+from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.topology import EXCHANGE, Direction, LinkSpec
 
@@ -175,6 +176,7 @@ class RunState:
         self.started: float | None = None
         self.first_step: float | None = None
         self.latest: float | None = None
+        self._pauses = Pauses()
         self._finished: set[str] = set()
 
     # ---- writing ----
@@ -184,6 +186,7 @@ class RunState:
         with self.lock:
             self.started = report.time if self.started is None else min(self.started, report.time)
             self.latest = report.time if self.latest is None else max(self.latest, report.time)
+            self._pauses.apply(report)
             match report.WhichOneof("event"):
                 case "inner_step":
                     self._step(report.time, report.inner_step)
@@ -256,25 +259,31 @@ class RunState:
         return max(0, min(done, self.inner_steps))
 
     def elapsed(self, now: float | None = None) -> float:
-        """Seconds since the first report; until the last one, unless `now` says otherwise."""
-        return _between(self.started, self.latest if now is None else now)
+        """Seconds since the first report; until the last one, unless `now` says otherwise. Pauses do not count."""
+        return self._seconds(self.started, self.latest if now is None else now)
 
     def training_seconds(self, now: float | None = None) -> float:
-        """Seconds since the first inner step began."""
-        return _between(self.first_step, self.latest if now is None else now)
+        """Seconds since the first inner step began, without pauses."""
+        return self._seconds(self.first_step, self.latest if now is None else now)
 
     def seconds_left(self, now: float) -> float | None:
         """Estimated from the rounds so far; None until the first has closed."""
         if not self.closed or self.first_step is None:
             return None
         last = max(self.closed.values(), key=lambda closed: closed.round)
-        a_round = (last.time - self.first_step) / last.round
-        return max(0.0, last.time + a_round * (self.rounds_planned - last.round) - now)
+        a_round = self._seconds(self.first_step, last.time) / last.round
+        return max(0.0, a_round * (self.rounds_planned - last.round) - self._seconds(last.time, now))
 
     def round_seconds(self, round_: int) -> float:
-        """From the close of the round before (or the first inner step) to the close of this one."""
+        """From the close of the round before (or the first inner step) to the close of this one, without pauses."""
         before = self.closed[round_ - 1].time if round_ - 1 in self.closed else self.first_step
-        return _between(before, self.closed[round_].time)
+        return self._seconds(before, self.closed[round_].time)
+
+    def _seconds(self, start: float | None, end: float | None) -> float:
+        """Between two times, as far as the run was under way."""
+        if start is None or end is None:
+            return 0.0
+        return max(0.0, end - start - self._pauses.between(start, end))
 
     def tokens_per_second(self, replica: ReplicaState | None = None, now: float | None = None) -> float:
         """Of one replica or of all, over the time since the first inner step."""
@@ -343,10 +352,6 @@ def format_share(share: float | None) -> str:
     if 0 < share < 0.001:
         return "<0.1 %"
     return f"{100 * share:.0f} %" if share >= 0.0995 or share == 0 else f"{100 * share:.1f} %"
-
-
-def _between(start: float | None, end: float | None) -> float:
-    return 0.0 if start is None or end is None else max(0.0, end - start)
 
 
 def _contribution_sizes(size: int, kept_values: int) -> dict[str, Any]:
