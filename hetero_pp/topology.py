@@ -134,12 +134,14 @@ class _Replica(Settings):
     hardware: Annotated[str | None, NotPartOf.EITHER] = Field(
         None, description="for predictions: from the catalog, or from `simulate.hardware`"
     )
-    accelerators: Annotated[int, NotPartOf.EITHER] = Field(
-        1, ge=1, description="for predictions: how many of them a member has"
-    )
 
     @property
     def members(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def accelerators_of_member(self) -> int:
+        """How many accelerators compute as one member."""
         raise NotImplementedError
 
 
@@ -160,6 +162,9 @@ class DatacenterReplica(_Replica):
     rendezvous: Annotated[Address | None, NotPartOf.EITHER] = Field(
         None, description="HOST:PORT on one of the nodes where they meet"
     )
+    accelerators: Annotated[int | None, NotPartOf.EITHER] = Field(
+        None, ge=1, description="for predictions: how many it has; by default one for each of its ranks, on all nodes"
+    )
     torchtitan: Annotated[TorchtitanSettings, NotPartOf.OUTCOME] = TorchtitanSettings()
     deepspeed: Annotated[dict[str, Any], NotPartOf.OUTCOME] = Field(
         default_factory=dict, description="DeepSpeed's own JSON"
@@ -169,6 +174,11 @@ class DatacenterReplica(_Replica):
     def world(self) -> int:
         """Ranks on all nodes."""
         return self.ranks * self.nodes
+
+    @property
+    def accelerators_of_member(self) -> int:
+        """As the YAML says, or one a rank."""
+        return self.world if self.accelerators is None else self.accelerators
 
     @property
     def data_parallel(self) -> int:
@@ -190,6 +200,14 @@ class ParticipantsReplica(_Replica):
     )
     boundary: BoundarySettings = BoundarySettings()
     extra_in_flight: int = Field(1, ge=0, description="warm-up micro-batches per remaining hop beyond 1F1B's own")
+    accelerators: Annotated[int, NotPartOf.EITHER] = Field(
+        1, ge=1, description="for predictions: how many each stage has"
+    )
+
+    @property
+    def accelerators_of_member(self) -> int:
+        """Of every stage."""
+        return self.accelerators
 
     @property
     def stage_count(self) -> int:

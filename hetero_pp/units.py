@@ -84,6 +84,21 @@ def format_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def format_percent(value: float) -> str:
+    """0.125 -> "12.5%"; next to nothing is "0.0%", below zero, too."""
+    return f"{round(value, 3) + 0.0:.1%}"
+
+
+def format_ratio(value: float) -> str:
+    """0.03125 -> "1/32"."""
+    return str(Fraction(value).limit_denominator(4096))
+
+
+def format_count(count: int, one: str) -> str:
+    """(1, "replica") -> "1 replica"; (2000, "replica") -> "2,000 replicas"."""
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
+
+
 def format_seconds(value: float) -> str:
     """0.02 -> "20 ms"; 95 -> "1:35"."""
     if value < 1:

@@ -15,6 +15,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.hardware import Hardware, hardware_named
 from hetero_pp.run.plan_section import LooseParticipant, PairSettings, PlanSettings
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.machines import assumption
 from hetero_pp.topology import DirectionSettings, LinkSettings, LinkShape, ParticipantsReplica, StageSettings
 
 TIME_LIMIT = 45.0
@@ -44,10 +45,11 @@ def group_participants(config: RunConfig, vocabulary: int | None) -> Grouped:
     seconds = np.array(list(_seconds_of_participants(config, vocabulary)))
     found = group(Pool(seconds, bandwidth, plan.balance), TIME_LIMIT)
     if found is None:
+        assumed = assumption(config.simulate, [person.name for person in people if person.hardware is None])
         raise ConfigError(
             ("plan", "participants"),
             f"found no {plan.stages} of the {len(people)} participants whose memory holds the model together, "
-            "expected more memory, or more `plan.stages`",
+            "expected more memory, or more `plan.stages`" + (f"; {assumed}" if assumed else ""),
         )
     kinds = dict(config.links)
     names = [name for name, _ in zip(_free_names(config), found.groups, strict=False)]

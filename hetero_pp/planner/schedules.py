@@ -16,8 +16,9 @@ from hetero_pp.planner.penalty import Rung
 from hetero_pp.planner.split import Array, Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.fleets import Fleet, fleets_of, hardware_of
+from hetero_pp.simulator.fleets import Fleet, fleets_of
 from hetero_pp.simulator.loads import stage_link_loads
+from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_seconds
@@ -115,10 +116,12 @@ def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Seque
         if np.isfinite(seconds):
             found.append(_schedule(config, vocabulary, _with(replica, load, counts)))
     if not found:
+        members = [one for one in RunSpec(config, vocabulary).members.values() if one.replica is replica]
+        assumed = assumption(config.simulate, unnamed(members))
         raise ConfigError(
             ("replicas", index, "stages"),
             f"found no split of the layers over the {replica.stage_count} stages that fits their memory, expected more "
-            "or larger machines",
+            "or larger machines" + (f"; {assumed}" if assumed else ""),
         )
     return found
 
@@ -133,7 +136,7 @@ def stage_costs(config: RunConfig, vocabulary: int | None, index: int, load: Loa
     replica, sizes = config.replicas[index], Sizes.of(spec.parameter_shapes)
     return [
         stage_seconds(
-            spec.shape, sizes, hardware_of(spec, index, spec.members[member]), replica.accelerators, stage, load
+            spec.shape, sizes, hardware_of(spec, spec.members[member]), replica.accelerators_of_member, stage, load
         )
         for stage, member in enumerate(replica.members)
     ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.planner.grouping import LARGEST_LINK
@@ -28,7 +27,7 @@ from hetero_pp.topology import (
     exchange_link_name,
     stage_link_name,
 )
-from hetero_pp.units import format_bits_per_second, format_seconds
+from hetero_pp.units import format_bits_per_second, format_ratio, format_seconds
 
 ATTEMPTS = 6
 """To meet the target in the end, where the whole run takes a little longer than its parts promise."""
@@ -213,8 +212,8 @@ def _outer_choices(
     uplink = f"{link.name} ({_link(link.forward.bandwidth)} up, {_link(link.backward.bandwidth)} down)"
     why = f"{uplink} decides: the exchange adds {outer.share:.2%} to a round"
     if outer is not own:
-        why += f"; H = {own.steps}, density {_ratio(own.density)} would add {own.share:.2%}"
-    chosen = f"H = {outer.steps}, density {_ratio(outer.density)}"
+        why += f"; H = {own.steps}, density {format_ratio(own.density)} would add {own.share:.2%}"
+    chosen = f"H = {outer.steps}, density {format_ratio(outer.density)}"
     if planned.outer.rounds != asked.outer.rounds:
         chosen += f", {planned.outer.rounds} rounds"
     yield Choice("outer round", chosen, why)
@@ -304,7 +303,3 @@ def _slower(link: LinkSpec) -> float | None:
 
 def _link(bandwidth: float | None) -> str:
     return format_bits_per_second(None if bandwidth is None or bandwidth >= LARGEST_LINK else bandwidth)
-
-
-def _ratio(value: float) -> str:
-    return str(Fraction(value).limit_denominator(4096))

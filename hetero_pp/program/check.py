@@ -24,7 +24,7 @@ from hetero_pp.topology import (
     exchange_link_name,
     stage_link_name,
 )
-from hetero_pp.units import format_bytes, format_seconds
+from hetero_pp.units import format_bytes, format_count, format_ratio, format_seconds
 
 WIDTH_OF_FILES = 120
 """Columns of the tables where they go to a file."""
@@ -58,39 +58,48 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
         f"{shape.heads} heads, vocabulary {shape.vocabulary}."
     )
     console.print(
-        f"Schedule: {rounds} outer rounds of {steps} inner steps, {per_step:,} tokens a step over all replicas, "
-        f"{tokens:,} in all."
+        f"Schedule: {format_count(rounds, 'outer round')} of {format_count(steps, 'inner step')}, {per_step:,} tokens "
+        f"a step over all replicas, {tokens:,} in all."
     )
     if prepared.source is not None:
         console.print(f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
     console.print(
-        f"Contributions: density {compression.density:.3g}, {_values_of(compression)}, about "
+        f"Contributions: density {format_ratio(compression.density)}, {_values_of(compression)}, about "
         f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))} a replica and round."
     )
 
 
 def _values_of(compression: CompressionSettings) -> str:
     signs = "signs and a magnitude a chunk"
-    return signs if compression.quantiser == "signs" else f"{compression.value_bits} bits a value"
+    return signs if compression.quantiser == "signs" else f"{format_count(compression.value_bits, 'bit')} a value"
 
 
 def _members_table(spec: RunSpec) -> Table:
     table = plain_table(["member", "kind", "owns"], ["parameters", "micro-batches"])
     for member in spec.members.values():
         replica, stage = member.replica, member.stage
-        if stage is None or isinstance(replica, DatacenterReplica):
-            kind, owns = f"datacenter ({replica.engine})", "whole model"  # type: ignore[union-attr]
+        if isinstance(replica, DatacenterReplica):
+            kind, owns = _site(replica), "whole model"
         else:
+            assert stage is not None
             rank = replica.boundary.dimensions(spec.shape.width)
             crosses = "full" if rank is None else f"{rank} of {spec.shape.width}"
             crosses += f", {replica.boundary.bits} bits" if replica.boundary.bits else f" {replica.boundary.dtype}"
             kind = f"stage {stage.index + 1}/{stage.count}, rank {crosses}"
-            owns = f"layers {stage.layers.start}-{stage.layers.stop - 1}"
+            owns = _layers(stage.layers)
             owns = ("embedding, " if stage.is_first else "") + owns + (", head" if stage.is_last else "")
         shapes = {name: spec.parameter_shapes[name] for name in member.owned}
         batches = f"{replica.micro_batches} x {replica.batch_size // replica.micro_batches}"
         table.add_row(member.name, kind, owns, f"{_count(shapes):,}", batches)
     return table
+
+
+def _site(replica: DatacenterReplica) -> str:
+    return f"datacenter ({replica.engine}" + (f", {replica.world} ranks)" if replica.world > 1 else ")")
+
+
+def _layers(layers: range) -> str:
+    return f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}-{layers.stop - 1}"
 
 
 def _links_table(spec: RunSpec) -> Table:

@@ -14,7 +14,10 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.planner.search import Result, describe_penalty, search
 from hetero_pp.program.report.display import plain_table, wide
+from hetero_pp.program.show_prediction import print_assumption
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
+from hetero_pp.simulator.machines import assumed_in
 from hetero_pp.units import parse_fraction
 
 
@@ -38,6 +41,7 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     for line in lines[1:]:
         console.print(line, highlight=False)
     _print_choices(console, result)
+    print_assumption(console, assumed_in(RunSpec(result.config, vocabulary)))
     if json_path is not None:
         json_path.write_text(json.dumps(_as_json(share, result, write), indent=1) + "\n")
     if not result.reached:

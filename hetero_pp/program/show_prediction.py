@@ -12,38 +12,42 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.published import Comparison
 from hetero_pp.simulator.sweep import Sweep
-from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
+from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_percent, format_seconds
 
 
 def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Prediction) -> None:
     """What it comes to, then members and links."""
     use = prediction.utilization
     parameters = sum(_numbers(shape) for shape in spec.parameter_shapes.values())
-    console.print(
-        f"[bold]{path}[/bold]: {parameters:,} parameters, {sum(r.count for r in prediction.replicas):,} replicas, "
-        f"{prediction.members:,} members."
-    )
+    replicas = format_count(sum(replica.count for replica in prediction.replicas), "replica")
+    members = format_count(prediction.members, "member")
+    console.print(f"[bold]{path}[/bold]: {parameters:,} parameters, {replicas}, {members}.")
     times = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
     step, round_, outer = map(format_seconds, times)
+    steps, rounds = format_count(spec.config.inner.steps, "step"), format_count(round(prediction.rounds), "outer round")
+    console.print(f"A step takes {step}, a round of {steps} {round_}, of which the outer round {outer}.")
     console.print(
-        f"A step takes {step}, a round of {spec.config.inner.steps} steps {round_}, of which the outer round {outer}."
-    )
-    console.print(
-        f"Members train {use['absolute']:.1%} of the time, {use['relative']:.1%} of what links that cost nothing "
-        f"would allow."
+        f"Members train {format_percent(use['absolute'])} of the time, {format_percent(use['relative'])} of what links "
+        f"that cost nothing would allow."
     )
     console.print(
         f"{prediction.tokens_per_second:,.0f} tokens a second: {prediction.tokens:,} tokens in {prediction.days:.3g} "
         f"days, {prediction.accelerator_hours:,.3g} accelerator-hours."
     )
     console.print(
-        f"In {prediction.rounds:,.0f} outer rounds a replica sends {format_bytes(prediction.sent_bytes)} and receives "
+        f"In {rounds} a replica sends {format_bytes(prediction.sent_bytes)} and receives "
         f"{format_bytes(prediction.received_bytes)}."
     )
     _print_replicas(console, prediction)
     _print_members(console, prediction)
     _print_links(console, prediction)
     _print_published(console, "", {"": prediction.published})
+
+
+def print_assumption(console: Console, assumed: str) -> None:
+    """What the prediction takes machines for that nobody named."""
+    if assumed:
+        console.print(f"Note: {assumed}.", highlight=False)
 
 
 def _numbers(shape: tuple[int, ...]) -> int:
@@ -57,7 +61,7 @@ def _print_replicas(console: Console, prediction: Prediction) -> None:
     table = plain_table(["replica"], ["count", "lost", "a step", "inner loop", "bubble", "exposed communication"])
     for replica in prediction.replicas:
         times = format_seconds(replica.step_seconds), format_seconds(replica.inner_seconds)
-        shares = f"{replica.bubble:.1%}", f"{replica.exposed_communication:.1%}"
+        shares = format_percent(replica.bubble), format_percent(replica.exposed_communication)
         table.add_row(replica.name, f"{replica.count:,}", f"{replica.lost:,}", *times, *shares)
     console.print(table)
 
@@ -69,7 +73,7 @@ def _print_members(console: Console, prediction: Prediction) -> None:
             memory = format_bytes(sum(stage.memory_bytes.values())), format_bytes(stage.memory_capacity_bytes)
             sent = format_bytes(stage.sent_bytes), format_seconds(stage.sent_seconds)
             received = format_bytes(stage.received_bytes), format_seconds(stage.received_seconds)
-            table.add_row(stage.member, f"{stage.utilization:.1%}", *memory, *sent, *received)
+            table.add_row(stage.member, format_percent(stage.utilization), *memory, *sent, *received)
     console.print(table)
 
 
@@ -78,7 +82,7 @@ def _print_links(console: Console, prediction: Prediction) -> None:
     for replica in prediction.replicas:
         for link in replica.links:
             sizes = format_bytes(link.forward_bytes), format_bytes(link.backward_bytes)
-            table.add_row(link.name, *sizes, f"{link.forward_busy:.1%}", f"{link.backward_busy:.1%}")
+            table.add_row(link.name, *sizes, format_percent(link.forward_busy), format_percent(link.backward_busy))
     console.print(table)
 
 
@@ -94,7 +98,7 @@ def print_sweep(
         for value, prediction in predictions.items():
             use = prediction.utilization
             seconds = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
-            shares = f"{use['absolute']:.1%}", f"{use['relative']:.1%}"
+            shares = format_percent(use["absolute"]), format_percent(use["relative"])
             rate = f"{prediction.tokens_per_second:,.0f}", f"{prediction.days:.3g}"
             volume = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
             table.add_row(_short(value), *map(format_seconds, seconds), *shares, *rate, *volume)
@@ -125,7 +129,7 @@ def _formatted(what: str, value: float) -> str:
         return format_seconds(value)
     if name.endswith("_bytes"):
         return format_bytes(value)
-    return f"{value:.1%}" if "utilization" in what else f"{value:,.6g}"
+    return format_percent(value) if "utilization" in what else f"{value:,.6g}"
 
 
 def _short(value: str) -> str:

@@ -12,11 +12,12 @@ from rich.console import Console
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.report.display import wide
-from hetero_pp.program.show_prediction import print_prediction, print_sweep
+from hetero_pp.program.show_prediction import print_assumption, print_prediction, print_sweep
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.charts import draw_prediction, draw_sweep
+from hetero_pp.simulator.machines import assumed_in
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sweep import Sweep
 from hetero_pp.simulator.timeline import Timeline
@@ -45,7 +46,9 @@ def simulate(path: Path, overrides: Sequence[str], sweep: str | None, curves: st
     spec = spec_of(file)
     timeline = None if outputs.timeline is None else Timeline()
     prediction = _predict(file, spec, timeline)
-    print_prediction(wide(Console(), 120), path, spec, prediction)
+    console = wide(Console(), 120)
+    print_prediction(console, path, spec, prediction)
+    print_assumption(console, assumed_in(spec))
     if timeline is not None and outputs.timeline is not None:
         timeline.write(outputs.timeline)
     _write_json(outputs.json, prediction.as_json())

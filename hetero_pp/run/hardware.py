@@ -46,6 +46,9 @@ CATALOG: Mapping[str, Hardware] = {
 }
 """Peaks are the makers'; the MFU is an assumption: what tuned training code reaches at these models' sizes."""
 
+ASSUMED = "cpu-core"
+"""Where nobody says what a machine is."""
+
 
 def hardware_named(name: str, own: Mapping[str, Hardware], key: tuple[str | int, ...]) -> Hardware:
     """An entry of the YAML or of the catalog; ConfigError at `key` lists both."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from hetero_pp.run.hardware import Hardware
+from hetero_pp.run.hardware import ASSUMED, Hardware
 from hetero_pp.settings import Bandwidth, Duration, Ratio, Settings
 from hetero_pp.units import parse_any
 
@@ -67,7 +67,7 @@ ExchangeKind = Literal["gather", "parameter_server", "ring_all_gather", "ring_al
 class SimulateSettings(Settings):
     """How machines, fleets and the exchange are in a prediction."""
 
-    machine: str = Field("cpu-core", description="hardware of members that name none")
+    machine: str = Field(ASSUMED, description="hardware of members that name none")
     hardware: dict[str, Hardware] = Field(default_factory=dict, description="entries beside the catalog's")
     measured: dict[str, MeasuredCost] = Field(default_factory=dict, description="by member")
     fleets: dict[str, FleetSettings] = Field(default_factory=dict, description="by replica")

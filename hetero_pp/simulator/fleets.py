@@ -18,10 +18,10 @@ from hetero_pp.link.protocol import Message, sealed, wire_frames
 from hetero_pp.link.token_ids import packed_tokens_bytes
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.model import EMBEDDING, block_of
-from hetero_pp.run.hardware import Hardware, hardware_named
 from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import Part, cost_on, memory_of
+from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
 from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, site_of
 from hetero_pp.topology import (
@@ -100,25 +100,26 @@ def fleets_of(spec: RunSpec, random: np.random.Generator) -> Iterator[Fleet]:
     check_exchange(spec)
     for index, replica in enumerate(spec.config.replicas):
         fleet = _fleet_of(spec, index, replica, random)
-        _require_memory(fleet, index)
+        _require_memory(spec, fleet, index)
         yield fleet
 
 
-def _require_memory(fleet: Fleet, index: int) -> None:
+def _require_memory(spec: RunSpec, fleet: Fleet, index: int) -> None:
     for stage, (member, held) in enumerate(zip(fleet.members, fleet.memory, strict=True)):
         needed, there = sum(held.values()), fleet.memory_capacity[stage]
         if needed > there:
+            assumed = assumption(spec.config.simulate, unnamed([member]))
             raise ConfigError(
                 ("replicas", index),
                 f"{member.name} needs {format_bytes(needed)} of memory and has {format_bytes(there)}: "
-                f"{format_bytes(needed - there)} too much",
+                f"{format_bytes(needed - there)} too much" + (f"; {assumed}" if assumed else ""),
             )
 
 
 def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.random.Generator) -> Fleet:
     settings = spec.config.simulate.fleets.get(replica.name, FleetSettings(count=1))
     members = [member for member in spec.members.values() if member.replica is replica]
-    costs = [_cost_of(spec, index, member) for member in members]
+    costs = [_cost_of(spec, member) for member in members]
     shape = (len(members), settings.count)
     slow = np.where(random.random(shape) < settings.stragglers, settings.slowdown, 1.0)
 
@@ -133,7 +134,7 @@ def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.ra
     return Fleet(
         replica=replica,
         members=members,
-        accelerators=[replica.accelerators] * len(members),
+        accelerators=[replica.accelerators_of_member] * len(members),
         groups=Groups(
             replica.micro_batches,
             replica.extra_in_flight if isinstance(replica, ParticipantsReplica) else 0,
@@ -154,7 +155,7 @@ def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.ra
         apply=seconds([cost.apply for cost in costs]),
         stays=np.all(random.random(shape) >= settings.churn, axis=0),
         memory=[_memory_of(spec, member) for member in members],
-        memory_capacity=[hardware_of(spec, index, member).memory * replica.accelerators for member in members],
+        memory_capacity=[hardware_of(spec, member).memory * replica.accelerators_of_member for member in members],
     )
 
 
@@ -190,28 +191,14 @@ def part_of(spec: RunSpec, member: MemberSpec) -> Part:
     return Part(layers, EMBEDDING in member.owned, predicts, parameters)
 
 
-def hardware_of(spec: RunSpec, index: int, member: MemberSpec) -> Hardware:
-    """The machine of a member of the replica of this index. Raises ConfigError if nothing is known of it."""
-    simulate, replica = spec.config.simulate, member.replica
-    key: tuple[str | int, ...] = ("simulate", "machine")
-    name = simulate.machine
-    if replica.hardware is not None:
-        name, key = replica.hardware, ("replicas", index, "hardware")
-    if member.stage is not None and isinstance(replica, ParticipantsReplica):
-        own = replica.stage_settings(member.stage.index)
-        if own is not None and own.hardware is not None:
-            name, key = own.hardware, ("replicas", index, "stages", member.stage.index, "hardware")
-    return hardware_named(name, simulate.hardware, key)
-
-
-def _cost_of(spec: RunSpec, index: int, member: MemberSpec) -> MeasuredCost:
+def _cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
     """Measured, or from what the member owns and its hardware can do."""
     if member.name in spec.config.simulate.measured:
         return spec.config.simulate.measured[member.name]
     replica = member.replica
-    hardware = hardware_of(spec, index, member)
+    hardware = hardware_of(spec, member)
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
-    cost = cost_on(spec.shape, part_of(spec, member), hardware, replica.accelerators, rows, length)
+    cost = cost_on(spec.shape, part_of(spec, member), hardware, replica.accelerators_of_member, rows, length)
     return MeasuredCost.model_construct(**asdict(cost), evaluate=cost.forward)
 
 

@@ -14,7 +14,7 @@ from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.costs import Part, forward_flops, memory_of
+from hetero_pp.simulator.costs import UPDATE_BYTES, Part, forward_flops, memory_of
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sweep import Sweep
 
@@ -111,6 +111,71 @@ def test_fleets_draw_their_links_and_lose_members(yaml: Path) -> None:
     assert again == found
     assert other.replicas[1].lost != home.lost or other.round_seconds != found.round_seconds
     assert home.step_seconds < found.step_seconds  # the mean, and the slowest
+
+
+@pytest.mark.parametrize(
+    ("said", "accelerators"),
+    [((), 16), (("replicas.0.accelerators=4",), 4), (("replicas.0.ranks=1", "replicas.0.nodes=1"), 1)],
+)
+def test_every_rank_is_an_accelerator(tmp_path: Path, said: tuple[str, ...], accelerators: int) -> None:
+    """On all nodes, unless the YAML says how many there are; by hand from the catalog."""
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        "name: t\nmodel: {preset: 1b, vocabulary: 32000}\ndata: {sequence_length: 2048}\nouter: {rounds: 2}\n"
+        "replicas:\n  - {name: dc, kind: datacenter, engine: torchtitan, ranks: 8, nodes: 2, batch_size: 32,\n"
+        "     micro_batches: 2, rendezvous: '127.0.0.1:47500', hardware: h200}\n"
+    )
+    found = _predict(path, *said)
+    [stage], spec = found.replicas[0].stages, spec_of(ConfigFile(path, said))
+    flops = 3 * 2 * forward_flops(spec.shape, Part(16, True, True, 0), 16, 2048)
+    update = UPDATE_BYTES * 1_204_881_408 / 4.8e12
+    assert found.step_seconds == pytest.approx((flops / (0.4 * 989e12) + update) / accelerators)
+    assert stage.memory_capacity_bytes == accelerators * 141e9
+    assert found.accelerator_hours == pytest.approx(accelerators * found.days * 24)
+
+
+def test_stages_of_a_group_have_one_accelerator_each_unless_said(yaml: Path) -> None:
+    assert _predict(yaml).accelerator_hours == pytest.approx(5 * 24 * _predict(yaml).days)
+    more = _predict(yaml, "replicas.1.accelerators=2")
+    assert more.accelerator_hours == pytest.approx(9 * 24 * more.days)
+
+
+CORE = "so a CPU core each is assumed (22.5 GFLOP/s in training, 4 GB): name it with `hardware: h100` of the replica"
+
+
+def test_what_is_assumed_is_told(tmp_path: Path) -> None:
+    """Of members whose hardware nobody names; not of those that were measured."""
+    path = tmp_path / "t.yaml"
+    path.write_text(YAML + f"    dc: {COST}\n")
+    code, out, _ = _invoke(str(path))
+    assert code == 0
+    assert f"Note: no hardware is named for home.0, home.1, home.2, home.3, {CORE}" in " ".join(out.split())
+    for named in ("simulate.machine=h100", "replicas.1.hardware=h100"):
+        assert "Note" not in _invoke(str(path), "--set", named)[1]
+
+
+@pytest.mark.parametrize("name", ["178m", "512m", "1b"])
+def test_too_little_memory_says_whose_it_would_be(name: str) -> None:
+    path = str(CONFIGS / "paper" / f"{name}.yaml")
+    code, _, errors = _invoke(path)
+    assert code == 2
+    assert "of memory and has 4 GB" in errors
+    assert CORE in errors
+    code, _, errors = _invoke(path, "--set", "simulate.machine=rtx-3090", "--set", "replicas.0.batch_size=3200")
+    assert code == 2
+    assert "assumed" not in errors
+
+
+def test_what_is_printed_is_as_people_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text("name: t\nouter: {rounds: 1}\nreplicas: [{name: dc, kind: datacenter}]\n")
+    code, printed, _ = _invoke(str(path), "--set", "inner.steps=1")
+    out = " ".join(printed.split())
+    assert code == 0
+    assert "1 replica, 1 member." in out
+    assert "a round of 1 step " in out
+    assert "In 1 outer round a replica" in out
+    assert "-0.0%" not in out
 
 
 def test_flops_are_six_a_parameter_and_token() -> None:

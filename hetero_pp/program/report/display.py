@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_pp.program.report.state import DIRECTIONS, LinkState, RunState, format_share
-from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
+from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_seconds
 
 REFRESH_SECONDS = 0.25
 ROWS_BESIDE_LINKS = 12
@@ -108,9 +108,10 @@ class LiveDisplay:
 def start_line(state: RunState) -> str:
     """What is about to run."""
     spec = state.spec
+    replicas, members = format_count(len(state.replicas), "replica"), format_count(len(spec.members), "member")
     return (
-        f"{spec.config.name}: {_count(len(state.replicas), 'replica')}, {_count(len(spec.members), 'member')}, "
-        f"{_count(state.rounds_planned, 'outer round')} of {_count(state.inner_steps, 'inner step')}"
+        f"{spec.config.name}: {replicas}, {members}, "
+        f"{format_count(state.rounds_planned, 'outer round')} of {format_count(state.inner_steps, 'inner step')}"
     )
 
 
@@ -259,7 +260,7 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     if summary["refusals"]:
         yield f"Messages refused: {summary['refusals']} (see metrics.jsonl)."
     yield (
-        f"{_count(summary['rounds'], 'outer round')} in {format_seconds(summary['wall_seconds'])}, "
+        f"{format_count(summary['rounds'], 'outer round')} in {format_seconds(summary['wall_seconds'])}, "
         f"{summary['tokens_per_second']:,.0f} tokens/s over all replicas."
     )
     if "failed" in summary:
@@ -283,10 +284,6 @@ def plain_table(left: Sequence[str], right: Sequence[str], widest: int | None = 
     for column in right:
         table.add_column(column, justify="right", no_wrap=True)
     return table
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _loss(loss: float | None) -> str:

@@ -1,0 +1,55 @@
+"""Which machine a member is in a prediction: the hardware that the YAML names, or what is assumed if it names none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hetero_pp.run.hardware import ASSUMED, Hardware, hardware_named
+from hetero_pp.run.simulate_section import SimulateSettings
+from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.topology import ParticipantsReplica
+from hetero_pp.units import format_bytes
+
+SHOWN = 5
+"""Names in a sentence at most."""
+
+HOW_TO_NAME = "name it with `hardware: h100` of the replica, or for all with `--set simulate.machine=h100`"
+
+
+def hardware_of(spec: RunSpec, member: MemberSpec) -> Hardware:
+    """The machine of a member. Raises ConfigError if nothing is known of it."""
+    name, key = _named(member)
+    if name is None:
+        name, key = spec.config.simulate.machine, ("simulate", "machine")
+    return hardware_named(name, spec.config.simulate.hardware, key)
+
+
+def unnamed(members: Iterable[MemberSpec]) -> list[str]:
+    """Those whose hardware the YAML does not name."""
+    return [member.name for member in members if _named(member)[0] is None]
+
+
+def assumption(settings: SimulateSettings, unnamed: Sequence[str]) -> str:
+    """What is assumed of those that name no hardware, and how to name it; nothing if `simulate.machine` says it."""
+    if not unnamed or settings.machine != ASSUMED:
+        return ""
+    core = hardware_named(ASSUMED, settings.hardware, ("simulate", "machine"))
+    speed = f"{core.achieved_flops / 1e9:.3g} GFLOP/s in training, {format_bytes(core.memory)}"
+    names = ", ".join(unnamed[:SHOWN]) + (f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else "")
+    return f"no hardware is named for {names}, so a CPU core each is assumed ({speed}): {HOW_TO_NAME}"
+
+
+def assumed_in(spec: RunSpec) -> str:
+    """The same of all members whose costs were not measured."""
+    measured = spec.config.simulate.measured
+    return assumption(spec.config.simulate, unnamed(one for one in spec.members.values() if one.name not in measured))
+
+
+def _named(member: MemberSpec) -> tuple[str | None, tuple[str | int, ...]]:
+    """The hardware that the YAML names, and where."""
+    replica, here = member.replica, ("replicas", member.replica_index)
+    if member.stage is not None and isinstance(replica, ParticipantsReplica):
+        own = replica.stage_settings(member.stage.index)
+        if own is not None and own.hardware is not None:
+            return own.hardware, (*here, "stages", member.stage.index, "hardware")
+    return replica.hardware, (*here, "hardware")

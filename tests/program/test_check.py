@@ -1,0 +1,41 @@
+"""`check`: what it says of a run, and of the machine that would carry it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hetero_pp.program.cli import app
+
+YAML = """\
+name: t
+data: {corpus: CORPUS, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}
+outer: {rounds: 3, compression: {density: 1/24}}
+replicas:
+  - {name: dc, kind: datacenter, engine: torchtitan, ranks: 4}
+  - {name: home, kind: participants, stages: [{layers: 1}, {layers: 3}]}
+"""
+
+
+@pytest.fixture
+def yaml(tmp_path: Path, corpus: Path) -> Path:
+    path = tmp_path / "t.yaml"
+    path.write_text(YAML.replace("CORPUS", str(corpus)))
+    return path
+
+
+def _check(path: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, ["check", str(path), "--runs", str(path.parent / "runs"), *arguments])
+    assert result.exit_code == 0, result.stderr
+    return " ".join(result.stdout.split())
+
+
+def test_it_speaks_as_the_yaml_does(yaml: Path) -> None:
+    said = _check(yaml)
+    assert "density 1/24, signs" in said
+    assert "datacenter (torchtitan, 4 ranks)" in said
+    assert "embedding, layer 0 " in said
+    assert " layers 1-3, head " in said
+    assert "1 outer round of 1 inner step," in _check(yaml, "--set", "outer.rounds=1", "--set", "inner.steps=1")
