@@ -238,6 +238,12 @@ class ExchangeSettings(Settings):
     """Where contributions are exchanged."""
 
     listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0 takes any free one")
+    timeout: Duration = Field(
+        3600.0,
+        gt=0,
+        description="how long the exchange, its members and the nodes of a replica wait for each other while nothing "
+        "comes; then the run ends and names who was waited for",
+    )
 
 
 @dataclass(frozen=True)

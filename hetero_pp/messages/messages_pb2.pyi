@@ -21,6 +21,13 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FP32: _ClassVar[DType]
     BF16: _ClassVar[DType]
     UINT8: _ClassVar[DType]
+
+class Awaited(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    AWAITED_UNSPECIFIED: _ClassVar[Awaited]
+    JOINING: _ClassVar[Awaited]
+    CONTRIBUTING: _ClassVar[Awaited]
+    FINISHING: _ClassVar[Awaited]
 PURPOSE_UNSPECIFIED: Purpose
 ACTIVATION: Purpose
 GRADIENT: Purpose
@@ -30,6 +37,10 @@ DTYPE_UNSPECIFIED: DType
 FP32: DType
 BF16: DType
 UINT8: DType
+AWAITED_UNSPECIFIED: Awaited
+JOINING: Awaited
+CONTRIBUTING: Awaited
+FINISHING: Awaited
 
 class Frame(_message.Message):
     __slots__ = ()
@@ -326,8 +337,28 @@ class Finished(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Waiting(_message.Message):
+    __slots__ = ("awaited", "round", "missing", "seconds")
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    awaited: Awaited
+    round: int
+    missing: _containers.RepeatedCompositeFieldContainer[Missing]
+    seconds: float
+    def __init__(self, awaited: _Optional[_Union[Awaited, str]] = ..., round: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[Missing, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class Missing(_message.Message):
+    __slots__ = ("member", "silent_seconds")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    silent_seconds: float
+    def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ...) -> None: ...
+
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -341,6 +372,7 @@ class Report(_message.Message):
     JOINED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     time: float
     member: str
     inner_step: InnerStep
@@ -354,7 +386,8 @@ class Report(_message.Message):
     joined: Joined
     finished: Finished
     begun: Begun
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
+    waiting: Waiting
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)
@@ -367,5 +400,7 @@ class ReportReply(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("members",)
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    members: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, members: _Optional[_Iterable[str]] = ...) -> None: ...

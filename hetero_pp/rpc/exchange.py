@@ -7,7 +7,7 @@ raised again as the errors they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
@@ -35,8 +35,11 @@ class WatchedExchange(ExchangeService, Protocol):
 
     run: str
 
-    def watch(self) -> Iterator[pb.Report]:
-        """Every report, until the run is over."""
+    def watch(self, members: Collection[str] = ()) -> Iterator[pb.Report]:
+        """Every report, until the run is over; of some members only theirs, and what concerns everybody."""
+
+    def heard(self, member: str) -> None:
+        """Something came from a member, or reached it."""
 
     def refuse(self, sender: str, reason: str) -> None:
         """Count a message that was not let in."""
@@ -78,6 +81,13 @@ class _Servicer(ExchangeServicer):
             raise Refused(
                 f"{member} was started with another configuration than the exchange: compare the config.yaml of both"
             )
+        self.exchange.heard(member)
+
+    def _moving(self, frames: Iterable[bytes], member: str) -> Iterator[bytes]:
+        """The same frames; each that goes over the link shows that the member is there."""
+        for frame in frames:
+            self.exchange.heard(member)
+            yield frame
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         if request.version != PROTOCOL_VERSION:
@@ -109,14 +119,15 @@ class _Servicer(ExchangeServicer):
         for name in request.names:
             header.tensors.add(dtype=pb.FP32, shape=tensors[name].shape)
         buffers = (tensors[name].contiguous().numpy().reshape(-1).view("uint8").data for name in request.names)
-        yield from header_and_payload_frames(header, buffers)
+        yield from self._moving(header_and_payload_frames(header, buffers), _member(context))
 
     def Deposit(  # type: ignore[override]  # a Frame is raw bytes
         self, frames: Iterator[bytes], context: grpc.ServicerContext
     ) -> pb.DepositReply:
         member = _member(context)
         try:
-            header, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
+            moving = self._moving(frames, member)
+            header, data = read_frames(moving, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
         except MalformedMessage as error:
             self.exchange.refuse(member, str(error))
             raise
@@ -130,9 +141,10 @@ class _Servicer(ExchangeServicer):
     def Fetch(  # type: ignore[override]  # a Frame is raw bytes
         self, request: pb.FetchRequest, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        data = self.exchange.fetch(_member(context), request.round, request.replica, request.block)
+        member = _member(context)
+        data = self.exchange.fetch(member, request.round, request.replica, request.block)
         header = pb.BlobHeader(round=request.round, replica=request.replica, block=request.block, size=len(data))
-        yield from header_and_payload_frames(header, [data])
+        yield from self._moving(header_and_payload_frames(header, [data]), member)
 
     def Confirm(self, request: pb.HashReport, context: grpc.ServicerContext) -> pb.HashReply:
         self.exchange.confirm(_member(context), request.round, dict(request.sha256))
@@ -146,7 +158,7 @@ class _Servicer(ExchangeServicer):
         return pb.ReportReply()
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
-        yield from self.exchange.watch()
+        yield from self.exchange.watch(request.members)
 
 
 def _member(context: grpc.ServicerContext) -> str:
@@ -248,9 +260,9 @@ class ExchangeClient:
         except grpc.FutureTimeoutError:
             raise LinkTimeout(f"the exchange at {self.address} does not answer within {seconds:g} s") from None
 
-    def watch(self) -> Iterator[pb.Report]:
-        """Every report, until the run is over."""
-        return self._stream(self._calls.Watch, pb.WatchRequest())
+    def watch(self, members: Sequence[str] = ()) -> Iterator[pb.Report]:
+        """Every report, until the run is over; of some members only theirs, and what concerns everybody."""
+        return self._stream(self._calls.Watch, pb.WatchRequest(members=members))
 
     def _ask(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request, wait: bool = False) -> Reply:
         try:

@@ -10,12 +10,15 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from hetero_pp.errors import MalformedContribution, Refused, ReplicasDiffer, RunFailed
 from hetero_pp.messages.messages_pb2 import (
+    CONTRIBUTING,
+    FINISHING,
+    JOINING,
     Begun,
     BlobEntry,
     ContributionEntry,
@@ -24,6 +27,7 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
     RoundRecord,
     RoundVerified,
+    Waiting,
 )
 from hetero_pp.model import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates
@@ -34,7 +38,10 @@ from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog, record_digest
+from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.replay import Shapes
+
+_CONCERN_ALL = ("joined", "waiting", "begun", "failure")
 
 REMEMBERED_REPORTS = 10_000
 """How far back a watcher that comes late can see."""
@@ -66,6 +73,8 @@ class Exchange:
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
         self._finished: set[str] = set()
         self._here: set[str] = set()
+        self._heard: dict[str, float] = {}
+        self._steps_told = 0
         self._watchers: list[queue.SimpleQueue[Report | None]] = []
         self._reports: deque[Report] = deque(maxlen=REMEMBERED_REPORTS)
         if snapshot is not None:
@@ -99,6 +108,38 @@ class Exchange:
         if self._begun is None:
             raise self._refused(sender, "the run has not begun: not all members have joined")
         return self._begun
+
+    # ---- whom it waits for ----
+
+    def heard(self, member: str) -> None:
+        """Something came from a member."""
+        if member in self.roster.members:
+            with self._changed:
+                self._heard[member] = time.monotonic()
+
+    def expected(self) -> Expected:
+        """What it waits for now. While nobody has contributed to a round, inner steps are progress, too."""
+        with self._changed:
+            members, begun, heard = self.roster.members, self._begun, dict(self._heard)
+            absent = [member for member in members if member not in self._addresses]
+            if absent or begun is None:
+                return Expected(JOINING, 0, absent, len(absent), heard)
+            open_round = begun.round + len(self._records) + 1
+            if open_round > self.settings.rounds:
+                left = [member for member in members if member not in self._finished]
+                return Expected(FINISHING, self.settings.rounds, left, len(left), heard)
+            counted = self._entries.get(open_round, {})
+            missing = [
+                member
+                for member, replica in members.items()
+                if any((replica, block) not in counted for block in self.roster.blocks[member])
+            ]
+            progress = (open_round, len(counted), None if counted else self._steps_told)
+            return Expected(CONTRIBUTING, open_round, missing, progress, heard)
+
+    def tell_waiting(self, waiting: Waiting) -> None:
+        """Tell whoever watches whom it waits for."""
+        self.report([Report(time=time.time(), member=EXCHANGE, waiting=waiting)])
 
     # ---- members ----
 
@@ -259,8 +300,10 @@ class Exchange:
         with self._changed:
             self._reports.extend(reports)
             for report in reports:
+                self.heard(report.member)
                 for watcher in self._watchers:
                     watcher.put(report)
+                self._steps_told += report.HasField("inner_step")
                 if report.HasField("finished"):
                     self._finished.add(report.member)
                 if report.HasField("failure"):
@@ -268,15 +311,19 @@ class Exchange:
                     self._fail(cause if report.member == EXCHANGE else f"{report.member}: {cause}")
             self._changed.notify_all()
 
-    def watch(self) -> Iterator[Report]:
-        """Every report from the start of the run on, until the run is over."""
+    def watch(self, members: Collection[str] = ()) -> Iterator[Report]:
+        """Every report from the start of the run on, until the run is over.
+
+        Of some members only what they tell, and what concerns everybody: who has joined, waits, begins and failures.
+        """
         watcher: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
         with self._changed:
             for report in self._reports:
                 watcher.put(report)
             self._watchers.append(watcher)
         while (report_or_end := watcher.get()) is not None:
-            yield report_or_end
+            if not members or report_or_end.member in members or report_or_end.WhichOneof("event") in _CONCERN_ALL:
+                yield report_or_end
 
     def end_watching(self) -> None:
         """No report will come any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import grpc
@@ -48,6 +48,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
+        self.sounds: list[str] = []
         self.stayed = threading.Event()
         self.refused: list[tuple[str, str]] = []
 
@@ -83,9 +84,12 @@ class Recorder:
     def report(self, reports: Sequence[pb.Report]) -> None:
         self.asked.append(("report", *(report.member for report in reports)))
 
-    def watch(self) -> Iterator[pb.Report]:
-        self.asked.append(("watch",))
+    def watch(self, members: Collection[str] = ()) -> Iterator[pb.Report]:
+        self.asked.append(("watch", *members))
         yield pb.Report(member="dc")
+
+    def heard(self, member: str) -> None:
+        self.sounds.append(member)
 
     def stay(self, member: str) -> None:
         self.asked.append(("stay", member))
@@ -176,7 +180,7 @@ def test_a_stranger_is_refused_counted_and_reaches_nothing(path: str, known: dic
     [(sender, reason)] = served.exchange.refused
     assert sender.startswith("mallory at ipv4:127.0.0.1:")
     assert reason == ("another configuration" if known.get("token") == TOKEN else "a call from another run")
-    assert served.exchange.asked == []
+    assert served.exchange.asked == served.exchange.sounds == []
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -186,6 +190,8 @@ def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], 
     served.stop()
     asked = [what for what, *_ in served.exchange.asked]
     assert asked == (["stay", "left"] if path.endswith("/Stay") else [_method(path)])
+    moves = path.rpartition("/")[2] in ("Snapshot", "Deposit", "Fetch")
+    assert served.exchange.sounds == ["dc"] * (2 if moves else 1)  # a frame shows that the member is there, too
     assert served.exchange.refused == []
 
 

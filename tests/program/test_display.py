@@ -16,8 +16,10 @@ from test_run_state import (
     made_up_round,
     made_up_spec,
     state_of,
+    waiting,
 )
 
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Report
 from hetero_pp.program.report.display import LiveDisplay, live_view, print_result
 from hetero_pp.program.report.state import RunState
 
@@ -44,9 +46,47 @@ def test_a_line_at_the_start_and_one_a_round() -> None:
             display.refresh()
     assert out.getvalue().splitlines() == [
         "made-up: 2 replicas, 3 members, 2 outer rounds of 2 inner steps",
+        "all 3 members have joined, within 0 ms",
         "round 1/2: validation loss 4.6000, training loss dc 5.0000, home 5.5000, 8 s",
         "round 2/2: validation loss 3.6000, training loss dc 4.0000, home 4.5000, 10 s",
     ]
+
+
+def test_who_is_missing_at_the_start_and_later_is_told_once() -> None:
+    console, out = plain_console()
+    joined, state = made_up_reports()[:3], RunState(made_up_spec())
+    reports = [
+        joined[0],
+        waiting(START, JOINING, "home.0", "home.1", seconds=10.2),
+        *joined[1:],
+        waiting(START, JOINING),
+        waiting(START, CONTRIBUTING, "home.1", seconds=40.4),
+    ]
+    with LiveDisplay(state, console) as display:
+        for report in reports:
+            state.apply(report)
+            display.refresh()
+            display.refresh()
+    assert out.getvalue().splitlines()[1:] == [
+        "1 of 3 members have joined, missing: home.0, home.1; nobody came for 10 s",
+        "all 3 members have joined, within 2 s",
+        "waiting for contributions to round 2 of home.1; no progress for 40 s",
+    ]
+
+
+def test_the_live_view_says_who_is_missing_while_somebody_is() -> None:
+    state = RunState(made_up_spec())
+
+    def shown(*reports: Report) -> str:
+        for report in reports:
+            state.apply(report)
+        return text_of(live_view(state, START + 5, height=40))
+
+    joined = made_up_reports()[:3]
+    assert "2 of 3 members have joined, missing: home.1" in shown(*joined[:2])
+    assert "joined" not in shown(joined[2])
+    assert "to round 2 of home.1; no progress for 25 s" in shown(waiting(START, CONTRIBUTING, "home.1", seconds=20.0))
+    assert "home.1; no progress" not in shown(waiting(START + 1, CONTRIBUTING))
 
 
 def test_a_round_without_validation_loss_is_told_at_the_end() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_state import START, inner_step, made_up_reports, made_up_round, made_up_spec
+from test_run_state import START, inner_step, made_up_reports, made_up_round, made_up_spec, waiting
 
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Report
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
@@ -46,6 +46,22 @@ def test_every_report_is_a_flat_line(folder: Path) -> None:
     for line in written:
         assert {"time", "member", "event"} <= line.keys()
         assert not any(isinstance(value, dict | list) for value in line.values())
+
+
+def test_whom_the_exchange_waits_for_is_a_flat_line(tmp_path: Path) -> None:
+    report = waiting(START, CONTRIBUTING, "home.0", "home.1", seconds=12.5)
+    record(tmp_path, [report])
+    assert lines(tmp_path) == [
+        {
+            "time": START,
+            "member": "exchange",
+            "event": "waiting",
+            "awaited": "contributing",
+            "round": 2,
+            "seconds": 12.5,
+            "members": "home.0, home.1",
+        }
+    ]
 
 
 def test_fields_that_were_not_told_are_left_out(folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import Awaited, BlobEntry, ContributionEntry, Report, RoundRecord
 from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -85,6 +85,14 @@ def joined(time: float, member: str) -> Report:
 def begun(time: float, last_round: int) -> Report:
     report = Report(time=time, member="exchange")
     report.begun.last_round = last_round
+    return report
+
+
+def waiting(time: float, awaited: Awaited, *missing: str, seconds: float = 0.0) -> Report:
+    report = Report(time=time, member="exchange")
+    report.waiting.awaited, report.waiting.round, report.waiting.seconds = awaited, 2, seconds
+    for member in missing:
+        report.waiting.missing.add(member=member)
     return report
 
 

@@ -53,7 +53,8 @@ def run_on_this_host(
         token = new_token() if host.token is None else read_token(host.token)
 
         def start(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: bool) -> None:
-            Console().print(f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}")
+            needed = f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}"
+            Console().print(needed, soft_wrap=True, highlight=False)
             launch_exchange(folder, token, resume, on_report)
 
         with claim(runs.absolute(), prepared.spec.config.name, [EXCHANGE]):

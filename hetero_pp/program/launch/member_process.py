@@ -29,6 +29,7 @@ from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import EXCHANGE, DatacenterReplica
 from replica_groups.exchange.host import begin_run, make_exchange
+from replica_groups.exchange.patience import watched
 from replica_groups.take_part import take_part
 
 _SECONDS_TO_HEAR = 5.0
@@ -92,8 +93,9 @@ def _run_exchange(spec: RunSpec, job: Job, token: str, launcher: Connection) -> 
         return FAILED
     _send(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
-        auditor = begin_run(exchange, spec, job.resume)
-        exchange.wait_until_finished()
+        with watched(exchange.expected, exchange.tell_waiting, exchange.fail, spec.config.exchange.timeout):
+            auditor = begin_run(exchange, spec, job.resume)
+            exchange.wait_until_finished()
         auditor.join()
     except HeteroPPError as error:
         _send(launcher, failure=str(error))

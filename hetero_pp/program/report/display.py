@@ -16,11 +16,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hetero_pp.messages.messages_pb2 import JOINING, Waiting
 from hetero_pp.program.report.state import DIRECTIONS, LinkState, RunState, format_share
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_seconds
+from replica_groups.exchange.patience import listed, whom
 
 REFRESH_SECONDS = 0.25
-ROWS_BESIDE_LINKS = 12
+ROWS_BESIDE_LINKS = 13
 """Lines of the live view that are neither a replica nor a link."""
 
 
@@ -37,6 +39,8 @@ class LiveDisplay:
         self._clock = clock
         self._live: Live | None = None
         self._rounds_told = 0
+        self._joining_told = False
+        self._waiting_told: Waiting | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="display", daemon=True)
 
@@ -63,14 +67,14 @@ class LiveDisplay:
             self._live.transient = error is None
             self._live.stop()
         else:
-            self._say_closed_rounds(is_last=True)
+            self._say_what_is_new(is_last=True)
 
     def refresh(self) -> None:
         """Bring what is shown up to date. The display does so by itself four times a second."""
         if self._live is not None:
             self._live.update(self.view(), refresh=True)
         else:
-            self._say_closed_rounds(is_last=False)
+            self._say_what_is_new(is_last=False)
 
     def view(self) -> Group:
         """The whole live view."""
@@ -81,9 +85,24 @@ class LiveDisplay:
         while not self._ended.wait(REFRESH_SECONDS):
             self.refresh()
 
-    def _say_closed_rounds(self, is_last: bool) -> None:
-        for line in self._lines_due(is_last):
+    def _say_what_is_new(self, is_last: bool) -> None:
+        for line in [*self._beginning_due(), *self._lines_due(is_last), *self._waiting_due(is_last)]:
             self._say(line)
+
+    def _beginning_due(self) -> Iterator[str]:
+        """Once all members have joined, that they have."""
+        with self._state.lock:
+            if not self._joining_told and self._state.joined_after is not None:
+                self._joining_told = True
+                yield joined_line(self._state)
+
+    def _waiting_due(self, is_last: bool) -> Iterator[str]:
+        """Whom the exchange waits for, each time that it tells."""
+        with self._state.lock:
+            is_new = self._state.waiting is not self._waiting_told
+            self._waiting_told = self._state.waiting
+            if is_new and self._state.waiting is not None and not is_last:
+                yield waiting_line(self._state)
 
     def _lines_due(self, is_last: bool) -> list[str]:
         """A round's line waits for its validation loss, but not beyond the close of the next round or the end."""
@@ -115,6 +134,25 @@ def start_line(state: RunState) -> str:
     )
 
 
+def joined_line(state: RunState) -> str:
+    """That all are here, and how long after the first; until then, who is and who is not."""
+    members = list(state.spec.members)
+    missing = [member for member in members if member not in state.joined]
+    count = format_count(len(members), "member")
+    if not missing:
+        return f"all {count} have joined, within {format_seconds(state.joined_after or 0.0)}"
+    return f"{len(members) - len(missing)} of {count} have joined, missing: {listed(missing)}"
+
+
+def waiting_line(state: RunState, since_told: float = 0.0) -> str:
+    """Whom the exchange waits for, and since when; `since_told`: seconds since it told so."""
+    assert state.waiting is not None
+    seconds = format_seconds(round(state.waiting.seconds + since_told))
+    if state.waiting.awaited == JOINING:
+        return f"{joined_line(state)}; nobody came for {seconds}"
+    return f"{whom(state.waiting)}; no progress for {seconds}"
+
+
 def round_line(state: RunState, round_: int) -> str:
     """What a closed round brought."""
     losses = ", ".join(f"{name} {_loss(replica.round_loss(round_))}" for name, replica in state.replicas.items())
@@ -131,7 +169,8 @@ def live_view(state: RunState, now: float, height: int) -> Group:
     """Title, progress, replicas and links, of which only the busiest are shown if not all fit into `height`."""
     links = list(state.links.values())
     room = max(3, height - ROWS_BESIDE_LINKS - len(state.replicas))
-    parts: list[RenderableType] = [_title(state, now), _progress(state), _live_replicas(state, now)]
+    parts: list[RenderableType] = [_title(state, now), _progress(state), *_status(state, now)]
+    parts.append(_live_replicas(state, now))
     if len(links) <= room:
         return Group(*parts, _live_links(state, links, now))
     busiest = sorted(links, key=lambda link: link.wire_bytes, reverse=True)[: room - 1]
@@ -163,6 +202,14 @@ def _progress(state: RunState) -> Table:
     ):
         grid.add_row(label, ProgressBar(total=total, completed=done), f"{done}/{total} ")
     return grid
+
+
+def _status(state: RunState, now: float) -> Iterator[Text]:
+    """Who is missing, if the run waits for somebody."""
+    if state.waiting is not None and state.waiting_told is not None:
+        yield Text(f" {waiting_line(state, now - state.waiting_told)}", style="yellow")
+    elif state.joined_after is None:
+        yield Text(f" {joined_line(state)}", style="dim")
 
 
 def _live_replicas(state: RunState, now: float) -> Table:

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from hetero_pp.errors import RunFailed
 from hetero_pp.files import PART, flush, write_whole
-from hetero_pp.messages.messages_pb2 import Evaluation, InnerStep, LinkUse, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import Awaited, Evaluation, InnerStep, LinkUse, Report, RoundRecord
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
@@ -145,6 +145,10 @@ def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
     elif event == "begun":
         begun = report.begun
         yield head | {"event": event, "last_round": begun.last_round, "damaged": "; ".join(begun.damaged)}
+    elif event == "waiting":
+        waiting = report.waiting
+        what = {"awaited": Awaited.Name(waiting.awaited).lower(), "round": waiting.round, "seconds": waiting.seconds}
+        yield head | {"event": event} | what | {"members": ", ".join(one.member for one in waiting.missing)}
     elif event is not None:
         yield head | {"event": event} | _fields(getattr(report, event))
 

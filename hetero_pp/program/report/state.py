@@ -21,6 +21,7 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
     RoundRecord,
     RoundVerified,
+    Waiting,
 )
 from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.run.spec import RunSpec
@@ -172,6 +173,13 @@ class RunState:
         }
         self.closed: dict[int, ClosedRound] = {}
         self.refusals = 0
+        self.joined: set[str] = set()
+        self.joined_after: float | None = None
+        """Seconds until all members had joined; None before."""
+        self.waiting: Waiting | None = None
+        """Whom the exchange waits for, as it told last; None if there is progress."""
+        self.waiting_told: float | None = None
+        """When it told so."""
         self.failed: str | None = None
         self.started: float | None = None
         self.first_step: float | None = None
@@ -204,11 +212,21 @@ class RunState:
                     self.refusals += 1
                 case "finished":
                     self._finished.add(report.member)
+                case "joined":
+                    self._joined(report.member)
+                case "waiting":
+                    self.waiting = report.waiting if report.waiting.missing else None
+                    self.waiting_told = report.time
 
     def fail(self, cause: str) -> None:
         """The run has ended before its end; the launcher knows the cause better than any member."""
         with self.lock:
             self.failed = cause
+
+    def _joined(self, member: str) -> None:
+        self.joined.add(member)
+        if self.joined_after is None and self.joined >= set(self.spec.members):
+            self.joined_after = self.elapsed()
 
     def _step(self, time: float, step: InnerStep) -> None:
         replica = self.replicas.get(step.replica)

@@ -1,0 +1,135 @@
+"""Whom the exchange waits for: told after some seconds without progress, at growing intervals, up to a bound."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Awaited, Missing, Waiting
+from hetero_pp.units import format_seconds
+
+FIRST_TOLD = 10.0
+"""Seconds without progress after which it is told for the first time."""
+MOST_BETWEEN = 600.0
+"""Seconds between two times at most."""
+NAMED = 8
+"""How many members a line names."""
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an exchange waits for at a moment."""
+
+    awaited: Awaited
+    round: int
+    missing: Sequence[str]
+    """The members that have not done it; none if the exchange waits for nobody."""
+    progress: Hashable
+    """Another value whenever something came that is waited for."""
+    heard: Mapping[str, float] = field(default_factory=dict)
+    """When anything came from a member, by a clock of its own."""
+
+
+class Patience:
+    """Decides when to tell that there is no progress, and when to give up. Pure: every time is an argument.
+
+    A wait that has ended was none to worry about, so after it only one that is twice as long is told. With that, a run
+    of slow rounds tells a few lines and not a few in every round.
+    """
+
+    def __init__(self, limit: float) -> None:
+        """`limit`: seconds in which nothing comes from anybody who is waited for."""
+        self._limit = limit
+        self._expected: Expected | None = None
+        self._since = 0.0
+        self._due = FIRST_TOLD
+        self._longest = 0.0
+        self._told = False
+
+    def look(self, expected: Expected, now: float) -> Waiting | None:
+        """What is to be told now, if anything; without members once a wait that was told is over."""
+        before, self._expected = self._expected, expected
+        if before is None or (expected.awaited, expected.progress) != (before.awaited, before.progress):
+            is_other = before is None or before.awaited != expected.awaited
+            self._longest = 0.0 if is_other else max(self._longest, now - self._since)
+            self._since, self._due = now, min(max(FIRST_TOLD, 2 * self._longest), MOST_BETWEEN)
+            was_told, self._told = self._told, False
+            return Waiting(awaited=expected.awaited, round=expected.round) if was_told else None
+        if not expected.missing or now - self._since < self._due:
+            return None
+        self._due = min(2 * self._due, self._due + MOST_BETWEEN)
+        self._told = True
+        return self._waiting(expected, now)
+
+    def lost(self, expected: Expected, now: float) -> str | None:
+        """Why to wait no longer, if nothing came within the limit from any of those that are waited for."""
+        if not expected.missing:
+            return None
+        last = max([self._since, *(expected.heard[one] for one in expected.missing if one in expected.heard)])
+        if now - last < self._limit:
+            return None
+        waiting = self._waiting(expected, now)
+        return f"gave up {whom(waiting)}: nothing came within {format_seconds(self._limit)} (`exchange.timeout`)"
+
+    def _waiting(self, expected: Expected, now: float) -> Waiting:
+        waiting = Waiting(awaited=expected.awaited, round=expected.round, seconds=now - self._since)
+        for member in expected.missing:
+            missing = waiting.missing.add(member=member)
+            if member in expected.heard:
+                missing.silent_seconds = now - expected.heard[member]
+        return waiting
+
+
+def whom(waiting: Waiting) -> str:
+    """`waiting for 2 members to join: home.0, home.1`; the line that is told, and the cause of a run that gave up."""
+    names = listed([_named(one) for one in waiting.missing])
+    if waiting.awaited == JOINING:
+        count = len(waiting.missing)
+        return f"waiting for {count} member{'' if count == 1 else 's'} to join: {names}"
+    if waiting.awaited == CONTRIBUTING:
+        return f"waiting for contributions to round {waiting.round} of {names}"
+    return f"waiting for the end of {names}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = [f"{len(names) - NAMED} more"] if len(names) > NAMED else []
+    return ", ".join([*names[:NAMED], *more])
+
+
+def _named(missing: Missing) -> str:
+    if not missing.HasField("silent_seconds"):
+        return missing.member
+    return f"{missing.member} (heard {format_seconds(max(1, round(missing.silent_seconds)))} ago)"
+
+
+@contextmanager
+def watched(
+    expected: Callable[[], Expected], tell: Callable[[Waiting], None], fail: Callable[[str], None], limit: float
+) -> Iterator[None]:
+    """Look once a second while the block runs; `tell` what is to be told, `fail` with the cause to give up."""
+    ended, patience = threading.Event(), Patience(limit)
+
+    def watch() -> None:
+        while not ended.wait(_SECONDS_BETWEEN_LOOKS):
+            now, found = time.monotonic(), expected()
+            waiting = patience.look(found, now)
+            if waiting is not None:
+                tell(waiting)
+            cause = patience.lost(found, now)
+            if cause is not None:
+                fail(cause)
+                return
+
+    thread = threading.Thread(target=watch, name="patience", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

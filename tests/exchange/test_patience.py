@@ -1,0 +1,135 @@
+"""Whom the exchange waits for: when it is told, to whom, how often, and when the run gives up. On a made-up clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
+
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, Report
+from hetero_pp.snapshot import Snapshot, initial_snapshot
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.patience import FIRST_TOLD, NAMED, Expected, Patience, whom
+
+
+def _told(patience: Patience, expected: Expected, seconds: range) -> list[int]:
+    """In which of these seconds it is told that nothing came."""
+    looks = {second: patience.look(expected, float(second)) for second in seconds}
+    return [second for second, waiting in looks.items() if waiting is not None and waiting.missing]
+
+
+def test_a_wait_is_told_at_growing_intervals() -> None:
+    expected = Expected(CONTRIBUTING, 3, ["home.0"], 0)
+    assert _told(Patience(1e9), expected, range(2000)) == [10, 20, 40, 80, 160, 320, 640, 1240, 1840]
+
+
+def test_after_a_wait_that_ended_only_one_twice_as_long_is_told() -> None:
+    """Rounds that all take half a minute tell two lines, and not two in each."""
+    patience = Patience(1e9)
+    lines = []
+    for round_ in range(1, 20):
+        expected = Expected(CONTRIBUTING, round_, ["home.0"], round_)
+        lines += _told(patience, expected, range(30 * round_, 30 * round_ + 30))
+    assert lines == [40, 50]
+    assert _told(patience, Expected(CONTRIBUTING, 20, ["home.0"], 20), range(600, 1000)) == [660, 720, 840]
+
+
+def test_the_end_of_a_wait_that_was_told_is_told_too() -> None:
+    patience = Patience(1e9)
+    assert patience.look(Expected(CONTRIBUTING, 1, ["home.0"], 0), 0.0) is None
+    assert patience.look(Expected(CONTRIBUTING, 1, ["home.0"], 0), FIRST_TOLD) is not None
+    over = patience.look(Expected(CONTRIBUTING, 1, ["home.0"], 1), 12.0)
+    assert over is not None
+    assert not over.missing
+    assert patience.look(Expected(CONTRIBUTING, 1, ["home.0"], 2), 13.0) is None
+
+
+def test_it_gives_up_on_those_who_are_silent_only() -> None:
+    patience, heard = Patience(60.0), {"home.0": 55.0}
+    patience.look(Expected(CONTRIBUTING, 2, ["home.0", "home.1"], 0), 0.0)
+    expected = Expected(CONTRIBUTING, 2, ["home.0", "home.1"], 0, heard)
+    patience.look(expected, 100.0)
+    assert patience.lost(expected, 100.0) is None  # one of them is there: it may be slow
+    cause = patience.lost(expected, 115.0)
+    assert cause is not None
+    assert "round 2 of home.0 (heard 1:00 ago), home.1: nothing came within 1:00 (`exchange.timeout`)" in cause
+    assert patience.lost(Expected(CONTRIBUTING, 2, [], 0), 1e9) is None
+
+
+def test_a_line_names_some_and_counts_the_rest() -> None:
+    patience, names = Patience(1e9), [f"m{index}" for index in range(NAMED + 2)]
+    patience.look(Expected(JOINING, 0, names, 0), 0.0)
+    waiting = patience.look(Expected(JOINING, 0, names, 0), FIRST_TOLD)
+    assert waiting is not None
+    assert whom(waiting) == f"waiting for {NAMED + 2} members to join: {', '.join(names[:NAMED])}, 2 more"
+
+
+@pytest.fixture(scope="module")
+def snapshot() -> Snapshot:
+    return initial_snapshot(SHAPE, rank=4, seed=1)
+
+
+@pytest.fixture
+def exchange(tmp_path: Path) -> Exchange:
+    return Exchange("run", ROSTER, None, SETTINGS, ContributionLog(tmp_path / "log"))
+
+
+def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> None:
+    """To join, then to contribute, then to finish; each thing that is waited for is progress."""
+    exchange.join("home.1", "")
+    expected = exchange.expected()
+    assert (expected.awaited, list(expected.missing)) == (JOINING, ["home.0", "dc"])
+    for member in ("home.0", "dc"):
+        exchange.join(member, "")
+    assert not exchange.expected().missing  # the exchange itself is at work
+    exchange.begin(snapshot)
+    expected = exchange.expected()
+    assert (expected.awaited, expected.round, list(expected.missing)) == (CONTRIBUTING, 1, list(ROSTER.members))
+    for round_ in range(1, SETTINGS.rounds + 1):
+        for member, address in _deposits(round_):
+            before = exchange.expected()
+            assert member in before.missing
+            assert before.round == round_
+            exchange.deposit(member, address, _blob(snapshot, address))
+            assert exchange.expected().progress != before.progress
+    expected = exchange.expected()
+    assert (expected.awaited, list(expected.missing)) == (FINISHING, list(ROSTER.members))
+    report = Report(member="dc")
+    report.finished.SetInParent()
+    exchange.report([report])
+    assert list(exchange.expected().missing) == ["home.0", "home.1"]
+
+
+def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snapshot: Snapshot) -> None:
+    for member in ROSTER.members:
+        exchange.join(member, "")
+    exchange.begin(snapshot)
+    step = Report(member="home.0")
+    step.inner_step.replica = "home"
+    before = exchange.expected()
+    exchange.report([step])
+    assert exchange.expected().progress != before.progress
+    exchange.deposit("dc", _address("dc", "norm"), _blob(snapshot, _address("dc", "norm")))
+    before = exchange.expected()
+    exchange.report([step])
+    after = exchange.expected()
+    assert after.progress == before.progress
+    assert after.heard["home.0"] > before.heard["home.0"]
+
+
+def test_who_watches_some_members_hears_of_them_and_of_all(exchange: Exchange, snapshot: Snapshot) -> None:
+    for member in ROSTER.members:
+        exchange.join(member, "")
+    exchange.begin(snapshot)
+    steps = [Report(member=member) for member in ROSTER.members]
+    for step in steps:
+        step.inner_step.round = 1
+    exchange.report(steps)
+    watching = exchange.watch(["home.1"])
+    first = next(watching)
+    exchange.end_watching()
+    events = [(report.member, report.WhichOneof("event")) for report in (first, *watching)]
+    joined = [(member, "joined") for member in ROSTER.members]
+    assert events == [*joined, ("exchange", "begun"), ("home.1", "inner_step")]
