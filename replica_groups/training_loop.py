@@ -118,8 +118,8 @@ class TrainingLoop:
             )
         )
         self.member.timing()
+        self._report_links(round_)  # first: whoever hears that the round is over knows what it sent
         self.reporter.send(report)
-        self._report_links(round_)
 
     def _save(self, folder: Path) -> None:
         self.member.save(folder)

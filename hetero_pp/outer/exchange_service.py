@@ -11,6 +11,9 @@ from torch import Tensor
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 
+FIRST_TOLD, MOST_BETWEEN = 10.0, 600.0
+"""Seconds after which somebody who waits says so for the first time, and at most between two times."""
+
 
 @dataclass(frozen=True)
 class AvailableStates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
@@ -24,11 +24,29 @@ def reports_of(address: str, token: str) -> Iterator[Report]:
         yield from exchange.watch()
 
 
+def reports_to_members(
+    address: str, token: str, members: Sequence[str], timeout: float, on_wait: Callable[[float], None]
+) -> Iterator[Report]:
+    """What some members tell, and what concerns everybody, until these members are through.
+
+    While the exchange does not answer `on_wait` is told for how long, at growing intervals. Raises LinkTimeout.
+    """
+    left = set(members)
+    with closing(ExchangeClient(address, token, "launcher")) as exchange:
+        exchange.wait_until_ready(timeout, on_wait)
+        for report in exchange.watch(members):
+            yield report
+            if report.HasField("finished"):
+                left.discard(report.member)
+            if not left:
+                return
+
+
 class NetworkConnections:
     """Of a member to the exchange at `address` and to the stages beside it. Implements Connections."""
 
     def __init__(self, spec: RunSpec, member: MemberSpec, address: str, token: str) -> None:
-        self.exchange = ExchangeClient(address, token, member.name, spec.run)
+        self.exchange = ExchangeClient(address, token, member.name, spec.run, spec.config.exchange.timeout)
         self._spec, self._member, self._token = spec, member, token
         self._server: StageLinkServer | None = None
         self._ends = LinkEnds()

@@ -7,7 +7,7 @@ raised again as the errors they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import grpc
@@ -17,11 +17,12 @@ from torch import Tensor
 from hetero_pp.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer, ExchangeStub
-from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates, ExchangeService
+from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN, NO_STATES, AvailableStates, ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 from hetero_pp.rpc.services import ERROR_OF_CODE, call_path, service_handler
+from hetero_pp.units import format_seconds
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
 MAX_BLOB_BYTES = 4 << 30
@@ -56,7 +57,7 @@ def serve_exchange(exchange: WatchedExchange, token: str, listen: str, members: 
 
     Raises OSError if the port is busy.
     """
-    return make_server(listen, [_Servicer(exchange, token).handler()], max_workers=8 + 4 * members)
+    return make_server(listen, [_Servicer(exchange, token).handler()], max_workers=8 + 5 * members)
 
 
 class _Servicer(ExchangeServicer):
@@ -168,9 +169,15 @@ def _member(context: grpc.ServicerContext) -> str:
 class ExchangeClient:
     """The exchange at an address, as one member sees it. Implements ExchangeService."""
 
-    def __init__(self, address: str, token: str, member: str, run: str | None = None) -> None:
-        """`run` is the caller's idea of which run this is, which the exchange compares with its own."""
+    def __init__(
+        self, address: str, token: str, member: str, run: str | None = None, timeout: float | None = None
+    ) -> None:
+        """`run` is the caller's idea of which run this is, which the exchange compares with its own.
+
+        `timeout`: seconds that `join` waits for the exchange to come up; by default without a bound.
+        """
         self.address = address
+        self._timeout = timeout
         self._channel = channel = make_channel(address)
         self._calls = ExchangeStub(channel)
         # The stub would take frames for messages; without a serializer they are bytes, and stay them.
@@ -198,7 +205,10 @@ class ExchangeClient:
         self._channel.close()
 
     def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
-        """See ExchangeService. Waits for the exchange to come up, and from then on is known to be there."""
+        """See ExchangeService. Waits for the exchange to come up, and from then on is known to be there.
+
+        Raises LinkTimeout if it does not come up in time.
+        """
         request = pb.JoinRequest(
             version=PROTOCOL_VERSION, address=address, rounds=sorted(available.rounds), damaged=available.damaged
         )
@@ -253,12 +263,26 @@ class ExchangeClient:
         """See ExchangeService."""
         self._ask(self._calls.Report, pb.ReportRequest(reports=reports))
 
-    def wait_until_ready(self, seconds: float) -> None:
-        """Wait for the connection to the exchange. Raises LinkTimeout."""
-        try:
-            grpc.channel_ready_future(self._channel).result(seconds)
-        except grpc.FutureTimeoutError:
-            raise LinkTimeout(f"the exchange at {self.address} does not answer within {seconds:g} s") from None
+    def wait_until_ready(self, seconds: float, on_wait: Callable[[float], None] = lambda _: None) -> None:
+        """Wait for the connection to the exchange; `on_wait` is told at growing intervals for how long already.
+
+        Raises LinkTimeout.
+        """
+        ready, waited, more = grpc.channel_ready_future(self._channel), 0.0, FIRST_TOLD
+        while waited < seconds:
+            more = min(more, seconds - waited)
+            try:
+                return ready.result(more)
+            except grpc.FutureTimeoutError:
+                waited += more
+                on_wait(waited)
+                more = min(waited, MOST_BETWEEN)
+        raise self._does_not_answer(seconds)
+
+    def _does_not_answer(self, seconds: float) -> LinkTimeout:
+        return LinkTimeout(
+            f"gave up waiting for the exchange at {self.address}: it did not answer within {format_seconds(seconds)}"
+        )
 
     def watch(self, members: Sequence[str] = ()) -> Iterator[pb.Report]:
         """Every report, until the run is over; of some members only theirs, and what concerns everybody."""
@@ -266,8 +290,10 @@ class ExchangeClient:
 
     def _ask(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request, wait: bool = False) -> Reply:
         try:
-            return call(request, metadata=self._metadata, wait_for_ready=wait)
+            return call(request, metadata=self._metadata, wait_for_ready=wait, timeout=self._timeout if wait else None)
         except grpc.RpcError as error:
+            if self._timeout is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self._does_not_answer(self._timeout) from None
             raise self._translate(error) from None
 
     def _stream(self, call: grpc.UnaryStreamMultiCallable[Request, Reply], request: Request) -> Iterator[Reply]:

@@ -9,12 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Awaited, Missing, Waiting
+from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN
 from hetero_pp.units import format_seconds
 
-FIRST_TOLD = 10.0
-"""Seconds without progress after which it is told for the first time."""
-MOST_BETWEEN = 600.0
-"""Seconds between two times at most."""
 NAMED = 8
 """How many members a line names."""
 

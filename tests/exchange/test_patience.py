@@ -8,10 +8,11 @@ import pytest
 from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, Report
+from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.patience import FIRST_TOLD, NAMED, Expected, Patience, whom
+from replica_groups.exchange.patience import NAMED, Expected, Patience, whom
 
 
 def _told(patience: Patience, expected: Expected, seconds: range) -> list[int]:

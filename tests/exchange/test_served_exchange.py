@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_pp.errors import Refused
+from hetero_pp.errors import LinkTimeout, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
-from hetero_pp.rpc.connections import reports_of
+from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
 from hetero_pp.rpc.framing import header_and_payload_frames
 
@@ -48,6 +48,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
+        self.reports = [pb.Report(member="dc")]
         self.sounds: list[str] = []
         self.stayed = threading.Event()
         self.refused: list[tuple[str, str]] = []
@@ -86,7 +87,7 @@ class Recorder:
 
     def watch(self, members: Collection[str] = ()) -> Iterator[pb.Report]:
         self.asked.append(("watch", *members))
-        yield pb.Report(member="dc")
+        yield from self.reports
 
     def heard(self, member: str) -> None:
         self.sounds.append(member)
@@ -306,3 +307,25 @@ def test_who_watches_waits_for_the_exchange() -> None:
     watcher.join(TIMEOUT)
     server.stop(0).wait()
     assert found == list(exchange.watch())
+
+
+def test_of_some_members_what_they_tell_is_followed_until_they_are_through(served: Served) -> None:
+    finished = [pb.Report(member=member, finished=pb.Finished()) for member in ("home.0", "dc", "home.1")]
+    served.exchange.reports = [*finished, pb.Report(member="dc")]
+    told = reports_to_members(served.address, TOKEN, ["home.0", "home.1"], TIMEOUT, lambda _: None)
+    assert [report.member for report in told] == ["home.0", "dc", "home.1"]
+    served.stop()
+    assert served.exchange.asked == [("watch", "home.0", "home.1")]
+
+
+def test_nobody_waits_without_a_bound_for_an_exchange_that_does_not_come_up() -> None:
+    """Nor in silence."""
+    told: list[float] = []
+    client = ExchangeClient("127.0.0.1:1", TOKEN, "dc", RUN, timeout=0.1)
+    words = r"gave up waiting for the exchange at 127\.0\.0\.1:1: it did not answer within 100 ms"
+    with pytest.raises(LinkTimeout, match=words):
+        client.join("dc", "")
+    with pytest.raises(LinkTimeout, match=words):
+        client.wait_until_ready(0.1, told.append)
+    client.close()
+    assert told == [0.1]

@@ -73,6 +73,10 @@ class Hosts:
         _, errors = self.processes[part].communicate(timeout=seconds)
         return self.processes[part].wait(seconds), errors
 
+    def said(self, part: str) -> str:
+        """What it said on stdout until its end."""
+        return self.processes[part].communicate()[0]
+
     def summary(self) -> dict:
         return json.loads((self.folder / "exchange" / "runs" / "hosts" / "summary.json").read_text())
 
@@ -98,6 +102,9 @@ def test_four_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> N
     for part in PARTS:
         hosts.start(part)
     assert {part: hosts.wait(part) for part in PARTS} == dict.fromkeys(PARTS, (0, ""))
+    for part in PARTS[1:]:
+        rounds = re.findall(rf"^round (\d)/3: {re.escape(part)}: .*, sent ", hosts.said(part), re.MULTILINE)
+        assert rounds == ["1", "2", "3"], hosts.said(part)
     together = hosts.summary()
     whole = tmp_path / "whole.yaml"
     whole.write_text(hosts.text)

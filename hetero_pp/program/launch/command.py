@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -12,10 +13,19 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.crew import launch
-from hetero_pp.program.launch.hosts import commands, launch_exchange, launch_members, new_token, read_token, write_token
+from hetero_pp.program.launch.hosts import (
+    Exchange,
+    commands,
+    launch_exchange,
+    launch_members,
+    new_token,
+    read_token,
+    write_token,
+)
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.recorded import run_and_record
+from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
@@ -64,17 +74,18 @@ def run_on_this_host(
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE beside it")
     if resume:
         raise ConfigError((), f"--only {host.only}: leave out --resume, the exchange says after which round to go on")
-    _run_members(prepared, runs.absolute(), host.only, host.exchange, read_token(host.token))
+    exchange = Exchange(host.exchange, read_token(host.token), prepared.spec.config.exchange.timeout)
+    _run_members(prepared, runs.absolute(), host.only, exchange)
 
 
-def _run_members(prepared: Prepared, runs: Path, only: str, exchange: str, token: str) -> None:
+def _run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) -> None:
     """Carry members, with a configuration of their own: that of the run is the exchange's, if it is on this host."""
-    name = prepared.spec.config.name
+    name, say = prepared.spec.config.name, partial(Console().print, soft_wrap=True, highlight=False, markup=False)
     folder = RunFolder(runs / name, f"config-{only}.yaml")
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
         save_config(prepared.spec.config, folder.config)
-        Console().print(f"{name}: {', '.join(prepared.names)} (what they print: {folder.path}/logs)")
-        launch_members(prepared.names, folder, exchange, token)
+        say(f"{name}: {', '.join(prepared.names)} (what they print: {folder.path}/logs)")
+        launch_members(prepared.names, folder, exchange, OwnRounds(prepared.spec, prepared.names, say), say)
 
 
 def _is_shared(spec: RunSpec, member: str) -> bool:

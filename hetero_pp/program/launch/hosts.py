@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.watcher import Watcher
-from hetero_pp.rpc.connections import reports_of
+from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.topology import EXCHANGE, ParticipantsReplica
+from hetero_pp.units import format_seconds
 
 
 def members_named(config: RunConfig, name: str) -> list[str]:
@@ -88,15 +91,35 @@ def launch_exchange(folder: RunFolder, token: str, resume: bool, on_report: Call
         watcher.join()
 
 
-def launch_members(members: Sequence[str], folder: RunFolder, exchange: str, token: str) -> None:
-    """Carry some members until they are through.
+@dataclass(frozen=True)
+class Exchange:
+    """Where other hosts find the exchange."""
+
+    address: str
+    """HOST:PORT"""
+    token: str
+    timeout: float
+    """Seconds to wait for it."""
+
+
+def launch_members(
+    members: Sequence[str], folder: RunFolder, exchange: Exchange, rounds: OwnRounds, say: Callable[[str], None]
+) -> None:
+    """Carry some members until they are through, and show their rounds.
 
     Raises RunFailed with the cause if one of them ends before.
     """
+
+    def on_wait(seconds: float) -> None:
+        say(f"waiting for the exchange at {exchange.address}; no answer for {format_seconds(seconds)}")
+
     with Crew(folder) as crew:
         crew.start(members)
-        crew.join_exchange(members, exchange, token)
+        crew.join_exchange(members, exchange.address, exchange.token)
+        told = partial(reports_to_members, exchange.address, exchange.token, members, exchange.timeout, on_wait)
+        watcher = Watcher(told, rounds.on_report)
         crew.wait()
+        watcher.join()
 
 
 def commands(config: RunConfig, path: Path, overrides: Sequence[str]) -> list[str]:

@@ -1,0 +1,68 @@
+"""What a host shows that carries some members of a run: their rounds, and whom the run waits for. Lines only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from hetero_pp.messages.messages_pb2 import MemberRound, Report
+from hetero_pp.program.report.display import joined_line, waiting_line
+from hetero_pp.program.report.state import DIRECTIONS, RunState
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.topology import LinkSpec
+from hetero_pp.units import format_bytes, format_seconds
+
+
+class OwnRounds:
+    """Turns what some members tell, and what concerns everybody, into lines. Needs no other member's reports."""
+
+    def __init__(self, spec: RunSpec, members: Sequence[str], say: Callable[[str], None]) -> None:
+        self._state = RunState(spec)
+        self._members = members
+        self._say = say
+
+    def on_report(self, report: Report) -> None:
+        """Take in one report, and say what is new."""
+        was_here = self._state.joined_after is not None
+        self._state.apply(report)
+        if not was_here and self._state.joined_after is not None:
+            self._say(joined_line(self._state))
+        if report.HasField("waiting") and self._state.waiting is not None:
+            self._say(waiting_line(self._state))
+        if report.HasField("begun") and report.begun.last_round:
+            self._say(f"going on after round {report.begun.last_round}")
+        if report.HasField("member_round") and report.member in self._members:
+            self._say(self._line(report.member, report.member_round))
+
+    def _line(self, member: str, told: MemberRound) -> str:
+        """`round 3/16: home.1: training loss 4.2, 12 s (waiting for neighbours 3 s, outer round 2 s), sent 1.2 MB`."""
+        whole = told.compute_seconds + told.wait_seconds + told.outer_seconds + told.evaluation_seconds
+        shares = {"waiting for neighbours": told.wait_seconds, "outer round": told.outer_seconds}
+        within = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in shares.items() if seconds)
+        parts = [
+            *self._losses(member, told.round),
+            f"{format_seconds(whole)} ({within})",
+            f"sent {format_bytes(self._sent(member, told.round))}",
+        ]
+        return f"round {told.round}/{self._state.rounds_planned}: {member}: {', '.join(parts)}"
+
+    def _losses(self, member: str, round_: int) -> Iterator[str]:
+        """Those that are known on this host."""
+        replica = self._state.replicas[self._state.spec.members[member].replica.name]
+        if round_ in replica.validation_loss:
+            yield f"validation loss {replica.validation_loss[round_]:.4f}"
+        loss = replica.round_loss(round_)
+        if loss is not None:
+            yield f"training loss {loss:.4f}"
+
+    def _sent(self, member: str, round_: int) -> int:
+        """Bytes on the wire, over all links on which it sends."""
+        return sum(
+            link.directions[way].rounds[round_].wire_bytes
+            for link in self._state.links.values()
+            for way in DIRECTIONS
+            if _sender(link.spec, way) == member and round_ in link.directions[way].rounds
+        )
+
+
+def _sender(link: LinkSpec, way: str) -> str:
+    return link.source if way == "forward" else link.target

@@ -1,0 +1,66 @@
+"""What a host shows that carries some members of a run."""
+
+from __future__ import annotations
+
+from test_run_state import START, begun, evaluation, inner_step, joined, link_use, made_up_spec, waiting
+
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Report
+from hetero_pp.program.report.own_rounds import OwnRounds
+
+
+def member_round(member: str, round_: int, wait: float = 2.0) -> Report:
+    report = Report(time=START + 10, member=member)
+    told = report.member_round
+    told.round, told.compute_seconds, told.wait_seconds = round_, 5.0, wait
+    told.outer_seconds, told.evaluation_seconds = 2.5, 0.5
+    return report
+
+
+def shown(members: list[str], reports: list[Report]) -> list[str]:
+    lines: list[str] = []
+    rounds = OwnRounds(made_up_spec(), members, lines.append)
+    for report in reports:
+        rounds.on_report(report)
+    return lines
+
+
+def test_a_round_with_what_is_known_here() -> None:
+    """Bytes that come are not sent: backward on the link to the exchange, forward on that from the stage before."""
+    links = [
+        link_use(START, "home.0-1", "backward", 1, 3000),
+        link_use(START, "home.0-1", "forward", 1, 500_000),
+        link_use(START, "home.1-exchange", "forward", 1, 1000),
+        link_use(START, "home.1-exchange", "backward", 1, 700_000),
+    ]
+    losses = [inner_step(START, "home.1", "home", 1, step, loss=5.0 + step) for step in range(2)]
+    end = member_round("home.1", 1)
+    assert shown(["home.1"], [*losses, *links, evaluation(START, "home", 1, 4.5), end]) == [
+        "round 1/2: home.1: validation loss 4.5000, training loss 5.5000, 10 s "
+        "(waiting for neighbours 2 s, outer round 2.5 s), sent 4.02 kB"
+    ]
+
+
+def test_a_round_of_a_member_that_knows_no_loss() -> None:
+    assert shown(["home.0"], [link_use(START, "home.0-1", "forward", 1, 990), member_round("home.0", 1)]) == [
+        "round 1/2: home.0: 10 s (waiting for neighbours 2 s, outer round 2.5 s), sent 1 kB"
+    ]
+    assert shown(["dc"], [member_round("dc", 2, wait=0.0)]) == ["round 2/2: dc: 8 s (outer round 2.5 s), sent 0 B"]
+
+
+def test_whom_the_run_waits_for_and_where_it_goes_on() -> None:
+    reports = [
+        joined(START, "dc"),
+        joined(START, "home.0"),
+        waiting(START + 20, JOINING, "home.1", seconds=20.0),
+        joined(START + 30, "home.1"),
+        waiting(START + 30, JOINING),
+        begun(START + 31, 1),
+        waiting(START + 60, CONTRIBUTING, "home.0", seconds=15.0),
+        member_round("home.0", 2),
+    ]
+    assert shown(["dc"], reports) == [
+        "2 of 3 members have joined, missing: home.1; nobody came for 20 s",
+        "all 3 members have joined, within 30 s",
+        "going on after round 1",
+        "waiting for contributions to round 2 of home.0; no progress for 15 s",
+    ]
