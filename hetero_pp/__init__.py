@@ -22,5 +22,24 @@ The way of the data, and where each step stands:
     token embedding: split again                  hetero_pp.subspace, stages.stage
 
 Who starts what: hetero_pp.program.launch.crew (a process for each member) or hetero_pp.program.launch.in_process
-(a thread for each) has every member of the run (hetero_pp.run.spec) do replica_groups.take_part.
+(a thread for each) has every member of the run (hetero_pp.run.spec) do replica_groups.take_part. In a notebook:
+`from hetero_pp import Run`, which is in hetero_pp.program.notebook.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_pp.program.notebook import Run
+
+__all__ = ["Run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Run, imported when it is asked for: nothing that imports only a part of the package waits for torch."""
+    if name == "Run":
+        from hetero_pp.program.notebook import Run
+
+        return Run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,6 +18,7 @@ from replica_groups.exchange.collective import CollectiveExchange
 from replica_groups.exchange.reporter import Reporter
 from replica_groups.exchange.restart import join_run
 from replica_groups.exchange.shaped import ShapedExchange
+from replica_groups.gate import Gate
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.saved_states import SavedStates
@@ -39,12 +40,18 @@ class Connections(Protocol):
 
 
 def take_part(
-    spec: RunSpec, member: MemberSpec, connections: Connections, folder: RunFolder, ranks: Ranks = ALONE
+    spec: RunSpec,
+    member: MemberSpec,
+    connections: Connections,
+    folder: RunFolder,
+    ranks: Ranks = ALONE,
+    gate: Gate | None = None,
 ) -> None:
     """Train all rounds that are left as one member of a run, or as one of the ranks that are a member together.
 
     The exchange says after which round the run goes on, if it does not begin. Whoever made the connections closes
-    them, or aborts them if this raises HeteroPPError: the run has failed, here or elsewhere.
+    them, or aborts them if this raises HeteroPPError: the run has failed, here or elsewhere. With a gate each round
+    begins when that is open.
     """
     config = spec.config
     shaped = ShapedExchange(connections.exchange, spec.links[exchange_link_name(member.name)], config.seed)
@@ -71,7 +78,8 @@ def take_part(
     )
     del start  # a whole model
     reporter = Reporter(exchange, member.name)
-    loop = TrainingLoop(trainer, member.replica.name, outer, reporter, list(_ledgers(member, shaped, ends)), states)
+    ledgers = list(_ledgers(member, shaped, ends))
+    loop = TrainingLoop(trainer, member.replica.name, outer, reporter, ledgers, states, gate)
     try:
         loop.run(range(last_round + 1, config.outer.rounds + 1), config.inner.steps)
     finally:

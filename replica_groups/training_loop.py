@@ -12,6 +12,7 @@ from hetero_pp.link.ledger import Ledger
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
 from hetero_pp.topology import Direction
 from replica_groups.exchange.reporter import Reporter
+from replica_groups.gate import Gate
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import ParameterStore
 from replica_groups.saved_states import SavedStates
@@ -62,6 +63,8 @@ class TrainingLoop:
     reporter: Reporter
     ledgers: Sequence[LedgerOf]
     states: SavedStates
+    gate: Gate | None = None
+    """Asked before every inner step, by members that are threads; what was done before a round is told before."""
 
     def run(self, rounds: range, inner_steps: int) -> None:
         """Train these rounds, after what the member starts with was evaluated. They go on from the state before them.
@@ -78,6 +81,8 @@ class TrainingLoop:
         if before == 0:
             self._report_links(0)
         for round_ in rounds:
+            if self.gate is not None:
+                self.reporter.flush()
             self._train(round_, inner_steps)
             self._finish(round_)
             if self.states.is_due(round_):
@@ -91,6 +96,8 @@ class TrainingLoop:
         """The inner steps of a round."""
         reported = time.monotonic()
         for step in range(inner_steps):
+            if self.gate is not None:
+                self.gate.enter(self.reporter.member, round_)
             report = self.reporter.new()
             report.inner_step.CopyFrom(self.member.inner_step(round_, step, (round_ - 1) * inner_steps + step))
             self.reporter.send(report)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -24,11 +25,16 @@ Key = tuple[str | int, ...]
 class ConfigFile:
     """A YAML file that holds a RunConfig, and where each key stands in it."""
 
-    def __init__(self, path: Path, overrides: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> None:
+        """`overrides` are texts such as `outer.rounds=20`, `changes` the same as mappings: {"outer": {"rounds": 20}}.
+
+        Raises ConfigError with file, line and key.
+        """
         self.path = path
         self._root = self._parse()
         for override in overrides:
             self._override(override)
+        self._merge(self._root, changes or {}, ())
         try:
             self.config = with_weights_described(RunConfig.model_validate(_plain(self._root)))
             self.config.check()
@@ -72,6 +78,22 @@ class ConfigFile:
             node[parts[-1]] = YAML(typ="rt").load(value)
         except (KeyError, IndexError, TypeError, YAMLError):
             raise ConfigError((), f"--set {text}: there is no such key in {self.path}") from None
+
+    def _merge(self, node: Any, change: Any, key: Key) -> Any:
+        """What stands at a key, changed: of a mapping the entries that are named, of a list those whose numbers are."""
+        if isinstance(change, os.PathLike):
+            return os.fspath(change)
+        if not isinstance(change, Mapping):
+            return change
+        if not isinstance(node, CommentedMap | CommentedSeq):
+            node = CommentedMap()
+        for part, value in change.items():
+            if isinstance(node, CommentedSeq) and part not in range(len(node)):
+                expected = f"expected a list, or changes of entries 0 to {len(node) - 1}"
+                raise self.located(ConfigError(key, f"found {part!r}, {expected}"))
+            has = isinstance(node, CommentedSeq) or part in node
+            node[part] = self._merge(node[part] if has else None, value, (*key, part))
+        return node
 
     def _find(self, key: Sequence[str | int]) -> tuple[Key, int]:
         """The key as far as the file has it (and one step further), and the line it stands on."""

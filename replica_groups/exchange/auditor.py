@@ -41,9 +41,9 @@ class Auditor:
         save_snapshot(self._start, self.exchange.log.snapshot_path(self._start.round))
         self._thread.start()
 
-    def join(self) -> None:
-        """Wait until the last round is replayed, or the run has failed."""
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the last round is replayed, or the run has failed; for so long at most."""
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         try:

@@ -59,6 +59,8 @@ class Exchange:
         self.settings = settings
         self.log = log
         self.refusals = 0
+        self.reported = 0
+        """How many reports there were."""
         self._changed = threading.Condition()
         self._begun: Snapshot | None = None
         self._shapes: dict[str, Shapes] = {}
@@ -299,6 +301,7 @@ class Exchange:
         """See ExchangeService."""
         with self._changed:
             self._reports.extend(reports)
+            self.reported += len(reports)
             for report in reports:
                 self.heard(report.member)
                 for watcher in self._watchers:

@@ -18,11 +18,11 @@ LOCKS = ".locks"
 def claim(runs: Path, name: str, parts: Sequence[str]) -> Iterator[None]:
     """Hold these parts of runs/<name> while the block runs. The system lets go of them however the process ends.
 
-    Raises ConfigError if another launch holds one of them.
+    Raises ConfigError if another launch holds one of them, in this process, too.
     """
     with ExitStack() as held:
         for part in parts:
-            _take(held, runs, name, part)
+            _take(held, runs, name, part, is_new=True)
         yield
 
 
@@ -34,15 +34,18 @@ def claim_all(runs: Path, name: str) -> Iterator[None]:
     """
     with ExitStack() as held:
         for path in sorted((runs / LOCKS / name).glob("*")):
-            _take(held, runs, name, path.name)
+            _take(held, runs, name, path.name, is_new=False)
         yield
 
 
-def _take(held: ExitStack, runs: Path, name: str, part: str) -> None:
+def _take(held: ExitStack, runs: Path, name: str, part: str, is_new: bool) -> None:
     folder = runs / LOCKS / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held.enter_context(FileLock(folder / part, timeout=0, is_singleton=True))
+        lock = FileLock(folder / part, timeout=0, is_singleton=True)
+        if is_new and lock.is_locked:
+            raise Timeout(lock.lock_file)
+        held.enter_context(lock)
     except Timeout:
         raise ConfigError(
             (), f"{runs / name}: another launch is using it ({part}): wait for its end, or give this one another `name`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -16,8 +17,10 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, stage_link_name
+from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange
+from replica_groups.gate import Gate
 from replica_groups.take_part import take_part
 
 
@@ -26,23 +29,17 @@ def run_in_process(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report
 
     Raises ConfigError for replicas that need processes of their own, RunFailed if reports could not be followed.
     """
-    require_threads(spec)
-    torch.set_num_threads(spec.config.threads)
-    members = _Threads(spec, folder)
-    watcher = Watcher(members.exchange.watch, on_report)
+    members = MemberThreads(spec, folder, on_report)
     try:
-        members.start()
-        auditor = begin_run(members.exchange, spec, resume)
+        members.begin(resume)
+        members.gate.open(spec.config.outer.rounds)
         members.join()
-        auditor.join()
     except KeyboardInterrupt:
         members.abort("interrupted", "interrupted")
         raise
     finally:
-        members.exchange.end_watching()
-        watcher.wait()
+        members.end_watching()
     members.raise_first_error()
-    watcher.join()
 
 
 def require_threads(spec: RunSpec) -> None:
@@ -71,36 +68,72 @@ class ThreadConnections:
         return self.ends
 
 
-class _Threads:
-    """The members of a run, each a thread."""
+class MemberThreads:
+    """The members of a run, each a thread, and who watches and audits them. They train as far as the gate is open."""
 
-    def __init__(self, spec: RunSpec, folder: RunFolder) -> None:
+    def __init__(self, spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None]) -> None:
+        """Raises ConfigError for replicas that need processes of their own."""
+        require_threads(spec)
+        torch.set_num_threads(spec.config.threads)
         self.exchange = make_exchange(spec, folder)
+        self.gate = Gate(spec.members)
         self._spec, self._folder = spec, folder
         self._ends = _connect(spec)
         self._errors: list[Exception] = []
+        self._auditor: Auditor | None = None
+        self._watcher = Watcher(self.exchange.watch, on_report)
         self._threads = [
             threading.Thread(target=self._run, args=(member,), name=member.name, daemon=True)
             for member in spec.members.values()
         ]
 
-    def start(self) -> None:
+    def begin(self, resume: bool = False) -> None:
+        """Let them join, and evaluate what they begin or go on with. Raises HeteroPPError, see begin_run."""
         for thread in self._threads:
             thread.start()
+        self._auditor = begin_run(self.exchange, self._spec, resume)
 
-    def join(self) -> None:
+    def train(self, round_: int) -> None:
+        """Let them train all rounds up to this one (0: none), and wait until all that they report of it is told.
+
+        Raises the first error of a member, RunFailed if the reports could not be followed.
+        """
+        self.gate.open(round_)
+        self.gate.wait_for_members()
+        if round_ == self._spec.config.outer.rounds and not self._errors:
+            self.join()  # the auditor, too, for which no member waits
+        self._watcher.catch_up(self.exchange.reported)
+        self.raise_first_error()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for their end and the auditor's, for so long at most."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
         for thread in self._threads:
-            thread.join()
+            if thread.is_alive():
+                thread.join(left())
+        if self._auditor is not None:
+            self._auditor.join(left())
+
+    def end_watching(self) -> None:
+        """Wait until the last report is told; none comes after it."""
+        self.exchange.end_watching()
+        self._watcher.wait()
 
     def raise_first_error(self) -> None:
-        """If there is one, that of a member that did not fail because of another."""
+        """That of a member that did not fail because of another, if there is one, or of who follows the reports."""
         errors = self._errors
         if errors:
             raise next((error for error in errors if not isinstance(error, LinkClosed | RunFailed)), errors[0])
+        self._watcher.raise_error()
 
     def abort(self, cause: str, links_cause: str) -> None:
         """End the run: whoever waits for the exchange, or for a neighbour, hears why."""
         self.exchange.fail(cause)
+        self.gate.shut(cause)
         for ends in self._ends.values():
             ends.abort(links_cause)
 
@@ -108,11 +141,13 @@ class _Threads:
         torch.set_num_threads(self._spec.config.threads)
         ends = self._ends[member.name]
         try:
-            take_part(self._spec, member, ThreadConnections(self.exchange, ends), self._folder)
+            take_part(self._spec, member, ThreadConnections(self.exchange, ends), self._folder, gate=self.gate)
             ends.close()
         except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
             self._errors.append(error)
             self.abort(f"{member.name}: {error}", str(error))
+        finally:
+            self.gate.leave(member.name)
 
 
 def _connect(spec: RunSpec) -> Mapping[str, LinkEnds]:

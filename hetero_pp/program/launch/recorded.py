@@ -31,7 +31,7 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
     Raises RunFailed if it ended early without saying why.
     """
     spec, console = prepared.spec, Console()
-    folder = _folder_for(spec, runs.absolute(), resume)
+    folder = folder_for(spec, runs.absolute(), resume)
 
     def say(line: str) -> None:
         console.print(f"{spec.config.name}: {line}", soft_wrap=True, highlight=False, markup=False)
@@ -61,7 +61,7 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
     print_result(console, state.summary(), folder.path)
 
 
-def _folder_for(spec: RunSpec, runs: Path, resume: bool) -> RunFolder:
+def folder_for(spec: RunSpec, runs: Path, resume: bool) -> RunFolder:
     """The folder of the run, with its configuration: a new one, or that of the run that goes on."""
     folder = RunFolder(runs / spec.config.name)
     if resume:

@@ -15,8 +15,16 @@ class Watcher:
     def __init__(self, watch: Callable[[], Iterator[Report]], on_report: Callable[[Report], None]) -> None:
         self._watch, self._on_report = watch, on_report
         self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._handed_on = 0
+        self._is_over = False
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self._thread.start()
+
+    def catch_up(self, reports: int) -> None:
+        """Wait until so many reports were handed on, or there are no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._handed_on >= reports)
 
     def wait(self) -> None:
         """Wait for the last report."""
@@ -25,6 +33,10 @@ class Watcher:
     def join(self) -> None:
         """Wait for the last report. Raises RunFailed if one of them could not be handed on."""
         self.wait()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise RunFailed if a report could not be handed on."""
         if self._error is not None:
             kind = type(self._error).__name__
             raise RunFailed(f"the run's reports could not be followed to its end: {kind}: {self._error}")
@@ -33,7 +45,14 @@ class Watcher:
         try:
             for report in self._watch():
                 self._on_report(report)
+                with self._changed:
+                    self._handed_on += 1
+                    self._changed.notify_all()
         except (LinkError, RunFailed):
             pass  # the exchange has ended; the crew says why, and whoever counts rounds whether it was too early
         except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run tells)
             self._error = error
+        finally:
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()

@@ -1,0 +1,245 @@
+"""A run in a notebook: round by round, in this process, by what `hetero-pp launch --in-process` trains it with."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.export import theta_after
+from hetero_pp.program.launch.claim import claim
+from hetero_pp.program.launch.in_process import MemberThreads
+from hetero_pp.program.launch.inputs import prepare
+from hetero_pp.program.launch.recorded import folder_for
+from hetero_pp.program.report.recorder import Recorder
+from hetero_pp.program.report.state import RunState
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import spec_of
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.prediction import Prediction, predict
+from hetero_pp.topology import Direction
+
+SECONDS_TO_LEAVE = 5.0
+"""That the end of a run waits for members; one that a slow link still holds ends with that, and trains no more."""
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What an outer round came to."""
+
+    round: int
+    """From 1."""
+    validation_loss: float
+    """Of the synced model, the mean over the replicas, in nats a token."""
+    validation_losses: Mapping[str, float]
+    """The same by replica, each in its own forward: through its boundaries, if it compresses."""
+    training_losses: Mapping[str, float]
+    """By replica, the mean over its inner steps."""
+    link_bytes: Mapping[str, Mapping[Direction, int]]
+    """By link and direction, on the wire: with headers and framing."""
+    contribution_bytes: int
+    """Of all replicas, one of each."""
+    seconds: float
+    """From the call to its return."""
+    parameters_sha256: str
+    """On which all replicas agree."""
+
+
+class Run:
+    """One training run, whose members are threads of this process.
+
+    Nothing starts before it is asked for a round, a loss or parameters. Then the members evaluate what they begin with,
+    and train when `round` is called; between two calls they wait. A member's error is raised by the call that waits for
+    it and ends the run, as does an interrupt. What a run that has ended came to can be read until it is closed.
+    """
+
+    def __init__(self, file: ConfigFile, runs: Path | None = None) -> None:
+        """Raises ConfigError with file and line. See `from_yaml`."""
+        self.spec: RunSpec = spec_of(file)
+        self.results: list[RoundResult] = []
+        """Of the rounds so far."""
+        self._file = file
+        self._temporary = None if runs is not None else _temporary_folder()
+        self._runs = Path(self._temporary.name if self._temporary is not None else runs or "").absolute()
+        self._state = RunState(self.spec)
+        self._members: MemberThreads | None = None
+        self._held = ExitStack()
+        """What is given back at the end of the run."""
+        self._ended: str | None = None
+
+    @classmethod
+    def from_yaml(
+        cls, path: str | os.PathLike[str], *, runs: str | os.PathLike[str] | None = None, **changes: Any
+    ) -> Run:
+        """The run of a YAML, some of its keys changed: `outer={"rounds": 3}, seed=1`.
+
+        A mapping changes the entries that it names, of a list by their numbers: `replicas={1: {"batch_size": 4}}`; any
+        other value takes the place of what was there. What the run leaves is in `runs`/<name>/, as a launched run's;
+        by default in a temporary folder, which `close` removes. Raises ConfigError with file, line and key.
+        """
+        return cls(ConfigFile(Path(path), changes=changes), None if runs is None else Path(runs))
+
+    # ---- training ----
+
+    def round(self) -> RoundResult:
+        """Train the next outer round. Raises HeteroPPError if the run has ended, or ends in it: the first error."""
+        started, number = time.monotonic(), len(self.results) + 1
+        if self.is_over:
+            raise HeteroPPError(f"{self!r}: every round is trained")
+        self._train(number)
+        self.results.append(self._result(number, time.monotonic() - started))
+        return self.results[-1]
+
+    def __iter__(self) -> Iterator[RoundResult]:
+        """Train the rounds that are left, one at a time."""
+        while not self.is_over:
+            yield self.round()
+
+    def train(self) -> list[RoundResult]:
+        """Train the rounds that are left; the results of all rounds."""
+        for _ in self:
+            pass
+        return self.results
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every round is trained."""
+        return len(self.results) == self.spec.config.outer.rounds
+
+    # ---- what it came to ----
+
+    @property
+    def validation_loss(self) -> float:
+        """After the rounds so far, see RoundResult; before the first, that of the weights that the run begins with."""
+        self._require_begun()
+        return self._validation_loss(len(self.results))
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The synced model after the rounds so far, by name, fp32: copies."""
+        self._require_begun()
+        with theta_after(self.spec, self.folder, len(self.results)) as (_, tensor):
+            return {name: tensor(name).clone() for name in self.spec.parameter_shapes}
+
+    def predict(self) -> Prediction:
+        """What `hetero-pp simulate` predicts for this YAML. Starts nothing. Raises ConfigError with file and line."""
+        try:
+            return predict(self.spec)
+        except ConfigError as error:
+            raise self._file.located(error) from None
+
+    @property
+    def folder(self) -> RunFolder:
+        """Where the run keeps what it leaves."""
+        return RunFolder(self._runs / self.spec.config.name)
+
+    def __repr__(self) -> str:
+        return f"Run({self.spec.config.name}: {len(self.results)} of {self.spec.config.outer.rounds} rounds)"
+
+    # ---- its end ----
+
+    def close(self) -> None:
+        """End the run where it stands, and remove its folder if that is temporary."""
+        self._end("closed")
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # ---- within ----
+
+    def _require_begun(self) -> None:
+        if self._members is None:
+            self._train(0)
+
+    def _train(self, round_: int) -> None:
+        """Begin, if the run has not begun, and train all rounds up to this one; what fails, or interrupts, ends it."""
+        if self._ended is not None:
+            raise RunFailed(f"{self!r} has ended: {self._ended}")
+        try:
+            members = self._begin() if self._members is None else self._members
+            members.train(round_)
+            if self._state.failed is not None:
+                raise RunFailed(self._state.failed)
+        except BaseException as error:
+            self._end(str(error) or "interrupted")
+            raise
+        if round_ == self.spec.config.outer.rounds:
+            self._end(None)
+
+    def _begin(self) -> MemberThreads:
+        """Have the members join and evaluate what the run begins with. Raises HeteroPPError."""
+        prepared, held, name = prepare(self._file, self._runs), self._held, self.spec.config.name
+        held.enter_context(claim(self._runs, name, prepared.names))
+        folder = folder_for(prepared.spec, self._runs, resume=False)
+        held.callback(torch.set_num_threads, torch.get_num_threads())
+        recorder = Recorder(prepared.spec, folder, self._state)
+        held.callback(recorder.close)
+
+        def on_report(report: Report) -> None:
+            self._state.apply(report)
+            recorder.on_report(report)
+
+        members = MemberThreads(prepared.spec, folder, on_report)
+        held.callback(self._leave, members)
+        members.begin()
+        members.train(0)
+        self._members = members
+        return members
+
+    def _end(self, cause: str | None) -> None:
+        """Let go of everything but the folder; without a cause the run is trained to its end."""
+        if self._ended is None:
+            self._ended = cause or "every round is trained"
+            if cause is not None:
+                self._state.fail(cause)
+            self._held.close()
+
+    def _leave(self, members: MemberThreads) -> None:
+        if self._state.failed is not None:
+            members.abort(self._state.failed, self._state.failed)
+        members.join(SECONDS_TO_LEAVE)
+        members.end_watching()
+
+    def _validation_loss(self, round_: int) -> float:
+        loss = self._state.mean_validation_loss(round_)
+        assert loss is not None, f"not every replica told its loss after round {round_}"
+        return loss
+
+    def _result(self, round_: int, seconds: float) -> RoundResult:
+        with self._state.lock:
+            replicas = self._state.replicas
+            links = {
+                name: {way: direction.rounds[round_].wire_bytes for way, direction in link.directions.items()}
+                for name, link in self._state.links.items()
+            }
+            losses = {name: replica.round_loss(round_) for name, replica in replicas.items()}
+            return RoundResult(
+                round=round_,
+                validation_loss=self._validation_loss(round_),
+                validation_losses={name: replica.validation_loss[round_] for name, replica in replicas.items()},
+                training_losses={name: loss for name, loss in losses.items() if loss is not None},
+                link_bytes=links,
+                contribution_bytes=self._state.closed[round_].bytes,
+                seconds=seconds,
+                parameters_sha256=next(iter(replicas.values())).sha256[round_],
+            )
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="hetero-pp-", ignore_cleanup_errors=True)

@@ -1,0 +1,302 @@
+"""A run in a notebook: the bits of a launched one, round by round; what fails or interrupts it ends it, and is told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetero_pp import Run
+from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.simulate import Outputs, simulate
+from hetero_pp.snapshot import load_snapshot
+from replica_groups.gate import Gate
+from replica_groups.outer_round import OuterRound
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+ROUNDS = 3
+MEMBERS = {"dc", "home.0", "home.1", "home.2"}
+
+
+@pytest.fixture(scope="module")
+def launched(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run as `launch --in-process` trains it."""
+    runs = tmp_path_factory.mktemp("launched")
+    run_topology(MIXED, [f"data.corpus={corpus}"], runs, in_process=True)
+    return runs / "mixed"
+
+
+@contextmanager
+def _run(corpus: Path, runs: Path | None = None, **changes: Any) -> Iterator[Run]:
+    data = {"corpus": corpus, **changes.pop("data", {})}
+    with Run.from_yaml(MIXED, runs=runs, data=data, **changes) as run:
+        yield run
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def _sha256(run: Run) -> str:
+    return parameters_sha256({name: parameter_sha256(tensor) for name, tensor in run.parameters().items()}).hex()
+
+
+def _reported_rounds(run: Run) -> set[int]:
+    lines = map(json.loads, run.folder.metrics.read_text().splitlines())
+    return {line["round"] for line in lines if line["event"] == "inner_step"}
+
+
+def _member_threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()} & MEMBERS
+
+
+# ---- training ----
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path) -> Iterator[tuple[float, Run]]:
+    """The same run, trained in three ways, and its loss before that."""
+    with _run(corpus) as run:
+        initial = run.validation_loss
+        run.round()
+        next(iter(run))
+        run.train()
+        yield initial, run
+
+
+def test_it_has_the_bits_of_a_launched_run(launched: Path, trained: tuple[float, Run]) -> None:
+    expected, (initial, run) = _summary(launched), trained
+    assert initial == expected["initial_validation_loss"]
+    assert [one.round for one in run.results] == [1, 2, 3]
+    assert [one.validation_loss for one in run.results] == expected["validation_loss"]
+    assert run.validation_loss == expected["validation_loss"][-1]
+    for replica in expected["replicas"]:
+        assert [one.validation_losses[replica["name"]] for one in run.results] == replica["validation_loss"]
+        assert run.results[-1].training_losses[replica["name"]] == replica["loss"]
+    assert {run.results[-1].parameters_sha256} == set(expected["parameters_sha256"].values()) == {_sha256(run)}
+    contributions = [one["bytes"] for one in expected["contributions"]["per_round"]]
+    assert [one.contribution_bytes for one in run.results] == contributions
+    last = load_snapshot(launched / "log" / "snapshot-000003.safetensors").parameters
+    assert all(last[name].equal(tensor) for name, tensor in run.parameters().items())
+
+
+def test_links_carried_the_bytes_of_a_launched_run(launched: Path, trained: tuple[float, Run]) -> None:
+    lines = [json.loads(line) for line in (launched / "metrics.jsonl").read_text().splitlines()]
+    uses = {
+        (one["link"], one["direction"], one["round"]): one["wire_bytes"] for one in lines if one["event"] == "link_use"
+    }
+    told = {
+        (link, way, one.round): size
+        for one in trained[1].results
+        for link, ways in one.link_bytes.items()
+        for way, size in ways.items()
+    }
+    assert len(told) == (4 + 2) * 2 * ROUNDS
+    assert told == {key: size for key, size in uses.items() if key[2] > 0}
+
+
+def test_a_run_that_is_over_trains_no_more(trained: tuple[float, Run]) -> None:
+    assert trained[1].is_over
+    assert list(trained[1]) == []
+    with pytest.raises(HeteroPPError, match=r"3 of 3 rounds.*: every round is trained"):
+        trained[1].round()
+
+
+def test_between_two_rounds_nothing_is_trained(corpus: Path) -> None:
+    before = torch.get_num_threads()
+    with _run(corpus, threads=before + 1) as run:
+        begun = run.parameters()
+        assert _reported_rounds(run) == set()
+        first = run.round()
+        assert _reported_rounds(run) == {1}
+        assert _member_threads() == MEMBERS
+        assert first.validation_loss == run.validation_loss
+        assert first.parameters_sha256 == _sha256(run)
+        assert not all(begun[name].equal(tensor) for name, tensor in run.parameters().items())
+        for tensor in run.parameters().values():
+            tensor.zero_()  # a copy
+        assert first.parameters_sha256 == _sha256(run)
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    assert not _member_threads()
+
+
+def test_nothing_starts_before_it_is_asked_for(corpus: Path) -> None:
+    with _run(corpus) as run:
+        assert run.predict().members == len(MEMBERS)
+        assert not _member_threads()
+        assert not run.folder.path.exists()
+
+
+# ---- what it leaves ----
+
+
+def test_what_a_notebook_began_a_launch_goes_on_with(launched: Path, corpus: Path, tmp_path: Path) -> None:
+    with _run(corpus, tmp_path, snapshots={"every": 1}) as run:
+        run.round()
+    assert _summary(tmp_path / "mixed")["failed"] == "closed"
+    assert _summary(tmp_path / "mixed")["rounds"] == 1
+    run_topology(MIXED, [f"data.corpus={corpus}", "snapshots.every=1"], tmp_path, in_process=True, resume=True)
+    expected, found = _summary(launched), _summary(tmp_path / "mixed")
+    assert found["parameters_sha256"] == expected["parameters_sha256"]
+    assert found["validation_loss"] == expected["validation_loss"]
+
+
+def test_a_folder_that_is_given_holds_what_a_launch_leaves(launched: Path, corpus: Path, tmp_path: Path) -> None:
+    with _run(corpus, tmp_path, outer={"rounds": 2}) as run:
+        run.train()
+    assert {path.name for path in (tmp_path / "mixed").iterdir()} == {path.name for path in launched.iterdir()}
+    assert "failed" not in _summary(tmp_path / "mixed")
+    assert run.validation_loss == run.results[1].validation_loss
+    assert run.parameters()
+
+
+def test_two_runs_cannot_use_one_folder(corpus: Path, tmp_path: Path) -> None:
+    with _run(corpus, tmp_path) as first, _run(corpus, tmp_path) as second:
+        first.round()
+        with pytest.raises(ConfigError, match="another launch is using it"):
+            second.round()
+        assert first.round().round == 2
+    assert not (tmp_path / "mixed.1").exists()
+
+
+def test_a_temporary_folder_goes_with_the_run(corpus: Path) -> None:
+    with _run(corpus) as run:
+        assert run.validation_loss > 0
+        assert run.folder.log.is_dir()
+    assert not run.folder.path.parent.exists()
+
+
+# ---- predictions ----
+
+
+def test_it_predicts_what_simulate_does(corpus: Path, tmp_path: Path) -> None:
+    simulate(MIXED, ["links.home.bandwidth=1Mbit/s", "replicas.1.link=home"], None, None, Outputs(tmp_path / "p.json"))
+    with _run(corpus, links={"home": {"bandwidth": "1 Mbit/s"}}, replicas={1: {"link": "home"}}) as run:
+        assert json.loads(json.dumps(run.predict().as_json())) == json.loads((tmp_path / "p.json").read_text())
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"oter": {"rounds": 3}}, r"mixed\.yaml:\d+: oter: found an unknown key, .*did you mean `outer`\?"),
+        ({"outer": {"ruonds": 3}}, r"mixed\.yaml:7: outer.ruonds: found an unknown key, .*did you mean `rounds`\?"),
+        ({"outer": {"rounds": 0}}, r"mixed\.yaml:7: outer.rounds: found `0`, expected greater than or equal to 1"),
+        ({"outer": 3}, r"mixed\.yaml:7: outer: found `3`, expected "),
+        ({"replicas": {2: {"batch_size": 8}}}, r"mixed\.yaml:9: replicas: found 2, expected .* entries 0 to 1"),
+        ({"replicas": {1: {"boundary": {"rank": "9/8"}}}}, r"mixed\.yaml:16: replicas\[1\]\.boundary\.rank: "),
+        ({"data": {"corpus": Path("/nowhere")}}, r"mixed\.yaml:5: data\.corpus: .*/nowhere"),
+    ],
+)
+def test_changes_that_cannot_be_are_refused_as_on_the_command_line(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint), Run.from_yaml(MIXED, **changes) as run:
+        run.round()
+
+
+def test_changes_are_merged() -> None:
+    with Run.from_yaml(MIXED, seed=8, outer={"compression": {"density": "1/16"}}, replicas={0: {"name": "x"}}) as run:
+        config = run.spec.config
+    assert (config.seed, config.outer.rounds, config.outer.compression.density) == (8, 3, 1 / 16)
+    assert [replica.name for replica in config.replicas] == ["x", "home"]
+    one = [{"name": "dc", "kind": "datacenter"}]
+    with Run.from_yaml(MIXED, replicas=one, links={"dsl": {"bandwidth": "1 Mbit/s"}}) as run:
+        assert [replica.name for replica in run.spec.config.replicas] == ["dc"]
+        assert run.spec.config.links["dsl"].bandwidth == 1e6
+
+
+def test_replicas_that_need_processes_are_refused_when_they_would_start(corpus: Path) -> None:
+    with _run(corpus, replicas={0: {"engine": "torchtitan"}}) as run:
+        assert run.predict().members == len(MEMBERS)
+        with pytest.raises(ConfigError, match="expected `torch` in one process"):
+            run.round()
+
+
+def test_the_error_of_a_member_is_raised_and_ends_the_run(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contribute = OuterRound.contribute
+
+    def failing(self: OuterRound, round_: int) -> dict[str, bytes]:
+        if (self.member, round_) == ("home.1", 2):
+            raise ZeroDivisionError("as a bug would")
+        return contribute(self, round_)
+
+    monkeypatch.setattr(OuterRound, "contribute", failing)
+    with _run(corpus) as run:
+        first = run.round()
+        with pytest.raises(ZeroDivisionError, match="as a bug would"):
+            run.round()
+        assert not _member_threads()
+        with pytest.raises(RunFailed, match=r"1 of 3 rounds.* has ended: as a bug would"):
+            run.round()
+        assert run.results == [first]
+        assert run.validation_loss == first.validation_loss
+        assert _sha256(run) == first.parameters_sha256
+
+
+def test_an_interrupt_ends_the_run_at_the_next_step(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the round would last for hours."""
+    apply, main = RunState.apply, threading.main_thread().ident
+    assert main is not None
+    interrupted = threading.Event()
+
+    def interrupting(self: RunState, report: Report) -> None:
+        apply(self, report)
+        if report.HasField("inner_step") and not interrupted.is_set():
+            interrupted.set()
+            signal.pthread_kill(main, signal.SIGINT)
+
+    monkeypatch.setattr(RunState, "apply", interrupting)
+    with _run(corpus, inner={"steps": 1_000_000}) as run:
+        initial = run.validation_loss
+        with pytest.raises(KeyboardInterrupt):
+            run.round()
+        assert not _member_threads()
+        with pytest.raises(RunFailed, match=r"0 of 3 rounds.* has ended: interrupted"):
+            run.round()
+        assert run.validation_loss == initial
+
+
+# ---- the gate ----
+
+
+def test_a_gate_lets_nobody_in_too_early_and_nobody_once_it_is_shut() -> None:
+    gate, passed = Gate(["a", "b"]), []
+
+    def member(name: str) -> None:
+        try:
+            for round_ in (1, 2, 3):
+                gate.enter(name, round_)
+                passed.append((name, round_))
+        except RunFailed:
+            passed.append((name, 0))
+        gate.leave(name)
+
+    threads = [threading.Thread(target=member, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    gate.wait_for_members()
+    assert passed == []
+    gate.open(2)
+    gate.wait_for_members()
+    assert sorted(passed) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    gate.shut("enough")
+    gate.shut("of this")
+    for thread in threads:
+        thread.join()
+    assert sorted(passed[4:]) == [("a", 0), ("b", 0)]
+    gate.open(3)
+    with pytest.raises(RunFailed, match="enough"):
+        gate.enter("a", 3)
