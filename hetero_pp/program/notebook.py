@@ -127,10 +127,10 @@ class Run:
         return self._validation_loss(len(self.results))
 
     def parameters(self) -> dict[str, Tensor]:
-        """The synced model after the rounds so far, by name, fp32: copies."""
+        """The synced model after the rounds so far, by name, in fp32 and memory of its own."""
         self._require_begun()
         with theta_after(self.spec, self.folder, len(self.results)) as (_, tensor):
-            return {name: tensor(name).clone() for name in self.spec.parameter_shapes}
+            return {name: tensor(name) for name in self.spec.parameter_shapes}
 
     def predict(self) -> Prediction:
         """What `hetero-pp simulate` predicts for this YAML. Starts nothing. Raises ConfigError with file and line."""
