@@ -27,6 +27,11 @@ class NotPartOf(Flag):
     EITHER = RUN | OUTCOME
 
 
+class WhomItConcerns:
+    """Marks a mapping by names, in its annotation: its entries concern members or replicas, by their keys or by what
+    they say. Entries of others are kinds, of links for example, and do nothing unless something else names them."""
+
+
 def meaning(settings: Settings, without: NotPartOf, defaults: bool = True) -> dict[str, Any]:
     """What settings say, as JSON, without the fields that are marked so.
 

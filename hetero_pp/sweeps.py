@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 
 from hetero_pp.errors import ConfigError
@@ -27,6 +28,12 @@ def parse_sweep(option: str, text: str, expected: str, ranges: bool = False) -> 
     if not key or not all(found):
         raise ConfigError((), f"{option} {text}: expected {expected}")
     return key, found
+
+
+def changes_nothing(outcomes: Iterable[object]) -> bool:
+    """Whether what several values of a key came to is all the same."""
+    first, *others = outcomes
+    return bool(others) and all(one == first for one in others)
 
 
 def quantity_of(value: str) -> tuple[float, str] | None:

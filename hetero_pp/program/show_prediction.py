@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.published import Comparison
 from hetero_pp.simulator.sweep import Sweep
+from hetero_pp.sweeps import changes_nothing
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_percent, format_seconds
 
 
@@ -96,15 +98,40 @@ def print_sweep(
         columns = ["a step", "a round", "outer", "trains", "of the possible", "tokens a second", "days"]
         table = plain_table([sweep.key], [*columns, "sends", "receives"])
         for value, prediction in predictions.items():
-            use = prediction.utilization
-            seconds = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
-            shares = format_percent(use["absolute"]), format_percent(use["relative"])
-            rate = f"{prediction.tokens_per_second:,.0f}", f"{prediction.days:.3g}"
-            volume = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
-            table.add_row(_short(value), *map(format_seconds, seconds), *shares, *rate, *volume)
+            table.add_row(_short(value), *_row(prediction))
         console.print(table)
         _print_published(console, sweep.key, {_short(value): one.published for value, one in predictions.items()})
     console.print("`sends` and `receives`: a replica, in all outer rounds.", style="dim")
+    _print_without_effect(console, sweep, curves, found)
+
+
+def _row(prediction: Prediction) -> list[str]:
+    use = prediction.utilization
+    seconds = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
+    shares = format_percent(use["absolute"]), format_percent(use["relative"])
+    rate = f"{prediction.tokens_per_second:,.0f}", f"{prediction.days:.3g}"
+    volume = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
+    return [*map(format_seconds, seconds), *shares, *rate, *volume]
+
+
+def _print_without_effect(
+    console: Console, sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]]
+) -> None:
+    """What was varied in vain, if it was."""
+    plain = {curve: {value: replace(one, published=()) for value, one in of.items()} for curve, of in found.items()}
+    shown = {curve: {value: _row(one) for value, one in of.items()} for curve, of in found.items()}
+    in_vain = _without_effect(sweep, curves, plain)
+    for varied in _without_effect(sweep, curves, shown):
+        what = "nothing that is predicted" if varied in in_vain else "little, and none of these numbers"
+        console.print(f"{varied.title} changes {what}: its {len(varied.values)} values come to the same.")
+
+
+def _without_effect(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, object]]) -> list[Sweep]:
+    """Of what is varied, what makes no difference in what was found."""
+    idle = [sweep] if all(changes_nothing(of.values()) for of in found.values()) else []
+    if curves is not None and all(changes_nothing(of[value] for of in found.values()) for value in sweep.values):
+        idle.append(curves)
+    return idle
 
 
 def _print_published(console: Console, key: str, found: Mapping[str, Sequence[Comparison]]) -> None:

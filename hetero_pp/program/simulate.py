@@ -60,12 +60,17 @@ def _simulate_sweep(path: Path, overrides: Sequence[str], sweep: Sweep, curves: 
     if outputs.timeline is not None:
         raise ConfigError((), "--timeline: a sweep has no single timeline; leave one of both out")
     found: dict[str, dict[str, Prediction]] = {}
+    assumed = ""
     for curve in [""] if curves is None else curves.values:
         changed = [*overrides, f"{curves.key}={curve}"] if curves is not None else list(overrides)
         for value in sweep.values:
             file = ConfigFile(path, [*changed, *sweep.overrides(value)])
-            found.setdefault(curve, {})[value] = _predict(file, spec_of(file), None)
-    print_sweep(wide(Console(), 120), sweep, curves, found)
+            spec = spec_of(file)
+            assumed = assumed_in(spec) or assumed
+            found.setdefault(curve, {})[value] = _predict(file, spec, None)
+    console = wide(Console(), 120)
+    print_sweep(console, sweep, curves, found)
+    print_assumption(console, assumed)
     points = {
         curve: [sweep.point(value) | prediction.as_point() for value, prediction in predictions.items()]
         for curve, predictions in found.items()

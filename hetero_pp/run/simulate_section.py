@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from hetero_pp.run.hardware import ASSUMED, Hardware
-from hetero_pp.settings import Bandwidth, Duration, Ratio, Settings
+from hetero_pp.settings import Bandwidth, Duration, Ratio, Settings, WhomItConcerns
 from hetero_pp.units import parse_any
 
 
@@ -69,8 +69,12 @@ class SimulateSettings(Settings):
 
     machine: str = Field(ASSUMED, description="hardware of members that name none")
     hardware: dict[str, Hardware] = Field(default_factory=dict, description="entries beside the catalog's")
-    measured: dict[str, MeasuredCost] = Field(default_factory=dict, description="by member")
-    fleets: dict[str, FleetSettings] = Field(default_factory=dict, description="by replica")
+    measured: Annotated[dict[str, MeasuredCost], WhomItConcerns()] = Field(
+        default_factory=dict, description="by member"
+    )
+    fleets: Annotated[dict[str, FleetSettings], WhomItConcerns()] = Field(
+        default_factory=dict, description="by replica"
+    )
     exchange: ExchangeKind = Field(
         "gather",
         description="how contributions are exchanged: `gather` is what `launch` does, and an object store; the others "
@@ -82,7 +86,9 @@ class SimulateSettings(Settings):
     exchange_bandwidth: Bandwidth | None = Field(
         None, gt=0, description="of the exchange itself, each way, shared by all members; unlimited by default"
     )
-    sites: dict[str, SiteSettings] = Field(default_factory=dict, description="members that share an uplink")
+    sites: Annotated[dict[str, SiteSettings], WhomItConcerns()] = Field(
+        default_factory=dict, description="members that share an uplink"
+    )
     published: list[PublishedNumber] = Field(default_factory=list, description="numbers of papers, shown beside ours")
     rows: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="by name, keys of this file and values: a prediction with each, as a sweep"

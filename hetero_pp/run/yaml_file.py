@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import difflib
 import os
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from hetero_pp.errors import ConfigError, dotted
 from hetero_pp.files import whole
+from hetero_pp.run.changes import change, require_named
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.described_weights import with_weights_described
+from hetero_pp.run.known_keys import keys_beside
 
 Key = tuple[str | int, ...]
 
@@ -32,12 +33,12 @@ class ConfigFile:
         """
         self.path = path
         self._root = self._parse()
-        for override in overrides:
-            self._override(override)
+        added = [entry for text in overrides if (entry := change(self._root, text, path)) is not None]
         self._merge(self._root, changes or {}, ())
         try:
             self.config = with_weights_described(RunConfig.model_validate(_plain(self._root)))
             self.config.check()
+            require_named(self.config, added)
         except ValidationError as error:
             key, message = _worst(error)
             raise self.located(ConfigError(key, message)) from None
@@ -62,22 +63,6 @@ class ConfigFile:
         if not isinstance(root, CommentedMap):
             raise ConfigError((), f"{self.path}:1: expected keys and values at the top")
         return root
-
-    def _override(self, text: str) -> None:
-        """Set one value, given as `outer.rounds=20` or `replicas.1.boundary.rank=1/32`."""
-        name, separator, value = text.partition("=")
-        parts: list[str | int] = [int(part) if part.isdigit() else part for part in name.strip().split(".")]
-        if not separator or not name.strip():
-            raise ConfigError((), f"--set {text}: expected KEY=VALUE such as `outer.rounds=20`")
-        node: Any = self._root
-        try:
-            for part in parts[:-1]:
-                if isinstance(node, CommentedMap) and part not in node:
-                    node[part] = CommentedMap()
-                node = node[part]
-            node[parts[-1]] = YAML(typ="rt").load(value)
-        except (KeyError, IndexError, TypeError, YAMLError):
-            raise ConfigError((), f"--set {text}: there is no such key in {self.path}") from None
 
     def _merge(self, node: Any, change: Any, key: Key) -> Any:
         """What stands at a key, changed: of a mapping the entries that are named, of a list those whose numbers are."""
@@ -150,7 +135,7 @@ def _worst(error: ValidationError) -> tuple[Key, str]:
 def _explain(detail: Any) -> str:
     kind, message, key = detail["type"], detail["msg"], detail["loc"]
     if kind == "extra_forbidden":
-        known = _keys_beside(key)
+        known = keys_beside(key)
         close = difflib.get_close_matches(str(key[-1]), known, n=1)
         hint = f"; did you mean `{close[0]}`?" if close else ""
         return f"found an unknown key, expected one of {', '.join(known)}{hint}"
@@ -168,34 +153,3 @@ def _explain(detail: Any) -> str:
     shown = f"`{found}`" if isinstance(found, str | int | float) else f"a {type(found).__name__}"
     expected = message.removeprefix("Input should be ")
     return f"found {shown}, expected {expected[:1].lower()}{expected[1:]}"
-
-
-def _keys_beside(key: Sequence[str | int]) -> list[str]:
-    """The keys that the section holding `key` may have."""
-    candidates: list[Any] = [RunConfig]
-    for part in key[:-1]:
-        candidates = [below for candidate in candidates for below in _step(candidate, part)]
-    return sorted({name for model in candidates for name in getattr(model, "model_fields", {})})
-
-
-def _step(annotation: Any, part: str | int) -> list[Any]:
-    """What lies under `part` in a section, a list, a mapping or a union of them (flattened to plain types)."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        field = annotation.model_fields.get(str(part))
-        if field is not None:
-            return _flatten(field.annotation)
-        tags = {get_args(f.annotation)[0] for f in annotation.model_fields.values() if get_args(f.annotation)}
-        return [annotation] if part in tags else []
-    if get_origin(annotation) is list:
-        return _flatten(get_args(annotation)[0]) if isinstance(part, int) else [annotation]
-    if get_origin(annotation) is dict:
-        return _flatten(get_args(annotation)[1])
-    return []
-
-
-def _flatten(annotation: Any) -> list[Any]:
-    if get_origin(annotation) is Annotated:
-        return _flatten(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [part for option in get_args(annotation) for part in _flatten(option)]
-    return [annotation]

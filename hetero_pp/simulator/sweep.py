@@ -37,6 +37,11 @@ class Sweep:
         """From KEY=FROM..TO or KEY=A,B,C. Raises ConfigError."""
         return cls(*parse_sweep(option, text, "KEY=FROM..TO or KEY=A,B,C", ranges=True))
 
+    @property
+    def title(self) -> str:
+        """What is varied, in a sentence."""
+        return "The choice of a row" if self.rows else f"`{self.key}`"
+
     def number(self, value: str) -> tuple[float, str] | None:
         """A value in base units, and their name; None if it is no quantity."""
         return None if self.rows else quantity_of(value)

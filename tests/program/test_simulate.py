@@ -34,6 +34,8 @@ replicas:
 simulate:
   measured:
 """
+UNKNOWN = "found a name that nothing refers to"
+MACHINE = "{flops: 1 TFLOP/s, memory: 1 GB, memory_bandwidth: 1 GB/s}"
 COST = "{forward: 1 s, backward: 2 s, update: 0.5 s, contribute: 3 s, apply: 4 s, evaluate: 1 s}"
 
 
@@ -267,6 +269,95 @@ def test_mistakes_are_one_line(yaml: Path, arguments: list[str], words: str) -> 
     assert code == 2
     assert words in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "change", "words"),
+    [
+        (
+            "--sweep",
+            "links.nonexistent.bandwidth=1Mbit/s..1Gbit/s",
+            f"links.nonexistent: {UNKNOWN}, expected one of home",
+        ),
+        ("--sweep", "links.hone.latency=1ms,2ms", f"{UNKNOWN}, expected one of home; did you mean `home`?"),
+        ("--set", "simulate.curves=links.dc.bandwidth=1Mbit/s", f"links.dc: {UNKNOWN}"),
+        ("--set", "links.adsl={bandwidth: 1 Mbit/s}", f"links.adsl: {UNKNOWN}, expected one of home"),
+        ("--set", "simulate.rows={a: {}, b: {links.adsl.latency: 1 ms}}", f"links.adsl: {UNKNOWN}"),
+        ("--set", f"simulate.hardware.mine={MACHINE}", f"mine: {UNKNOWN}, expected one that some setting names"),
+        ("--sweep", "links.home.bandwith=1Mbit/s,2Mbit/s", "bandwith: found an unknown key, expected one of backward"),
+        ("--sweep", "inner.stpes=1,2", "inner.stpes: found an unknown key, expected one of betas, clip_norm"),
+        ("--sweep", "replicas.home.batch_size=8,16", "replicas has 0 (dc), 1 (home)"),
+        ("--sweep", "replicas.2.batch_size=8,16", "replicas has 0 (dc), 1 (home)"),
+        ("--set", "inner.steps.x=1", "inner.steps is a single value"),
+    ],
+)
+def test_a_change_of_nothing_is_refused(yaml: Path, option: str, change: str, words: str) -> None:
+    """An unknown key, and an entry that nothing names."""
+    swept = ["--sweep", "inner.steps=1,2"] if "curves" in change else []
+    code, _, errors = _invoke(str(yaml), option, change, *swept)
+    assert code == 2
+    assert words in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["links.adsl.bandwidth=1 Mbit/s", "replicas.1.link=adsl"],
+        ["links.adsl={bandwidth: 1 Mbit/s}", "simulate.sites={office: {members: [dc], uplink: adsl}}"],
+        [
+            "replicas.1.stages=[{layers: 2}, {layers: 2, uplink: adsl}]",
+            "links.adsl.latency=1 ms",
+            "simulate.measured={}",
+        ],
+        [f"simulate.hardware.mine={MACHINE}", "replicas.0.hardware=mine"],
+        ["simulate.sites.office.members=[dc, home.1]", "simulate.sites.office.uplink=home"],
+        ["simulate.fleets.home.count=2"],
+        ["simulate.rows.fast.inner.steps=1"],
+    ],
+)
+def test_a_change_may_add_what_something_names(yaml: Path, changes: list[str]) -> None:
+    assert ConfigFile(yaml, changes).config != ConfigFile(yaml).config
+
+
+def test_a_section_that_is_there_and_empty_can_be_filled(yaml: Path) -> None:
+    yaml.write_text(yaml.read_text() + "  fleets:\n")
+    assert ConfigFile(yaml, ["simulate.fleets.home.count=2"]).config.simulate.fleets["home"].count == 2
+
+
+def _sweep(path: Path, *arguments: str) -> str:
+    code, out, errors = _invoke(str(path), *arguments)
+    assert code == 0, errors
+    return " ".join(out.split())
+
+
+SAME = "changes nothing that is predicted: its 2 values come to the same."
+
+
+def test_a_sweep_that_changes_nothing_says_so(yaml: Path) -> None:
+    """Not if it changes something at one curve only; published numbers beside it are no prediction."""
+    idle, busy = ("outer.learning_rate=0.5,1", "inner.steps=1,2")
+    assert f"`outer.learning_rate` {SAME}" in _sweep(yaml, "--sweep", idle)
+    published = "simulate.published=[{what: days, value: 3, where: there, when: {outer.learning_rate: 1.0}}]"
+    assert f"`outer.learning_rate` {SAME}" in _sweep(yaml, "--sweep", idle, "--set", published)
+    assert "come to the same" not in _sweep(yaml, "--sweep", busy)
+    assert "come to the same" not in _sweep(yaml, "--sweep", "inner.steps=3")
+    both = _sweep(yaml, "--sweep", busy, "--curves", idle)
+    assert f"`outer.learning_rate` {SAME}" in both
+    assert "`inner.steps` changes" not in both
+    only_with_links = ("--sweep", "links.home.latency=0ms,100ms", "--curves", "replicas.1.link=null,home")
+    assert "come to the same" not in _sweep(yaml, *only_with_links, "--set", "replicas.1.uplink=null")
+
+
+def test_rows_that_change_nothing_say_so(yaml: Path) -> None:
+    rows = "simulate.rows={a: {}, b: {inner.learning_rate: 0.1}}"
+    assert f"The choice of a row {SAME}" in _sweep(yaml, "--set", rows)
+    assert "come to the same" not in _sweep(yaml, "--set", rows.replace("learning_rate: 0.1", "steps: 1"))
+
+
+def test_a_sweep_that_no_number_shows_says_so(yaml: Path) -> None:
+    said = _sweep(yaml, "--sweep", "links.home.latency=10ms,10.0001ms")
+    assert "`links.home.latency` changes little, and none of these numbers: its 2 values come to the same." in said
 
 
 def test_ten_thousand_members_are_predicted() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.sweeps import POINTS, parse_sweep, quantity_of
+from hetero_pp.sweeps import POINTS, changes_nothing, parse_sweep, quantity_of
 
 
 @pytest.mark.parametrize("ranges", [False, True])
@@ -55,6 +55,12 @@ def test_a_mistake_is_told_with_the_option_it_is_in(text: str, words: str) -> No
     with pytest.raises(ConfigError) as error:
         parse_sweep("--curves", text, "this", ranges=True)
     assert str(error.value) == f"--curves {text}: {words}"
+
+
+def test_one_value_alone_shows_nothing_and_one_that_differs_is_enough() -> None:
+    assert changes_nothing([3.0, 3.0, 3.0])
+    assert not changes_nothing([3.0, 3.0, 3.5])
+    assert not changes_nothing([3.0])
 
 
 @pytest.mark.parametrize(
