@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.display import format_bandwidths, plain_table, wide
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
@@ -33,9 +35,10 @@ WIDTH_OF_FILES = 120
 def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     """Validate and print to the terminal."""
     file = ConfigFile(path, overrides)
-    prepared = prepare(file, runs.absolute())
+    prepared = prepare(file, runs.absolute(), checks=True)
     console = wide(Console(), WIDTH_OF_FILES)
     _print_run(console, path, prepared)
+    _print_addresses(console, prepared.spec.config)
     console.print(_members_table(prepared.spec))
     console.print(_links_table(prepared.spec))
     notes = (
@@ -67,6 +70,14 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
         f"Contributions: density {format_ratio(compression.density)}, {_values_of(compression)}, about "
         f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))} a replica and round."
     )
+
+
+def _print_addresses(console: Console, config: RunConfig) -> None:
+    """Which addresses of the YAML are this host's, and which were not tried as they are another's."""
+    places = {True: "free on this host", False: "another host's, not tried here"}
+    found = [f"{one.member} {one.address} ({places[one.is_of_this_host]})" for one in fixed_addresses(config)]
+    if found:
+        console.print(f"Listening: {', '.join(found)}.", highlight=False)
 
 
 def _values_of(compression: CompressionSettings) -> str:

@@ -15,7 +15,8 @@ import pytest
 from started import Started, run_program, start_program
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.launch.command import Host, run_on_this_host
+from hetero_pp.program.check import print_check
+from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
 from hetero_pp.program.launch.hosts import commands, members_named, require_reachable
 from hetero_pp.run.yaml_file import ConfigFile
 
@@ -167,9 +168,14 @@ def test_a_host_with_another_configuration_is_refused(hosts: Hosts) -> None:
     assert hosts.summary()["refusals"] > 0
 
 
-def _config(tmp_path: Path, corpus: Path) -> ConfigFile:
-    path = tmp_path / "run.yaml"
-    path.write_text(Hosts(tmp_path, corpus, 3).text)
+def _config(tmp_path: Path, corpus: Path, exchange: str | None = None, stages: str | None = None) -> ConfigFile:
+    """With other lines for the exchange and the stages, if they are given."""
+    path, text = tmp_path / "run.yaml", Hosts(tmp_path, corpus, 3).text
+    text = text if exchange is None else re.sub("exchange: .*", exchange, text)
+    if stages is not None:
+        count = stages.count("layers")
+        text = re.sub("stages: .*", stages, text).replace("layers: 2}", f"layers: {count}}}")
+    path.write_text(text)
     return ConfigFile(path)
 
 
@@ -180,6 +186,51 @@ def test_commands_for_all_hosts(tmp_path: Path, corpus: Path) -> None:
     assert found[0] == "hetero-pp launch run.yaml --set inner.steps=3 --only exchange --token-file token"
     assert [line.split("--only ")[1].split()[0] for line in found] == list(PARTS)
     assert all(f"--exchange EXCHANGE_HOST:{port} --token-file token" in line for line in found[1:])
+
+
+def test_a_group_that_names_no_address_is_one_hosts(tmp_path: Path, corpus: Path) -> None:
+    file = _config(tmp_path, corpus, stages='stages: [{layers: 1, listen: "127.0.0.2:0"}, {layers: 1}]')
+    found = commands(file.config, Path("run.yaml"), [])
+    assert [line.split("--only ")[1].split()[0] for line in found] == ["exchange", "dc", "home"]
+
+
+def test_what_to_do_before_the_commands_with_key_and_line(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a YAML that says nothing of the exchange, too."""
+    stages = 'stages: [{layers: 1}, {layers: 1}, {layers: 1, listen: "ben.invalid:7"}]'
+    path = _config(tmp_path, corpus, 'exchange: {listen: "0.0.0.0:47600"}', stages).path
+    print_commands(path, [])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "# make the token once, and bring it to every host: openssl rand -hex 16 > token"
+    assert said[1].startswith(f"# {path}:8: exchange.listen: the exchange listens at `0.0.0.0:47600`; write for EXCHAN")
+    assert said[2] == (
+        f"# {path}:16: replicas[1].stages[1].listen: found none, so home.1 has to be on the host of the stage before it"
+    )
+    assert all(line.startswith("hetero-pp launch ") for line in said[3:])
+    print_commands(path, ["exchange.listen=127.0.0.1:5"])
+    assert "exchange.listen: found `127.0.0.1:5`, expected what other hosts reach" in capsys.readouterr().out
+    _config(tmp_path, corpus, "", stages)
+    with pytest.raises(ConfigError, match=r"run\.yaml:1: exchange\.listen: .* expected a fixed port"):
+        print_commands(path, [])
+
+
+def test_check_tries_the_addresses_of_this_host_only(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, taken = _free_port(), socket.create_server(("127.0.0.1", 0))
+    stages = 'stages: [{layers: 1, listen: "192.0.2.7:5"}, {layers: 1, listen: "ben.invalid:7"}]'
+    path = _config(tmp_path, corpus, f'exchange: {{listen: "127.0.0.1:{own}"}}', stages).path
+    monkeypatch.setenv("COLUMNS", "400")
+    print_check(path, [], tmp_path / "runs")
+    assert (
+        f"Listening: exchange 127.0.0.1:{own} (free on this host), home.0 192.0.2.7:5 (another host's, not tried "
+        "here), home.1 ben.invalid:7 (another host's, not tried here)."
+    ) in capsys.readouterr().out
+    with taken, pytest.raises(ConfigError, match=r"run\.yaml:8: exchange\.listen: .* expected a free port"):
+        print_check(path, [f"exchange.listen=127.0.0.1:{taken.getsockname()[1]}"], tmp_path / "runs")
+    with pytest.raises(ConfigError, match=r"stages\[0\]\.listen: .*; `launch --print-commands` shows"):
+        run_topology(path, [], tmp_path / "runs", in_process=False)
 
 
 def test_names_and_addresses_that_cannot_be(tmp_path: Path, corpus: Path) -> None:

@@ -19,6 +19,7 @@ from hetero_pp.program.launch.hosts import (
     launch_exchange,
     launch_members,
     new_token,
+    notes,
     read_token,
     write_token,
 )
@@ -100,6 +101,7 @@ def print_commands(path: Path, overrides: Sequence[str]) -> None:
     try:
         file.config.require_grouped()
         lines = commands(file.config, path, overrides)
+        lines = [*(f"# {note}" for note in notes(file)), *lines]
     except ConfigError as error:
         raise file.located(error) from None
     print("\n".join(lines))

@@ -15,14 +15,19 @@ from pathlib import Path
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.topology import EXCHANGE, ParticipantsReplica
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.topology import EXCHANGE, ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_seconds
+
+TOKEN_FILE = "token"
+"""What the commands for all hosts call the file with the run's token."""
 
 
 def members_named(config: RunConfig, name: str) -> list[str]:
@@ -43,7 +48,8 @@ def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
     """Raise ConfigError for what listens where no other host can reach it."""
     if EXCHANGE in members and config.exchange.listen.endswith(":0"):
         raise ConfigError(
-            ("exchange", "listen"), f"found `{config.exchange.listen}`, expected a fixed port that other hosts can dial"
+            ("exchange", "listen"),
+            f"found `{config.exchange.listen}`, expected a fixed port that other hosts can dial, as `0.0.0.0:47600`",
         )
     for index, replica in enumerate(config.replicas):
         if not isinstance(replica, ParticipantsReplica):
@@ -63,7 +69,10 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text().strip()
     except OSError as error:
-        raise ConfigError((), f"--token-file {path}: {error.strerror}") from None
+        raise ConfigError(
+            (),
+            f"--token-file {path}: {error.strerror}; `openssl rand -hex 16 > {path}` makes one, for all hosts",
+        ) from None
     if not token:
         raise ConfigError((), f"--token-file {path}: expected a token, found an empty file")
     return token
@@ -123,7 +132,7 @@ def launch_members(
 
 
 def commands(config: RunConfig, path: Path, overrides: Sequence[str]) -> list[str]:
-    """What to run on each host: the exchange, then every replica, and every stage of a group by itself.
+    """What to run on each host: the exchange, then every replica, and every stage of a group that is on several hosts.
 
     Raises ConfigError if other hosts could not reach what listens.
     """
@@ -131,10 +140,40 @@ def commands(config: RunConfig, path: Path, overrides: Sequence[str]) -> list[st
     sets = [part for override in overrides for part in ("--set", override)]
     start = ["hetero-pp", "launch", str(path), *sets]
     port = config.exchange.listen.rpartition(":")[2]
-    token = ["--token-file", "token"]
+    token = ["--token-file", TOKEN_FILE]
     reach = ["--exchange", f"EXCHANGE_HOST:{port}", *token]
     found = [shlex.join([*start, "--only", EXCHANGE, *token])]
     for replica in config.replicas:
         copies = 1 if isinstance(replica, ParticipantsReplica) else replica.nodes
-        found += [shlex.join([*start, "--only", name, *reach]) for name in replica.members for _ in range(copies)]
+        names = replica.members if _is_on_several_hosts(replica) else [replica.name]
+        found += [shlex.join([*start, "--only", name, *reach]) for name in names for _ in range(copies)]
+    return found
+
+
+def _is_on_several_hosts(replica: ReplicaSettings) -> bool:
+    """Whether a stage of a group says where the one before it, on another host, finds it."""
+    return isinstance(replica, ParticipantsReplica) and any(
+        (own := replica.stage_settings(stage)) is not None and own.listen is not None
+        for stage in range(1, replica.stage_count)
+    )
+
+
+def notes(file: ConfigFile) -> list[str]:
+    """What to do before the commands for all hosts: the token, and what has to be replaced or changed, and where."""
+    found = [f"make the token once, and bring it to every host: openssl rand -hex 16 > {TOKEN_FILE}"]
+    exchange, *stages = fixed_addresses(file.config)
+    listens = f"the exchange listens at `{exchange.address}`; write for EXCHANGE_HOST how other hosts reach its host"
+    found.append(str(file.located(ConfigError(exchange.key, listens))))
+    for one in (exchange, *stages):
+        if one.is_loopback:
+            complaint = f"found `{one.address}`, expected what other hosts reach, unless they do by a tunnel"
+            found.append(str(file.located(ConfigError(one.key, complaint))))
+    for index, replica in enumerate(file.config.replicas):
+        if _is_on_several_hosts(replica) and isinstance(replica, ParticipantsReplica):
+            for stage in range(1, replica.stage_count):
+                own = replica.stage_settings(stage)
+                if own is not None and own.listen is None:
+                    complaint = f"found none, so {replica.members[stage]} has to be on the host of the stage before it"
+                    key = ("replicas", index, "stages", stage, "listen")
+                    found.append(str(file.located(ConfigError(key, complaint))))
     return found

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
+from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
@@ -32,10 +32,13 @@ class Prepared:
     """The corpus, if one of them reads it."""
 
 
-def prepare(file: ConfigFile, runs: Path, only: str | None = None, resume: bool = False) -> Prepared:
+def prepare(
+    file: ConfigFile, runs: Path, only: str | None = None, resume: bool = False, checks: bool = False
+) -> Prepared:
     """Load the tokenizer, encode the corpus (or open it), try the ports. Raises ConfigError with file and line.
 
-    With `only`, what the members need that this host carries. A run that goes on has its weights in its log.
+    With `only`, what the members need that this host carries. A run that goes on has its weights in its log. With
+    `checks` the run may be one of several hosts, of which this may be any: ports of others are not tried.
     """
     config = file.config.with_absolute_paths()
     try:
@@ -50,9 +53,9 @@ def prepare(file: ConfigFile, runs: Path, only: str | None = None, resume: bool 
         _require_engines(config, names)
         config.outer.compression.require_accelerator()
         source = _open_corpus(spec, names, RunFolder(runs / config.name).cache)
-        for key, member, address in _fixed_addresses(config):
-            if member in names:
-                _try_to_listen(key, address)
+        for one in fixed_addresses(config):
+            if one.member in names and (not checks or one.is_of_this_host):
+                one.try_to_listen()
     except ConfigError as error:
         raise file.located(error) from None
     return Prepared(spec, names, source)
@@ -98,31 +101,6 @@ def require_launchable(config: RunConfig) -> None:
             here, ablations = ("replicas", index, "boundary", "ablations"), replica.boundary.ablations
             if ablations.grassmann_every is not None:
                 raise ConfigError((*here, "grassmann_every"), f"found {ablations.grassmann_every}, {expected}")
-
-
-def _fixed_addresses(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
-    """(key, member, address) of every address with a port that the YAML fixes."""
-    found: list[tuple[tuple[str | int, ...], str, str]] = [(("exchange", "listen"), EXCHANGE, config.exchange.listen)]
-    for index, replica in enumerate(config.replicas):
-        if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
-            for stage, own in enumerate(replica.stages):
-                if own.listen is not None:
-                    key = ("replicas", index, "stages", stage, "listen")
-                    found.append((key, replica.members[stage], own.listen))
-    yield from (one for one in found if not one[2].endswith(":0"))
-
-
-def _try_to_listen(key: tuple[str | int, ...], address: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_server((host.strip("[]"), int(port)), family=_family(host)):
-            pass
-    except OSError as error:
-        raise ConfigError(key, f"found `{address}`, expected a free port of this machine ({error.strerror})") from None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def new_run_folder(runs: Path, name: str) -> Path:

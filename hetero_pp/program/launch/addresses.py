@@ -1,0 +1,80 @@
+"""The addresses that a YAML fixes: whose they are, on which host they can be listened to, and whether they are free."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import psutil
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.run.config import RunConfig
+from hetero_pp.topology import EXCHANGE, ParticipantsReplica
+
+
+@dataclass(frozen=True)
+class FixedAddress:
+    """Where a member listens, as the YAML says."""
+
+    key: tuple[str | int, ...]
+    member: str
+    address: str
+    """HOST:PORT"""
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @cached_property
+    def is_of_this_host(self) -> bool:
+        """Whether this machine can listen there: on one of its own addresses, or on all of them."""
+        return not own_addresses().isdisjoint(resolved(self.host))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether no other machine reaches it."""
+        found = resolved(self.host)
+        return bool(found) and all(ipaddress.ip_address(one).is_loopback for one in found)
+
+    def try_to_listen(self) -> None:
+        """Raise ConfigError if this machine cannot listen there."""
+        port = int(self.address.rpartition(":")[2])
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            with socket.create_server((self.host, port), family=family):
+                pass
+        except OSError as error:
+            expected = f"found `{self.address}`, expected a free port of this machine ({error.strerror})"
+            if not self.is_of_this_host:
+                expected += "; `launch --print-commands` shows how a run of several hosts is started"
+            raise ConfigError(self.key, expected) from None
+
+
+def fixed_addresses(config: RunConfig) -> Iterator[FixedAddress]:
+    """Every address with a port that the YAML fixes."""
+    found = [FixedAddress(("exchange", "listen"), EXCHANGE, config.exchange.listen)]
+    for index, replica in enumerate(config.replicas):
+        if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
+            for stage, own in enumerate(replica.stages):
+                if own.listen is not None:
+                    key = ("replicas", index, "stages", stage, "listen")
+                    found.append(FixedAddress(key, replica.members[stage], own.listen))
+    yield from (one for one in found if not one.address.endswith(":0"))
+
+
+def own_addresses() -> set[str]:
+    """Of all interfaces of this machine, and those that stand for all of them."""
+    found = {one.address.partition("%")[0] for some in psutil.net_if_addrs().values() for one in some}
+    return found | {"0.0.0.0", "::"}
+
+
+def resolved(host: str) -> set[str]:
+    """The addresses of a host, as this machine knows it; none if it does not. All of 127.0.0.0/8 is 127.0.0.1."""
+    try:
+        found = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()
+    return {"127.0.0.1" if one.startswith("127.") else one for one in found}
