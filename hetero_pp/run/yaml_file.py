@@ -90,7 +90,7 @@ class ConfigFile:
             if in_list or (isinstance(node, CommentedMap) and part in node):
                 line = _line(node.lc, part, line)
             else:
-                if part in _keys_beside(key[: position + 1]):  # else it says which of several kinds a section is
+                if part in keys_beside(key[: position + 1]):  # else it says which of several kinds a section is
                     found.append(part)
                 continue
             found.append(part)
