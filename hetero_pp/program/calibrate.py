@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import torch
 from rich.console import Console
 from ruamel.yaml import YAML
@@ -58,14 +59,10 @@ def _machine_entry(speed: float) -> dict[str, str | float]:
     other = torch.empty_like(copied)
     seconds = median_seconds(lambda: other.copy_(copied))
     bandwidth = 2 * copied.numel() * copied.element_size() / seconds
-    memory = 0.0
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
-        if line.startswith("MemTotal"):
-            memory = float(line.split()[1]) * 1024
     return {
         "flops": f"{speed / 1e9:.4g} GFLOP/s",
         "mfu": 1.0,
-        "memory": f"{memory / 1e9:.4g} GB",
+        "memory": f"{psutil.virtual_memory().total / 1e9:.4g} GB",
         "memory_bandwidth": f"{bandwidth / 1e9:.4g} GB/s",
         "source": "measured by hetero-pp calibrate",
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from hetero_pp.errors import dotted
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
@@ -41,6 +42,11 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     _print_addresses(console, prepared.spec.config)
     console.print(_members_table(prepared.spec))
     console.print(_links_table(prepared.spec))
+    for limit in prepared.limits:
+        where = (
+            f"this machine cannot carry all members: {dotted(limit.key)}: " if limit.is_final else "on this machine "
+        )
+        console.print(f"Note: {where}{limit.message}.", highlight=False, markup=False)
     notes = (
         "→ is from the first named to the second. Sizes are of tensors and contributions; headers and framing come on "
         "top. `takes` is the least time that a round's bytes occupy the link."

@@ -154,7 +154,7 @@ def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.ra
         contribute=seconds([cost.contribute for cost in costs]),
         apply=seconds([cost.apply for cost in costs]),
         stays=np.all(random.random(shape) >= settings.churn, axis=0),
-        memory=[_memory_of(spec, member) for member in members],
+        memory=[memory_of_member(spec, member) for member in members],
         memory_capacity=[hardware_of(spec, member).memory * replica.accelerators_of_member for member in members],
     )
 
@@ -202,14 +202,15 @@ def _cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
     return MeasuredCost.model_construct(**asdict(cost), evaluate=cost.forward)
 
 
-def _memory_of(spec: RunSpec, member: MemberSpec) -> dict[str, float]:
+def memory_of_member(spec: RunSpec, member: MemberSpec, bytes_per_value: int = 2) -> dict[str, float]:
+    """Bytes that a member holds, by what for; activations have so many bytes a value."""
     replica, stage = member.replica, member.stage
     in_flight = 1
     if stage is not None and isinstance(replica, ParticipantsReplica):
         ahead = (stage.count - 1 - stage.index) * (1 + replica.extra_in_flight)
         in_flight = min(replica.micro_batches, ahead + 1)
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
-    return memory_of(spec.shape, part_of(spec, member), rows, length, in_flight)
+    return memory_of(spec.shape, part_of(spec, member), rows, length, in_flight, bytes_per_value)
 
 
 def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: np.random.Generator) -> Array | None:

@@ -110,7 +110,10 @@ def print_commands(path: Path, overrides: Sequence[str]) -> None:
 def _prepare(path: Path, overrides: Sequence[str], runs: Path, only: str | None, resume: bool) -> Prepared:
     file = ConfigFile(path, overrides)
     with Console().status("reading the corpus"):
-        return prepare(file, runs.absolute(), only, resume)
+        prepared = prepare(file, runs.absolute(), only, resume)
+    for limit in prepared.limits:
+        Console().print(f"{file.config.name}: {limit.message}", soft_wrap=True, highlight=False, markup=False)
+    return prepared
 
 
 def _port(spec: RunSpec) -> str:

@@ -11,6 +11,7 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.hosts import members_named, require_reachable
+from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import require_weights
@@ -30,15 +31,20 @@ class Prepared:
     """The members to start here, the exchange among them if it is."""
     source: Source | None
     """The corpus, if one of them reads it."""
+    limits: Sequence[Limit] = ()
+    """What this machine would take unreasonably long for; of a check, also what it cannot do."""
 
 
 def prepare(
     file: ConfigFile, runs: Path, only: str | None = None, resume: bool = False, checks: bool = False
 ) -> Prepared:
-    """Load the tokenizer, encode the corpus (or open it), try the ports. Raises ConfigError with file and line.
+    """Look at this machine, load the tokenizer, encode the corpus (or open it), try the ports.
+
+    Raises ConfigError with file and line.
 
     With `only`, what the members need that this host carries. A run that goes on has its weights in its log. With
-    `checks` the run may be one of several hosts, of which this may be any: ports of others are not tried.
+    `checks` the run may be one of several hosts, of which this may be any: ports of others are not tried, and what
+    this one cannot carry is no error.
     """
     config = file.config.with_absolute_paths()
     try:
@@ -51,6 +57,9 @@ def prepare(
         if only is not None:
             require_reachable(config, names)
         _require_engines(config, names)
+        limits = limits_of(spec, names)
+        if not checks:
+            require_carried(limits)
         config.outer.compression.require_accelerator()
         source = _open_corpus(spec, names, RunFolder(runs / config.name).cache)
         for one in fixed_addresses(config):
@@ -58,7 +67,7 @@ def prepare(
                 one.try_to_listen()
     except ConfigError as error:
         raise file.located(error) from None
-    return Prepared(spec, names, source)
+    return Prepared(spec, names, source, limits)
 
 
 def _require_engines(config: RunConfig, names: Sequence[str]) -> None:

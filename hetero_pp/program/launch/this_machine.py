@@ -1,0 +1,149 @@
+"""Whether this machine can carry the members that would start on it, which is told before any does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.run.hardware import ASSUMED, CATALOG
+from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.simulator.costs import BYTES_PER_PARAMETER, forward_flops
+from hetero_pp.simulator.fleets import memory_of_member, part_of
+from hetero_pp.topology import DatacenterReplica
+from hetero_pp.units import format_bytes, format_count, format_seconds
+from replica_groups.build_member import device_of
+
+LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
+"""Seconds beyond which a user is warned."""
+
+ON_THE_HOST = ("error feedback", "round start")
+"""What a replica that trains on GPUs keeps in the machine's memory all the same."""
+
+LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that this machine cannot do, or should not be asked to."""
+
+    key: tuple[str | int, ...]
+    message: str
+    is_final: bool
+    """Whether it cannot work; otherwise it would take unreasonably long."""
+
+
+def limits_of(spec: RunSpec, names: Sequence[str]) -> list[Limit]:
+    """What stands against starting these members here."""
+    members = [spec.members[name] for name in names if name in spec.members]
+    return [*_of_gpus(members), *_of_memory(spec, members), *_of_time(spec, members)]
+
+
+def require_carried(limits: Sequence[Limit]) -> None:
+    """Raise ConfigError for what cannot work."""
+    for limit in limits:
+        if limit.is_final:
+            raise ConfigError(limit.key, limit.message)
+
+
+def _of_gpus(members: Sequence[MemberSpec]) -> Iterator[Limit]:
+    for member in members:
+        replica, here = member.replica, ("replicas", member.replica_index)
+        if not isinstance(replica, DatacenterReplica):
+            continue
+        if replica.device == "cuda" and not torch.cuda.is_available():
+            why = "finds no GPU here" if torch.backends.cuda.is_built() else "was built without CUDA"
+            expected = f"found `cuda`, expected `auto` or `cpu`, as torch {torch.__version__} {why}"
+            yield Limit((*here, "device"), expected, is_final=True)
+        elif device_of(replica).type == "cuda" and replica.ranks > torch.cuda.device_count():
+            there = format_count(torch.cuda.device_count(), "GPU")
+            expected = f"found {replica.ranks}, expected at most {there}, as this machine has: each rank takes one"
+            yield Limit((*here, "ranks"), expected, is_final=True)
+
+
+def _of_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
+    if not members:
+        return
+    memory = psutil.virtual_memory()
+    total = min([memory.total, *_limits_of_containers()])
+    free = min(memory.available, total)
+    parameters = sum(_on_this_node(member, part_of(spec, member).parameters) for member in members)
+    least, activations = (sum(sizes) for sizes in zip(*(_held(spec, member) for member in members), strict=True))
+    likely = least + activations
+    who = f"{format_count(len(members), 'member')} with {parameters:,.0f} parameters"
+    if least > total:
+        yield Limit(
+            ("replicas",),
+            f"found {who} to start on this machine, which hold at least {format_bytes(least)}, expected at most its "
+            f"{format_bytes(total)} of memory: a smaller model, or several hosts with `launch --only`",
+            is_final=True,
+        )
+    elif likely > free:
+        yield Limit(
+            ("replicas",),
+            f"{who} would hold about {format_bytes(likely)}, where {format_bytes(free)} of memory are free",
+            is_final=False,
+        )
+
+
+def _held(spec: RunSpec, member: MemberSpec) -> tuple[float, float]:
+    """Bytes of this machine's memory, for parameters and for activations."""
+    held = memory_of_member(spec, member, bytes_per_value=4)
+    computes = _computes_here(member)
+    parameters = sum(held[name] for name in (BYTES_PER_PARAMETER if computes else ON_THE_HOST))
+    return _on_this_node(member, parameters), _on_this_node(member, held["activations"] if computes else 0.0)
+
+
+def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
+    computing = [member for member in members if _computes_here(member)]
+    if not computing:
+        return
+    cores = min(usable_cores(), spec.config.threads * sum(_processes(member) for member in computing))
+    speed = CATALOG[ASSUMED].achieved_flops
+    step = sum(_step_flops(spec, member) for member in computing) / (speed * cores)
+    whole = step * spec.total_steps
+    if step > LONG_STEP or whole > LONG_RUN:
+        yield Limit(
+            ("replicas",),
+            f"a step would take about {format_seconds(step)} on {format_count(cores, 'CPU core')}, and the run "
+            f"{whole / 86400:,.2g} days, at {speed / 1e9:g} GFLOP/s a core (`hetero-pp calibrate` measures it)",
+            is_final=False,
+        )
+
+
+def _step_flops(spec: RunSpec, member: MemberSpec) -> float:
+    """Of an inner step, forward and backward."""
+    sequences = member.replica.batch_size
+    flops = 3 * forward_flops(spec.shape, part_of(spec, member), sequences, spec.config.data.sequence_length)
+    return _on_this_node(member, flops)
+
+
+def _computes_here(member: MemberSpec) -> bool:
+    """Whether it trains on the CPU: stages do."""
+    return not isinstance(member.replica, DatacenterReplica) or device_of(member.replica).type == "cpu"
+
+
+def _on_this_node(member: MemberSpec, amount: float) -> float:
+    """One node's share."""
+    return amount / member.replica.nodes if isinstance(member.replica, DatacenterReplica) else amount
+
+
+def _processes(member: MemberSpec) -> int:
+    return member.replica.ranks if isinstance(member.replica, DatacenterReplica) else 1
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _limits_of_containers() -> Iterator[int]:
+    """Memory that a container may use, where there is such a limit."""
+    for path in map(Path, LIMITS_OF_CONTAINERS):
+        text = path.read_text().strip() if path.is_file() else "max"
+        if text.isdigit():
+            yield int(text)

@@ -1,0 +1,193 @@
+"""What this machine cannot carry, or would take unreasonably long for, is told before anything is read or started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hetero_pp.program.cli import app
+from hetero_pp.program.launch import this_machine
+from hetero_pp.program.launch.this_machine import limits_of
+from hetero_pp.run.read import spec_of
+from hetero_pp.run.yaml_file import ConfigFile
+
+YAML = """\
+name: t
+model: {preset: 1b, vocabulary: 32000}
+data: {corpus: /nowhere/at/all, sequence_length: 512}
+inner: {steps: 30}
+outer: {rounds: 100}
+replicas:
+  - {name: dc, kind: datacenter}
+  - {name: home, kind: participants, stages: 4}
+"""
+PARAMETERS = 1_204_881_408
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@dataclass(frozen=True)
+class _Memory:
+    total: float
+    available: float
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Two cores, 32 GB, no GPU, and no container around it."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: _Memory(32e9, 30e9))
+    monkeypatch.setattr(this_machine, "usable_cores", lambda: 2)
+    monkeypatch.setattr(this_machine, "LIMITS_OF_CONTAINERS", ())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return monkeypatch
+
+
+@pytest.fixture
+def yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "t.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def _limits(path: Path, *overrides: str, only: str | None = None) -> list[tuple[bool, str]]:
+    spec = spec_of(ConfigFile(path, overrides))
+    names = [name for name in spec.members if only is None or name.startswith(only)]
+    return [(limit.is_final, limit.message) for limit in limits_of(spec, names)]
+
+
+def _launch(path: Path, *arguments: str) -> str:
+    """What is said, where nothing starts."""
+    result = CliRunner().invoke(app, ["launch", str(path), "--runs", str(path.parent / "runs"), *arguments])
+    assert result.exit_code == 2
+    assert not (path.parent / "runs").exists()
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_what_no_memory_holds_is_refused_before_anything_is_read(yaml: Path) -> None:
+    """24 bytes a parameter, of two replicas of them."""
+    least = f"hold at least {2 * 24 * PARAMETERS / 1e9:.3g} GB, expected at most its 32 GB of memory"
+    assert f"{yaml}:6: replicas: found 5 members with {2 * PARAMETERS:,} parameters" in _launch(yaml)
+    assert least in _launch(yaml)
+    assert least in _launch(yaml, "--in-process")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "only", "bytes_each"),
+    [
+        ((), "", 48),
+        (("replicas.1.stages=1",), "home", None),
+        ((), "home.1", None),
+        (("replicas.0.device=cuda",), "", 24 + 8),
+        (("replicas.0.engine=torchtitan", "replicas.0.nodes=2", "replicas.0.rendezvous='127.0.0.1:1'"), "", 24 + 12),
+    ],
+)
+def test_memory_is_that_of_the_members_that_start_here(
+    yaml: Path, machine: pytest.MonkeyPatch, overrides: tuple[str, ...], only: str, bytes_each: int | None
+) -> None:
+    """In bytes for each parameter of the model. On GPUs a replica keeps error feedback and the round's start in the
+    machine's memory, and on two nodes a half of everything."""
+    machine.setattr(torch.cuda, "is_available", lambda: True)
+    machine.setattr(torch.cuda, "device_count", lambda: 8)
+    refused = [
+        message for is_final, message in _limits(yaml, "replicas.0.device=cpu", *overrides, only=only) if is_final
+    ]
+    assert bool(refused) == (bytes_each is not None)
+    assert bytes_each is None or f"at least {bytes_each * PARAMETERS / 1e9:.3g} GB" in refused[0]
+
+
+def test_a_container_may_have_less(yaml: Path, machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, text in (("new", "2000000000\n"), ("old", "9223372036854771712\n"), ("none", "max\n")):
+        (tmp_path / name).write_text(text)
+    machine.setattr(this_machine, "LIMITS_OF_CONTAINERS", [tmp_path / name for name in ("new", "old", "none", "no")])
+    assert "expected at most its 2 GB of memory" in _limits(yaml, only="home.1")[0][1]
+
+
+def test_activations_that_may_not_fit_are_a_warning(yaml: Path, machine: pytest.MonkeyPatch) -> None:
+    """fp32, of one micro-batch of eight sequences of 512 tokens."""
+    a_layer = 8 * 2048 + 3 * 8192
+    gigabytes = (24 * PARAMETERS + 8 * 512 * 4 * (16 * a_layer + 32000)) / 1e9
+    machine.setattr(psutil, "virtual_memory", lambda: _Memory(64e9, gigabytes * 1e9 + 1e6))
+    assert not [message for _, message in _limits(yaml, only="dc") if "memory" in message]
+    machine.setattr(psutil, "virtual_memory", lambda: _Memory(64e9, gigabytes * 1e9 - 1e8))
+    assert (False, f"1 member with {PARAMETERS:,} parameters would hold about {gigabytes:.3g} GB, where") in [
+        (is_final, message.partition(" where")[0] + " where") for is_final, message in _limits(yaml, only="dc")
+    ]
+
+
+def test_a_step_that_takes_minutes_is_a_warning(yaml: Path, machine: pytest.MonkeyPatch) -> None:
+    """Six operations a parameter and token, and attention, at half of a core's peak; a thread is not two cores."""
+    tokens, matrices = 8 * 512, PARAMETERS - 32000 * 2048 - 33 * 2048
+    seconds = 3 * (2 * matrices + 16 * 2 * 512 * 2048) * tokens / 22.5e9
+    minutes = f"a step would take about {round(seconds) // 60}:{round(seconds) % 60:02d} on 1 CPU core, and the run"
+    machine.setattr(psutil, "virtual_memory", lambda: _Memory(640e9, 640e9))
+    [(is_final, message)] = _limits(yaml, only="dc")
+    assert (is_final, message.startswith(minutes)) == (False, True)
+    assert f"{3000 * seconds / 86400:.2g} days" in message
+    both = f"on 2 CPU cores, and the run {3000 * 2 * seconds / 2 / 86400:.2g} days"
+    assert any(both in message for _, message in _limits(yaml))
+    machine.setattr(this_machine, "usable_cores", lambda: 1)
+    assert any(f"{3000 * 2 * seconds / 86400:.2g} days" in message for _, message in _limits(yaml))
+    machine.setattr(torch.cuda, "is_available", lambda: True)
+    machine.setattr(torch.cuda, "device_count", lambda: 1)
+    assert _limits(yaml, only="dc") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [
+        (["model.preset=178m", "replicas.0.batch_size=1", "inner.steps=1", "outer.rounds=1"], False),
+        (["model.preset=178m", "replicas.0.batch_size=64", "inner.steps=1", "outer.rounds=1"], True),
+        (["model.preset=178m", "replicas.0.batch_size=1", "outer.rounds=9000"], True),
+    ],
+)
+def test_long_steps_and_long_runs_are_both_told(yaml: Path, overrides: list[str], warns: bool) -> None:
+    assert any("a step would take" in message for _, message in _limits(yaml, *overrides, only="dc")) == warns
+
+
+def test_launch_warns_and_goes_on(tmp_path: Path, corpus: Path, machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(this_machine, "LONG_STEP", 0.0)
+    path = tmp_path / "t.yaml"
+    data = f"{{corpus: {corpus}, sequence_length: 16, validation_share: 0.1, validation_sequences: 2}}"
+    path.write_text(f"name: t\ndata: {data}\nouter: {{rounds: 1}}\nreplicas: [{{name: dc, kind: datacenter}}]\n")
+    sets = ["--set", "inner.steps=1", "--in-process", "--runs", str(tmp_path / "runs")]
+    result = CliRunner().invoke(app, ["launch", str(path), *sets])
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("t: a step would take about ")
+    assert "All replicas hold the same weights" in result.stdout
+
+
+def test_a_gpu_that_is_not_there_is_refused(yaml: Path) -> None:
+    said = _launch(yaml, "--set", "replicas.0.device=cuda")
+    assert (
+        f"{yaml}:7: replicas[0].device: found `cuda`, expected `auto` or `cpu`, as torch {torch.__version__} " in said
+    )
+
+
+def test_a_rank_takes_a_gpu(yaml: Path, machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(torch.cuda, "is_available", lambda: True)
+    machine.setattr(torch.cuda, "device_count", lambda: 2)
+    four = ("replicas.0.engine=torchtitan", "replicas.0.ranks=4")
+    found = [message for is_final, message in _limits(yaml, *four, only="dc") if is_final]
+    assert found == ["found 4, expected at most 2 GPUs, as this machine has: each rank takes one"]
+    assert not [is_final for is_final, _ in _limits(yaml, *four, "replicas.0.ranks=2", only="dc") if is_final]
+
+
+def test_check_tells_it_too(yaml: Path, corpus: Path) -> None:
+    """As the run may be for other hosts, it is valid all the same."""
+    overrides = (f"data.corpus={corpus}", "data.sequence_length=32", "data.validation_share=0.5")
+    sets = [part for change in (*overrides, "replicas.0.device=cuda", "inner.steps=9000") for part in ("--set", change)]
+    result = CliRunner().invoke(app, ["check", str(yaml), "--runs", str(yaml.parent / "runs"), *sets])
+    said = " ".join(result.stdout.split())
+    assert result.exit_code == 0, result.stderr
+    assert "Note: this machine cannot carry all members: replicas[0].device: found `cuda`" in said
+    assert "Note: this machine cannot carry all members: replicas: found 5 members" in said
+    assert "Note: on this machine a step would take about" in said
+
+
+def test_the_quickstart_can_be_carried() -> None:
+    assert _limits(QUICKSTART) == []
