@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSecondMomentAdamW, project_weights
 from hetero_pp.model import EMBEDDING
-from hetero_pp.settings import Settings
+from hetero_pp.settings import NotPartOf, Settings
 
 
 class InnerSettings(Settings):
     """The inner loop of a round."""
 
     steps: int = Field(10, ge=1, description="inner steps between outer rounds, H in the papers")
-    learning_rate: float = Field(1e-2, gt=0)
-    final_learning_rate_share: float = Field(0.1, ge=0, le=1, description="of the peak, at the end of the cosine")
-    warmup_steps: int = Field(10, ge=0)
+    learning_rate: Annotated[float, NotPartOf.PAST] = Field(1e-2, gt=0)
+    final_learning_rate_share: Annotated[float, NotPartOf.PAST] = Field(
+        0.1, ge=0, le=1, description="of the peak, at the end of the cosine"
+    )
+    warmup_steps: Annotated[int, NotPartOf.PAST] = Field(10, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0, description="not applied to norms")
@@ -123,6 +125,10 @@ class InnerOptimizer:
         if self._coefficients is not None and self._embedding is not None and self.basis is not None:
             with torch.no_grad():
                 self._coefficients.copy_(self._embedding @ self.basis)
+
+    def follow(self, settings: InnerSettings, total_steps: int) -> None:
+        """From the next step on another learning rate; all else of the settings stays as it was."""
+        self.settings, self.total_steps = settings, total_steps
 
     def state(self) -> list[dict[str, Any]]:
         """Moments and counts of steps, as tensors that are still in use."""

@@ -24,6 +24,8 @@ class NotPartOf(Flag):
     """The run stays the same: hosts need not agree on where each keeps its files, listens, or how it computes."""
     OUTCOME = auto()
     """What the run comes to stays the same but for rounding, if it reads the same tokens."""
+    PAST = auto()
+    """What the run has done, and what it goes on with, stay what they are: it may change when the run goes on."""
     EITHER = RUN | OUTCOME
 
 
@@ -33,7 +35,7 @@ class WhomItConcerns:
 
 
 def meaning(settings: Settings, without: NotPartOf, defaults: bool = True) -> dict[str, Any]:
-    """What settings say, as JSON, without the fields that are marked so.
+    """What settings say, as JSON, without the fields that are marked so (or with one of several marks).
 
     Without `defaults`, fields that say what they would say if they were left out are left out. A field that is added
     to a section later, with a default that changes nothing, then changes no meaning.
@@ -58,7 +60,7 @@ def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
 
 
 def _is_marked(field: FieldInfo, mark: NotPartOf) -> bool:
-    return any(isinstance(one, NotPartOf) and mark in one for one in field.metadata)
+    return any(isinstance(one, NotPartOf) and mark & one for one in field.metadata)
 
 
 def _is_default(field: FieldInfo, value: Any, marked: NotPartOf) -> bool:

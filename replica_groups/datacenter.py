@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches, load_position, save_position
+from hetero_pp.inner import InnerSettings
 from hetero_pp.messages.messages_pb2 import InnerStep
 from replica_groups.engines.engine import Engine
 from replica_groups.outer_round import OuterRound
@@ -24,6 +25,10 @@ class DatacenterMember:
         self.batches = batches
         self.validation = validation
         self._compute_seconds = 0.0
+
+    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+        """See TrainingMember."""
+        self.engine.follow(inner, total_steps)
 
     def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
         """See TrainingMember."""

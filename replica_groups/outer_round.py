@@ -169,6 +169,10 @@ class _ByRows:
         self.settings = whole.settings
         self._whole, self._shapes, self._rows = whole, shapes, rows
 
+    def begin(self, round_: int) -> None:
+        """See RoundOptimizer."""
+        self._whole.begin(round_)
+
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """See RoundOptimizer."""
         return {name: self._shapes[name] for name in theta}

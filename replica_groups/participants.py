@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches, load_position, save_position
+from hetero_pp.inner import InnerSettings
 from hetero_pp.messages.messages_pb2 import InnerStep
 from hetero_pp.model import EMBEDDING
 from replica_groups.outer_round import OuterRound
@@ -39,6 +40,10 @@ class StageMember:
         self.validation = validation
         self.validation_count = count
         self.parameters = LocalParameters(worker.stage.parameters)
+
+    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+        """See TrainingMember."""
+        self.worker.stage.optimizer.follow(inner, total_steps)
 
     def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
         """See TrainingMember. The loss is known on the last stage, norm and tokens are told by the first."""

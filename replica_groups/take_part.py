@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from hetero_pp.link.ends import LinkEnds
@@ -58,15 +59,17 @@ def take_part(
     exchange: ExchangeService = (
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
-    states = SavedStates(folder.state(member.name), spec.run, config.snapshots.every, ranks)
+    run = exchange.agree(member.name, spec.agreed)
+    states = SavedStates(folder.state(member.name), run, config.snapshots.every, ranks)
     last_round = join_run(exchange, member.name, connections.listen(), states)
+    spec = spec.with_changes(exchange.changes())
     ends = connections.open()
     start = _fetch_start(spec, member, exchange)
     if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
         ranks = Ranks(device=device_of(member.replica))
     trainer = build_member(spec, member, start, ends, folder.cache, ranks)
     outer = OuterRound(
-        spec.run,
+        run,
         member.name,
         member.replica.name,
         trainer.parameters,
@@ -79,9 +82,10 @@ def take_part(
     del start  # a whole model
     reporter = Reporter(exchange, member.name)
     ledgers = list(_ledgers(member, shaped, ends))
+    states = replace(states, every=spec.latest.snapshots.every)
     loop = TrainingLoop(trainer, member.replica.name, outer, reporter, ledgers, states, gate)
     try:
-        loop.run(range(last_round + 1, config.outer.rounds + 1), config.inner.steps)
+        loop.run(range(last_round + 1, spec.latest.outer.rounds + 1), spec)
     finally:
         reporter.close()
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from hetero_pp.inner import InnerSettings
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.topology import Direction
 from replica_groups.exchange.reporter import Reporter
 from replica_groups.gate import Gate
@@ -24,6 +26,9 @@ class TrainingMember(Protocol):
     @property
     def parameters(self) -> ParameterStore:
         """The parameters that it trains."""
+
+    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+        """From the next step on another learning rate; all else of the settings stays as it was."""
 
     def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
         """One inner step; what is known here of loss, norm and learning rate."""
@@ -66,7 +71,7 @@ class TrainingLoop:
     gate: Gate | None = None
     """Asked before every inner step, by members that are threads; what was done before a round is told before."""
 
-    def run(self, rounds: range, inner_steps: int) -> None:
+    def run(self, rounds: range, spec: RunSpec) -> None:
         """Train these rounds, after what the member starts with was evaluated. They go on from the state before them.
 
         Raises HeteroPPError if a run goes on after a round of which there is no state here.
@@ -83,9 +88,10 @@ class TrainingLoop:
         for round_ in rounds:
             if self.gate is not None:
                 self.reporter.flush()
-            self._train(round_, inner_steps)
+            self.member.follow(spec.at(round_).inner, spec.steps_planned_in(round_))
+            self._train(round_, spec.config.inner.steps)
             self._finish(round_)
-            if self.states.is_due(round_):
+            if self.states.is_due(round_) or round_ == rounds[-1]:  # from the last one the run may be extended
                 self.reporter.flush()  # a run that goes on from this state has lost no report from before it
                 self.states.save(round_, self._save)
         over = self.reporter.new()

@@ -120,6 +120,18 @@ class RoundRecord(_message.Message):
     sha256: bytes
     def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
+class AgreeRequest(_message.Message):
+    __slots__ = ("configuration",)
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
+    configuration: str
+    def __init__(self, configuration: _Optional[str] = ...) -> None: ...
+
+class AgreeReply(_message.Message):
+    __slots__ = ("run",)
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    def __init__(self, run: _Optional[str] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
     __slots__ = ("version", "address", "rounds", "damaged")
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +157,16 @@ class LastRoundReply(_message.Message):
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     last_round: int
     def __init__(self, last_round: _Optional[int] = ...) -> None: ...
+
+class ChangesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ChangesReply(_message.Message):
+    __slots__ = ("changes",)
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    changes: str
+    def __init__(self, changes: _Optional[str] = ...) -> None: ...
 
 class StayRequest(_message.Message):
     __slots__ = ()
@@ -326,12 +348,14 @@ class Joined(_message.Message):
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
 class Begun(_message.Message):
-    __slots__ = ("last_round", "damaged")
+    __slots__ = ("last_round", "damaged", "changes")
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
     last_round: int
     damaged: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, last_round: _Optional[int] = ..., damaged: _Optional[_Iterable[str]] = ...) -> None: ...
+    changes: str
+    def __init__(self, last_round: _Optional[int] = ..., damaged: _Optional[_Iterable[str]] = ..., changes: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ()

@@ -119,6 +119,11 @@ class ExchangeStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Agree = channel.unary_unary(
+                '/hetero_pp.Exchange/Agree',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.AgreeRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.AgreeReply.FromString,
+                _registered_method=True)
         self.Join = channel.unary_unary(
                 '/hetero_pp.Exchange/Join',
                 request_serializer=hetero__pp_dot_messages_dot_messages__pb2.JoinRequest.SerializeToString,
@@ -128,6 +133,11 @@ class ExchangeStub:
                 '/hetero_pp.Exchange/LastRound',
                 request_serializer=hetero__pp_dot_messages_dot_messages__pb2.LastRoundRequest.SerializeToString,
                 response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.LastRoundReply.FromString,
+                _registered_method=True)
+        self.Changes = channel.unary_unary(
+                '/hetero_pp.Exchange/Changes',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.ChangesRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.ChangesReply.FromString,
                 _registered_method=True)
         self.Locate = channel.unary_unary(
                 '/hetero_pp.Exchange/Locate',
@@ -182,6 +192,12 @@ class ExchangeServicer:
 
     """
 
+    def Agree(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Join(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -189,6 +205,12 @@ class ExchangeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LastRound(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Changes(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -255,6 +277,11 @@ class ExchangeServicer:
 
 def add_ExchangeServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Agree': grpc.unary_unary_rpc_method_handler(
+                    servicer.Agree,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.AgreeRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.AgreeReply.SerializeToString,
+            ),
             'Join': grpc.unary_unary_rpc_method_handler(
                     servicer.Join,
                     request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.JoinRequest.FromString,
@@ -264,6 +291,11 @@ def add_ExchangeServicer_to_server(servicer, server):
                     servicer.LastRound,
                     request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.LastRoundRequest.FromString,
                     response_serializer=hetero__pp_dot_messages_dot_messages__pb2.LastRoundReply.SerializeToString,
+            ),
+            'Changes': grpc.unary_unary_rpc_method_handler(
+                    servicer.Changes,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.ChangesRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.ChangesReply.SerializeToString,
             ),
             'Locate': grpc.unary_unary_rpc_method_handler(
                     servicer.Locate,
@@ -325,6 +357,33 @@ class Exchange:
     """
 
     @staticmethod
+    def Agree(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Exchange/Agree',
+            hetero__pp_dot_messages_dot_messages__pb2.AgreeRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.AgreeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Join(request,
             target,
             options=(),
@@ -368,6 +427,33 @@ class Exchange:
             '/hetero_pp.Exchange/LastRound',
             hetero__pp_dot_messages_dot_messages__pb2.LastRoundRequest.SerializeToString,
             hetero__pp_dot_messages_dot_messages__pb2.LastRoundReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Changes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Exchange/Changes',
+            hetero__pp_dot_messages_dot_messages__pb2.ChangesRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.ChangesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,8 +44,10 @@ class ExchangeStub:
     """
 
     def __init__(self, channel: _grpc.Channel) -> None: ...
+    Agree: _grpc.UnaryUnaryMultiCallable[_messages_pb2.AgreeRequest, _messages_pb2.AgreeReply]
     Join: _grpc.UnaryUnaryMultiCallable[_messages_pb2.JoinRequest, _messages_pb2.JoinReply]
     LastRound: _grpc.UnaryUnaryMultiCallable[_messages_pb2.LastRoundRequest, _messages_pb2.LastRoundReply]
+    Changes: _grpc.UnaryUnaryMultiCallable[_messages_pb2.ChangesRequest, _messages_pb2.ChangesReply]
     Locate: _grpc.UnaryUnaryMultiCallable[_messages_pb2.LocateRequest, _messages_pb2.LocateReply]
     Snapshot: _grpc.UnaryStreamMultiCallable[_messages_pb2.SnapshotRequest, _messages_pb2.Frame]
     """SnapshotHeader and the tensors"""
@@ -66,6 +68,13 @@ class ExchangeServicer(metaclass=_abc_1.ABCMeta):
     """
 
     @_abc_1.abstractmethod
+    def Agree(
+        self,
+        request: _messages_pb2.AgreeRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.AgreeReply: ...
+
+    @_abc_1.abstractmethod
     def Join(
         self,
         request: _messages_pb2.JoinRequest,
@@ -78,6 +87,13 @@ class ExchangeServicer(metaclass=_abc_1.ABCMeta):
         request: _messages_pb2.LastRoundRequest,
         context: _grpc.ServicerContext,
     ) -> _messages_pb2.LastRoundReply: ...
+
+    @_abc_1.abstractmethod
+    def Changes(
+        self,
+        request: _messages_pb2.ChangesRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.ChangesReply: ...
 
     @_abc_1.abstractmethod
     def Locate(

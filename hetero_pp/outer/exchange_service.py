@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hetero_pp.changed_keys import Changes
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 
@@ -32,11 +33,20 @@ class ExchangeService(Protocol):
     Every call may raise Refused (the request is wrong) or RunFailed (another member failed, the run is over).
     """
 
+    def agree(self, member: str, configuration: str) -> str:
+        """Which run this is, for a member whose configuration is `configuration` (RunSpec.agreed).
+
+        Refused, with the keys that differ, if it is not of this run.
+        """
+
     def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
         """Tell that this member is here, what it holds, and where it listens for the stage before (empty: nowhere)."""
 
     def last_round(self) -> int:
         """The round after which the run goes on: 0 if it begins. Waits until that is decided: until all have joined."""
+
+    def changes(self) -> Changes:
+        """Keys that were changed as the run went on. Waits as `last_round` does."""
 
     def locate(self, member: str) -> str:
         """The address of another member; waits until it has joined."""

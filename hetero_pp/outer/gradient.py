@@ -6,7 +6,7 @@ it needs. Source: the AdamW baseline of Het-PP's Table 4, data parallel with gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +31,26 @@ class GradientOptimizer:
         total_steps: int,
         shapes: Mapping[str, tuple[int, ...]],
         basis: Tensor | None,
+        schedule: Callable[[int], tuple[InnerSettings, int]] | None = None,
     ) -> None:
+        """`schedule` gives settings and total steps by round, where they are not the same in all."""
         self.settings = settings
         self._inner, self._total_steps = inner, total_steps
         self._shapes = dict(shapes)
         self._basis = basis
+        self._schedule = schedule
         self._adamw: InnerOptimizer | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._squares: dict[str, float] = {}
         self._step = 0
         self._loaded: Mapping[str, Tensor] = {}
+
+    def begin(self, round_: int) -> None:
+        """See RoundOptimizer."""
+        if self._schedule is not None:
+            self._inner, self._total_steps = self._schedule(round_)
+            if self._adamw is not None:
+                self._adamw.follow(self._inner, self._total_steps)
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """The tensors whose mean has to be told in a round, by name."""

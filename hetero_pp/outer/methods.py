@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.settings import Settings
+from hetero_pp.settings import NotPartOf, Settings
 
 _DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
 
@@ -27,12 +27,12 @@ METHODS: dict[str, dict[str, Any]] = {
 class OuterSettings(Settings):
     """The outer rounds: a row of parts."""
 
-    rounds: int = Field(ge=1)
+    rounds: Annotated[int, NotPartOf.PAST] = Field(ge=1)
     method: Literal["sparseloco", "diloco", "adamw_ddp"] = Field("sparseloco", description="sets the cells below")
     source: Literal["difference", "gradient"] = Field(
         "difference", description="what is averaged: parameter differences after H steps, or gradients every step"
     )
-    learning_rate: float = Field(1.0, gt=0, description="eta in the paper")
+    learning_rate: Annotated[float, NotPartOf.PAST] = Field(1.0, gt=0, description="eta in the paper")
     momentum: float = Field(0.0, ge=0, lt=1)
     nesterov: bool = False
     divides_by: Literal["replicas", "senders"] = Field(

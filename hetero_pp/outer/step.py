@@ -7,7 +7,7 @@ separate elementwise one (no fused multiply-add), so CPU and GPU agree. Source: 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, Protocol
 
 import torch
@@ -71,6 +71,9 @@ class RoundOptimizer(Protocol):
 
     settings: OuterSettings
 
+    def begin(self, round_: int) -> None:
+        """What follows is of this round."""
+
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """The tensors whose mean has to be told in a round, by name; whole layer blocks."""
 
@@ -94,10 +97,17 @@ class RoundOptimizer(Protocol):
 class OuterOptimizer:
     """SGD with momentum over named parameters: torch.optim.SGD's arithmetic, one elementwise operation at a time."""
 
-    def __init__(self, settings: OuterSettings) -> None:
+    def __init__(self, settings: OuterSettings, settings_of: Callable[[int], OuterSettings] | None = None) -> None:
+        """`settings_of` gives them by round, where they are not the same in all."""
         self.settings = settings
+        self._settings_of = settings_of
         self.momentum: dict[str, Tensor] = {}
         """b [the parameter's shape], only if momentum is used."""
+
+    def begin(self, round_: int) -> None:
+        """See RoundOptimizer."""
+        if self._settings_of is not None:
+            self.settings = self._settings_of(round_)
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """See RoundOptimizer: what is in theta."""

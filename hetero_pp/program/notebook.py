@@ -21,7 +21,7 @@ from hetero_pp.program.export import theta_after
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.in_process import MemberThreads
 from hetero_pp.program.launch.inputs import prepare
-from hetero_pp.program.launch.recorded import folder_for
+from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
@@ -186,7 +186,7 @@ class Run:
         """Have the members join and evaluate what the run begins with. Raises HeteroPPError."""
         prepared, held, name = prepare(self._file, self._runs), self._held, self.spec.config.name
         held.enter_context(claim(self._runs, name, prepared.names))
-        folder = folder_for(prepared.spec, self._runs, resume=False)
+        folder = begin_folder(prepared.spec, self._runs)
         held.callback(torch.set_num_threads, torch.get_num_threads())
         recorder = Recorder(prepared.spec, folder, self._state)
         held.callback(recorder.close)

@@ -46,7 +46,7 @@ class NetworkConnections:
     """Of a member to the exchange at `address` and to the stages beside it. Implements Connections."""
 
     def __init__(self, spec: RunSpec, member: MemberSpec, address: str, token: str) -> None:
-        self.exchange = ExchangeClient(address, token, member.name, spec.run, spec.config.exchange.timeout)
+        self.exchange = ExchangeClient(address, token, member.name, timeout=spec.config.exchange.timeout)
         self._spec, self._member, self._token = spec, member, token
         self._server: StageLinkServer | None = None
         self._ends = LinkEnds()

@@ -14,6 +14,7 @@ import grpc
 import torch
 from torch import Tensor
 
+from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer, ExchangeStub
@@ -90,6 +91,9 @@ class _Servicer(ExchangeServicer):
             self.exchange.heard(member)
             yield frame
 
+    def Agree(self, request: pb.AgreeRequest, context: grpc.ServicerContext) -> pb.AgreeReply:
+        return pb.AgreeReply(run=self.exchange.agree(_member(context), request.configuration))
+
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         if request.version != PROTOCOL_VERSION:
             raise Refused(f"found protocol version {request.version}, expected {PROTOCOL_VERSION}")
@@ -99,6 +103,9 @@ class _Servicer(ExchangeServicer):
 
     def LastRound(self, request: pb.LastRoundRequest, context: grpc.ServicerContext) -> pb.LastRoundReply:
         return pb.LastRoundReply(last_round=self.exchange.last_round())
+
+    def Changes(self, request: pb.ChangesRequest, context: grpc.ServicerContext) -> pb.ChangesReply:
+        return pb.ChangesReply(changes=self.exchange.changes().to_json())
 
     def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
         """Held open by every member. If the caller is gone before the run is over, the exchange is told."""
@@ -174,7 +181,7 @@ class ExchangeClient:
     ) -> None:
         """`run` is the caller's idea of which run this is, which the exchange compares with its own.
 
-        `timeout`: seconds that `join` waits for the exchange to come up; by default without a bound.
+        `timeout`: seconds that `agree` and `join` wait for the exchange to come up; by default without a bound.
         """
         self.address = address
         self._timeout = timeout
@@ -190,7 +197,11 @@ class ExchangeClient:
         self._fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = channel.unary_stream(
             call_path(SERVICE, "Fetch"), pb.FetchRequest.SerializeToString
         )
-        self._metadata = (("token", token), ("member", member), *(() if run is None else (("run", run),)))
+        self._metadata: tuple[tuple[str, str], ...] = (
+            ("token", token),
+            ("member", member),
+            *(() if run is None else (("run", run),)),
+        )
         self._stay: grpc.Future[pb.StayReply] | None = None
 
     @property
@@ -203,6 +214,15 @@ class ExchangeClient:
         if self._stay is not None:
             self._stay.cancel()
         self._channel.close()
+
+    def agree(self, member: str, configuration: str) -> str:
+        """See ExchangeService. Waits for the exchange to come up; the run is named in every later call.
+
+        Raises LinkTimeout if it does not come up in time.
+        """
+        run = self._ask(self._calls.Agree, pb.AgreeRequest(configuration=configuration), wait=True).run
+        self._metadata = (*(pair for pair in self._metadata if pair[0] != "run"), ("run", run))
+        return run
 
     def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
         """See ExchangeService. Waits for the exchange to come up, and from then on is known to be there.
@@ -218,6 +238,10 @@ class ExchangeClient:
     def last_round(self) -> int:
         """See ExchangeService."""
         return self._ask(self._calls.LastRound, pb.LastRoundRequest()).last_round
+
+    def changes(self) -> Changes:
+        """See ExchangeService."""
+        return Changes.from_json(self._ask(self._calls.Changes, pb.ChangesRequest()).changes)
 
     def locate(self, member: str) -> str:
         """See ExchangeService."""

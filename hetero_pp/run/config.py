@@ -25,7 +25,9 @@ from hetero_pp.topology import (
 class SnapshotSettings(Settings):
     """When the synced model is saved."""
 
-    every: int = Field(10, ge=1, description="rounds between snapshots; the last round always has one")
+    every: Annotated[int, NotPartOf.PAST] = Field(
+        10, ge=1, description="rounds between snapshots; the last round always has one"
+    )
 
 
 class RunConfig(Settings):

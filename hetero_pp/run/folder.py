@@ -22,6 +22,11 @@ class RunFolder:
         return self.path / self.config_name
 
     @property
+    def changes(self) -> Path:
+        """Keys that were changed when the run went on; `config` is what it began with."""
+        return self.path / "changes.yaml"
+
+    @property
     def log(self) -> Path:
         return self.path / "log"
 

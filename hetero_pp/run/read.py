@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hetero_pp.changed_keys import read_changes
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.run.folder import RunFolder
@@ -13,7 +14,7 @@ def read_run(folder: RunFolder) -> RunSpec:
     """The run in a folder. Raises ConfigError with file and line."""
     file = ConfigFile(folder.config)
     try:
-        return RunSpec(file.config, load_tokenizer(file.config.data).vocabulary)
+        return RunSpec(file.config, load_tokenizer(file.config.data).vocabulary, read_changes(folder.changes))
     except ConfigError as error:
         raise file.located(error) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hetero_pp.inner import InnerSettings
 from hetero_pp.outer.gradient import GradientOptimizer
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.run.spec import RunSpec
@@ -15,8 +16,12 @@ def round_optimizer(spec: RunSpec, basis: Tensor | None) -> RoundOptimizer:
     """What makes theta after a round; `basis` [D, K'] is the run's."""
     config, first = spec.config, spec.config.replicas[0]
     if config.outer.source == "difference":
-        return OuterOptimizer(config.outer)
+        return OuterOptimizer(config.outer, lambda round_: spec.at(round_).outer)
     own = None
     if isinstance(first, ParticipantsReplica) and first.stage_count > 1:
         own = columns_of(basis, first.boundary.dimensions(spec.shape.width))
-    return GradientOptimizer(config.outer, config.inner, spec.total_steps, spec.parameter_shapes, own)
+
+    def schedule(round_: int) -> tuple[InnerSettings, int]:
+        return spec.at(round_).inner, spec.steps_planned_in(round_)
+
+    return GradientOptimizer(config.outer, config.inner, spec.total_steps, spec.parameter_shapes, own, schedule)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import torch
 
+from hetero_pp.changed_keys import NO_CHANGES, Changes
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.settings import NotPartOf, meaning
@@ -68,19 +69,36 @@ def _shapes_of(shape: ModelShape, stage: StageSpec | None) -> Mapping[str, tuple
 class RunSpec:
     """A configuration and all that follows from it alone, the same in every process."""
 
-    def __init__(self, config: RunConfig, vocabulary: int | None) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, vocabulary: int | None, changes: Changes = NO_CHANGES) -> None:
+        self.config = config = changes.at(config, 1)
+        """What the run began with."""
+        self.changes = changes
         self.shape: ModelShape = config.model.resolve(vocabulary)
-        agreed = json.dumps(meaning(config, NotPartOf.RUN), sort_keys=True)
-        self.run = hashlib.sha256(agreed.encode()).hexdigest()[:32]
+        self.agreed = json.dumps(meaning(config, NotPartOf.RUN), sort_keys=True)
+        """What all hosts agree on, as JSON."""
+        self.run = hashlib.sha256(self.agreed.encode()).hexdigest()[:32]
         """Names the run in its contributions: the same on all hosts, wherever they keep their files."""
-        self.total_steps = config.outer.rounds * config.inner.steps
+        self.latest = changes.at(config, None)
+        """The configuration of the last round."""
+        self.total_steps = self.latest.outer.rounds * config.inner.steps
         self.links: dict[str, LinkSpec] = {spec.name: spec for spec in link_specs(config.replicas, config.links)}
         self.members: dict[str, MemberSpec] = {
             member.name: member
             for index, replica in enumerate(config.replicas)
             for member in self._members_of(replica, index)
         }
+
+    def with_changes(self, changes: Changes) -> RunSpec:
+        """The same run, with other changes."""
+        return RunSpec(self.config, self.shape.vocabulary, changes)
+
+    def at(self, round_: int) -> RunConfig:
+        """The configuration that holds in a round."""
+        return self.changes.at(self.config, round_)
+
+    def steps_planned_in(self, round_: int) -> int:
+        """Of all inner steps of the run, as many as were planned when this round was trained."""
+        return self.at(round_).outer.rounds * self.config.inner.steps
 
     def _members_of(self, replica: ReplicaSettings, index: int) -> list[MemberSpec]:
         if isinstance(replica, DatacenterReplica):

@@ -32,6 +32,8 @@ class ConfigFile:
         Raises ConfigError with file, line and key.
         """
         self.path = path
+        self.given = [tuple(text.partition("=")[0].strip().split(".")) for text in overrides]
+        """Keys that were set beside the file."""
         self._root = self._parse()
         added = [entry for text in overrides if (entry := change(self._root, text, path)) is not None]
         self._merge(self._root, changes or {}, ())

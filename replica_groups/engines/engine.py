@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hetero_pp.inner import InnerSettings
 from replica_groups.parameter_store import ParameterStore
 
 
@@ -17,6 +18,9 @@ class Engine(ParameterStore, Protocol):
     Each rank is given the whole replica's tokens and takes those that are its own, so that what a replica trains on
     does not depend on how many ranks it has. Losses and norms are the whole replica's, on every rank.
     """
+
+    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+        """From the next step on another learning rate; all else of the settings stays as it was."""
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """One inner step on tokens [B, L + 1]: (loss, gradient norm, learning rate). `step` counts over the run."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hetero_pp.inner import InnerSettings
 from replica_groups.parameter_store import LocalParameters
 from replica_groups.whole import WholeReplica
 
@@ -20,6 +21,10 @@ class PlainEngine(LocalParameters):
     def __init__(self, whole: WholeReplica) -> None:
         super().__init__(whole.parameters)
         self.whole = whole
+
+    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+        """See Engine."""
+        self.whole.optimizer.follow(inner, total_steps)
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """See Engine."""

@@ -35,6 +35,7 @@ from hetero_pp.engine_settings import TorchtitanSettings
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelShape, Transformer, next_token_loss
 from replica_groups.engines.engine import Parameters
+from replica_groups.engines.schedule import Schedule
 from replica_groups.parameter_store import Shape
 from replica_groups.ranks import Ranks
 
@@ -66,11 +67,13 @@ class TitanEngine:
         for name, tensor in parameters.items():
             self.write(name, tensor)
         self.optimizers = _optimizers(self.module, inner, ranks.device)
-        peak = inner.learning_rate
-        self.rates = LRSchedulersContainer(
-            self.optimizers, lambda step: inner.learning_rate_at(step, total_steps) / peak
-        )
+        self._schedule = Schedule(inner, total_steps)
+        self.rates = LRSchedulersContainer(self.optimizers, lambda step: self._schedule.share(step))
         self._is_local: dict[str, bool] = {}
+
+    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+        """See Engine."""
+        self._schedule.follow(inner, total_steps, self.rates.schedulers)
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """See Engine."""

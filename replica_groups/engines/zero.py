@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelShape, build_filled, next_token_loss
 from replica_groups.engines.engine import Parameters
+from replica_groups.engines.schedule import Schedule
 from replica_groups.parameter_store import Shape
 from replica_groups.ranks import Ranks
 
@@ -40,14 +41,14 @@ class ZeroEngine:
         self.shapes: Mapping[str, Shape] = {name: tuple(tensor.shape) for name, tensor in sorted(parameters.items())}
         self.stage: int = settings.get("zero_optimization", {}).get("stage", 0)
         module = build_filled(shape, parameters)
-        peak = inner.learning_rate
+        self._schedule = Schedule(inner, total_steps)
         config = _config(settings, inner, micro_batches, micro_batch_size // ranks.world)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.engine, self.optimizer, _, self.rates = deepspeed.initialize(
             model=module.to(ranks.device),
             optimizer=None if "optimizer" in settings else _adamw(module, inner, ranks.device),
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-                optimizer, lambda step: inner.learning_rate_at(step, total_steps) / peak
+                optimizer, lambda step: self._schedule.share(step)
             ),
             config=config,
             dist_init_required=False,
@@ -58,6 +59,10 @@ class ZeroEngine:
         self.finish_writing()
         self._knows_no_norm = not hasattr(self.optimizer, "_global_grad_norm")
         """Plain data parallelism in fp32: gradients are whole on every rank, and DeepSpeed tells no norm of them."""
+
+    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+        """See Engine."""
+        self._schedule.follow(inner, total_steps, [self.rates])
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """See Engine."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from safetensors.torch import load, save
 from torch import Tensor
 
+from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates, ExchangeService
@@ -26,6 +27,10 @@ class CollectiveExchange:
         self._exchange = exchange
         self._ranks = ranks
 
+    def agree(self, member: str, configuration: str) -> str:
+        """See ExchangeService. All ranks were started with one configuration."""
+        return self._ask(lambda exchange: exchange.agree(member, configuration).encode()).decode()
+
     def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
         """See ExchangeService. The first rank speaks for all: they see one file system."""
 
@@ -38,6 +43,10 @@ class CollectiveExchange:
     def last_round(self) -> int:
         """See ExchangeService."""
         return int(self._ask(lambda exchange: str(exchange.last_round()).encode()))
+
+    def changes(self) -> Changes:
+        """See ExchangeService."""
+        return Changes.from_json(self._ask(lambda exchange: exchange.changes().to_json().encode()).decode())
 
     def locate(self, member: str) -> str:
         """See ExchangeService."""

@@ -6,6 +6,7 @@ when every replica's contribution is whole. What members report is passed on to 
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from hetero_pp.changed_keys import NO_CHANGES, Changes
 from hetero_pp.errors import MalformedContribution, Refused, ReplicasDiffer, RunFailed
 from hetero_pp.messages.messages_pb2 import (
     CONTRIBUTING,
@@ -34,7 +36,8 @@ from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, contribution_digest, entry_of
-from hetero_pp.run.spec import Roster
+from hetero_pp.run.same import Agreement
+from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog, record_digest
@@ -51,9 +54,18 @@ class Exchange:
     """State of a run as the exchange sees it. Implements ExchangeService."""
 
     def __init__(
-        self, run: str, roster: Roster, snapshot: Snapshot | None, settings: OuterSettings, log: ContributionLog
+        self,
+        run: str,
+        roster: Roster,
+        snapshot: Snapshot | None,
+        settings: OuterSettings,
+        log: ContributionLog,
+        agreement: Agreement | None = None,
     ) -> None:
-        """Without a snapshot members can join, but nothing else can be asked until `begin` brings one."""
+        """Without a snapshot members can join, but nothing else can be asked until `begin` brings one.
+
+        Without an agreement members are not asked what they were started with.
+        """
         self.run = run
         self.roster = roster
         self.settings = settings
@@ -61,6 +73,9 @@ class Exchange:
         self.refusals = 0
         self.reported = 0
         """How many reports there were."""
+        self._agreement = agreement
+        self._rounds = settings.rounds
+        self._changes = NO_CHANGES
         self._changed = threading.Condition()
         self._begun: Snapshot | None = None
         self._shapes: dict[str, Shapes] = {}
@@ -90,13 +105,18 @@ class Exchange:
             self._wait_until(lambda: self._available.keys() >= self.roster.members.keys())
             return dict(self._available)
 
-    def begin(self, snapshot: Snapshot, damaged: Sequence[str] = ()) -> None:
-        """Open the round after a snapshot's; `damaged` files were passed over to find it."""
+    def begin(self, snapshot: Snapshot, damaged: Sequence[str] = (), spec: RunSpec | None = None) -> None:
+        """Open the round after a snapshot's; `damaged` files were passed over to find it.
+
+        `spec` is the run's as it goes on, if something was changed since it began.
+        """
         with self._changed:
             self._shapes = shapes_by_block(shapes_of(snapshot.parameters))
             self._names = frozenset(snapshot.parameters)
+            if spec is not None:
+                self._rounds, self._changes = spec.latest.outer.rounds, spec.changes
             self._begun = snapshot
-        begun = Begun(last_round=snapshot.round, damaged=damaged)
+        begun = Begun(last_round=snapshot.round, damaged=damaged, changes=self._changes.to_json())
         self.report([Report(time=time.time(), member=EXCHANGE, begun=begun)])
 
     def last_round(self) -> int:
@@ -104,6 +124,11 @@ class Exchange:
         with self._changed:
             self._wait_until(lambda: self._begun is not None and self._available.keys() >= self.roster.members.keys())
         return self._snapshot("a member").round
+
+    def changes(self) -> Changes:
+        """See ExchangeService."""
+        self.last_round()
+        return self._changes
 
     def _snapshot(self, sender: str) -> Snapshot:
         """Of the last round before the run began, or went on."""
@@ -144,6 +169,14 @@ class Exchange:
         self.report([Report(time=time.time(), member=EXCHANGE, waiting=waiting)])
 
     # ---- members ----
+
+    def agree(self, member: str, configuration: str) -> str:
+        """See ExchangeService."""
+        self._expect_member(member)
+        complaint = "" if self._agreement is None else self._agreement.complaint(json.loads(configuration))
+        if complaint:
+            raise self._refused(member, f"was started with another configuration than the exchange: {complaint}")
+        return self.run
 
     def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
         """See ExchangeService. A second process under one name is refused."""
@@ -268,7 +301,7 @@ class Exchange:
             self._expect_member(member)
         with self._changed:
             self._check_alive()
-            if not 1 <= round_ <= self.settings.rounds or not sha256.keys() <= self._names:
+            if not 1 <= round_ <= self._rounds or not sha256.keys() <= self._names:
                 raise self._refused(member, f"hashes of unknown parameters, or of the unknown round {round_}")
             known = self._hashes[round_]
             for name, value in sha256.items():

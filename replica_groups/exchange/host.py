@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from hetero_pp.changed_keys import Values, read_changes, write_changes
 from hetero_pp.errors import DamagedFile, HeteroPPError
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
+from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.snapshot import open_snapshot
 from replica_groups.exchange.auditor import Auditor
@@ -16,36 +19,55 @@ from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import Restart, find_restart
 
 
-def make_exchange(spec: RunSpec, folder: RunFolder) -> Exchange:
-    """An exchange that members can join; `begin_run` lets them train."""
-    return Exchange(spec.run, spec.roster, None, spec.config.outer, ContributionLog(folder.log))
+def make_exchange(spec: RunSpec, folder: RunFolder, resume: Values | None = None) -> Exchange:
+    """An exchange that members can join; `begin_run` lets them train. `resume`: see `begin_run`."""
+    agreement = Agreement(spec.config, read_changes(folder.changes), resume or {})
+    return Exchange(spec.run, spec.roster, None, spec.config.outer, ContributionLog(folder.log), agreement)
 
 
-def begin_run(exchange: Exchange, spec: RunSpec, resume: bool) -> Auditor:
+def begin_run(exchange: Exchange, spec: RunSpec, folder: RunFolder, resume: Values | None) -> Auditor:
     """Begin, with an auditor that follows. A run that goes on waits until all members have told what they hold.
+
+    `resume` is None for a run that begins, else what is changed from where it goes on; that is kept in its folder.
 
     Raises HeteroPPError if there is no round from which all of them can go on, RunFailed if a member is gone before.
     """
-    config = spec.config
     try:
-        start = _find_start(exchange, spec) if resume else Restart(first_snapshot(spec))
+        if resume is None:
+            start = Restart(first_snapshot(spec))
+        else:
+            start, spec = _go_on(exchange, spec.with_changes(read_changes(folder.changes)), folder, resume)
     except HeteroPPError as error:
         exchange.fail(str(error))  # members wait to hear where they begin
         raise
-    optimizer = round_optimizer(spec, start.snapshot.basis)
-    auditor = Auditor(exchange, start.snapshot, config.outer.rounds, config.snapshots.every, optimizer)
+    optimizer, now = round_optimizer(spec, start.snapshot.basis), spec.latest
+    auditor = Auditor(exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer)
     auditor.start()
-    exchange.begin(start.snapshot, start.damaged)
+    exchange.begin(start.snapshot, start.damaged, spec)
     return auditor
 
 
-def _find_start(exchange: Exchange, spec: RunSpec) -> Restart:
-    """Raises HeteroPPError where there is none, or going on from it would undo the end of a run that is over."""
-    available, rounds = exchange.wait_until_joined(), spec.config.outer.rounds
+def _go_on(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:
+    """Where a run goes on, and the run as it goes on. Later rounds are forgotten, and what is changed is kept."""
+    start = _find_start(exchange, spec, spec.with_changes(spec.changes.changed(spec.config, 1, wanted)).latest)
+    if wanted:
+        spec = spec.with_changes(spec.changes.changed(spec.config, start.snapshot.round + 1, wanted))
+        write_changes(spec.changes, folder.changes)
+    exchange.log.forget_after(start.snapshot.round)
+    return start, spec
+
+
+def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart:
+    """`latest` is the configuration of the last round that there will be.
+
+    Raises HeteroPPError where there is none, or going on from it would undo the end of a run that is over.
+    """
+    available, rounds = exchange.wait_until_joined(), latest.outer.rounds
     if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
         raise HeteroPPError(f"the run is over: its log has the snapshot after round {rounds} of {rounds}")
     start = find_restart(exchange.log, spec.run, available, partial(round_optimizer, spec))
-    exchange.log.forget_after(start.snapshot.round)
+    if start.snapshot.round > rounds:
+        raise HeteroPPError(f"outer.rounds: found {rounds}, expected at least the {start.snapshot.round} that are done")
     return start
 
 

@@ -28,6 +28,7 @@ def replay(
 
     Whole blocks must be in `theta`. Raises MalformedContribution if a blob is not the one the record names.
     """
+    optimizer.begin(record.round)
     for block, shapes in shapes_by_block(optimizer.needs(theta)).items():
         blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from hetero_pp.changed_keys import Changes
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
 from hetero_pp.link.shaping import Shaper
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
@@ -27,6 +28,10 @@ class ShapedExchange:
         self.forward = Ledger()
         self.backward = Ledger()
 
+    def agree(self, member: str, configuration: str) -> str:
+        """See ExchangeService."""
+        return self._exchange.agree(member, configuration)
+
     def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
         """See ExchangeService."""
         self._exchange.join(member, address, available)
@@ -34,6 +39,10 @@ class ShapedExchange:
     def last_round(self) -> int:
         """See ExchangeService."""
         return self._exchange.last_round()
+
+    def changes(self) -> Changes:
+        """See ExchangeService."""
+        return self._exchange.changes()
 
     def locate(self, member: str) -> str:
         """See ExchangeService."""

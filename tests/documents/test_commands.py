@@ -42,6 +42,9 @@ RUN_BY = {
     "hetero-pp launch configs/quickstart.yaml --resume": (
         "tests/faults/test_resume.py::test_a_killed_run_goes_on_to_the_same_bits"
     ),
+    "hetero-pp launch configs/quickstart.yaml --resume --set outer.rounds=32 --set inner.learning_rate=5e-3": (
+        "tests/program/test_changes.py::test_over_the_network_a_changed_run_has_the_same_bits"
+    ),
     "hetero-pp launch mixed.yaml --from mixed-hf": STARTED_FROM,
     "hetero-pp launch CONFIG --from quickstart-hf": STARTED_FROM,
     "hetero-pp export runs/mixed --to mixed-hf": EXPORTED,

@@ -35,6 +35,7 @@ from replica_groups.ranks import Ranks, init_ranks
 
 SHAPE = ModelSettings(width=64, layers=2, heads=4, feed_forward=160, vocabulary=200).resolve(None)
 INNER = InnerSettings(learning_rate=1e-3, warmup_steps=2)
+CHANGED = INNER.model_copy(update={"learning_rate": 4e-3, "final_learning_rate_share": 0.3})
 STEPS, BATCH, MICRO_BATCHES, TILE = 8, 8, 2, (64, 64)
 
 
@@ -182,10 +183,14 @@ def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: R
     found["following"] = [following, [plain.inner_step(tokens_of(step), step) for step in range(3, 6)]]
     again = build(name, settings, ranks)
     again.load(folder / "saved")
+    again.follow(INNER, STEPS)
     found["resumed"] = [following, [again.inner_step(tokens_of(step), step) for step in range(3, 6)]]
     found["outer"] = _outer_rounds(engine, plain, folder, ranks)
     found["evaluation after"] = [engine.evaluate(validation), plain.evaluate(validation)]
+    engine.follow(CHANGED, 2 * STEPS)
+    plain.inner, plain.total_steps = CHANGED, 2 * STEPS
     found["step after"] = [engine.inner_step(tokens_of(7), 6), plain.inner_step(tokens_of(7), 6)]
+    found["changed"] = _apart(engine, plain, ranks)
     return found
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import LinkTimeout, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
@@ -28,6 +29,7 @@ TIMEOUT = 20.0
 RUN, TOKEN = "run", "the token"
 BLOB = b"a blob of some bytes"
 ADDRESS = BlobAddress(RUN, 3, "dc", "norm")
+CHANGES = Changes({"outer.rounds": {1: 2, 5: 9}, "inner.learning_rate": {1: 0.5, 3: 0.25}})
 NORM = torch.arange(6.0).view(2, 3)
 
 STRANGERS: dict[str, dict[str, str]] = {
@@ -52,6 +54,14 @@ class Recorder:
         self.sounds: list[str] = []
         self.stayed = threading.Event()
         self.refused: list[tuple[str, str]] = []
+
+    def agree(self, member: str, configuration: str) -> str:
+        self.asked.append(("agree", member, configuration))
+        return self.run
+
+    def changes(self) -> Changes:
+        self.asked.append(("changes",))
+        return CHANGES
 
     def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
         self.asked.append(("join", member, address, available))
@@ -167,7 +177,7 @@ def _method(path: str) -> str:
 
 def test_the_calls_are_those_that_members_make() -> None:
     """So that none of what follows holds because nothing was called."""
-    made = "Join LastRound Locate Snapshot Deposit Record Fetch Confirm Report Stay Watch"
+    made = "Agree Changes Join LastRound Locate Snapshot Deposit Record Fetch Confirm Report Stay Watch"
     assert CALLS.keys() >= {f"/hetero_pp.Exchange/{name}" for name in made.split()}
 
 
@@ -199,7 +209,9 @@ def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], 
 def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     client = ExchangeClient(served.address, TOKEN, "dc", RUN)
     held = AvailableStates(frozenset({2, 7}), ("round 8 is damaged",))
+    assert client.agree("dc", "{}") == RUN
     client.join("dc", "127.0.0.1:6", held)
+    assert client.changes() == CHANGES
     assert client.last_round() == 7
     assert client.locate("home.1") == "127.0.0.1:5"
     assert client.snapshot(["a", "b"])["b"].equal(NORM)
@@ -214,7 +226,9 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     served.stop()
     assert sorted(served.exchange.asked, key=str) == sorted(
         [
+            ("agree", "dc", "{}"),
             ("join", "dc", "127.0.0.1:6", held),
+            ("changes",),
             ("last_round",),
             ("stay", "dc"),
             ("left", "dc"),
@@ -238,7 +252,9 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
 def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str, served: Served) -> None:
     client = ExchangeClient(served.address, token, "dc", run)
     for ask in (
+        lambda: client.agree("dc", "{}"),
         lambda: client.join("dc", ""),
+        lambda: client.changes(),
         lambda: client.last_round(),
         lambda: client.locate("dc"),
         lambda: client.snapshot(["a"]),
@@ -253,7 +269,7 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
             ask()
     client.close()
     served.stop()
-    assert len(served.exchange.refused) == 10
+    assert len(served.exchange.refused) == 12
     assert served.exchange.asked == []
 
 

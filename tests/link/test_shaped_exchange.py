@@ -10,6 +10,7 @@ import torch
 from fake_clock import FakeClock
 from torch import Tensor
 
+from hetero_pp.changed_keys import NO_CHANGES, Changes
 from hetero_pp.link import shaping
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer import exchange_service
@@ -39,6 +40,14 @@ class Far:
 
     def _ask(self, what: object) -> None:
         self.asked.append((self.clock.time, what))
+
+    def agree(self, member: str, configuration: str) -> str:
+        self._ask((member, configuration))
+        return "run"
+
+    def changes(self) -> Changes:
+        self._ask("changes")
+        return NO_CHANGES
 
     def join(self, member: str, address: str, held: AvailableStates = exchange_service.NO_STATES) -> None:
         self._ask((member, address, held))
@@ -137,12 +146,15 @@ def test_both_ways_are_free_of_each_other(shaped: Shaped) -> None:
 def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> None:
     reports = [Report(member="home.0")]
     held = AvailableStates(frozenset({4}))
+    assert shaped.exchange.agree("home.0", "{}") == "run"
+    assert shaped.exchange.changes() == NO_CHANGES
     shaped.exchange.join("home.0", "here", held)
     assert shaped.exchange.last_round() == 4
     assert shaped.exchange.locate("home.1") == "there"
     assert shaped.exchange.record(4).round == 4
     shaped.exchange.confirm("home.0", 4, {"norm.weight": b"x"})
     shaped.exchange.report(reports)
-    asked = [("home.0", "here", held), "last round", "home.1", 4, ("home.0", 4, {"norm.weight": b"x"}), reports]
+    joined = [("home.0", "{}"), "changes", ("home.0", "here", held), "last round"]
+    asked = [*joined, "home.1", 4, ("home.0", 4, {"norm.weight": b"x"}), reports]
     assert shaped.far.asked == [(100.0, what) for what in asked]
     assert shaped.counts(0) == shaped.counts(4) == [NOTHING, NOTHING]

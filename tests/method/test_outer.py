@@ -117,9 +117,23 @@ def test_outer_momentum_is_torchs(momentum: float, nesterov: bool) -> None:
     assert optimizer.momentum.keys() == (ours.keys() if momentum else set())
 
 
+def test_a_round_has_the_outer_learning_rate_of_its_own() -> None:
+    rates = [1.0, 0.5]
+    ours = OuterOptimizer(
+        OuterSettings(rounds=2), lambda round_: OuterSettings(rounds=2, learning_rate=rates[round_ - 1])
+    )
+    theta = {"a": torch.zeros(2)}
+    for round_ in (1, 2):
+        ours.begin(round_)
+        ours.take(theta, "a", torch.tensor([1.0, -4.0]))
+    assert theta["a"].tolist() == [-1.5, 6.0]
+
+
 def test_averaged_gradients_are_adamws() -> None:
-    """Warm-up, cosine, clipping and decay over a whole run, against torch.optim.AdamW."""
+    """Warm-up, cosine, clipping and decay over a whole run, changed on the way, against torch.optim.AdamW."""
     steps, inner = 6, InnerSettings(learning_rate=0.1, warmup_steps=3, clip_norm=1.0, weight_decay=0.2)
+    later = inner.model_copy(update={"learning_rate": 0.3})
+    planned = [(inner, steps)] * 4 + [(later, 2 * steps)] * 2  # a run that was extended, at another rate
     generator = torch.Generator().manual_seed(0)
     theta = {
         name: torch.randn(shape, generator=generator) for name, shape in (("a.weight", (4, 3)), ("b.weight", (5,)))
@@ -132,10 +146,11 @@ def test_averaged_gradients_are_adamws() -> None:
     adamw = torch.optim.AdamW(groups, betas=inner.betas, eps=inner.epsilon)
     shapes = {name: tuple(tensor.shape) for name, tensor in theta.items()}
     settings = OuterSettings(rounds=steps, method="adamw_ddp")
-    ours = GradientOptimizer(settings, inner, steps, shapes, None)
+    ours = GradientOptimizer(settings, inner, steps, shapes, None, lambda round_: planned[round_ - 1])
     for step in range(steps):
         for group in adamw.param_groups:
-            group["lr"] = inner.learning_rate_at(step, steps)
+            group["lr"] = planned[step][0].learning_rate_at(step, planned[step][1])
+        ours.begin(step + 1)
         for name, parameter in plain.items():
             mean = torch.randn(parameter.shape, generator=generator)
             parameter.grad = mean.clone()

@@ -289,10 +289,10 @@ def _spec(runs: Path) -> RunSpec:
 @pytest.mark.parametrize(
     ("setting", "key"),
     [
-        ("inner.learning_rate=2e-2", "inner.learning_rate: found 0.02, expected 0.01"),
-        ("outer.rounds=9", "outer.rounds: found 9, expected 4"),
-        ("snapshots.every=2", "snapshots.every: found 2, expected 1"),
+        ("inner.steps=4", "--resume: inner.steps: found 4, expected 3: as in "),
+        ("inner.betas=[0.9, 0.99]", "inner.betas[1]: found 0.99, expected 0.95"),
         ("replicas.1.boundary.rank=1/2", "replicas[1].boundary.rank: found 0.5, expected 0.25"),
+        ("replicas.1.stages=2", "replicas[1].stages: found 2, expected 3 entries"),
     ],
 )
 def test_what_may_not_change_is_refused_in_one_line(cut: Path, corpus: Path, setting: str, key: str) -> None:
@@ -307,10 +307,10 @@ def test_what_may_not_change_is_refused_in_one_line(cut: Path, corpus: Path, set
 
 def test_weights_of_a_run_that_goes_on_are_its_own(cut: Path) -> None:
     config = ConfigFile(cut / "config.yaml").config
-    require_same_run(config, RunFolder(cut))
+    require_same_run(config, (), RunFolder(cut))
     other = config.model_copy(update={"model": config.model.model_copy(update={"weights": "/elsewhere"})})
     with pytest.raises(ConfigError, match=r'--resume: model\.weights: found "/elsewhere", expected null'):
-        require_same_run(other, RunFolder(cut))
+        require_same_run(other, (), RunFolder(cut))
 
 
 def test_what_may_change_is_applied(finished: Path, cut: Path, corpus: Path, tmp_path: Path) -> None:

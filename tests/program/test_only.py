@@ -138,16 +138,25 @@ def test_a_host_that_dies_ends_the_run_and_it_goes_on(tmp_path: Path, corpus: Pa
         assert "dc is gone" in hosts.summary()["failed"]
         held = [_states(hosts, part) for part in PARTS[1:]]
         hosts.port = _free_port()  # which may change; the members dial it
-        hosts.start("exchange", "--resume", "--set", f"exchange.listen=127.0.0.1:{hosts.port}")
+        slower = ("--set", "inner.learning_rate=5e-3")  # told by the exchange to those that do not say it
+        hosts.start("exchange", "--resume", "--set", f"exchange.listen=127.0.0.1:{hosts.port}", *slower)
         for part in PARTS[1:]:
-            hosts.start(part)
+            hosts.start(part, *(slower if part == "home.1" else ()))
         hosts.wait_for_round(max(set.intersection(*held)) + 3)
+        assert _last_rates(hosts) == pytest.approx({"dc": 5e-3, "home": 5e-3}, rel=1e-3)  # of 100000 rounds
         assert hosts.processes["exchange"].poll() is None
     finally:
         for process in hosts.processes.values():
             process.terminate()
         for part in hosts.processes:
             hosts.wait(part)
+
+
+def _last_rates(hosts: Hosts) -> dict[str, float]:
+    """The newest learning rate that each replica has told."""
+    metrics = hosts.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().split("\n")[:-1]]
+    return {line["replica"]: line["learning_rate"] for line in lines if "learning_rate" in line}
 
 
 def _states(hosts: Hosts, part: str) -> set[int]:
@@ -162,7 +171,10 @@ def test_a_host_with_another_configuration_is_refused(hosts: Hosts) -> None:
     hosts.start("dc")
     code, errors = hosts.wait("dc")
     assert code == 1
-    assert "dc was started with another configuration than the exchange" in errors
+    told = (
+        "dc: was started with another configuration than the exchange: inner.learning_rate: found 0.02, expected 0.01"
+    )
+    assert told in errors
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
     assert hosts.summary()["refusals"] > 0

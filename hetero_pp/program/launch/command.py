@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError
-from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.crew import launch
 from hetero_pp.program.launch.hosts import (
@@ -25,7 +25,7 @@ from hetero_pp.program.launch.hosts import (
 )
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
-from hetero_pp.program.launch.recorded import run_and_record
+from hetero_pp.program.launch.recorded import OnReport, run_and_record
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -63,7 +63,7 @@ def run_on_this_host(
     if host.only == EXCHANGE:
         token = new_token() if host.token is None else read_token(host.token)
 
-        def start(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: bool) -> None:
+        def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
             needed = f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}"
             Console().print(needed, soft_wrap=True, highlight=False)
             launch_exchange(folder, token, resume, on_report)

@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
+from hetero_pp.changed_keys import Values
 from hetero_pp.errors import RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.job import CONSEQUENCE, Job
@@ -33,10 +34,10 @@ _SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_TO_END = 3.0
 
 
-def launch(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: bool = False) -> None:
+def launch(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: Values | None = None) -> None:
     """Run the whole topology over gRPC, one process a member. `folder` holds the resolved configuration.
 
-    With `resume` it goes on with the run that is in the folder.
+    If `resume` is not None it goes on with the run that is in the folder, and from there on changes these keys.
 
     Raises RunFailed with the first cause if any process fails, or if reports could not be followed. However this
     function ends, its processes have.
@@ -54,7 +55,7 @@ def launch(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None]
 class Crew:
     """The processes of one run, each with a connection to it that is also its lifeline."""
 
-    def __init__(self, folder: RunFolder, resume: bool = False) -> None:
+    def __init__(self, folder: RunFolder, resume: Values | None = None) -> None:
         self._folder = folder
         self._resume = resume
         self._context = multiprocessing.get_context("forkserver")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import fixed_addresses
@@ -91,7 +92,7 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
-def launch_exchange(folder: RunFolder, token: str, resume: bool, on_report: Callable[[Report], None]) -> None:
+def launch_exchange(folder: RunFolder, token: str, resume: Values | None, on_report: Callable[[Report], None]) -> None:
     """Carry the exchange until the run is over. Raises RunFailed with its cause if it fails, on whatever host."""
     with Crew(folder, resume) as crew:
         crew.start([EXCHANGE])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
@@ -24,15 +25,18 @@ from replica_groups.gate import Gate
 from replica_groups.take_part import take_part
 
 
-def run_in_process(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: bool = False) -> None:
-    """Train the whole topology, or go on with the run in the folder; raises the first member's error, if any fails.
+def run_in_process(
+    spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: Values | None = None
+) -> None:
+    """Train the whole topology, or go on with the run in the folder (see crew.launch).
 
-    Raises ConfigError for replicas that need processes of their own, RunFailed if reports could not be followed.
+    Raises the first member's error, if any fails, ConfigError for replicas that need processes of their own, RunFailed
+    if reports could not be followed.
     """
-    members = MemberThreads(spec, folder, on_report)
+    members = MemberThreads(spec, folder, on_report, resume)
     try:
-        members.begin(resume)
-        members.gate.open(spec.config.outer.rounds)
+        members.begin()
+        members.gate.open(spec.latest.outer.rounds)
         members.join()
     except KeyboardInterrupt:
         members.abort("interrupted", "interrupted")
@@ -71,12 +75,15 @@ class ThreadConnections:
 class MemberThreads:
     """The members of a run, each a thread, and who watches and audits them. They train as far as the gate is open."""
 
-    def __init__(self, spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None]) -> None:
-        """Raises ConfigError for replicas that need processes of their own."""
+    def __init__(
+        self, spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: Values | None = None
+    ) -> None:
+        """`resume`: see crew.launch. Raises ConfigError for replicas that need processes of their own."""
         require_threads(spec)
         torch.set_num_threads(spec.config.threads)
-        self.exchange = make_exchange(spec, folder)
+        self.exchange = make_exchange(spec, folder, resume)
         self.gate = Gate(spec.members)
+        self._resume = resume
         self._spec, self._folder = spec, folder
         self._ends = _connect(spec)
         self._errors: list[Exception] = []
@@ -87,11 +94,11 @@ class MemberThreads:
             for member in spec.members.values()
         ]
 
-    def begin(self, resume: bool = False) -> None:
+    def begin(self) -> None:
         """Let them join, and evaluate what they begin or go on with. Raises HeteroPPError, see begin_run."""
         for thread in self._threads:
             thread.start()
-        self._auditor = begin_run(self.exchange, self._spec, resume)
+        self._auditor = begin_run(self.exchange, self._spec, self._folder, self._resume)
 
     def train(self, round_: int) -> None:
         """Let them train all rounds up to this one (0: none), and wait until all that they report of it is told.
@@ -100,7 +107,7 @@ class MemberThreads:
         """
         self.gate.open(round_)
         self.gate.wait_for_members()
-        if round_ == self._spec.config.outer.rounds and not self._errors:
+        if round_ == self._spec.latest.outer.rounds and not self._errors:
             self.join()  # the auditor, too, for which no member waits
         self._watcher.catch_up(self.exchange.reported)
         self.raise_first_error()

@@ -17,7 +17,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import require_weights
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.yaml_file import ConfigFile, Key
 from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica
 from replica_groups.engines.build import require_engine
 
@@ -33,6 +33,8 @@ class Prepared:
     """The corpus, if one of them reads it."""
     limits: Sequence[Limit] = ()
     """What this machine would take unreasonably long for; of a check, also what it cannot do."""
+    given: Sequence[Key] = ()
+    """Keys that were set beside the YAML."""
 
 
 def prepare(
@@ -67,7 +69,7 @@ def prepare(
                 one.try_to_listen()
     except ConfigError as error:
         raise file.located(error) from None
-    return Prepared(spec, names, source, limits)
+    return Prepared(spec, names, source, limits, file.given)
 
 
 def _require_engines(config: RunConfig, names: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetero_pp.changed_keys import Values
 from hetero_pp.run.folder import RunFolder
 
 FAILED = 1
@@ -17,5 +18,5 @@ class Job:
 
     member: str
     folder: RunFolder
-    resume: bool = False
-    """Whether the exchange goes on with the run that is in the folder."""
+    resume: Values | None = None
+    """If the exchange goes on with the run that is in the folder: what is changed from there on."""

@@ -84,7 +84,7 @@ def _send(launcher: Connection, **message: str) -> None:
 
 
 def _run_exchange(spec: RunSpec, job: Job, token: str, launcher: Connection) -> int:
-    exchange = make_exchange(spec, job.folder)
+    exchange = make_exchange(spec, job.folder, job.resume)
     listen = spec.config.exchange.listen
     try:
         server, port = serve_exchange(exchange, token, listen, len(spec.members))
@@ -94,7 +94,7 @@ def _run_exchange(spec: RunSpec, job: Job, token: str, launcher: Connection) -> 
     _send(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
         with watched(exchange.expected, exchange.tell_waiting, exchange.fail, spec.config.exchange.timeout):
-            auditor = begin_run(exchange, spec, job.resume)
+            auditor = begin_run(exchange, spec, job.folder, job.resume)
             exchange.wait_until_finished()
         auditor.join()
     except HeteroPPError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
 
+from hetero_pp.changed_keys import Changes, Values
 from hetero_pp.errors import HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.claim import claim_all
@@ -20,9 +22,11 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
 from hetero_pp.topology import EXCHANGE
+from replica_groups.exchange.log import ContributionLog
 
-Start = Callable[[RunSpec, RunFolder, Callable[[Report], None], bool], None]
-"""(spec, folder, on_report, whether it goes on): runs until the run is over."""
+OnReport = Callable[[Report], None]
+Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
+"""(spec, folder, on_report, what is changed if it goes on, else None): runs until the run is over."""
 
 
 def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -> None:
@@ -30,8 +34,13 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
 
     Raises RunFailed if it ended early without saying why.
     """
-    spec, console = prepared.spec, Console()
-    folder = folder_for(spec, runs.absolute(), resume)
+    console = Console()
+    folder = RunFolder(runs.absolute() / prepared.spec.config.name)
+    spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
+    if resume:
+        save_config(spec.config, folder.config)
+    else:
+        begin_folder(spec, runs.absolute())
 
     def say(line: str) -> None:
         console.print(f"{spec.config.name}: {line}", soft_wrap=True, highlight=False, markup=False)
@@ -47,7 +56,7 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
 
     try:
         with LiveDisplay(state, console):
-            start(spec, folder, on_report, resume)
+            start(spec, folder, on_report, changed)
         if not state.is_over or state.rounds < state.rounds_planned:
             raise RunFailed(f"ended after round {state.rounds} of {state.rounds_planned}, and nobody said why")
     except (HeteroPPError, KeyboardInterrupt) as error:
@@ -61,16 +70,21 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
     print_result(console, state.summary(), folder.path)
 
 
-def folder_for(spec: RunSpec, runs: Path, resume: bool) -> RunFolder:
-    """The folder of the run, with its configuration: a new one, or that of the run that goes on."""
+def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
+    """A new folder for the run, with its configuration."""
     folder = RunFolder(runs / spec.config.name)
-    if resume:
-        require_same_run(spec.config, folder)
-    else:
-        with claim_all(runs, spec.config.name):
-            new_run_folder(runs, spec.config.name)
+    with claim_all(runs, spec.config.name):
+        new_run_folder(runs, spec.config.name)
     save_config(spec.config, folder.config)
     return folder
+
+
+def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
+    """The run in the folder as far as it is known before it goes on, and what is changed from there on."""
+    agreement = require_same_run(prepared.spec.config, prepared.given, folder)
+    next_round = max(ContributionLog(folder.log).records(), default=0) + 1
+    changes = agreement.changes.changed(agreement.first, next_round, agreement.wanted)
+    return RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes), agreement.wanted
 
 
 def _go_on(folder: RunFolder, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]) -> None:
@@ -79,7 +93,17 @@ def _go_on(folder: RunFolder, report: Report, state: RunState, recorder: Recorde
     for damaged in report.begun.damaged:
         say(f"passed over: {damaged}")
     say(f"going on after round {last_round}")
+    for change in _changed_at(Changes.from_json(report.begun.changes), last_round + 1):
+        say(change)
     for one in reports_until(folder, last_round, say):
         state.apply(one)
         recorder.on_report(one)
     recorder.go_on()
+
+
+def _changed_at(changes: Changes, round_: int) -> Iterator[str]:
+    """What is another from a round on than before, in words."""
+    for key, values in changes.history.items():
+        if round_ in values and round_ > 1:
+            before = max(since for since in values if since < round_)
+            yield f"{key}: {json.dumps(values[round_])} from round {round_} on, until then {json.dumps(values[before])}"

@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
+from hetero_pp.changed_keys import Changes, Values, read_changes, values_of, with_values
 from hetero_pp.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.run.same import Agreement, differences, shown
+from hetero_pp.run.yaml_file import ConfigFile, Key
 from hetero_pp.settings import NotPartOf, meaning
 
 
-def require_same_run(config: RunConfig, folder: RunFolder) -> None:
-    """Raise ConfigError if there is no run in the folder, or one that this configuration cannot go on with."""
+def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder) -> Agreement:
+    """What goes on: the run's first configuration as this host has it, and what is to be changed.
+
+    `given` are the keys that were given beside the YAML. Raises ConfigError if there is no run in the folder, or one
+    that this configuration cannot go on with.
+    """
     path = folder.config
     if not path.is_file():
         raise ConfigError((), f"--resume: found no run in {folder.path}")
-    before = ConfigFile(path).config
-    agreed = [meaning(one, NotPartOf.RUN) for one in (before, config)]
-    weights = [{"model": {"weights": one.model.weights}} for one in (before, config)]
-    for old, new in (agreed, weights):
-        for key, was, now in _differences(old, new):
-            shown = f"found {json.dumps(now)}, expected {json.dumps(was)} as in {path}"
-            raise ConfigError((), f"--resume: {dotted(key)}: {shown}: it may not change while a run goes on")
+    before, changes = ConfigFile(path).config, read_changes(folder.changes)
+    began = values_of(before)
+    now, was = (meaning(one, NotPartOf.RUN) | {"weights": one.model.weights} for one in (config, before))
+    refused = [
+        shown(("model", *key) if key == ("weights",) else key, found, expected)
+        for key, found, expected in differences(now, was)
+        if dotted(key) not in began
+    ]
+    if refused:
+        raise ConfigError((), f"--resume: {'; '.join(refused)}: as in {path}, which may not change while a run goes on")
+    agreement = Agreement(with_values(config, began), changes, {})
+    return replace(agreement, wanted=_wanted(config, given, agreement.first, changes))
 
 
-def _differences(
-    old: Any, new: Any, key: tuple[str | int, ...] = ()
-) -> Iterator[tuple[tuple[str | int, ...], Any, Any]]:
-    """(key, what it was, what it is) of every value that differs."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted({*old, *new}):
-            yield from _differences(old.get(name), new.get(name), (*key, name))
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for index, (was, now) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(was, now, (*key, index))
-    elif old != new:
-        yield key, old, new
+def _wanted(config: RunConfig, given: Sequence[Key], first: RunConfig, changes: Changes) -> Values:
+    """What has to change: what was given, and what the YAML says if the run has never had it.
+
+    So a YAML that nobody has edited undoes no change.
+    """
+    began, found = values_of(first), {}
+    for key, value in values_of(config).items():
+        had = changes.had(key, began[key])
+        is_given = any(tuple(key.split("."))[: len(one)] == tuple(one) for one in given)
+        if value != had[-1] and (is_given or value not in had):
+            found[key] = value
+    return found

@@ -219,7 +219,7 @@ def _live_replicas(state: RunState, now: float) -> Table:
         table.add_row(
             replica.name,
             replica.kind,
-            f"{replica.steps_done}/{state.spec.total_steps}",
+            f"{replica.steps_done}/{state.rounds_planned * state.inner_steps}",
             _loss(replica.loss),
             _loss(validation[max(validation)] if validation else None),
             f"{state.tokens_per_second(replica, now):,.0f}",

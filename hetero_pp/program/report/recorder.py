@@ -144,7 +144,11 @@ def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
         yield from (head | {"event": "contribution"} | line for line in _contribution_lines(record))
     elif event == "begun":
         begun = report.begun
-        yield head | {"event": event, "last_round": begun.last_round, "damaged": "; ".join(begun.damaged)}
+        yield (
+            head
+            | {"event": event, "last_round": begun.last_round, "damaged": "; ".join(begun.damaged)}
+            | ({"changes": begun.changes} if begun.changes else {})
+        )
     elif event == "waiting":
         waiting = report.waiting
         what = {"awaited": Awaited.Name(waiting.awaited).lower(), "round": waiting.round, "seconds": waiting.seconds}

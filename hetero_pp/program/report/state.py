@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from hetero_pp.changed_keys import Changes
 from hetero_pp.messages.messages_pb2 import (
+    Begun,
     Evaluation,
     Failure,
     InnerStep,
@@ -162,7 +164,8 @@ class RunState:
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self.lock = threading.RLock()
-        self.rounds_planned = spec.config.outer.rounds
+        self.rounds_planned = spec.latest.outer.rounds
+        self.changes = spec.changes
         self.inner_steps = spec.config.inner.steps
         self.replicas = {
             replica.name: ReplicaState(replica.name, replica.kind, self.inner_steps) for replica in spec.config.replicas
@@ -196,6 +199,8 @@ class RunState:
             self.latest = report.time if self.latest is None else max(self.latest, report.time)
             self._pauses.apply(report)
             match report.WhichOneof("event"):
+                case "begun":
+                    self._begun(report.begun)
                 case "inner_step":
                     self._step(report.time, report.inner_step)
                 case "evaluation":
@@ -227,6 +232,11 @@ class RunState:
         self.joined.add(member)
         if self.joined_after is None and self.joined >= set(self.spec.members):
             self.joined_after = self.elapsed()
+
+    def _begun(self, begun: Begun) -> None:
+        """What was changed is known where the run goes on."""
+        spec = self.spec.with_changes(Changes.from_json(begun.changes))
+        self.changes, self.rounds_planned = spec.changes, spec.latest.outer.rounds
 
     def _step(self, time: float, step: InnerStep) -> None:
         replica = self.replicas.get(step.replica)
@@ -337,6 +347,7 @@ class RunState:
                 "training_seconds": self.training_seconds(),
                 "tokens_per_second": self.tokens_per_second(),
                 "refusals": self.refusals,
+                "changes": self.changes.history,
             } | ({} if self.failed is None else {"failed": self.failed})
 
     def _link_summary(self, link: LinkState) -> dict[str, Any]:

@@ -1,0 +1,128 @@
+"""Keys that were changed when a run went on: from which round each of them has which value, on all hosts.
+
+A run keeps the name and the configuration that it began with. What was changed is kept beside it, in changes.yaml in
+the folder of the exchange, and members hear it when they join: so a configuration holds in every round, whichever
+round a run goes on from, and nobody has to say again what was changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from hetero_pp.errors import ConfigError, MalformedMessage
+from hetero_pp.files import whole
+from hetero_pp.settings import NotPartOf, Settings, meaning
+
+Values = Mapping[str, Any]
+"""Dotted key -> value, as JSON has it."""
+
+Config = TypeVar("Config", bound=Settings)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What was changed until now."""
+
+    history: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
+    """Dotted key -> first round -> value; of every key that was changed, from round 1 on."""
+
+    def at(self, config: Config, round_: int | None) -> Config:
+        """A configuration as it holds in a round; in the last one, if that is None."""
+        if not self.history:
+            return config
+        dumped = config.model_dump(mode="json")
+        for key, values in self.history.items():
+            since = max(first for first in values if round_ is None or first <= max(round_, 1))
+            _put(dumped, key.split("."), values[since])
+        return type(config).model_validate(dumped)
+
+    def had(self, key: str, first: Any) -> Sequence[Any]:
+        """All values that a key ever had, the newest last; `first` is that of the run's first configuration."""
+        return [first] if key not in self.history else [value for _, value in sorted(self.history[key].items())]
+
+    def changed(self, first: Settings, round_: int, values: Values) -> Changes:
+        """These, and from a round on some more; `first` is the run's first configuration."""
+        began = values_of(first)
+        found = dict(self.history)
+        for key, value in values.items():
+            before = found.get(key, {1: began[key]})
+            found[key] = {since: was for since, was in before.items() if since < round_} | {round_: value}
+        return Changes(found)
+
+    def to_json(self) -> str:
+        """As text, empty if there are none."""
+        return json.dumps(self.history) if self.history else ""
+
+    @staticmethod
+    def from_json(text: str) -> Changes:
+        """What `to_json` gave. Raises MalformedMessage for what it never gives."""
+        try:
+            return Changes(_history(TypeAdapter(Any).validate_json(text))) if text else NO_CHANGES
+        except ValueError as error:
+            raise MalformedMessage(f"changes of the run: {str(error).splitlines()[0]}") from None
+
+
+NO_CHANGES = Changes()
+
+
+def values_of(config: Settings) -> dict[str, Any]:
+    """The keys that may change when a run goes on, with their values."""
+    agreed = dict(_leaves(meaning(config, NotPartOf.RUN)))
+    lasting = dict(_leaves(meaning(config, NotPartOf.RUN | NotPartOf.PAST)))
+    return {key: value for key, value in agreed.items() if key not in lasting}
+
+
+def with_values(config: Config, values: Values) -> Config:
+    """The same with other values of some keys."""
+    return Changes({key: {1: value} for key, value in values.items()}).at(config, 1)
+
+
+def read_changes(path: Path) -> Changes:
+    """What is in a file; none if there is no such file. Raises ConfigError if it is not what was written."""
+    if not path.exists():
+        return NO_CHANGES
+    try:
+        return Changes(_history(YAML(typ="safe").load(path) or {}))
+    except (OSError, YAMLError, ValueError) as error:
+        raise ConfigError((), f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+
+
+def write_changes(changes: Changes, path: Path) -> None:
+    """Keep them, whole and on the disk."""
+    yaml = YAML()
+    yaml.default_flow_style = False
+    with whole(path) as part, part.open("w") as file:
+        file.write("# Changed when the run went on: from which round each key has which value.\n")
+        yaml.dump({key: dict(sorted(values.items())) for key, values in sorted(changes.history.items())}, file)
+
+
+def _history(values: Any) -> dict[str, dict[int, Any]]:
+    """Raises ValueError for what is no history."""
+    history = TypeAdapter(dict[str, dict[int, Any]]).validate_python(values)
+    for key, by_round in history.items():
+        if min(by_round, default=0) != 1:
+            raise ValueError(f"{key}: found no value from round 1 on, expected one")
+    return history
+
+
+def _put(dumped: dict[str, Any], key: Sequence[str], value: Any) -> None:
+    for part in key[:-1]:
+        dumped = dumped[part]
+    dumped[key[-1]] = value
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is no mapping."""
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield from _leaves(below, f"{key}.{name}" if key else name)
+    else:
+        yield key, value

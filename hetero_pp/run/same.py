@@ -1,0 +1,62 @@
+"""Whether two configurations are of one run: what of them differs, key by key, with both values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_pp.changed_keys import Changes, Values, values_of
+from hetero_pp.errors import dotted
+from hetero_pp.run.config import RunConfig
+from hetero_pp.settings import NotPartOf, meaning
+
+Key = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all hosts of a run agree on: what it began with, and what was changed since."""
+
+    first: RunConfig
+    changes: Changes
+    wanted: Values
+    """What is changed where the run goes on."""
+
+    def complaint(self, other: Mapping[str, Any]) -> str:
+        """What keeps another host's configuration, as its meaning, from being of this run; empty if nothing does.
+
+        Of a key that was changed it may have any value that the run has had.
+        """
+        first, complaints = values_of(self.first), []
+        for key, now, was in differences(other, meaning(self.first, NotPartOf.RUN)):
+            name = dotted(key)
+            had = [*self.changes.had(name, first[name]), *self._wanted(name)] if name in first else []
+            if now not in had:
+                complaints.append(shown(key, now, had[-1] if had else was))
+        return "; ".join(complaints)
+
+    def _wanted(self, name: str) -> list[Any]:
+        return [self.wanted[name]] if name in self.wanted else []
+
+
+def shown(key: Key, found: Any, expected: Any) -> str:
+    """A key and both of its values."""
+    return f"{dotted(key)}: found {_short(found)}, expected {_short(expected)}"
+
+
+def _short(value: Any) -> str:
+    return f"{len(value)} entries" if isinstance(value, list | dict) else json.dumps(value)
+
+
+def differences(one: Any, other: Any, key: Key = ()) -> Iterator[tuple[Key, Any, Any]]:
+    """(key, value in one, value in the other) of every value that differs; None where there is no such key."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in sorted({*one, *other}):
+            yield from differences(one.get(name), other.get(name), (*key, name))
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from differences(a, b, (*key, index))
+    elif one != other:
+        yield key, one, other

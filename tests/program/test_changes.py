@@ -1,0 +1,260 @@
+"""A run that goes on with more rounds or another learning rate: what it comes to, and what of it is kept and agreed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from started import run_program
+
+from hetero_pp.changed_keys import NO_CHANGES, Changes, read_changes, values_of, with_values
+from hetero_pp.errors import ConfigError, HeteroPPError, MalformedMessage
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
+from hetero_pp.run.round_optimizer import round_optimizer
+from hetero_pp.run.same import Agreement
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.settings import NotPartOf, meaning
+from hetero_pp.snapshot import load_snapshot
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.restart import snapshot_after
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+H, WARMUP, FLOOR = 3, 2, 0.1
+EXTENDED = ["outer.rounds=6", "inner.learning_rate=4e-3", "outer.learning_rate=0.5"]
+
+
+def _train(corpus: Path, runs: Path, *settings: str, resume: bool = True, config: Path = MIXED) -> dict[str, Any]:
+    run_topology(config, [f"data.corpus={corpus}", *settings], runs, in_process=True, resume=resume)
+    return json.loads((runs / "mixed" / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three rounds, with states after 2, as `snapshots.every` says, and after the last."""
+    runs = tmp_path_factory.mktemp("finished")
+    _train(corpus, runs, resume=False)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def extended(corpus: Path, finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, extended to six rounds at another learning rate."""
+    runs = tmp_path_factory.mktemp("extended") / "runs"
+    shutil.copytree(finished, runs)
+    _train(corpus, runs, *EXTENDED)
+    return runs
+
+
+@pytest.fixture
+def runs(extended: Path, tmp_path: Path) -> Path:
+    """A copy of the extended run."""
+    shutil.copytree(extended, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def _learning_rates(runs: Path, replica: str) -> dict[int, float]:
+    """By step of the run, as they were told."""
+    lines = [json.loads(line) for line in (runs / "mixed" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["event"] == "inner_step" and line["replica"] == replica]
+    return {(one["round"] - 1) * H + one["step"]: one["learning_rate"] for one in steps if "learning_rate" in one}
+
+
+def _rate(step: int, peak: float, total: int) -> float:
+    """Warm-up, then half a cosine over the total steps."""
+    if step < WARMUP:
+        return peak * (step + 1) / WARMUP
+    return peak * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * (step - WARMUP) / (total - WARMUP))) / 2)
+
+
+# ---- what a run that was changed comes to ----
+
+
+@pytest.mark.parametrize("replica", ["dc", "home"])
+def test_the_schedule_is_that_of_the_new_total_from_then_on(extended: Path, replica: str) -> None:
+    expected = {step: _rate(step, 1e-2, 3 * H) for step in range(3 * H)}
+    expected |= {step: _rate(step, 4e-3, 6 * H) for step in range(3 * H, 6 * H)}
+    assert _learning_rates(extended, replica) == pytest.approx(expected)
+
+
+def test_rounds_before_a_change_stay_as_they_were(finished: Path, extended: Path) -> None:
+    before, after = (json.loads((runs / "mixed" / "summary.json").read_text()) for runs in (finished, extended))
+    assert after["rounds"] == 6
+    assert after["validation_loss"][:3] == before["validation_loss"]
+    assert len(after["validation_loss"]) == 6
+    for round_ in (1, 2, 3):
+        record = Path("mixed", "log", f"round-{round_:06d}", "record.json")
+        assert (finished / record).read_bytes() == (extended / record).read_bytes()
+
+
+def test_the_outer_learning_rate_of_a_round_is_that_of_its_time(runs: Path) -> None:
+    """Replayed from the first snapshot, over the change, to the bits of the last one."""
+    folder = RunFolder(runs / "mixed")
+    spec, log = read_run(folder), ContributionLog(folder.log)
+    assert [spec.at(round_).outer.learning_rate for round_ in (0, 1, 3, 4, 6, 9)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
+    last = load_snapshot(log.snapshot_path(6))
+    for round_ in log.snapshots() - {0}:
+        log.snapshot_path(round_).unlink()
+    replayed = snapshot_after(log, spec.run, 6, partial(round_optimizer, spec), [])
+    for name, tensor in last.parameters.items():
+        assert tensor.equal(replayed.parameters[name]), name
+
+
+# ---- what is kept of it ----
+
+
+def test_what_was_changed_is_kept_and_need_not_be_said_again(
+    extended: Path, runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, history = (
+        RunFolder(runs / "mixed"),
+        {
+            "inner.learning_rate": {1: 0.01, 4: 0.004},
+            "outer.learning_rate": {1: 1.0, 4: 0.5},
+            "outer.rounds": {1: 3, 4: 6},
+        },
+    )
+    assert read_changes(folder.changes).history == history
+    _forget(runs, 6, 7)
+    found = _train(corpus, runs)
+    unbroken = json.loads((extended / "mixed" / "summary.json").read_text())
+    for key in ("parameters_sha256", "validation_loss", "rounds", "contributions", "changes"):
+        assert found[key] == unbroken[key], key
+    assert {key: {int(r): v for r, v in values.items()} for key, values in found["changes"].items()} == history
+    assert read_changes(folder.changes).history == history
+    assert "from round" not in capsys.readouterr().out  # nothing new
+    assert read_run(folder).config.outer.rounds == 3  # what it began with, which names it
+
+
+def _forget(runs: Path, first: int, last: int) -> None:
+    """As if these rounds had never been."""
+    for round_ in range(first, last):
+        for path in (runs / "mixed").rglob(f"*{round_:06d}*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_a_change_holds_from_its_round_wherever_the_run_goes_on(
+    finished: Path, extended: Path, runs: Path, corpus: Path
+) -> None:
+    """After a round before the change, too."""
+    _forget(runs, 3, 7)
+    shutil.rmtree(runs / "mixed" / "state")
+    shutil.copytree(finished / "mixed" / "state", runs / "mixed" / "state", ignore=lambda *_: ["round-000003"])
+    unbroken = json.loads((extended / "mixed" / "summary.json").read_text())
+    assert _train(corpus, runs)["parameters_sha256"] == unbroken["parameters_sha256"]
+    assert _learning_rates(runs, "home") == _learning_rates(extended, "home")
+
+
+def test_what_is_given_counts_and_so_does_what_the_yaml_never_said(runs: Path, corpus: Path, tmp_path: Path) -> None:
+    """A YAML with a value that the run had once undoes nothing; --set does."""
+    edited = tmp_path / "edited.yaml"
+    edited.write_text(MIXED.read_text().replace("{rounds: 3,", "{rounds: 7,"))
+    changes = _train(corpus, runs, config=edited)["changes"]
+    assert changes["outer.rounds"] == {"1": 3, "4": 6, "7": 7}
+    assert changes["inner.learning_rate"] == {"1": 0.01, "4": 0.004}
+    changes = _train(corpus, runs, "outer.rounds=8", "inner.learning_rate=1e-2")["changes"]
+    assert changes["outer.rounds"] == {"1": 3, "4": 6, "7": 7, "8": 8}
+    assert changes["inner.learning_rate"] == {"1": 0.01, "4": 0.004, "8": 0.01}
+
+
+def test_fewer_rounds_than_are_done_are_refused(runs: Path, corpus: Path) -> None:
+    before = RunFolder(runs / "mixed").changes.read_bytes()
+    with pytest.raises(HeteroPPError, match=r"outer\.rounds: found 5, expected at least the 6 that are done"):
+        _train(corpus, runs, "outer.rounds=5")
+    assert RunFolder(runs / "mixed").changes.read_bytes() == before
+    assert _train(corpus, runs)["rounds"] == 6
+
+
+@pytest.mark.starts_processes
+def test_over_the_network_a_changed_run_has_the_same_bits(
+    finished: Path, extended: Path, corpus: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "runs")
+    sets = [part for setting in (f"data.corpus={corpus}", *EXTENDED) for part in ("--set", setting)]
+    done = run_program("launch", str(MIXED), "--runs", str(tmp_path / "runs"), "--resume", *sets)
+    assert done.returncode == 0, done.stderr
+    found, expected = (
+        json.loads((runs / "mixed" / "summary.json").read_text()) for runs in (tmp_path / "runs", extended)
+    )
+    for key in ("parameters_sha256", "validation_loss", "contributions", "changes"):
+        assert found[key] == expected[key], key
+    assert "mixed: inner.learning_rate: 0.004 from round 4 on, until then 0.01" in done.stdout
+
+
+# ---- what hosts agree on ----
+
+CONFIG = RunConfig.model_validate(
+    {"name": "run", "outer": {"rounds": 10}, "replicas": [{"name": "dc", "kind": "datacenter"}]}
+)
+
+
+def _complaint(values: dict[str, Any], **others: Any) -> str:
+    changes = Changes({"outer.rounds": {1: 10, 6: 20}})
+    other = with_values(CONFIG, values).model_copy(update=others)
+    return Agreement(CONFIG, changes, {"inner.learning_rate": 0.5}).complaint(meaning(other, NotPartOf.RUN))
+
+
+def test_a_host_may_say_any_value_that_the_run_has_had() -> None:
+    for values in ({}, {"outer.rounds": 20}, {"inner.learning_rate": 0.5}, {"outer.rounds": 20, "threads": 3}):
+        assert _complaint(values) == ""
+
+
+def test_what_a_host_may_not_say_is_named_with_both_values() -> None:
+    told = _complaint({"outer.rounds": 30, "inner.learning_rate": 0.7, "outer.learning_rate": 0.9}, seed=4)
+    assert told.split("; ") == [
+        "inner.learning_rate: found 0.7, expected 0.5",
+        "outer.learning_rate: found 0.9, expected 1.0",
+        "outer.rounds: found 30, expected 20",
+        "seed: found 4, expected 0",
+    ]
+
+
+def test_a_changed_run_keeps_its_name() -> None:
+    spec = RunSpec(CONFIG, 256)
+    changed = spec.with_changes(NO_CHANGES.changed(CONFIG, 6, {"outer.rounds": 20, "inner.learning_rate": 0.5}))
+    elsewhere = RunSpec(with_values(CONFIG, {"outer.rounds": 20}), 256)
+    assert changed.run == spec.run != elsewhere.run
+    assert elsewhere.with_changes(changed.changes).run == spec.run  # a host that was told of the change
+    assert (spec.total_steps, changed.total_steps) == (100, 200)
+    assert [changed.steps_planned_in(round_) for round_ in (1, 5, 6, 20)] == [100, 100, 200, 200]
+
+
+def test_what_is_changed_again_before_it_held_is_forgotten() -> None:
+    once = NO_CHANGES.changed(CONFIG, 6, {"outer.rounds": 20, "inner.learning_rate": 0.5})
+    again = once.changed(CONFIG, 4, {"inner.learning_rate": 0.3})
+    assert again.history == {"outer.rounds": {1: 10, 6: 20}, "inner.learning_rate": {1: 0.01, 4: 0.3}}
+    assert [again.at(CONFIG, round_).inner.learning_rate for round_ in (3, 4, 6)] == [0.01, 0.3, 0.3]
+    assert Changes.from_json(again.to_json()) == again
+    assert Changes.from_json(NO_CHANGES.to_json()) == NO_CHANGES
+
+
+def test_only_what_shapes_rounds_to_come_may_change() -> None:
+    assert values_of(CONFIG).keys() == {
+        "inner.learning_rate",
+        "inner.final_learning_rate_share",
+        "inner.warmup_steps",
+        "outer.rounds",
+        "outer.learning_rate",
+        "snapshots.every",
+    }
+
+
+@pytest.mark.parametrize("text", ["[1]", "a.b: 5", "a.b: {4: 5}", "a.b: {}", "a: [", "\udcff"])
+def test_changes_of_any_kind_are_read_or_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "changes.yaml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=r"changes\.yaml: cannot be read"):
+        read_changes(path)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"outer.rounds": {"4": 5}}'])
+def test_changes_that_no_exchange_sends_are_malformed(text: str) -> None:
+    with pytest.raises(MalformedMessage, match="changes of the run"):
+        Changes.from_json(text)
