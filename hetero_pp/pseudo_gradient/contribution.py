@@ -33,6 +33,7 @@ from hetero_pp.pseudo_gradient.streams import Reader, Writer
 MAGIC = b"HPPB"
 FORMAT_VERSION = 2
 QUANTISERS = {"levels": 0, "signs": 1}
+"""As they are numbered in a blob. All but signs send a table of levels a tensor."""
 BEFORE_BODY = len(MAGIC) + 1 + hashlib.sha256().digest_size
 
 EXPECTED_CODE_BITS = {1: 1.0, 2: 1.25, 3: 1.6, 4: 2.1, 8: 5.5, 32: 28.5}
@@ -239,7 +240,7 @@ def _read_values(reader: Reader, count: int, kept: Kept, settings: CompressionSe
     if width == 32:
         return _floats(reader, reader.take_stream(4 * count, 4 * count))
     levels, magnitudes, base = None, None, 0
-    if settings.quantiser == "levels":
+    if settings.quantiser != "signs":
         levels = _floats(reader, reader.take_bytes(4 << width))
     else:
         (base,) = reader.take("h")
@@ -298,7 +299,7 @@ def blob_bytes(address: BlobAddress, shapes: Mapping[str, Shape], settings: Comp
     """About the size of a blob of tensors of these shapes; what is kept decides it."""
     size = len(encode_blob(address, (), settings))
     for name, shape in shapes.items():
-        levels = 4 << settings.value_bits if settings.quantiser == "levels" and settings.value_bits < 32 else 0
+        levels = 4 << settings.value_bits if settings.quantiser != "signs" and settings.value_bits < 32 else 0
         streams = 6 * sum(1 for _ in groups_of(shape, settings.tile)) + 5
         size += 20 + len(name.encode()) + 8 * len(shape) + streams + levels + sum(expected_bytes(shape, settings))
     return size
