@@ -1,33 +1,103 @@
-"""The Python that pages show runs: the blocks of a page one after the other, beside the YAMLs that it shows."""
+"""The Python that pages show runs: the blocks of a page one after the other, beside the YAMLs that it shows.
+
+Where a page shows patches, that is in a copy of the repository which has them.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from hetero_pp.program.cli import app
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("hetero_pp", "stages", "replica_groups")
 
 
 def _blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if _blocks(page, "python")]
+PYTHON = [page for page in sorted((ROOT / "docs").glob("*.md")) if _blocks(page, "python")]
+PATCHED = [page for page in PYTHON if _blocks(page, "diff")]
+EXTENDING = ROOT / "docs" / "extending.md"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in _blocks(page, "yaml"):
-        content = YAML(typ="safe").load(text)
-        (tmp_path / f"{content['name']}.yaml").write_text(text)
+def test_there_are_such_pages() -> None:
+    assert {"notebooks.md", "extending.md"} <= {page.name for page in PYTHON}
+    assert EXTENDING in PATCHED
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a reader stands: in the repository's root, beside YAMLs saved by their names."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [page for page in PYTHON if page not in PATCHED], ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run(page: Path, folder: Path) -> None:
+    for text in _blocks(page, "yaml"):
+        (folder / f"{YAML(typ='safe').load(text)['name']}.yaml").write_text(text)
     shown: dict[str, object] = {}
     for block in _blocks(page, "python"):
         exec(compile(block, page.name, "exec"), shown)
 
 
-def test_there_are_such_pages() -> None:
-    assert "notebooks.md" in {page.name for page in PAGES}
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("page", PATCHED, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folder: Path) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    elsewhere = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": str(folder)}
+    for patch in _blocks(page, "diff"):
+        command = ["git", "apply", "-p0", "--verbose", "-"]
+        done = subprocess.run(command, input=patch, cwd=folder, env=elsewhere, capture_output=True, text=True)
+        assert done.returncode == 0, f"{patch}\n{done.stderr}"
+        assert "Skipped" not in done.stderr
+    (folder / "page.py").write_text("\n".join(_blocks(page, "python")))
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=folder, env=elsewhere, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.starts_processes
+def test_the_table_that_is_worked_through_is_trained(tmp_path: Path, corpus: Path) -> None:
+    """At a scale of seconds."""
+    [table] = _blocks(EXTENDING, "yaml")
+    content = YAML(typ="safe").load(table)
+    group, name = content["name"].split("/")
+    for path, written in ((f"{group}/{name}.yaml", table), ("scales/tiny.yaml", json.dumps(_tiny(corpus)))):
+        (tmp_path / "experiments" / path).parent.mkdir(parents=True)
+        (tmp_path / "experiments" / path).write_text(written)
+    places = [part for place in ("experiments", "runs", "results") for part in (f"--{place}", str(tmp_path / place))]
+    options = ["--scale", "tiny", "--seeds", "1", "--no-compile", *places]
+    done = CliRunner().invoke(app, ["reproduce", content["name"], *options])
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "results" / "tiny" / group / f"{name}.json").read_text())
+    losses = {row["name"]: row["ours"]["mean"] for row in result["rows"]}
+    assert len(set(losses.values())) == len(content["rows"]) == 4
+    assert all(claim["verdict"] in ("holds", "does not hold", "within noise") for claim in result["claims"])
+
+
+def _tiny(corpus: Path) -> dict[str, Any]:
+    base = {
+        "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 16, "layers": 2},
+        "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+        "inner": {"steps": 2, "learning_rate": 1e-2, "warmup_steps": 2},
+        "outer": {"rounds": 2},
+    }
+    size = {"replicas": 2, "stages": 2, "batch_size": 2, "vocabulary": 300}
+    return {"name": "tiny", "about": "seconds", "hardware": "cpu", "base": base} | size
