@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TORCH := torch==2.13.0
+# What pip is told beside it, such as the index of another build: make demo TORCH_ARGS=--index-url=URL
+TORCH_ARGS ?=
+CPU_BUILD := --index-url=https://download.pytorch.org/whl/cpu
 
 .PHONY: demo test quick lint types proto schema clean
 
@@ -25,12 +29,16 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# torch comes first and pinned: a plain `torch` may bring gigabytes of CUDA libraries that a CPU never uses.
+# torch comes first, pinned, from where TORCH_ARGS says. Sizes are of Linux on x86-64 with Python 3.11: on Linux PyPI's
+# torch needs CUDA's libraries, on a machine without a GPU, too.
 $(READY): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 11) else 'hetero-pp needs Python 3.11 or newer, this is ' + sys.version.split()[0])"
+	@echo "Setting up $(VENV). Downloads: $(TORCH) $(TORCH_ARGS), then 0.4 GB of other packages."
+	@test -n "$(TORCH_ARGS)" || echo "On Linux PyPI's torch is 2.7 GB, nearly all of it for GPUs; without one 0.2 GB do:"
+	@test -n "$(TORCH_ARGS)" || echo "    make clean; make demo TORCH_ARGS=$(CPU_BUILD)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install $(TORCH) $(TORCH_ARGS)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $(READY)
 

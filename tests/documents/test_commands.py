@@ -63,7 +63,9 @@ SCHEDULER = "needs Slurm or Kubernetes: tests/program/test_torchx.py looks at th
 HOURS = "takes GPUs and days: tests/experiments/test_ranks.py has a tiny table on two ranks"
 ELSEWHERE = "is another program's"
 TESTS = "runs tests"
+DOWNLOADS = "downloads another torch: tests/documents/test_setup.py looks at what make would do"
 NOT_RUN = {
+    "make demo TORCH_ARGS=--index-url=https://download.pytorch.org/whl/cpu": DOWNLOADS,
     "hetero-pp launch three-hosts.yaml --only exchange --token-file token": HOSTS,
     "hetero-pp launch three-hosts.yaml --only dc --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
     "hetero-pp launch three-hosts.yaml --only home.0 --exchange EXCHANGE_HOST:47600 --token-file token": HOSTS,
