@@ -8,7 +8,8 @@ HeteroPPError
 │   └── LinkTimeout        nothing came in time (a slow link, or a peer that hangs)
 ├── MalformedMessage       bytes from the network that no honest peer sends
 │   └── MalformedContribution
-├── Refused                the exchange refused a request: wrong run, wrong round, a stranger
+├── Refused                the exchange refused a request: wrong run, wrong round
+│   └── WrongToken         a stranger's: without the run's token
 ├── ReplicasDiffer         two holders of one parameter do not hold the same bits
 └── RunFailed              some other member of the run failed; this one only stops
 """
@@ -61,6 +62,10 @@ class MalformedContribution(MalformedMessage):
 
 class Refused(HeteroPPError):
     """The exchange refused a request; the text says why."""
+
+
+class WrongToken(Refused):
+    """A request without the run's token."""
 
 
 class ReplicasDiffer(HeteroPPError):

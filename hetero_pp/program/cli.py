@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -72,9 +73,17 @@ def launch(
         if commands:
             print_commands(config, settings)
         elif only is not None:
-            run_on_this_host(config, settings, runs, Host(only, exchange, token), in_process, resume)
+            run_on_this_host(config, settings, runs, Host(only, exchange, token), in_process, resume, typed())
         else:
-            run_topology(config, settings, runs, in_process, resume)
+            run_topology(config, settings, runs, in_process, resume, typed())
+
+
+def typed() -> list[str]:
+    """The command as it can be typed again, from the same folder."""
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":
+        return [sys.executable, "-m", "hetero_pp", *sys.argv[1:]]
+    return [program.name if shutil.which(program.name) == str(program) else str(program), *sys.argv[1:]]
 
 
 @app.command()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
+from hetero_pp.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer, ExchangeStub
 from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN, NO_STATES, AvailableStates, ExchangeService
@@ -76,8 +76,8 @@ class _Servicer(ExchangeServicer):
         """Before every call. Raises Refused for a stranger, and for who is of another run."""
         metadata, member = dict(context.invocation_metadata()), _member(context)
         if metadata.get("token") != self.token:
-            self.exchange.refuse(f"{member} at {context.peer()}", "a call from another run")
-            raise Refused("the exchange serves another run")
+            self.exchange.refuse(f"{member} at {context.peer()}", "found another token than the run's")
+            raise WrongToken("the exchange was started with another token")
         if metadata.get("run", self.exchange.run) != self.exchange.run:
             self.exchange.refuse(f"{member} at {context.peer()}", "another configuration")
             raise Refused(
@@ -328,6 +328,8 @@ class ExchangeClient:
 
     def _translate(self, error: grpc.RpcError) -> HeteroPPError:
         code, details = error.code(), error.details()
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            return WrongToken(f"the exchange at {self.address} was started with another token")
         if code in ERROR_OF_CODE:
             return ERROR_OF_CODE[code](details)
         return LinkClosed(f"the exchange at {self.address} does not answer ({code.name.lower()}: {details})")

@@ -13,13 +13,14 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDesc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from hetero_pp.errors import HeteroPPError, MalformedMessage, Refused, ReplicasDiffer, RunFailed
+from hetero_pp.errors import HeteroPPError, MalformedMessage, Refused, ReplicasDiffer, RunFailed, WrongToken
 from hetero_pp.messages.messages_pb2 import Frame
 
 Admit = Callable[[grpc.ServicerContext], None]
 """Raises a HeteroPPError for a caller who is not let in."""
 
 _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
+    WrongToken: grpc.StatusCode.UNAUTHENTICATED,
     Refused: grpc.StatusCode.PERMISSION_DENIED,
     MalformedMessage: grpc.StatusCode.INVALID_ARGUMENT,
     RunFailed: grpc.StatusCode.ABORTED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ class Launched:
     def __init__(self, corpus: Path, runs: Path) -> None:
         command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs)]
         command += ["--set", f"data.corpus={corpus}", "--set", "outer.rounds=100000"]
+        self.command = command
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.metrics = runs / "mixed" / "metrics.jsonl"
         self.seen: list[psutil.Process] = []
@@ -81,8 +83,9 @@ def launched(corpus: Path, tmp_path: Path) -> Iterator[Launched]:
 def test_interrupt_ends_everything(launched: Launched, number: signal.Signals) -> None:
     launched.process.send_signal(number)
     launched.assert_all_end()
-    errors = launched.process.communicate()[1]
+    said, errors = launched.process.communicate()
     assert launched.process.returncode == 130
+    assert shlex.join(launched.command[3:]) in said.splitlines()[-1]
     assert errors.strip().splitlines() == ["hetero-pp: interrupted; every process of the run has ended"]
 
 

@@ -20,6 +20,8 @@ from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.inputs import Prepared
+from hetero_pp.program.launch.interrupted import how_to_go_on
 from hetero_pp.program.launch.same_run import require_same_run
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.recorder import Recorder
@@ -404,6 +406,30 @@ def test_an_error_that_nobody_expects_is_in_the_summary(
     with pytest.raises(OSError, match="No space left on device"):
         _train(corpus, tmp_path)
     assert "No space left on device" in _summary(tmp_path / "mixed")["failed"]
+
+
+# ---- interrupted ----
+
+
+@pytest.mark.parametrize(
+    ("names", "typed", "expected"),
+    [
+        (None, "hetero-pp launch a.yaml", "go on with: hetero-pp launch a.yaml --resume"),
+        (None, "hetero-pp launch a.yaml --resume", "go on with: hetero-pp launch a.yaml --resume"),
+        (["exchange"], "x --only exchange", "as before): x --only exchange --resume --token-file {token}"),
+        (["exchange"], "x --token-file t", "as before): x --token-file t --resume"),
+        (["dc"], "x --only dc", "once the exchange goes on, join it again with: x --only dc"),
+    ],
+)
+def test_who_interrupts_is_told_how_to_go_on(cut: Path, names: list[str] | None, typed: str, expected: str) -> None:
+    spec, folder = _spec(cut.parent), RunFolder(cut)
+    prepared = Prepared(spec, ["exchange", *spec.members] if names is None else names, None)
+    told = how_to_go_on(prepared, folder, typed.split())
+    assert told.endswith(expected.format(token=folder.token))
+    if names is None:
+        shutil.rmtree(cut / "state" / "home.1")
+        told = how_to_go_on(prepared, folder, typed.split())
+        assert told == f"no state was saved yet (snapshots.every: 1 rounds), so begin anew with: {typed}"
 
 
 # ---- two launches ----

@@ -66,7 +66,7 @@ class Hosts:
         (own / "run.yaml").write_text(self.text)
         reach = [] if part == "exchange" else ["--exchange", f"127.0.0.1:{self.port}"]
         shared = ["--token-file", str(self.folder / "token"), "--runs", str(own / "runs")]
-        self.processes[part] = start_program("launch", str(own / "run.yaml"), "--only", part, *reach, *more, *shared)
+        self.processes[part] = start_program("launch", str(own / "run.yaml"), "--only", part, *reach, *shared, *more)
         return self.processes[part]
 
     def wait(self, part: str, seconds: float = 150) -> tuple[int, str]:
@@ -82,8 +82,11 @@ class Hosts:
         return json.loads((self.folder / "exchange" / "runs" / "hosts" / "summary.json").read_text())
 
     def wait_for_round(self, round_: int) -> None:
+        self.wait_for(f'"evaluation", "replica": "home", "round": {round_}')
+
+    def wait_for(self, event: str) -> None:
+        """Until the exchange has told it."""
         metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
-        event = f'"evaluation", "replica": "home", "round": {round_}'
         while not (metrics.exists() and event in metrics.read_text()):
             with suppress(subprocess.TimeoutExpired):  # leaves the processors to those that are waited for
                 self.processes["exchange"].wait(0.1)
@@ -178,6 +181,24 @@ def test_a_host_with_another_configuration_is_refused(hosts: Hosts) -> None:
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
     assert hosts.summary()["refusals"] > 0
+
+
+@pytest.mark.starts_processes
+def test_another_token_is_told_on_both_sides(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.start("exchange", "--set", "outer.rounds=1")
+    (tmp_path / "other").write_text("another-secret")
+    hosts.start("home.1", "--token-file", str(tmp_path / "other"))
+    code, errors = hosts.wait("home.1")
+    there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
+    assert (code, f"home.1: {there}, whose is in {tmp_path / 'other'}" in errors) == (1, True), errors
+    hosts.wait_for('"event": "refusal"')
+    hosts.processes["exchange"].terminate()
+    hosts.wait("exchange")
+    told = hosts.said("exchange")
+    assert "hosts: refused home.1 at ipv4:127.0.0.1: found another token than the run's" in told
+    again = told.splitlines()[-1]
+    assert "hosts: go on with (other hosts with their commands as before): " in again
+    assert again.endswith("--set outer.rounds=1 --resume")
 
 
 def _config(tmp_path: Path, corpus: Path, exchange: str | None = None, stages: str | None = None) -> ConfigFile:

@@ -25,6 +25,7 @@ from hetero_pp.program.launch.hosts import (
 )
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
+from hetero_pp.program.launch.interrupted import told_how_to_go_on
 from hetero_pp.program.launch.recorded import OnReport, run_and_record
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.run.folder import RunFolder
@@ -43,23 +44,36 @@ class Host:
     token: Path | None = None
 
 
-def run_topology(path: Path, overrides: Sequence[str], runs: Path, in_process: bool, resume: bool = False) -> None:
-    """Train the topology of a YAML and leave everything in a new folder under `runs`; or go on with the one there."""
+def run_topology(
+    path: Path, overrides: Sequence[str], runs: Path, in_process: bool, resume: bool = False, typed: Sequence[str] = ()
+) -> None:
+    """Train the topology of a YAML and leave everything in a new folder under `runs`; or go on with the one there.
+
+    `typed` is the command that was typed, for who interrupts it.
+    """
     prepared = _prepare(path, overrides, runs, None, resume)
-    with claim(runs.absolute(), prepared.spec.config.name, prepared.names):
+    name = prepared.spec.config.name
+    with claim(runs.absolute(), name, prepared.names), told_how_to_go_on(prepared, RunFolder(runs / name), typed):
         run_and_record(prepared, runs, run_in_process if in_process else launch, resume)
 
 
 def run_on_this_host(
-    path: Path, overrides: Sequence[str], runs: Path, host: Host, in_process: bool, resume: bool
+    path: Path,
+    overrides: Sequence[str],
+    runs: Path,
+    host: Host,
+    in_process: bool,
+    resume: bool,
+    typed: Sequence[str] = (),
 ) -> None:
     """Carry a part of a run: the exchange, which records and shows it, or members that join one.
 
-    Raises ConfigError if this host cannot reach the rest.
+    `typed` is the command that was typed, for who interrupts it. Raises ConfigError if this host cannot reach the rest.
     """
     if in_process:
         raise ConfigError((), f"--only {host.only}: leave out --in-process, other hosts carry the rest")
     prepared = _prepare(path, overrides, runs, host.only, resume)
+    told = told_how_to_go_on(prepared, RunFolder(runs / prepared.spec.config.name), typed)
     if host.only == EXCHANGE:
         token = new_token() if host.token is None else read_token(host.token)
 
@@ -68,15 +82,16 @@ def run_on_this_host(
             Console().print(needed, soft_wrap=True, highlight=False)
             launch_exchange(folder, token, resume, on_report)
 
-        with claim(runs.absolute(), prepared.spec.config.name, [EXCHANGE]):
+        with claim(runs.absolute(), prepared.spec.config.name, [EXCHANGE]), told:
             run_and_record(prepared, runs, start, resume)
         return
     if host.exchange is None or host.token is None:
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE beside it")
     if resume:
         raise ConfigError((), f"--only {host.only}: leave out --resume, the exchange says after which round to go on")
-    exchange = Exchange(host.exchange, read_token(host.token), prepared.spec.config.exchange.timeout)
-    _run_members(prepared, runs.absolute(), host.only, exchange)
+    exchange = Exchange(host.exchange, read_token(host.token), host.token, prepared.spec.config.exchange.timeout)
+    with told:
+        _run_members(prepared, runs.absolute(), host.only, exchange)
 
 
 def _run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) -> None:

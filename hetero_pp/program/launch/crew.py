@@ -95,10 +95,10 @@ class Crew:
             raise RunFailed(self._cause(EXCHANGE, answer))
         return answer["address"]
 
-    def join_exchange(self, members: Sequence[str], address: str, token: str) -> None:
-        """Have members take part. Raises RunFailed if one of them has ended."""
+    def join_exchange(self, members: Sequence[str], address: str, token: str, token_file: str = "") -> None:
+        """Have members take part, with a token that may be from a file. Raises RunFailed if one of them has ended."""
         for member in members:
-            self._send(member, {"token": token, "exchange": address})
+            self._send(member, {"token": token, "exchange": address, "token_file": token_file})
 
     def _send(self, member: str, message: dict[str, str]) -> None:
         try:

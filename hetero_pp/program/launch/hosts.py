@@ -108,6 +108,8 @@ class Exchange:
     address: str
     """HOST:PORT"""
     token: str
+    token_file: Path
+    """Where the token is from."""
     timeout: float
     """Seconds to wait for it."""
 
@@ -125,7 +127,7 @@ def launch_members(
 
     with Crew(folder) as crew:
         crew.start(members)
-        crew.join_exchange(members, exchange.address, exchange.token)
+        crew.join_exchange(members, exchange.address, exchange.token, str(exchange.token_file))
         told = partial(reports_to_members, exchange.address, exchange.token, members, exchange.timeout, on_wait)
         watcher = Watcher(told, rounds.on_report)
         crew.wait()

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import NoReturn
 
 import torch
 
-from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
+from hetero_pp.errors import HeteroPPError, LinkError, RunFailed, WrongToken
 from hetero_pp.program.launch.job import CONSEQUENCE, FAILED, Job
 from hetero_pp.program.launch.ranks import run_ranks
 from hetero_pp.rpc.channels import keep_freed_memory
@@ -50,7 +51,7 @@ def process_main(launcher: Connection, job: Job) -> NoReturn:
         if job.member == EXCHANGE:
             code = _run_exchange(spec, job, message["token"], launcher)
         else:
-            code = _run_member(spec, job, message["exchange"], message["token"], launcher)
+            code = _run_member(spec, job, message, launcher)
     except EOFError:
         code = CONSEQUENCE  # the launcher ended before it gave this process anything to do
     except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
@@ -108,16 +109,19 @@ def _run_exchange(spec: RunSpec, job: Job, token: str, launcher: Connection) -> 
     return 0
 
 
-def _run_member(spec: RunSpec, job: Job, exchange: str, token: str, launcher: Connection) -> int:
-    member = spec.members[job.member]
+def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection) -> int:
+    member, exchange, token = spec.members[job.member], message["exchange"], message["token"]
     try:
         if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
             run_ranks(member.replica, spec.run, job.folder, exchange, token)
         else:
             _take_part(spec, member, job, exchange, token)
     except (HeteroPPError, OSError) as error:
-        print(error, file=sys.stderr)
-        _send(launcher, failure=str(error))
+        cause = str(error)
+        if isinstance(error, WrongToken):
+            cause += f" than this host, whose is in {message['token_file']}"
+        print(cause, file=sys.stderr)
+        _send(launcher, failure=cause)
         return CONSEQUENCE if isinstance(error, LinkError | RunFailed) else FAILED
     return 0
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hetero_pp.changed_keys import Changes, Values
 from hetero_pp.errors import HeteroPPError, RunFailed
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.messages_pb2 import Refusal, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
 from hetero_pp.program.launch.same_run import require_same_run
@@ -23,6 +23,9 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
 from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog
+
+MOST_REFUSALS = 20
+"""That are shown; all are in metrics.jsonl."""
 
 OnReport = Callable[[Report], None]
 Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
@@ -48,9 +51,13 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
     state = RunState(spec)
     recorder = Recorder(spec, folder, state, resume, say)
 
+    refuse = _teller_of_refusals(say)
+
     def on_report(report: Report) -> None:
         if report.HasField("begun") and report.member == EXCHANGE and resume:
             _go_on(folder, report, state, recorder, say)
+        if report.HasField("refusal"):
+            refuse(report.refusal)
         state.apply(report)
         recorder.on_report(report)
 
@@ -68,6 +75,19 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
     finally:
         recorder.close()
     print_result(console, state.summary(), folder.path)
+
+
+def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Refusal], None]:
+    """Says who was not let in and why, once for each; whoever comes again does so from another port."""
+    told: set[str] = set()
+
+    def refuse(refusal: Refusal) -> None:
+        line = f"refused {refusal.sender.rpartition(':')[0] or refusal.sender}: {refusal.reason}"
+        if line not in told and len(told) < MOST_REFUSALS:
+            told.add(line)
+            say(line)
+
+    return refuse
 
 
 def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:

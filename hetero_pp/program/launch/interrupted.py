@@ -1,0 +1,45 @@
+"""What to type to go on with a run that was interrupted."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from hetero_pp.program.launch.inputs import Prepared
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.topology import EXCHANGE
+from replica_groups.saved_states import SavedStates
+
+
+@contextmanager
+def told_how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) -> Iterator[None]:
+    """Say, if the block is interrupted, how to go on with the run; `command` is what was typed."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        line = f"{prepared.spec.config.name}: {how_to_go_on(prepared, folder, command)}"
+        Console().print(line, soft_wrap=True, highlight=False, markup=False)
+        raise
+
+
+def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) -> str:
+    """In one line, the command at its end."""
+    has_exchange = EXCHANGE in prepared.names
+    members = [name for name in prepared.names if name != EXCHANGE]
+    if not has_exchange:
+        return f"once the exchange goes on, join it again with: {shlex.join(command)}"
+    resuming = [*command, *(() if "--resume" in command else ("--resume",))]
+    if not members:
+        token = () if "--token-file" in resuming else ("--token-file", str(folder.token))
+        return f"go on with (other hosts with their commands as before): {shlex.join([*resuming, *token])}"
+    if all(_states(prepared, folder, member) for member in members):
+        return f"go on with: {shlex.join(resuming)}"
+    every = prepared.spec.latest.snapshots.every
+    return f"no state was saved yet (snapshots.every: {every} rounds), so begin anew with: {shlex.join(command)}"
+
+
+def _states(prepared: Prepared, folder: RunFolder, member: str) -> list[int]:
+    return SavedStates(folder.state(member), prepared.spec.run, prepared.spec.latest.snapshots.every).rounds()
