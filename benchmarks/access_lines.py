@@ -31,7 +31,7 @@ from command_line import parse, save
 from namespaces import HEADERS, Counted, Line, Machine, Network, network
 from simulator import measured_step, words
 
-from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.topology import EXCHANGE
 
 PORT = 47600

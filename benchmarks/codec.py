@@ -33,7 +33,7 @@ from torch import Tensor
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.model import ModelSettings, Transformer, shapes_by_block
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.pseudo_gradient.chunks import Group, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, Shape, encode_blob

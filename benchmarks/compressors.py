@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob

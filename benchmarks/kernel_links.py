@@ -37,7 +37,7 @@ from typing import Any
 from command_line import parse, save
 from simulator import ROUNDS, STEPS, measured_step, words
 
-from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.program.experiments.provenance import commit, machine
 
 NAMESPACE = f"hetero-pp-links-{os.getpid()}"
 FIRST_PORT = 47600

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from command_line import parse, save
 
-from hetero_pp.program.experiments.report import commit, machine
+from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile

@@ -35,6 +35,10 @@ class ConfigError(HeteroPPError):
         self.message = message
         super().__init__(f"{dotted(key)}: {message}" if key else message)
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[Sequence[str | int], str]]:
+        """An error of a worker process arrives where it is waited for."""
+        return type(self), (self.key, self.message)
+
 
 class DamagedFile(HeteroPPError):
     """A file of a run that is not what was written; the text names it."""

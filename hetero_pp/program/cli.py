@@ -192,12 +192,12 @@ def reproduce(
     Rows that were trained before are not trained again, so this can be stopped and resumed at any time.
     """
     with readable_errors():
+        from hetero_pp.program.experiments.catalog import Catalog
         from hetero_pp.program.experiments.command import reproduce as train_and_write
-        from hetero_pp.program.experiments.definition import Catalog
         from hetero_pp.program.experiments.jobs import Training
         from hetero_pp.program.experiments.listing import dry_run as print_costs
         from hetero_pp.program.experiments.listing import list_experiments
-        from hetero_pp.program.experiments.report import write_overview
+        from hetero_pp.program.experiments.overview import write_overview
         from hetero_pp.program.experiments.request import Request, with_device
 
         request = Request(
@@ -221,7 +221,7 @@ def reproduce(
         else:
             train_and_write(with_device(request, device))
         if docs is not None:
-            write_overview(results, docs)
+            write_overview(results, docs, experiments)
 
 
 @app.command()

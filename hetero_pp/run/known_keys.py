@@ -12,9 +12,9 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.settings import WhomItConcerns
 
 
-def keys_beside(key: Sequence[str | int]) -> list[str]:
-    """The keys that the section holding `key` may have."""
-    candidates: list[Any] = [RunConfig]
+def keys_beside(key: Sequence[str | int], model: type[BaseModel] = RunConfig) -> list[str]:
+    """The keys that the section holding `key` may have, in what a `model` describes."""
+    candidates: list[Any] = [model]
     for part in key[:-1]:
         candidates = [below for candidate in candidates for below in _step(candidate, part)]
     return sorted({name for model in candidates for name in getattr(model, "model_fields", {})})

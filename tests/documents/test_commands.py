@@ -20,7 +20,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
-from hetero_pp.program.experiments.definition import Catalog, Experiment
+from hetero_pp.program.experiments.catalog import Catalog
+from hetero_pp.program.experiments.definition import Experiment, Scale
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.yaml_file import ConfigFile
@@ -33,6 +34,7 @@ EXPORTED = "tests/program/test_export.py::test_a_round_without_a_snapshot_is_rep
 STARTED_FROM = "tests/program/test_export.py::test_an_uncompressed_run_goes_on_where_the_first_one_ended"
 CALIBRATED = "tests/program/test_simulate.py::test_a_calibration_is_measured_and_used"
 TABLE = "tests/experiments/test_experiments.py::test_a_table_is_made_and_resumed"
+OWN_TABLE = "tests/experiments/test_worked_example.py::test_the_example_makes_its_table"
 RUN_BY = {
     "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
     "make test": ".ci/run",
@@ -54,6 +56,7 @@ RUN_BY = {
     "hetero-pp simulate configs/quickstart.yaml --calibration calibration.yaml": CALIBRATED,
     "hetero-pp reproduce het-pp/table1 --seeds 3 --workers 2": TABLE,
     "hetero-pp reproduce --no-train --docs docs/results.md": TABLE,
+    "hetero-pp reproduce rank --experiments tables --scale tiny": OWN_TABLE,
     "python benchmarks/link.py --smoke": "tests/benchmarks/test_smoke.py::test_it_runs_at_its_smallest",
 }
 """The test that runs such a command, with a configuration of its own or a shorter run."""
@@ -154,13 +157,15 @@ YAMLS = [block for page in PAGES for block in _blocks(page) if block.language ==
 
 
 def _saved(page: Path) -> dict[str, str]:
-    """The YAMLs of a page that have names, by the paths that a reader saves them under."""
+    """The YAMLs of a page that have names, by the paths that a reader saves them under: what their first line says."""
     found = [(YAML(typ="safe").load(block.text), block.text) for block in YAMLS if block.page == page]
-    named = [(content, text) for content, text in found if "name" in content]
-    return {
-        f"{'configs/experiments/' if 'baseline' in content else ''}{content['name']}.yaml": text
-        for content, text in named
-    }
+    return {_path(content, text): text for content, text in found if "name" in content}
+
+
+def _path(content: dict[str, Any], text: str) -> str:
+    said = re.match(r"# (\S+\.yaml)\n", text)
+    folder = "configs/experiments/" if "baseline" in content else ""
+    return said[1] if said else f"{folder}{content['name']}.yaml"
 
 
 @pytest.fixture
@@ -210,7 +215,7 @@ def test_the_test_that_runs_a_command_is_there_and_speaks_of_it(command: str, te
     if program == "make":
         assert re.search(rf"\bmake\b.*\b{first}\b", text)
     else:
-        assert any(word in text for word in (f'"{first}"', f'"{Path(first).stem}"', *configurations))
+        assert any(word in text for word in (f'"{first}"', f"{first}(", f'"{Path(first).stem}"', *configurations))
     for option in set(re.findall(r"--[\w-]+", command)):
         assert f'"{option}"' in text, option
 
@@ -278,6 +283,8 @@ def test_every_yaml_is_valid(block: Block, tmp_path: Path) -> None:
         experiment = Experiment.model_validate(content)
         setting = Setting(Catalog(ROOT / "configs" / "experiments").scale("micro"), experiment)
         assert all(setting.config(row) for row in experiment.rows)
+    elif "base" in content:
+        assert Scale.model_validate(content)
     elif _is_whole(content):
         assert ConfigFile(path).config.name == content["name"]
     else:

@@ -3,53 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from hetero_pp.errors import ConfigError
-from hetero_pp.program.cli import app
-from hetero_pp.program.experiments.definition import Catalog, Claim, Experiment, Row, Scale
-from hetero_pp.program.experiments.report import markdown, result_of, write_overview, write_result
-from hetero_pp.program.experiments.request import swept
+from hetero_pp.program.experiments.catalog import Catalog
+from hetero_pp.program.experiments.definition import Claim, Experiment, Row, Scale
+from hetero_pp.program.experiments.markdown import markdown
+from hetero_pp.program.experiments.overview import write_overview
+from hetero_pp.program.experiments.report import result_of, write_result
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import interval_of, judge
 from hetero_pp.topology import ParticipantsReplica
 
+Reproduce = Callable[..., tuple[int, str, str]]
+"""Of conftest.py."""
+
 FOLDER = Path(__file__).parents[2] / "configs" / "experiments"
 CATALOG = Catalog(FOLDER)
 NAMES = [f"het-pp/table{name}" for name in ("1", "2", "3", "4", "5a", "5b", "5c", "5d", "7", "8")]
-TINY = """\
-name: tiny
-about: a few seconds
-replicas: 2
-stages: 2
-batch_size: 2
-vocabulary: 300
-hardware: cpu
-base:
-  model: {preset: micro, width: 16, heads: 2, feed_forward: 16, layers: 2}
-  data: {corpus: CORPUS, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}
-  inner: {steps: 2, learning_rate: 1.0e-2, warmup_steps: 2}
-  outer: {rounds: 2, compression: {density: 1/32, value_bits: 32}}
-"""
-EXPERIMENT = """\
-name: toy/one
-title: Toy
-paper: nowhere
-baseline: none
-rows:
-  - {name: none, paper: 2.0}
-  - {name: all, compressed: all, rank: 1/4, paper: 2.2}
-  - {name: the same, compressed: all, rank: 4}
-  - {name: too small, compressed: all, rank: 1/64}
-  - {name: explodes, cells: {outer.learning_rate: 1.0e+30}}
-claims:
-  - {text: costs, lower: [none, all]}
-  - {text: never trained, lower: [none, too small]}
-"""
 
 
 def test_the_tables_are_there() -> None:
@@ -198,65 +172,8 @@ def test_tables(tmp_path: Path) -> None:
     write_result(result, outcomes, path)
     assert json.loads(path.read_text())["claims"][0]["seeds"] == 2
     assert path.with_suffix(".png").stat().st_size > 10_000
-    write_overview(tmp_path / "results", tmp_path / "results.md")
-    assert "| toy/one | micro | 1 | 0 | 0 | 1 |" in (tmp_path / "results.md").read_text()
-
-
-def _swept(*sweeps: str) -> Setting:
-    return Setting(CATALOG.scale("micro"), swept(CATALOG.experiment("het-pp/table3"), sweeps))
-
-
-def test_sweeps_repeat_rows() -> None:
-    setting = _swept("outer.compression.density=1/128,1/8", "inner.steps=5,20")
-    assert len(setting.experiment.rows) == 5 * 4
-    config = setting.config(setting.experiment.rows[-1])
-    assert (config.outer.compression.density, config.inner.steps) == (1 / 8, 20)
-
-
-def test_sweeps_change_replicas_and_the_rows_own_cells() -> None:
-    setting = _swept("replicas.batch_size=2", "replicas.boundary.dtype=fp32", "bits=4", "replicas=2", "rank=1/4")
-    config = setting.config(setting.experiment.rows[1])
-    assert [replica.batch_size for replica in config.replicas] == [2, 2]
-    for replica in config.replicas:
-        assert isinstance(replica, ParticipantsReplica)
-        assert (replica.boundary.bits, replica.boundary.rank, replica.boundary.dtype) == (4, 1 / 4, "fp32")
-
-
-@pytest.mark.parametrize(
-    ("sweep", "words"),
-    [
-        ("density", "expected CELL=A,B"),
-        ("rank=many", "--sweep rank=many"),
-        ("inner.stepz=1", "row `SparseLoCo, inner.stepz=1`: inner.stepz: Extra inputs"),
-        ("outer.rounds.x=1", "cell `outer.rounds.x`: found no section"),
-        ("replicas.batch_size=x", "replicas.0"),
-        ("inner.steps=0", "inner.steps: Input should be greater than or equal to 1"),
-    ],
-)
-def test_a_bad_sweep_is_one_line(sweep: str, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        setting = _swept(sweep)
-        for row in setting.experiment.rows:
-            setting.why_not(row)
-            setting.config(row)
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-@pytest.fixture
-def toys(tmp_path: Path, corpus: Path) -> Path:
-    folder = tmp_path / "experiments"
-    (folder / "scales").mkdir(parents=True)
-    (folder / "toy").mkdir()
-    (folder / "scales" / "tiny.yaml").write_text(TINY.replace("CORPUS", str(corpus)))
-    (folder / "toy" / "one.yaml").write_text(EXPERIMENT)
-    return folder
-
-
-def _reproduce(tmp_path: Path, toys: Path, *arguments: str) -> tuple[int, str, str]:
-    options = ["--experiments", str(toys), "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    result = CliRunner().invoke(app, ["reproduce", "--scale", "tiny", "--no-compile", *options, *arguments])
-    return result.exit_code, result.stdout, result.stderr
+    write_overview(tmp_path / "results", tmp_path / "results.md", tmp_path)
+    assert "| [toy/one](#toyone-toy) | micro | 1 | 0 | 0 | 1 |" in (tmp_path / "results.md").read_text()
 
 
 def _rows(tmp_path: Path) -> Path:
@@ -264,9 +181,9 @@ def _rows(tmp_path: Path) -> Path:
 
 
 @pytest.mark.starts_processes
-def test_a_table_is_made_and_resumed(tmp_path: Path, toys: Path) -> None:
+def test_a_table_is_made_and_resumed(tmp_path: Path, reproduce: Reproduce) -> None:
     docs = str(tmp_path / "results.md")
-    code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2", "--workers", "2", "--docs", docs)
+    code, _, errors = reproduce("toy/one", "--seeds", "2", "--workers", "2", "--docs", docs)
     assert code == 0, errors
     result = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
@@ -278,26 +195,26 @@ def test_a_table_is_made_and_resumed(tmp_path: Path, toys: Path) -> None:
     kept = _rows(tmp_path).read_text().splitlines()
     assert len(kept) == 3 * 2  # 1/4 of 16 is 4: one row serves both
     assert rows["the same"]["ours"] == rows["all"]["ours"]
-    code, _, _ = _reproduce(tmp_path, toys, "toy/one", "--seeds", "2")
+    code, _, _ = reproduce("toy/one", "--seeds", "2")
     assert code == 0
     assert _rows(tmp_path).read_text().splitlines() == kept
     _rows(tmp_path).write_text("\n".join(kept[1:]) + "\n")
-    assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "2", "--no-train")[0] == 0
+    assert reproduce("toy/one", "--seeds", "2", "--no-train")[0] == 0
     assert _rows(tmp_path).read_text().splitlines() == kept[1:]
-    assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "2")[0] == 0
+    assert reproduce("toy/one", "--seeds", "2")[0] == 0
     [again, *others] = _rows(tmp_path).read_text().splitlines()
     assert others == kept[1:]
     assert json.loads(again)["validation_loss"] == json.loads(kept[0])["validation_loss"]
     assert again != kept[0]  # its seconds: it was trained again
 
 
-def test_the_list_and_the_dry_run(tmp_path: Path, toys: Path) -> None:
-    code, out, _ = _reproduce(tmp_path, toys, "--list", "--json", str(tmp_path / "list.json"))
+def test_the_list_and_the_dry_run(tmp_path: Path, reproduce: Reproduce) -> None:
+    code, out, _ = reproduce("--list", "--json", str(tmp_path / "list.json"))
     assert code == 0
     [entry] = json.loads((tmp_path / "list.json").read_text())
     assert (entry["name"], entry["paper"], len(entry["claims"])) == ("toy/one", "nowhere", 2)
     assert entry["state"] == "0 of 4 rows at scale tiny"
-    code, out, _ = _reproduce(tmp_path, toys, "--dry-run")
+    code, out, _ = reproduce("--dry-run")
     assert code == 0
     assert "not representable" in out
     assert not _rows(tmp_path).exists()
@@ -307,30 +224,32 @@ def test_the_list_and_the_dry_run(tmp_path: Path, toys: Path) -> None:
     ("arguments", "words"),
     [
         (["toy/two"], "found no experiment `toy/two`, expected one of toy/one"),
-        (["toy/one", "--scale", "huge"], "found no scale `huge`, expected one of tiny"),
+        (["toy/one", "--scale", "huge"], "found no scale `huge`, expected one of micro, paper, small, tiny"),
     ],
 )
-def test_unknown_names_list_the_known_ones(arguments: list[str], words: str, tmp_path: Path, toys: Path) -> None:
-    code, _, errors = _reproduce(tmp_path, toys, *arguments)
+def test_unknown_names_list_the_known_ones(
+    arguments: list[str], words: str, tmp_path: Path, reproduce: Reproduce
+) -> None:
+    code, _, errors = reproduce(*arguments)
     assert code == 2
     assert errors == f"hetero-pp: {words}\n"
 
 
 @pytest.mark.starts_processes
-def test_more_seeds_than_asked_for_stay_in_the_table(tmp_path: Path, toys: Path) -> None:
+def test_more_seeds_than_asked_for_stay_in_the_table(tmp_path: Path, reproduce: Reproduce) -> None:
     table = tmp_path / "results" / "tiny" / "toy" / "one.json"
     for seeds in ("2", "1"):
-        assert _reproduce(tmp_path, toys, "toy/one", "--seeds", seeds)[0] == 0
+        assert reproduce("toy/one", "--seeds", seeds)[0] == 0
         assert set(json.loads(table.read_text())["rows"][0]["ours"]["seeds"]) == {"1", "2"}
 
 
 @pytest.mark.starts_processes
-def test_another_corpus_gets_a_table_of_its_own(tmp_path: Path, toys: Path) -> None:
+def test_another_corpus_gets_a_table_of_its_own(tmp_path: Path, reproduce: Reproduce) -> None:
     own = tmp_path / "mine.txt"
     own.write_text("some other text " * 5000)
-    assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "1")[0] == 0
+    assert reproduce("toy/one", "--seeds", "1")[0] == 0
     kept = (tmp_path / "results" / "tiny" / "toy" / "one.json").read_text()
-    code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--seeds", "1", "--corpus", str(own))
+    code, _, errors = reproduce("toy/one", "--seeds", "1", "--corpus", str(own))
     assert code == 0, errors
     assert (tmp_path / "results" / "tiny" / "toy" / "one.json").read_text() == kept
     other = json.loads((tmp_path / "results" / "tiny" / "toy" / "one-mine.json").read_text())
@@ -339,21 +258,21 @@ def test_another_corpus_gets_a_table_of_its_own(tmp_path: Path, toys: Path) -> N
 
 
 @pytest.mark.starts_processes
-def test_a_table_is_kept_if_nothing_of_it_is_known(tmp_path: Path, toys: Path) -> None:
-    assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "1")[0] == 0
+def test_a_table_is_kept_if_nothing_of_it_is_known(tmp_path: Path, reproduce: Reproduce) -> None:
+    assert reproduce("toy/one", "--seeds", "1")[0] == 0
     table = tmp_path / "results" / "tiny" / "toy" / "one.json"
     kept = table.read_text()
     _rows(tmp_path).unlink()
-    code, out, _ = _reproduce(tmp_path, toys, "toy/one", "--no-train")
+    code, out, _ = reproduce("toy/one", "--no-train")
     assert code == 0
     assert "is kept" in out
     assert table.read_text() == kept
 
 
-def test_a_damaged_line_is_told_before_anything_is_trained(tmp_path: Path, toys: Path) -> None:
+def test_a_damaged_line_is_told_before_anything_is_trained(tmp_path: Path, reproduce: Reproduce) -> None:
     _rows(tmp_path).parent.mkdir(parents=True)
     _rows(tmp_path).write_text('{"row": "toy/one: no')
-    code, out, errors = _reproduce(tmp_path, toys, "toy/one")
+    code, out, errors = reproduce("toy/one")
     assert code == 2
     assert errors.startswith(f"hetero-pp: {_rows(tmp_path)}:1: found `")
     assert errors.count("\n") == 1
@@ -361,14 +280,19 @@ def test_a_damaged_line_is_told_before_anything_is_trained(tmp_path: Path, toys:
 
 
 @pytest.mark.starts_processes
-def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: Path) -> None:
+def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: Path, reproduce: Reproduce) -> None:
     scale = toys / "scales" / "tiny.yaml"
     scale.write_text(scale.read_text().replace("rounds: 2", "rounds: 2000"))
-    code, _, errors = _reproduce(tmp_path, toys, "toy/one")
+    code, _, errors = reproduce("toy/one")
     assert code == 2
     assert "are lacking (--repeat reads the corpus more than once)" in errors
+    scale.write_text(scale.read_text().replace("validation_sequences: 4", "validation_sequences: 4000"))
+    code, _, errors = reproduce("toy/one", "--repeat")
+    assert code == 2
+    assert "tokens to validate on in" in errors
+    scale.write_text(scale.read_text().replace("validation_sequences: 4000", "validation_sequences: 4"))
     scale.write_text(scale.read_text().replace("rounds: 2000", "rounds: 100"))
-    code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--seeds", "1", "--repeat")
+    code, _, errors = reproduce("toy/one", "--seeds", "1", "--repeat")
     assert code == 0, errors
     table = tmp_path / "results" / "tiny" / "toy" / "one.md"
     epochs = float(table.read_text().partition("read ")[2].partition(" times")[0])
@@ -376,17 +300,17 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
 
 
 @pytest.mark.starts_processes
-def test_a_scale_without_its_hardware_is_validated_only(tmp_path: Path, toys: Path) -> None:
+def test_a_scale_without_its_hardware_is_validated_only(tmp_path: Path, toys: Path, reproduce: Reproduce) -> None:
     scale = toys / "scales" / "tiny.yaml"
     scale.write_text(scale.read_text().replace("hardware: cpu", "hardware: gpu"))
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: False)
-        assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "1")[0] == 0
+        assert reproduce("toy/one", "--seeds", "1")[0] == 0
         rows = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())["rows"]
         assert rows[0]["state"] == "validated only: this scale needs a GPU"
-        code, _, errors = _reproduce(tmp_path, toys, "toy/one", "--device", "cuda")
+        code, _, errors = reproduce("toy/one", "--device", "cuda")
         assert (code, errors) == (2, "hetero-pp: --device cuda: found no GPU that torch can use\n")
-        assert _reproduce(tmp_path, toys, "toy/one", "--seeds", "1", "--device", "cpu")[0] == 0
+        assert reproduce("toy/one", "--seeds", "1", "--device", "cpu")[0] == 0
     rows = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())["rows"]
     assert rows[0]["state"] == "done"

@@ -13,8 +13,9 @@ import pytest
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.model import PRESETS
+from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.corpus import Corpus
-from hetero_pp.program.experiments.definition import Catalog, Experiment, Row
+from hetero_pp.program.experiments.definition import Experiment, Row
 from hetero_pp.program.experiments.jobs import Job, key_of, make_job
 from hetero_pp.program.experiments.outcomes import ROWS, read_outcomes
 from hetero_pp.program.experiments.rows import Setting

@@ -16,14 +16,16 @@ from matplotlib.figure import Figure
 from scipy.stats import t as students_t
 
 from hetero_pp.data.settings import DataSettings
+from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.command import reproduce
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.program.experiments.definition import Catalog, Claim, Experiment, Row
+from hetero_pp.program.experiments.definition import Claim, Experiment, Row
 from hetero_pp.program.experiments.jobs import make_job
+from hetero_pp.program.experiments.markdown import markdown
 from hetero_pp.program.experiments.outcomes import ROWS, add_outcome
 from hetero_pp.program.experiments.plots import draw
-from hetero_pp.program.experiments.report import markdown, result_of, write_result
-from hetero_pp.program.experiments.request import Request, swept
+from hetero_pp.program.experiments.report import result_of, write_result
+from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import ONE_SEED_NOISE, interval_of, judge
 from hetero_pp.run.folder import CACHE
@@ -39,12 +41,6 @@ LOSSES: dict[str, dict[int, float]] = {
 """row -> seed -> last loss, in the order in which they were trained. Their means say the opposite of their pairs."""
 
 Outcomes = dict[str, dict[int, dict[str, Any]]]
-
-
-@pytest.fixture(autouse=True)
-def commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asks git."""
-    monkeypatch.setattr("hetero_pp.program.experiments.report.commit", lambda: "0123abc")
 
 
 def _outcome(seed: int, loss: float, diverged: bool = False, **more: Any) -> dict[str, Any]:
@@ -177,12 +173,6 @@ def test_a_picture_that_is_not_finished_leaves_the_old_one(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_sweep_keeps_the_declared_baseline() -> None:
-    two = swept(_experiment(), ["inner.steps=5,20", "bits=8,4"])
-    assert two.baseline == "base, inner.steps=5, bits=8"
-    assert two.baseline in [row.name for row in two.rows]
-
-
 # ---- claims ----
 
 
@@ -281,7 +271,7 @@ def test_a_table_of_kept_outcomes_pairs_their_seeds(corpus: Path, tmp_path: Path
         (folder / f"{name}.yaml").write_text(text)
     runs, results = tmp_path / "runs", tmp_path / "results"
     request = Request(Catalog(folder), scale="tiny", seeds=2, runs=runs, results=results, trains=False)
-    [setting] = request.settings()
+    [setting], _ = request.settings()
     encoded = prepare_corpus(setting.config(setting.rows()[0]).data, setting.scale.vocabulary, runs / CACHE)
     losses = {"few": 5.0, "base": 4.0, "all": 4.4}
     for row in setting.rows():

@@ -13,6 +13,7 @@ from rich.console import Console
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.jobs import Job, make_job
+from hetero_pp.program.experiments.listing import print_broken
 from hetero_pp.program.experiments.outcomes import ROWS, Outcome, alone, read_outcomes
 from hetero_pp.program.experiments.report import print_result, result_of, write_result
 from hetero_pp.program.experiments.request import Request
@@ -26,7 +27,8 @@ from replica_groups.ranks import init_ranks
 def reproduce(request: Request) -> None:
     """Train what is missing, then write every table and its verdicts."""
     console = wide(Console(), 120)
-    settings, rows = request.settings(), request.results / request.catalog.scale(request.scale).name / ROWS
+    settings, broken = request.settings()
+    rows = request.results.absolute() / request.catalog.scale(request.scale).name / ROWS
     outcomes = read_outcomes(rows)
     tables = {setting.experiment.name: _Table(setting, request, rows, outcomes, console) for setting in settings}
     asked: dict[str, Job] = {}
@@ -48,6 +50,7 @@ def reproduce(request: Request) -> None:
         outcomes = read_outcomes(rows)
         for table in tables.values():
             table.write(request.results, outcomes, console)
+    print_broken(console, broken)
     for name, cause in failures.items():
         console.print(f"{name} failed: {cause}", style="red")
 
@@ -59,6 +62,7 @@ class _Table:
         self, setting: Setting, request: Request, rows: Path, outcomes: Mapping[str, Outcome], console: Console
     ) -> None:
         self.setting = setting
+        self.seeds = request.seeds
         self.corpus: Corpus | None = None
         self.asked: list[tuple[Row, Job]] = []
         self.known: list[tuple[Row, Job]] = []
@@ -85,15 +89,13 @@ class _Table:
         for row, job in self.asked + self.known:
             if (outcome := outcomes.get(job.key)) is not None:
                 known.setdefault(row.name, {})[job.seed] = outcome
-        result = result_of(self.setting, self.corpus, known)
         path = folder / self.setting.scale.name / f"{self.setting.experiment.name}.json"
-        if not known and _has_losses(path):
+        earlier = json.loads(path.read_text()) if path.exists() else {}
+        if not known and any(row["ours"] is not None for row in earlier.get("rows", [])):
             console.print(f"{path} is kept: no row of it was trained on this corpus", style="yellow")
             return
+        seeds = max(map(len, known.values()), default=self.seeds)
+        command = f"{self.setting.command} --seeds {seeds}"
+        result = result_of(self.setting, self.corpus, known, command, earlier.get("trained", []))
         write_result(result, known, path)
         print_result(console, result, path)
-
-
-def _has_losses(path: Path) -> bool:
-    """Whether a table was written there that knows something."""
-    return path.exists() and any(row["ours"] is not None for row in json.loads(path.read_text())["rows"])

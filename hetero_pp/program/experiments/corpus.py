@@ -36,15 +36,20 @@ class Corpus:
         return self.tokens_needed(config) / len(self.store.train)
 
     def require_enough(self, configs: Sequence[RunConfig]) -> None:
-        """Raise ConfigError, saying how many tokens are lacking, if a run may not repeat the corpus but would."""
+        """Raise ConfigError, saying how many tokens are lacking, if a run may not repeat the corpus but would, or if
+        there are too few to validate on.
+        """
         needed = max((self.tokens_needed(config) for config in configs if not config.data.repeat), default=0)
-        known = len(self.store.train)
-        if needed > known:
-            raise ConfigError(
-                ("data", "corpus"),
-                f"found {known:,} tokens in {self.data.corpus}, expected {needed:,}: {needed - known:,} are lacking "
-                "(--repeat reads the corpus more than once)",
-            )
+        if needed > len(self.store.train):
+            raise self._lacking("", len(self.store.train), needed, "--repeat reads the corpus more than once")
+        needed = max(config.data.validation_sequences * (config.data.sequence_length + 1) for config in configs)
+        if needed > len(self.store.validation):
+            mend = "a larger `data.validation_share`, or fewer `data.validation_sequences`"
+            raise self._lacking(" to validate on", len(self.store.validation), needed, mend)
+
+    def _lacking(self, what_for: str, known: int, needed: int, mend: str) -> ConfigError:
+        found = f"found {known:,} tokens{what_for} in {self.data.corpus}, expected {needed:,}"
+        return ConfigError(("data", "corpus"), f"{found}: {needed - known:,} are lacking ({mend})")
 
 
 def prepare_corpus(data: DataSettings, vocabulary: int, cache: Path) -> Corpus:

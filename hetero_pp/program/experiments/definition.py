@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.run.yaml_lines import YamlLines
 from hetero_pp.settings import Ratio, Settings
 from hetero_pp.topology import Rank
 
@@ -18,11 +17,39 @@ Cells = dict[str, Any]
 """Changed cells by dotted name: those of a run, as `outer.method: diloco`; `replicas.batch_size` is every replica's."""
 
 
-class Scale(Settings):
+def is_a_name(text: str) -> bool:
+    """Whether results can lie under it: `rank`, `mine/rank`."""
+    return re.fullmatch(r"\w[\w.+-]*(/\w[\w.+-]*)*", text) is not None
+
+
+def _checked(name: str) -> str:
+    if not is_a_name(name):
+        raise ValueError(f"found `{name}`, expected a name that a file can have, such as `mine/rank`")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_checked)]
+
+
+class Definition(Settings):
+    """What one file of experiments says."""
+
+    _file: Path | None = PrivateAttr(None)
+
+    def located(self, error: ConfigError) -> ConfigError:
+        """A complaint about it with the file and the line of its key, if it comes from a file."""
+        return error if self._file is None else YamlLines(self._file).located(error, type(self))
+
+    def read_from(self, file: Path) -> None:
+        """Remember the file that says so."""
+        self._file = file
+
+
+class Scale(Definition):
     """A size at which tables are made: `base` is a run's configuration without name, seed and replicas."""
 
-    name: str
-    about: str
+    name: Name
+    about: str = ""
     replicas: int = Field(ge=1, description="M")
     stages: int = Field(ge=1, description="of a compressed replica")
     batch_size: int = Field(ge=1, description="sequences of a replica and inner step")
@@ -44,12 +71,20 @@ class Row(Settings):
     budget: float = Field(1.0, gt=0, description="tokens, as a multiple of the scale's")
     replicas: int | None = Field(None, ge=1, description="M, instead of the scale's")
     paper: float | None = Field(None, description="the paper's loss")
+    baseline: str | None = Field(None, description="the row that its percentage is to; the experiment's by default")
 
     @property
     def compressed_share(self) -> float:
         """The share of the replicas that is compressed: 1 - alpha in equation 5."""
         named = {"none": 0.0, "half": 0.5, "all": 1.0}
         return named[self.compressed] if isinstance(self.compressed, str) else self.compressed
+
+
+class SweptRow(Row):
+    """A row that `--sweep` repeats."""
+
+    of: str = Field(description="the row that it is a repetition of")
+    swept: dict[str, str] = Field(description="value of each swept cell, as the user said it")
 
 
 class Claim(Settings):
@@ -79,62 +114,31 @@ class Claim(Settings):
         return {name for pair in pairs for name in pair}
 
 
-class Experiment(Settings):
+class Experiment(Definition):
     """One table or figure."""
 
-    name: str
+    name: Name
     title: str
-    paper: str = Field(description="where its numbers stand")
+    paper: str = Field("", description="where the numbers of its rows stand")
     note: str = ""
     corpus: str | None = Field(None, description="instead of the scale's")
     at: dict[str, Cells] = Field(default_factory=dict, description="changed cells of every row, by scale")
     bias_every: int | None = Field(None, ge=1, description="rounds between measurements of equation 5's bias")
     baseline: str
     rows: list[Row] = Field(min_length=1)
-    claims: list[Claim]
+    claims: list[Claim] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _rows_exist(self) -> Experiment:
         names = [row.name for row in self.rows]
-        if len(set(names)) < len(names):
-            raise ValueError("found two rows of one name")
-        wanted = {self.baseline}.union(*(claim.rows() for claim in self.claims))
-        if wanted - set(names):
-            raise ValueError(f"found no rows {sorted(wanted - set(names))}")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"found two rows of the name `{twice[0]}`, expected a name for each")
+        wanted = {self.baseline, *(row.baseline for row in self.rows if row.baseline is not None)}
+        wanted = wanted.union(*(claim.rows() for claim in self.claims))
+        if unknown := sorted(wanted - set(names)):
+            raise ValueError(f"found no row `{unknown[0]}`, expected one of {', '.join(f'`{name}`' for name in names)}")
         return self
 
-
-Loaded = TypeVar("Loaded", Scale, Experiment)
-
-
-class Catalog:
-    """The experiments and scales of a folder (`configs/experiments`)."""
-
-    def __init__(self, folder: Path) -> None:
-        self.scales = {path.stem: _load(path, Scale) for path in sorted((folder / "scales").glob("*.yaml"))}
-        loaded = [_load(path, Experiment) for path in self._files(folder)]
-        self.experiments = {experiment.name: experiment for experiment in loaded}
-
-    @staticmethod
-    def _files(folder: Path) -> Iterator[Path]:
-        return (path for path in sorted(folder.glob("*/*.yaml")) if path.parent.name != "scales")
-
-    def scale(self, name: str) -> Scale:
-        """A scale by name; ConfigError lists the known ones."""
-        if name not in self.scales:
-            raise ConfigError((), f"found no scale `{name}`, expected one of {', '.join(self.scales)}")
-        return self.scales[name]
-
-    def experiment(self, name: str) -> Experiment:
-        """An experiment by name; ConfigError lists the known ones."""
-        if name not in self.experiments:
-            raise ConfigError((), f"found no experiment `{name}`, expected one of {', '.join(self.experiments)}")
-        return self.experiments[name]
-
-
-def _load(path: Path, kind: type[Loaded]) -> Loaded:
-    try:
-        return kind.model_validate(YAML(typ="safe").load(path))
-    except (ValidationError, YAMLError) as error:
-        first = str(error).splitlines()
-        raise ConfigError((), f"{path}: {' '.join(line.strip() for line in first[1:3]) or first[0]}") from None
+    def baseline_of(self, row: Row) -> str:
+        """The name of the row that a row's percentage is to."""
+        return row.baseline or self.baseline

@@ -16,12 +16,12 @@ import torch
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
+from hetero_pp.program.experiments.identity import settings_of
 from hetero_pp.program.experiments.outcomes import Outcome, add_outcome
+from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.settings import NotPartOf, meaning
-from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.fast.train import FastResult, train_fast
 from replica_groups.ranks import ALONE, Ranks
 
@@ -52,9 +52,10 @@ class Job:
         return key_of(self.identity)
 
     def outcome(self, result: FastResult) -> Outcome:
-        """A result as it is kept."""
+        """A result of this machine and commit, as it is kept."""
         named = {"row": f"{self.experiment}: {self.name}", "seed": self.seed, "key": self.key}
-        return {**named, **self.identity, **_finite(dataclasses.asdict(result))}
+        trained = {"machine": machine(), "commit": commit()}
+        return {**named, **self.identity, **_finite(dataclasses.asdict(result)), **trained}
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,7 @@ def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) 
 
 def identity_of(config: RunConfig, bias_every: int | None, corpus: Corpus) -> dict[str, Any]:
     """All that decides what a row comes to, as JSON, without what settings say by default."""
-    width = config.model.resolve(corpus.store.vocabulary).width
-    replicas = [_in_dimensions(replica, width) for replica in config.replicas]
-    settings = meaning(config.model_copy(update={"replicas": replicas}), NotPartOf.OUTCOME, defaults=False)
+    settings = settings_of(config, corpus.store.vocabulary)
     measured = {} if bias_every is None else {"bias_every": bias_every}
     return {"version": OUTCOME_VERSION, "corpus": corpus.store.digest, **measured, "settings": settings}
 
@@ -86,15 +85,6 @@ def identity_of(config: RunConfig, bias_every: int | None, corpus: Corpus) -> di
 def key_of(identity: Mapping[str, Any]) -> str:
     """A hash of all that decides what a row comes to."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _in_dimensions(replica: ReplicaSettings, width: int) -> ReplicaSettings:
-    """The same with the rank as a number: 1/8 of 64 is 8."""
-    if not isinstance(replica, ParticipantsReplica):
-        return replica
-    boundary = replica.boundary
-    rank = boundary.dimensions(width) or "full"
-    return replica.model_copy(update={"boundary": boundary.model_copy(update={"rank": rank})})
 
 
 def train_job(job: Job, training: Training, ranks: Ranks = ALONE) -> Outcome:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from hetero_pp.errors import ConfigError
 from hetero_pp.program.experiments.definition import Row
+from hetero_pp.program.experiments.facts import parameter_count, token_count
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.report.display import plain_table, wide
@@ -25,17 +26,27 @@ SECONDS_PER_FLOP = {"cpu": 1 / 2.0e10, "gpu": 1 / 4.0e13}
 
 def list_experiments(request: Request, path: Path | None) -> None:
     """Print every experiment with its claims, cost and state, and write them as JSON if asked."""
-    entries = [_entry(setting, request) for setting in request.settings()]
+    settings, broken = request.settings()
+    entries = [_entry(setting, request) for setting in settings]
+    entries += [{"name": name, "state": "broken", "error": str(error)} for name, error in broken.items()]
     if path is not None:
         path.write_text(json.dumps(entries, indent=1) + "\n")
     table = plain_table(["experiment", "title"], ["rows", "claims", "hours", "state"])
     for entry in entries:
-        numbers = str(entry["rows"]), str(len(entry["claims"])), f"{entry['hours']:.2g}"
-        table.add_row(entry["name"], entry["title"], *numbers, entry["state"])
+        known = "error" not in entry
+        numbers = (str(entry["rows"]), str(len(entry["claims"])), f"{entry['hours']:.2g}") if known else ("", "", "")
+        table.add_row(entry["name"], entry["title"] if known else "", *numbers, entry["state"])
     console = wide(Console(), 120)
     console.print(table)
     unit = "of one core" if request.catalog.scale(request.scale).hardware == "cpu" else "of one GPU (assumed speed)"
+    print_broken(console, broken)
     console.print(f"hours: {unit}, for {request.seeds} seeds of every row, before anything is known", style="dim")
+
+
+def print_broken(console: Console, broken: Mapping[str, ConfigError]) -> None:
+    """Say what is wrong with the experiments that cannot be used: a line each, below what there is of the others."""
+    for name, error in broken.items():
+        console.print(f"{name} is broken: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
 
 
 def _entry(setting: Setting, request: Request) -> dict[str, Any]:
@@ -71,9 +82,7 @@ class Cost:
     def of(cls, setting: Setting, row: Row) -> Cost:
         """By the usual 6 N tokens."""
         spec = RunSpec(setting.config(row), setting.scale.vocabulary)
-        parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
-        per_step = sum(replica.batch_size for replica in spec.config.replicas) * spec.config.data.sequence_length
-        tokens = per_step * spec.total_steps
+        parameters, tokens = parameter_count(spec), token_count(spec)
         flops = 6.0 * parameters * tokens
         sent = contribution_bytes(spec) * spec.config.outer.rounds
         hours = flops * SECONDS_PER_FLOP[setting.scale.hardware] / 3600
@@ -83,12 +92,14 @@ class Cost:
 def dry_run(request: Request) -> None:
     """Validate every row at the scale; print parameters, tokens, FLOPs, bytes and an estimate of the time."""
     console = wide(Console(), 120)
-    for setting in request.settings():
+    settings, broken = request.settings()
+    for setting in settings:
         table = plain_table(["row"], ["parameters", "tokens", "FLOPs", "contributions", "hours", "state"])
         for row in setting.experiment.rows:
             table.add_row(row.name, *_cost_cells(setting, row))
         console.print(f"[bold]{setting.experiment.name}[/bold] at scale {setting.scale.name}")
         console.print(table)
+    print_broken(console, broken)
 
 
 def _cost_cells(setting: Setting, row: Row) -> Iterator[str]:

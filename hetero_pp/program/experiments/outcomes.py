@@ -20,7 +20,8 @@ ROWS = "rows.jsonl"
 """In a scale's folder of results."""
 
 Outcome = dict[str, Any]
-"""`row` and `seed` for the eye; `key`, and what it is a hash of (jobs.identity_of); a FastResult."""
+"""`row` and `seed` for the eye; `key`, and what it is a hash of (jobs.identity_of); a FastResult;
+`machine` and `commit`, where and at which it was trained (rows that are older than the record of it have none)."""
 
 _NEEDED = (
     *("row", "seed", "key", "validation_loss", "diverged", "uncompressed", "compressed", "tokens"),

@@ -1,88 +1,165 @@
-"""An experiment as a picture: loss curves, final loss against bytes, and against k/d, where rows differ in them."""
+"""An experiment as a picture: loss curves, and final loss against what its rows differ in: a swept cell, bytes, k/d."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_pp.program.experiments.axis import Place, lay_out, places_of
+from hetero_pp.units import format_bytes
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 Outcomes = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """row -> seed -> outcome"""
+Row = Mapping[str, Any]
+Point = tuple[Place, float, float]
+"""Where it stands on the axis below, mean loss, spread."""
 
 
 def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     """Write the picture."""
     from matplotlib.figure import Figure
 
-    lines = _by_rank(result)
     panels: list[Callable[[Axes], None]] = [lambda axes: _draw_curves(axes, result, outcomes)]
-    if len({row["bytes_per_token"] for row in result["rows"] if row["ours"] is not None}) > 1:
-        panels.append(lambda axes: _draw_bytes(axes, result))
-    if any(len(points) > 1 for points in lines.values()):
-        panels.append(lambda axes: _draw_ranks(axes, result, lines))
-    figure = Figure(figsize=(7 * len(panels), 6), layout="constrained")
+    panels += _swept_panels(result) or _usual_panels(result)
+    figure = Figure(figsize=(6.5 * len(panels) + 2.5, 6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes)
         axes.grid(alpha=0.3)
+    figure.suptitle(f"{result['name']} at scale {result['scale']}")
+    _name_rows(figure)
     figure.savefig(path, dpi=80, format="png")
 
 
+def _name_rows(figure: Figure) -> None:
+    """The rows' names, beside the panels, where they hide nothing."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=9, ncols=1 + len(labels) // 30)
+
+
 def _style(number: int) -> dict[str, Any]:
-    return {"color": f"C{number % 10}", "linestyle": ["-", "--", ":"][number // 10 % 3]}
+    """Of a row: a colour, and for every ten of them another line and another marker."""
+    turn = number // 10 % 3
+    return {"color": f"C{number % 10}", "linestyle": ["-", "--", ":"][turn], "marker": "os^"[turn]}
 
 
-def _draw_curves(
-    axes: Axes, result: Mapping[str, Any], outcomes: Mapping[str, Mapping[int, Mapping[str, Any]]]
-) -> None:
-    """The first seed of each row."""
+def _known(result: Mapping[str, Any]) -> list[tuple[Row, dict[str, Any]]]:
+    """The rows that have a loss, and their styles."""
+    return [(row, _style(number)) for number, row in enumerate(result["rows"]) if row["ours"] is not None]
+
+
+def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
+    """The first seed of each row, with the marker of the other panels at its end."""
     for number, row in enumerate(result["rows"]):
         if seeds := outcomes.get(row["name"]):
             losses = seeds[min(seeds)]["validation_loss"]
-            axes.plot(range(1, len(losses) + 1), losses, **_style(number), label=row["name"])
-    axes.set(title=f"{result['name']}, {result['scale']}", xlabel="outer round", ylabel="validation loss, nats")
-    axes.legend(fontsize=8)
+            rounds = range(1, len(losses) + 1)
+            axes.plot(rounds, losses, **_style(number), markevery=[len(losses) - 1], label=row["name"])
+    axes.set(xlabel="outer round", ylabel="validation loss, nats")
+
+
+def _usual_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
+    panels: list[Callable[[Axes], None]] = []
+    if len({row["bytes_per_token"] for row, _ in _known(result)}) > 1:
+        panels.append(lambda axes: _draw_bytes(axes, result))
+    if lines := _by_rank(result):
+        panels.append(lambda axes: _draw_ranks(axes, result, lines))
+    return panels
 
 
 def _draw_bytes(axes: Axes, result: Mapping[str, Any]) -> None:
-    for number, row in enumerate(result["rows"]):
-        if row["ours"] is not None:
-            size, loss = max(row["bytes_per_token"], 1.0), row["ours"]["mean"]
-            axes.errorbar(size, loss, row["ours"]["spread"] or 0.0, fmt="o", color=_style(number)["color"])
-            axes.annotate(row["name"], (size, loss), (6, 3), textcoords="offset points", size=8)
-    axes.set(xlabel="bytes a token, hop and direction (1: none)", ylabel="final loss, nats", xscale="log")
+    """Rows without a compressed boundary are lines: there is no number of bytes that they stand at."""
+    sizes = set()
+    for row, style in _known(result):
+        size, loss = row["bytes_per_token"], row["ours"]["mean"]
+        if size > 0:
+            _draw_point(axes, (size, loss, row["ours"]["spread"] or 0.0), style)
+            sizes.add(size)
+        else:
+            axes.axhline(loss, color=style["color"], linestyle="--")
+    lay_out(axes, [Place(size, format_bytes(size)) for size in sorted(sizes)])
+    axes.set(xlabel="bytes a token, hop and direction (dashed: not compressed)", ylabel="final loss, nats")
 
 
-Points = list[tuple[float, float, float]]
-"""(k/d, mean loss, spread)"""
+def _draw_point(axes: Axes, point: tuple[float, float, float], style: Mapping[str, Any]) -> None:
+    x, loss, spread = point
+    axes.errorbar(x, loss, spread, color=style["color"], marker=style["marker"], capsize=3)
 
 
-def _by_rank(result: Mapping[str, Any]) -> Mapping[str, Points]:
-    """The rows of each share of compressed replicas and number of bits."""
-    lines: dict[str, Points] = defaultdict(list)
-    for row in result["rows"]:
-        if row["ours"] is not None and row["k_over_d"] is not None:
-            kind = f"{row['compressed_share']:.0%} compressed" + (f", {row['bits']} bits" if row["bits"] else "")
-            ours = row["ours"]
-            lines[kind].append((row["k_over_d"], ours["mean"], ours["spread"] or 0.0))
-    return {kind: sorted(points) for kind, points in lines.items() if len({point[0] for point in points}) > 1}
+Lines = Mapping[str, Sequence[Point]]
 
 
-def _draw_ranks(axes: Axes, result: Mapping[str, Any], lines: Mapping[str, Points]) -> None:
-    """Final loss against k/d, with the loss of the baseline as a line."""
-    for kind, points in lines.items():
-        ranks, losses, spreads = zip(*points, strict=True)
-        axes.errorbar(ranks, losses, spreads, marker="o", capsize=3, label=kind)
-    base = next(row["ours"] for row in result["rows"] if row["name"] == result["baseline"])
-    if base is not None:
-        axes.axhline(base["mean"], color="gray", linestyle="--", label=result["baseline"])
-    axes.set(xlabel="k/d", ylabel="final loss, nats", xscale="log")
-    shares = sorted({share for points in lines.values() for share, _, _ in points})
-    axes.set_xticks(shares, [str(Fraction(share).limit_denominator(1000)) for share in shares])
-    axes.minorticks_off()
-    axes.legend(fontsize=8)
+def _by_rank(result: Mapping[str, Any]) -> Lines:
+    """Rows that differ in nothing but the rank, where there are several."""
+    groups: dict[int, list[Row]] = defaultdict(list)
+    for row, _ in _known(result):
+        if row["k_over_d"] is not None:
+            groups[row["but_for_rank"]].append(row)
+    several = [rows for rows in groups.values() if len({row["k_over_d"] for row in rows}) > 1]
+    return {_kind(rows[0]): sorted(_point(_share(row["k_over_d"]), row) for row in rows) for rows in several}
+
+
+def _kind(row: Row) -> str:
+    return f"{row['compressed_share']:.0%} compressed" + (f", {row['bits']} bits" if row["bits"] else "")
+
+
+def _share(value: float) -> Place:
+    return Place(value, str(Fraction(value).limit_denominator(1000)))
+
+
+def _point(place: Place, row: Row) -> Point:
+    return place, row["ours"]["mean"], row["ours"]["spread"] or 0.0
+
+
+def _draw_ranks(axes: Axes, result: Mapping[str, Any], lines: Lines) -> None:
+    """Final loss against k/d, with the losses of the baseline and of rows that are not compressed as lines."""
+    _draw_lines(axes, lines)
+    for row, _ in _known(result):
+        if row["name"] == result["baseline"]:
+            axes.axhline(row["ours"]["mean"], color="gray", linestyle="--", label=row["name"])
+        elif row["bytes_per_token"] == 0:
+            axes.axhline(row["ours"]["mean"], color="gray", linestyle=":", label=row["name"])
+    axes.set(xlabel="k/d", ylabel="final loss, nats")
+    _name_lines(axes)
+
+
+def _draw_lines(axes: Axes, lines: Lines) -> None:
+    for number, (kind, points) in enumerate(lines.items()):
+        x, losses, spreads = ([point[0].x for point in points], *zip(*[point[1:] for point in points], strict=True))
+        axes.errorbar(x, losses, spreads, **_style(number), capsize=3, label=kind)
+    lay_out(axes, [point[0] for points in lines.values() for point in points])
+
+
+def _name_lines(axes: Axes) -> None:
+    """Above the panel, where the names hide nothing."""
+    axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+
+
+def _swept_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
+    """One for each swept cell, if the table is a sweep."""
+    cells = dict.fromkeys(cell for row in result["rows"] for cell in row.get("swept", {}))
+    return [lambda axes, cell=cell: _draw_sweep(axes, result, cell) for cell in cells]  # type: ignore[misc]
+
+
+def _draw_sweep(axes: Axes, result: Mapping[str, Any], cell: str) -> None:
+    """Final loss against the values of a cell: a line for each row and values of the others, dashed if it has none."""
+    known = [row for row, _ in _known(result)]
+    said = dict.fromkeys(row["swept"][cell] for row in result["rows"] if cell in row.get("swept", {}))
+    places = dict(zip(said, places_of(list(said)), strict=True))
+    lines: dict[str, list[Point]] = defaultdict(list)
+    for row in known:
+        if cell in row.get("swept", {}):
+            others = [f"{other}={value}" for other, value in row["swept"].items() if other != cell]
+            lines[", ".join([row["of"], *others])].append(_point(places[row["swept"][cell]], row))
+    _draw_lines(axes, {kind: sorted(points) for kind, points in lines.items()})
+    for number, row in enumerate(row for row in known if cell not in row.get("swept", {})):
+        axes.axhline(row["ours"]["mean"], color=f"C{(len(lines) + number) % 10}", linestyle="--", label=row["name"])
+    axes.set(xlabel=cell, ylabel="final loss, nats")
+    _name_lines(axes)

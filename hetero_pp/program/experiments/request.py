@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.experiments.definition import Catalog, Experiment, Row
+from hetero_pp.program.experiments.catalog import Catalog
+from hetero_pp.program.experiments.definition import Scale
 from hetero_pp.program.experiments.jobs import Training
 from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.sweeps import parse_sweep
+from hetero_pp.program.experiments.sweep import swept
+
+EXPERIMENTS = Path("configs/experiments")
+SCALE = "micro"
+"""What is meant if the user does not say."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Request:
 
     catalog: Catalog
     names: Sequence[str] = ()
-    scale: str = "micro"
+    scale: str = SCALE
     seeds: int = 3
     workers: int = 1
     corpus: str | None = None
@@ -37,53 +39,49 @@ class Request:
     can_train: bool = True
     """Whether the scale's hardware is here."""
 
-    def settings(self) -> list[Setting]:
-        """The experiments by name (all, if none is named); those with changed rows or text get names of their own."""
-        names = self.names or sorted(self.catalog.experiments)
-        return [self._setting(self.catalog.experiment(name)) for name in names]
+    def settings(self) -> tuple[list[Setting], dict[str, ConfigError]]:
+        """The experiments by name; those with changed rows or text get names of their own.
 
-    def _setting(self, experiment: Experiment) -> Setting:
-        if self.sweeps:
-            experiment = swept(experiment, self.sweeps)
-        if self.corpus is not None:
-            experiment = experiment.model_copy(update={"name": f"{experiment.name}-{Path(self.corpus).stem}"})
+        If none is named, all that can be used, and what is wrong with each of the others. Raises ConfigError for a
+        scale or a name that is not known, and for an experiment that was named and cannot be used.
+        """
         scale = self.catalog.scale(self.scale)
-        return Setting(scale, experiment, self.can_train, self.corpus, self.repeat)
+        if self.names:
+            return [self._setting(scale, name) for name in self.names], {}
+        found, broken = [], dict(self.catalog.broken)
+        for name in sorted(self.catalog.experiments):
+            try:
+                found.append(self._setting(scale, name))
+            except ConfigError as error:
+                broken[name] = error
+        return found, broken
 
+    def _setting(self, scale: Scale, name: str) -> Setting:
+        """An experiment of which every row is a run. Raises ConfigError if it is not."""
+        experiment = self.catalog.experiment(name)
+        command = self._command(experiment.name)
+        setting = Setting(scale, experiment, self.can_train, self.corpus, self.repeat, command)
+        for row in experiment.rows:
+            if setting.not_representable(row) is None:
+                setting.config(row)
+        if self.sweeps:
+            setting = swept(setting, self.sweeps)
+        if self.corpus is None:
+            return setting
+        named = setting.experiment.model_copy(update={"name": f"{setting.experiment.name}-{Path(self.corpus).stem}"})
+        return replace(setting, experiment=named)
 
-def swept(experiment: Experiment, sweeps: Sequence[str]) -> Experiment:
-    """The experiment with every row repeated for each value of `cell=a,b,c`; claims are left out.
-
-    The baseline stays the declared one, at the first values. A cell is one of a row (`rank`, `bits`, `compressed`,
-    `budget`, `replicas`), or of the run, by its dotted name.
-    """
-    rows, baseline = list(experiment.rows), experiment.baseline
-    for sweep in sweeps:
-        cell, values = parse_sweep("--sweep", sweep, "CELL=A,B such as `outer.compression.density=1/128,1/32`")
-        rows = [_changed(row, cell, value) for row in rows for value in values]
-        baseline = _name(baseline, cell, values[0])
-    update = {"name": f"{experiment.name}-sweep", "rows": rows, "claims": [], "baseline": baseline}
-    return experiment.model_copy(update=update)
-
-
-def _changed(row: Row, cell: str, text: str) -> Row:
-    value = _plain(text)
-    own = {cell: value} if cell in Row.model_fields else {"cells": {**row.cells, cell: value}}
-    try:
-        return Row.model_validate(row.model_dump() | own | {"name": _name(row.name, cell, text)})
-    except ValidationError as error:
-        raise ConfigError((), f"--sweep {cell}={text}: {error.errors()[0]['msg']}") from None
-
-
-def _name(row: str, cell: str, text: str) -> str:
-    return f"{row}, {cell}={text}"
-
-
-def _plain(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+    def _command(self, name: str) -> str:
+        """What makes an experiment's table as this request asks for it, but for the number of seeds."""
+        words = ["hetero-pp", "reproduce", name]
+        if self.catalog.folder != EXPERIMENTS:
+            words += ["--experiments", str(self.catalog.folder)]
+        if self.scale != SCALE:
+            words += ["--scale", self.scale]
+        words += [word for sweep in self.sweeps for word in ("--sweep", sweep)]
+        if self.corpus is not None:
+            words += ["--corpus", self.corpus]
+        return shlex.join(words + ["--repeat"] * self.repeat)
 
 
 def with_device(request: Request, device: str) -> Request:

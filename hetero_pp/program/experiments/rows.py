@@ -10,8 +10,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.program.experiments.blame import located
 from hetero_pp.program.experiments.definition import Cells, Experiment, Row, Scale
+from hetero_pp.program.experiments.identity import settings_of
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.yaml_lines import complaint
+
+_OF_THE_TABLE = "the `corpus` of the experiment, or --corpus, for all rows"
+_NOT_CELLS = {
+    "name": "the row's own",
+    "seed": "--seeds",
+    "data": "its keys, one by one",
+    "data.corpus": _OF_THE_TABLE,
+    "data.text_field": _OF_THE_TABLE,
+    "data.tokenizer": "the `vocabulary` of the scale",
+    "replicas": "`replicas` of the row",
+}
+"""What rows do not differ in as cells, and what stands for them."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +41,23 @@ class Setting:
     """The user's own text, instead of the experiment's."""
     repeat: bool = False
     """Whether the corpus may be read more than once."""
+    command: str = ""
+    """What makes its table, but for the number of seeds."""
 
     def config(self, row: Row, seed: int = 0) -> RunConfig:
-        """The row's configuration, checked. Raises ConfigError naming the row."""
+        """The row's configuration, checked. Raises ConfigError with file, line and key of what said so, and the row."""
         try:
             config = RunConfig.model_validate(self._values(row, seed))
             config.check()
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError((), f"{self.experiment.name}, row `{row.name}`: {where}: {first['msg']}") from None
+            raise self._told(row, complaint(error, RunConfig)) from None
         except ConfigError as error:
-            raise ConfigError((), f"{self.experiment.name}, row `{row.name}`: {error}") from None
+            raise self._told(row, error) from None
         return config
+
+    def meaning(self, row: Row) -> Any:
+        """All that decides what the row comes to but its seed and its tokens: equal for equal rows."""
+        return settings_of(self.config(row), self.scale.vocabulary)
 
     def why_not(self, row: Row) -> str | None:
         """Why a row cannot be trained; None if it can."""
@@ -64,18 +83,26 @@ class Setting:
         for cells in (self.experiment.at.get(self.scale.name, {}), row.at.get(self.scale.name, {}), row.cells):
             yield from cells.items()
 
+    def _told(self, row: Row, error: ConfigError) -> ConfigError:
+        said = ConfigError(error.key, f"{error.message} (row `{row.name}` at scale {self.scale.name})")
+        return located(said, row, self.experiment, self.scale)
+
     def _replica_count(self, row: Row) -> int:
         return row.replicas or self.scale.replicas
 
     def _values(self, row: Row, seed: int) -> Cells:
         values: Cells = json.loads(json.dumps(self.scale.base)) | {"name": "row", "seed": seed}
         corpus = self.corpus or self.experiment.corpus
-        values["data"] |= {"repeat": self.repeat} | ({} if corpus is None else {"corpus": corpus})
+        values.setdefault("data", {}).update({"repeat": self.repeat} | ({} if corpus is None else {"corpus": corpus}))
         values["replicas"] = list(self._replicas(row))
         for cell, value in self.cells(row):
+            if cell in _NOT_CELLS:
+                raise ConfigError(cell.split("."), f"found a cell that a row cannot have, expected {_NOT_CELLS[cell]}")
             for node, keys in _places(values, cell):
                 _set(node, keys, value, cell)
-        values["outer"]["rounds"] = round(values["outer"]["rounds"] * row.budget)
+        if row.budget != 1:
+            rounds = RunConfig.model_validate(values).outer.rounds
+            _set(values, ["outer", "rounds"], round(rounds * row.budget), "outer.rounds")
         return values
 
     def _replicas(self, row: Row) -> Iterator[Cells]:
@@ -97,8 +124,6 @@ def _places(values: Cells, cell: str) -> Iterator[tuple[Cells, list[str]]]:
     if keys[0] != "replicas":
         yield values, keys
         return
-    if len(keys) == 1:
-        raise ConfigError((), f"cell `{cell}`: expected a key of each replica, such as `replicas.batch_size`")
     for replica in values["replicas"]:
         if keys[1] in ("stages", "boundary", "extra_in_flight") and replica["kind"] == "datacenter":
             continue
@@ -110,5 +135,5 @@ def _set(node: Any, keys: list[str], value: Any, cell: str) -> None:
     for parent in parents:
         node = node.setdefault(parent, {}) if isinstance(node, dict) else None
     if not isinstance(node, dict):
-        raise ConfigError((), f"cell `{cell}`: found no section to set `{last}` in")
+        raise ConfigError(cell.split("."), f"found no section to set `{last}` in")
     node[last] = value

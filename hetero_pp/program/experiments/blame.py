@@ -1,0 +1,52 @@
+"""Which line of which file a complaint about a row's configuration is to be mended in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.experiments.definition import Experiment, Row, Scale, SweptRow
+
+Key = tuple[str | int, ...]
+
+_OF_A_BOUNDARY = ("rank", "bits", "ablations")
+
+
+def located(error: ConfigError, row: Row, experiment: Experiment, scale: Scale) -> ConfigError:
+    """A complaint about a key of a row's run, with the `--sweep`, or the file and line, that said so."""
+    key = _without_variants(error.key)
+    if isinstance(row, SweptRow):
+        about = [cell for cell in row.swept if _overlap(_parts(cell), key)] or list(row.swept)
+        sweeps = " ".join(f"--sweep {cell}={row.swept[cell]}" for cell in about)
+        return ConfigError((), f"{sweeps}: {error.message}")
+    for place in _places(row, experiment, scale):
+        parts = _parts(str(place[-1]))
+        if _overlap(parts, key):
+            return experiment.located(ConfigError((*place, *key[len(parts) :]), error.message))
+    return scale.located(ConfigError(("base", *key), error.message))
+
+
+def _places(row: Row, experiment: Experiment, scale: Scale) -> Iterator[Key]:
+    """Of what a row changes, the key in its experiment: what is applied last comes first."""
+    own: Key = ("rows", [one.name for one in experiment.rows].index(row.name))
+    yield from ((*own, "cells", cell) for cell in reversed(row.cells))
+    yield from ((*own, "at", scale.name, cell) for cell in reversed(row.at.get(scale.name, {})))
+    yield from (("at", scale.name, cell) for cell in reversed(experiment.at.get(scale.name, {})))
+    yield from ((*own, name) for name in _OF_A_BOUNDARY)
+
+
+def _parts(cell: str) -> tuple[str, ...]:
+    """A cell of a row as the key of a run."""
+    return ("replicas", "boundary", cell) if cell in _OF_A_BOUNDARY else tuple(cell.split("."))
+
+
+def _overlap(parts: Sequence[str], key: Sequence[str]) -> bool:
+    """Whether one lies below the other, or both are one; what is told of all replicas is nobody's."""
+    length = min(len(parts), len(key))
+    is_telling = length > 1 or parts[0] != "replicas" or len(parts) == len(key)
+    return length > 0 and is_telling and tuple(parts[:length]) == tuple(key[:length])
+
+
+def _without_variants(key: Sequence[str | int]) -> tuple[str, ...]:
+    """The key of a run as cells say it: `replicas.boundary.rank` of every replica, whichever its kind."""
+    return tuple(part for part in key if isinstance(part, str) and part not in ("datacenter", "participants"))

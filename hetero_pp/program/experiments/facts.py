@@ -1,0 +1,70 @@
+"""What the rows of a table are trained with, in words: sizes, tokens, rounds, density, as one value or as several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+
+
+def facts(configs: Sequence[RunConfig], vocabulary: int) -> str:
+    """`0.34 M parameters, 819 k tokens, M = 4, H = 10, 40 outer rounds, density 1/32, not quantised`."""
+    specs = [RunSpec(config, vocabulary) for config in configs]
+    return ", ".join(part for part in _parts(specs) if part)
+
+
+def _parts(specs: Sequence[RunSpec]) -> Iterator[str]:
+    yield f"{_joined([_size(parameter_count(spec)) for spec in specs])} parameters"
+    yield f"{_joined([_count(token_count(spec)) for spec in specs])} tokens"
+    yield f"M = {_joined([str(len(spec.config.replicas)) for spec in specs])}"
+    with_rounds = [spec.config for spec in specs if spec.config.outer.source == "difference"]
+    if len(with_rounds) < len(specs):
+        yield "gradients averaged every step" + (" in some rows" if with_rounds else "")
+    if with_rounds:
+        outer = [config.outer for config in with_rounds]
+        yield f"H = {_joined([str(config.inner.steps) for config in with_rounds])}"
+        yield f"{_joined([str(one.rounds) for one in outer])} outer rounds"
+        yield f"density {_joined([_ratio(one.compression.density) for one in outer])}"
+        yield _joined([_quantiser(one.compression) for one in outer])
+
+
+def _joined(values: Sequence[str]) -> str:
+    """Each value once: `a`, `a or b`, `a, b or c`."""
+    *most, last = dict.fromkeys(values)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def parameter_count(spec: RunSpec) -> int:
+    """Of one replica."""
+    return sum(math.prod(shape) for shape in spec.parameter_shapes.values())
+
+
+def token_count(spec: RunSpec) -> int:
+    """That all replicas train on."""
+    sequences = sum(replica.batch_size for replica in spec.config.replicas)
+    return sequences * spec.config.data.sequence_length * spec.total_steps
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.2g} M" if count < 1e7 else f"{count / 1e6:.0f} M"
+
+
+def _count(tokens: int) -> str:
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if tokens >= factor:
+            return f"{tokens / factor:.3g} {unit}"
+    return str(tokens)
+
+
+def _ratio(value: float) -> str:
+    return str(Fraction(value).limit_denominator(10_000))
+
+
+def _quantiser(compression: CompressionSettings) -> str:
+    if compression.value_bits == 32:
+        return "not quantised"
+    return "signs" if compression.quantiser == "signs" else f"{compression.value_bits}-bit codes"

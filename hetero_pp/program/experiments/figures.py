@@ -1,0 +1,81 @@
+"""Figures in a text that is written by hand: `{micro/het-pp/table1 | loss | SparseLoCo}` stands for what is known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from hetero_pp.errors import ConfigError
+
+FOUND = "found.md"
+"""Beside the experiments: what was found, in words."""
+
+Result = Mapping[str, Any]
+Results = Mapping[str, Result]
+"""By scale and name, as `micro/het-pp/table1`."""
+
+
+def with_figures(path: Path, results: Results) -> str:
+    """The text of a file with its figures filled in. Raises ConfigError naming file and line of one that is not known.
+
+    A figure is `{claims | VERDICT}`, how many claims of all tables came to that (`all`: how many there are), or
+    `{TABLE | WHAT | NAME...}`: what is `loss` (nats), `percent` (above the baseline), `paper` or `paper percent` (the
+    same of the paper) or `bias` (percent) of a row, `difference` (nats) of the second row to the first, or `verdict`
+    of a claim.
+    """
+    text = path.read_text()
+
+    def figure(match: re.Match[str]) -> str:
+        try:
+            return _figure([" ".join(part.split()) for part in match[1].split("|")], results)
+        except (KeyError, ValueError, TypeError):
+            line = text.count("\n", 0, match.start()) + 1
+            raise ConfigError((), f"{path}:{line}: found `{match[0]}`, expected a figure that is known") from None
+
+    return _folded(re.sub(r"\{([^{}]*)\}", figure, text))
+
+
+def _folded(text: str) -> str:
+    """Lines of even length again, in every paragraph and point of a list; what is between them stays."""
+    texts_and_gaps = re.split(r"(\n(?=- )|\n\n)", text.strip())
+    for place in range(0, len(texts_and_gaps), 2):
+        line = " ".join(texts_and_gaps[place].split())
+        below = "  " if line.startswith("- ") else ""
+        texts_and_gaps[place] = fill(line, 120, subsequent_indent=below, break_on_hyphens=False)
+    return "".join(texts_and_gaps) + "\n"
+
+
+def _figure(parts: list[str], results: Results) -> str:
+    if parts[0] == "claims":
+        verdicts = [claim["verdict"] for result in results.values() for claim in result["claims"]]
+        return str(len(verdicts) if parts[1] == "all" else verdicts.count(parts[1]))
+    table, what, *names = parts
+    result = results[table]
+    if what == "verdict":
+        [name] = names
+        return str({claim["text"]: claim["verdict"] for claim in result["claims"]}[name])
+    rows = {row["name"]: row for row in result["rows"]}
+    return _OF_ROWS[what](rows, *(rows[name] for name in names))
+
+
+Row = Mapping[str, Any]
+
+
+def _difference(_: Mapping[str, Row], one: Row, other: Row) -> str:
+    """At the seeds that both have."""
+    seeds, others = one["ours"]["seeds"], other["ours"]["seeds"]
+    paired = [others[seed] - seeds[seed] for seed in seeds if seed in others]
+    return f"{sum(paired) / len(paired):.2f}"
+
+
+_OF_ROWS: dict[str, Callable[..., str]] = {
+    "loss": lambda _, row: f"{row['ours']['mean']:.2f}",
+    "percent": lambda _, row: f"{row['delta_percent']:.1f}",
+    "paper": lambda _, row: f"{row['paper']:.2f}",
+    "paper percent": lambda rows, row: f"{100 * (row['paper'] / rows[row['baseline']]['paper'] - 1):.1f}",
+    "bias": lambda _, row: f"{100 * row['bias']['mean']:.0f}",
+    "difference": _difference,
+}

@@ -1,0 +1,25 @@
+"""What of a row's settings decides what it comes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetero_pp.run.config import RunConfig
+from hetero_pp.settings import NotPartOf, meaning
+from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
+
+
+def settings_of(config: RunConfig, vocabulary: int) -> Any:
+    """That part of a configuration, as JSON, with ranks as numbers and without what settings say by default."""
+    width = config.model.resolve(vocabulary).width
+    replicas = [_in_dimensions(replica, width) for replica in config.replicas]
+    return meaning(config.model_copy(update={"replicas": replicas}), NotPartOf.OUTCOME, defaults=False)
+
+
+def _in_dimensions(replica: ReplicaSettings, width: int) -> ReplicaSettings:
+    """The same with the rank as a number: 1/8 of 64 is 8."""
+    if not isinstance(replica, ParticipantsReplica):
+        return replica
+    boundary = replica.boundary
+    rank = boundary.dimensions(width) or "full"
+    return replica.model_copy(update={"boundary": boundary.model_copy(update={"rank": rank})})

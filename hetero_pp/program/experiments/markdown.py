@@ -1,0 +1,117 @@
+"""An experiment's result as markdown: what its rows are, its command and picture, the table, verdicts, provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hetero_pp.program.experiments.provenance import describe
+
+COLUMNS = {
+    "paper": "the paper's loss, in nats",
+    "paper, %": "how much that is above the paper's loss of the baseline",
+    "ours": "validation loss of the synced model in nats: of each replica's own forward, averaged over replicas; the "
+    "mean over seeds",
+    "spread": "its standard deviation over seeds",
+    "seeds": "how many seeds were trained and did not diverge",
+    "ours, %": "how much `ours` is above the baseline's, paired by seed",
+    "uncompressed": "loss of the same model without boundaries",
+    "compressed": "loss of the same model with the boundaries of a compressed replica",
+    "bytes/token": "what crosses a compressed boundary for a token, in one direction; 0 without one",
+    "bias, %": "how far equation 5's mean pseudo-gradient is from the unbiased one, as a share of the latter's norm",
+    "state": "whether the row was trained, or why not",
+}
+"""What a table's columns say. Those of the paper, and the bias, are left out where no row has any."""
+
+
+def markdown(result: Mapping[str, Any], picture: str | None = None) -> Iterator[str]:
+    """The table of an experiment and the verdicts on its claims; `picture` is where its picture lies."""
+    yield f"### {result['name']}: {result['title']}"
+    yield ""
+    yield from _paragraph(result)
+    if result["command"]:
+        yield from ("", "```bash", result["command"], "```")
+    if picture is not None:
+        yield from ("", f"![{result['name']} at scale {result['scale']}]({picture})")
+    yield ""
+    yield from _table(result)
+    yield from _claims(result["claims"])
+    yield from ("", *_trained(result["trained"]))
+
+
+def _paragraph(result: Mapping[str, Any]) -> Iterator[str]:
+    paper = [f"{result['paper']}."] if result["paper"] else []
+    yield " ".join([*paper, f"Scale `{result['scale']}`: {result['facts']}."])
+    if result["note"]:
+        yield result["note"]
+    corpus = result["corpus"]
+    if corpus is not None:
+        yield f"Corpus: {corpus['name']}, {corpus['tokens']:,} tokens, read {corpus['epochs']:.2g} times."
+
+
+def _table(result: Mapping[str, Any]) -> Iterator[str]:
+    papers = {row["name"]: row["paper"] for row in result["rows"]}
+    rows = [_cells(row, papers.get(row["baseline"])) for row in result["rows"]]
+    optional = ("paper", "paper, %", "bias, %")
+    columns = [name for name in COLUMNS if name not in optional or any(row[name] for row in rows)]
+    yield "| row | " + " | ".join(columns) + " |"
+    yield "|" + "---|" * (1 + len(columns))
+    for row in rows:
+        yield f"| {row['row']} | " + " | ".join(row[name] for name in columns) + " |"
+
+
+def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
+    """By column; `base` is the paper's loss of the baseline."""
+    ours = row["ours"] or {"mean": None, "spread": None, "seeds": {}}
+    theirs = None if row["paper"] is None or base is None else 100 * (row["paper"] / base - 1)
+    return {
+        "row": row["name"],
+        "paper": number(row["paper"], 3),
+        "paper, %": _signed(theirs),
+        "ours": number(ours["mean"], 3),
+        "spread": number(ours["spread"], 3),
+        "seeds": str(len(ours["seeds"])),
+        "ours, %": _signed(row["delta_percent"]),
+        "uncompressed": number(row.get("uncompressed"), 3),
+        "compressed": number(row.get("compressed"), 3),
+        "bytes/token": number(row.get("bytes_per_token"), 1),
+        "bias, %": number(100 * row["bias"]["mean"], 2) if "bias" in row else "",
+        "state": row["state"],
+    }
+
+
+def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
+    if claims:
+        yield from ("", "| claim | verdict | 95 % interval | seeds |", "|---|---|---|---|")
+    for claim in claims:
+        yield f"| {claim['text']} | **{claim['verdict']}** | {interval_cell(claim)} | {claim['seeds']} |"
+    for claim in claims:
+        if claim["why"]:
+            yield from ("", f"*{claim['text']}*: {claim['why']}")
+
+
+def _trained(entries: list[Mapping[str, Any]]) -> Iterator[str]:
+    if len(entries) == 1:
+        yield f"Trained on {describe(entries[0])}."
+    elif entries:
+        yield from ("Trained on", "")
+    for entry in entries if len(entries) > 1 else ():
+        rows = "; ".join(f"{row} (seeds {', '.join(map(str, seeds))})" for row, seeds in entry["rows"].items())
+        yield f"- {describe(entry)}: {rows}"
+
+
+def interval_cell(claim: Mapping[str, Any]) -> str:
+    """The interval of the difference that a claim is about, with its unit."""
+    if claim["interval"] is None:
+        return ""
+    scaled = [value * (100 if claim["of"] == "bias" else 1) for value in claim["interval"]]
+    return "{:+.3f} to {:+.3f} ".format(*scaled) + ("% points" if claim["of"] == "bias" else "nats")
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number; nothing for None."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.1f}"

@@ -1,0 +1,80 @@
+"""On what machine, and at which commit, the rows of a table were trained: they say so, whoever writes the table."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Outcomes = Mapping[str, Mapping[int, Mapping[str, Any]]]
+"""row -> seed -> outcome"""
+
+Trained = Mapping[str, Any]
+"""`machine` and `commit` (None: not recorded), and `rows`: the seeds of each row that were trained there."""
+
+
+def trained_by(outcomes: Outcomes, earlier: Sequence[Trained]) -> Sequence[Trained]:
+    """Who trained the rows, one entry for each machine and commit.
+
+    Outcomes that are older than the record of it say nothing: of them, what the `earlier` table said stays.
+    """
+    found: list[dict[str, Any]] = []
+    for row, seeds in outcomes.items():
+        for seed in sorted(seeds):
+            by = {name: seeds[seed].get(name) for name in ("machine", "commit")}
+            if by["machine"] is None:
+                by = next(_said_of(row, seed, earlier), by)
+            entry = next((one for one in found if by.items() <= one.items()), None)
+            if entry is None:
+                entry = {**by, "rows": {}}
+                found.append(entry)
+            entry["rows"].setdefault(row, []).append(seed)
+    return found
+
+
+def _said_of(row: str, seed: int, earlier: Sequence[Trained]) -> Iterator[dict[str, Any]]:
+    for entry in earlier:
+        if seed in entry["rows"].get(row, []):
+            yield {name: entry[name] for name in ("machine", "commit")}
+
+
+def describe(entry: Trained) -> str:
+    """`AMD EPYC, 2 cores, Python 3.11.7, torch 2.13.0+cpu, at 3c88633`."""
+    machine, commit = entry["machine"], entry["commit"]
+    if machine is None:
+        return "a machine and a commit that were not recorded"
+    gpu = [machine["gpu"]] if machine["gpu"] else []
+    versions = f"Python {machine['python']}", f"torch {machine['torch']}"
+    return ", ".join([machine["processor"], f"{machine['cores']} cores", *gpu, *versions, f"at {commit}"])
+
+
+def machine() -> dict[str, Any]:
+    """What this runs on."""
+    import torch
+
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The code's commit, if this is a checkout."""
+    here = Path(__file__).parent
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"

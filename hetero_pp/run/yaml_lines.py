@@ -1,0 +1,119 @@
+"""A YAML file with the line of each key, and what is wrong with it in one line: file, line, key, found, expected."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from hetero_pp.errors import ConfigError, dotted
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.known_keys import keys_beside
+
+Key = tuple[str | int, ...]
+
+
+class YamlLines:
+    """What a YAML file holds at its `root`, and where each key stands in it.
+
+    Raises ConfigError if it cannot be read, is not YAML, or has no keys and values at its top.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.root = self._parse()
+
+    def located(self, error: ConfigError, model: type[BaseModel] = RunConfig) -> ConfigError:
+        """The same complaint about what should be a `model`, with file and line in front."""
+        key, line = self._find(error.key, model)
+        where = f"{self.path}:{line}: " + (f"{dotted(key)}: " if key else "")
+        return ConfigError((), where + error.message)
+
+    def plain(self) -> Any:
+        """What the root holds, as dicts and lists."""
+        return _plain(self.root)
+
+    def _parse(self) -> CommentedMap:
+        try:
+            root = YAML(typ="rt").load(self.path)
+        except OSError as error:
+            raise ConfigError((), f"{self.path}: cannot be read ({error.strerror})") from None
+        except MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            raise ConfigError((), f"{self.path}:{line}: not YAML: {error.problem}") from None
+        except (YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError((), f"{self.path}: not YAML: {str(error).splitlines()[0]}") from None
+        if not isinstance(root, CommentedMap):
+            raise ConfigError((), f"{self.path}:1: expected keys and values at the top")
+        return root
+
+    def _find(self, key: Sequence[str | int], model: type[BaseModel]) -> tuple[Key, int]:
+        """The key as far as the file has it (and one step further), and the line it stands on."""
+        node: Any = self.root
+        found: list[str | int] = []
+        line = 1
+        for position, part in enumerate(key):
+            in_list = isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node)
+            if in_list or (isinstance(node, CommentedMap) and part in node):
+                line = _line(node.lc, part, line)
+            else:
+                known = keys_beside(key[: position + 1], model)
+                if part in known or (not known and isinstance(node, CommentedMap)):  # else it says which kind it is
+                    found.append(part)
+                continue
+            found.append(part)
+            node = node[part]
+        return tuple(found), line
+
+
+def _line(position: Any, part: str | int, otherwise: int) -> int:
+    """Where an entry of a mapping or a list stands; entries set from the command line stand nowhere."""
+    data = position.data or {}
+    return data[part][0] + 1 if part in data else otherwise
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, CommentedMap):
+        return {key: _plain(value) for key, value in node.items()}
+    if isinstance(node, CommentedSeq):
+        return [_plain(value) for value in node]
+    return node
+
+
+def complaint(error: ValidationError, model: type[BaseModel] = RunConfig) -> ConfigError:
+    """The complaint to show of those of a model: of several about the alternatives of one value, the most specific."""
+    details = error.errors(include_url=False)
+    first = details[0]["loc"]
+    section = first[:-1][:2]
+    related = [detail for detail in details if detail["loc"][: len(section)] == section]
+    detail = max(related, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"])))
+    return ConfigError(detail["loc"], _explain(detail, model))
+
+
+def _explain(detail: Any, model: type[BaseModel]) -> str:
+    kind, message, key = detail["type"], detail["msg"], detail["loc"]
+    if kind == "extra_forbidden":
+        known = keys_beside(key, model)
+        close = difflib.get_close_matches(str(key[-1]), known, n=1)
+        hint = f"; did you mean `{close[0]}`?" if close else ""
+        return f"found an unknown key, expected one of {', '.join(known)}{hint}"
+    if kind == "missing":
+        return "found nothing, expected a value"
+    if kind == "value_error":
+        return message.removeprefix("Value error, ")
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        context = detail["ctx"]
+        name = context["discriminator"].strip("'")
+        if kind == "union_tag_not_found":
+            return f"found no `{name}`, expected one of 'datacenter', 'participants'"
+        return f"found `{name}: {context['tag']}`, expected one of {context['expected_tags']}"
+    found = detail["input"]
+    shown = f"`{found}`" if isinstance(found, str | int | float) else f"a {type(found).__name__}"
+    expected = message.removeprefix("Input should be ")
+    return f"found {shown}, expected {expected[:1].lower()}{expected[1:]}"

@@ -1,0 +1,78 @@
+"""A folder of one toy table at a scale of seconds, and `hetero-pp reproduce` of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hetero_pp.program.cli import app
+
+TINY = """\
+name: tiny
+about: a few seconds
+replicas: 2
+stages: 2
+batch_size: 2
+vocabulary: 300
+hardware: cpu
+base:
+  model: {preset: micro, width: 16, heads: 2, feed_forward: 16, layers: 2}
+  data: {corpus: CORPUS, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}
+  inner: {steps: 2, learning_rate: 1.0e-2, warmup_steps: 2}
+  outer: {rounds: 2, compression: {density: 1/32, value_bits: 32}}
+"""
+EXPERIMENT = """\
+name: toy/one
+title: Toy
+paper: nowhere
+baseline: none
+rows:
+  - {name: none, paper: 2.0}
+  - {name: all, compressed: all, rank: 1/4, paper: 2.2}
+  - {name: the same, compressed: all, rank: 4}
+  - {name: too small, compressed: all, rank: 1/64}
+  - {name: explodes, cells: {outer.learning_rate: 1.0e+30}}
+claims:
+  - {text: costs, lower: [none, all]}
+  - {text: never trained, lower: [none, too small]}
+"""
+
+Reproduce = Callable[..., tuple[int, str, str]]
+"""Exit code, output and errors of `hetero-pp reproduce` with these arguments."""
+
+
+@pytest.fixture
+def toys(tmp_path: Path, corpus: Path) -> Path:
+    folder = tmp_path / "experiments"
+    (folder / "scales").mkdir(parents=True)
+    (folder / "toy").mkdir()
+    (folder / "scales" / "tiny.yaml").write_text(TINY.replace("CORPUS", str(corpus)))
+    (folder / "toy" / "one.yaml").write_text(EXPERIMENT)
+    return folder
+
+
+@pytest.fixture
+def reproduce(tmp_path: Path, toys: Path) -> Reproduce:
+    """At the toy's scale, with results and runs beside the experiments."""
+    options = ["--experiments", str(toys), "--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        result = CliRunner().invoke(app, ["reproduce", "--scale", "tiny", "--no-compile", *options, *arguments])
+        return result.exit_code, result.stdout, result.stderr
+
+    return invoke
+
+
+@pytest.fixture
+def known() -> Callable[..., dict[str, Any]]:
+    """The outcome of a row that came to a loss, with what else is said."""
+
+    def outcome(loss: float, **more: Any) -> dict[str, Any]:
+        losses = {"validation_loss": [loss + 1, loss], "uncompressed": loss, "compressed": None, "diverged": False}
+        return {**losses, "tokens": 10, "boundary_bytes_per_token": 16.0, "seconds": 1.0, **more}
+
+    return outcome

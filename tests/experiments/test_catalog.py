@@ -1,0 +1,180 @@
+"""A folder of one's own: which scales it has, what is told of a file that is wrong, and that others go on to work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.experiments.catalog import SHIPPED_SCALES, Catalog
+from hetero_pp.program.experiments.request import Request
+
+Reproduce = Callable[..., tuple[int, str, str]]
+"""Of conftest.py."""
+
+SMALLEST = """\
+name: mine
+title: Mine
+baseline: none
+rows:
+  - {name: none}
+  - name: all
+    compressed: all
+"""
+SCALE = (SHIPPED_SCALES / "micro.yaml").read_text()
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(SMALLEST)
+    return folder
+
+
+def test_a_table_needs_no_paper_no_claims_and_no_scale_of_its_own(mine: Path) -> None:
+    catalog = Catalog(mine)
+    assert set(catalog.experiments) == {"mine"}
+    assert set(catalog.scales) == {"micro", "small", "paper"}
+    [setting], broken = Request(catalog).settings()
+    assert not broken
+    assert [len(setting.config(row).replicas) for row in setting.rows()] == [4, 4]
+
+
+@pytest.mark.parametrize("place", ["quick.yaml", "scales/quick.yaml", "toy/quick.yaml"])
+def test_a_scale_is_found_wherever_it_lies(place: str, mine: Path) -> None:
+    (mine / place).parent.mkdir(exist_ok=True)
+    (mine / place).write_text(SCALE.replace("name: micro", "name: quick").replace("\nreplicas: 4", "\nreplicas: 2"))
+    catalog = Catalog(mine)
+    assert catalog.scale("quick").replicas == 2
+    assert set(catalog.scales) == {"quick", "micro", "small", "paper"}
+    assert set(catalog.experiments) == {"mine"}
+
+
+def test_a_scale_of_ones_own_is_taken_before_the_shipped_one(mine: Path) -> None:
+    (mine / "micro.yaml").write_text(SCALE.replace("\nreplicas: 4", "\nreplicas: 2"))
+    assert Catalog(mine).scale("micro").replicas == 2
+
+
+def test_no_folder_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none: found no such folder"):
+        Catalog(tmp_path / "none")
+
+
+WRONG = {
+    "no YAML": (SMALLEST + "  - [", "mine.yaml:8: not YAML: "),
+    "a list": ("- 1\n", "mine.yaml:1: expected keys and values at the top"),
+    "an unknown key": (
+        SMALLEST.replace("compressed:", "compresed:"),
+        "mine.yaml:7: rows[1].compresed: found an unknown",
+    ),
+    "the right key": (SMALLEST.replace("compressed:", "compresed:"), "did you mean `compressed`?"),
+    "a wrong value": (SMALLEST + "    rank: many\n", "mine.yaml:8: rows[1].rank: found `many`, expected a number or a"),
+    "no title": (SMALLEST.replace("title: Mine\n", ""), "mine.yaml:1: title: found nothing, expected a value"),
+    "no rows": (SMALLEST.partition("rows:")[0], "mine.yaml:1: rows: found nothing, expected a value"),
+    "no such baseline": (
+        SMALLEST.replace("baseline: none", "baseline: non"),
+        "mine.yaml:1: found no row `non`, expected one of `none`, `all`",
+    ),
+    "two rows of a name": (SMALLEST.replace("name: all", "name: none"), "found two rows of the name `none`"),
+    "a claim of no row": (
+        SMALLEST + "claims: [{text: a, lower: [none, some]}]\n",
+        "found no row `some`, expected one of `none`, `all`",
+    ),
+    "a claim of nothing": (
+        SMALLEST + "claims:\n  - {text: a, lower: [none, all]}\n  - {text: b}\n",
+        "mine.yaml:10: claims[1]: expected exactly one of `lower`, `equal`, `grows`",
+    ),
+    "a name that leads elsewhere": (
+        SMALLEST.replace("name: mine", "name: ../mine"),
+        "mine.yaml:1: name: found `../mine`",
+    ),
+}
+CELLS = {
+    "an unknown cell": (
+        SMALLEST + "    cells:\n      inner.stepz: 5\n",
+        "mine.yaml:9: rows[1].cells.inner.stepz: found an unknown key",
+    ),
+    "a cell with a wrong value": (
+        SMALLEST + "    cells: {outer.momentum: 2}\n",
+        "mine.yaml:8: rows[1].cells.outer.momentum: found `2`, expected less than 1 (row `all` at scale micro)",
+    ),
+    "a cell of no section": (
+        SMALLEST + "    cells: {outer.rounds.x: 2}\n",
+        "mine.yaml:8: rows[1].cells.outer.rounds.x: found no section to set `x` in",
+    ),
+    "a cell of every replica": (
+        SMALLEST + "    cells: {replicas.boundary.typ: 2}\n",
+        "mine.yaml:8: rows[1].cells.replicas.boundary.typ: found an unknown key",
+    ),
+    "a cell of a scale": (
+        SMALLEST + "    at: {micro: {inner.warmup_steps: x}}\n",
+        "mine.yaml:8: rows[1].at.micro.inner.warmup_steps: found `x`, expected a valid integer",
+    ),
+    "a cell of all rows": (
+        SMALLEST + "at:\n  micro:\n    outer.method: best\n",
+        "mine.yaml:10: at.micro.outer.method: found `best`, expected 'sparseloco'",
+    ),
+    "bits": (SMALLEST + "    bits: 99\n", "mine.yaml:8: rows[1].bits: found `99`, expected less than or equal to 8"),
+    "an ablation": (
+        SMALLEST + "    ablations: {projekt: true}\n",
+        "mine.yaml:8: rows[1].ablations.projekt: found an unknown key",
+    ),
+    "no cell": (SMALLEST + "    cells: {seed: 1}\n", "mine.yaml:8: rows[1].cells.seed: found a cell that a row cannot"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), [*WRONG.values(), *CELLS.values()], ids=[*WRONG, *CELLS])
+def test_what_is_wrong_is_told_by_file_line_and_key_in_one_line(text: str, words: str, mine: Path) -> None:
+    (mine / "mine.yaml").write_text(text)
+    (mine / "other.yaml").write_text(SMALLEST.replace("name: mine", "name: other"))
+    with pytest.raises(ConfigError) as error:
+        Request(Catalog(mine), names=["mine"]).settings()
+    assert words in str(error.value)
+    assert str(error.value).startswith(str(mine))
+    assert "\n" not in str(error.value)
+    [setting], broken = Request(Catalog(mine)).settings()
+    assert setting.experiment.name == "other"
+    assert [str(one) for one in broken.values()] == [str(error.value)]
+
+
+def test_what_is_wrong_with_a_scale_is_told_by_its_file(mine: Path) -> None:
+    (mine / "quick.yaml").write_text(SCALE.replace("name: micro", "name: quick").replace("steps: 10", "stepz: 10"))
+    with pytest.raises(ConfigError, match=r"quick\.yaml:12: base\.inner\.stepz: found an unknown key"):
+        Request(Catalog(mine), names=["mine"], scale="quick").settings()
+    (mine / "quick.yaml").write_text(
+        SCALE.replace("name: micro", "name: quick").replace("hardware: cpu", "hardware: x")
+    )
+    with pytest.raises(ConfigError, match=r"quick\.yaml:8: hardware: found `x`, expected 'cpu' or 'gpu'"):
+        Request(Catalog(mine), names=["mine"], scale="quick").settings()
+    assert Request(Catalog(mine), names=["mine"]).settings()
+
+
+def test_a_name_that_two_files_have_is_that_of_the_first(mine: Path) -> None:
+    (mine / "again.yaml").write_text(SMALLEST)
+    catalog = Catalog(mine)
+    assert set(catalog.experiments) == {"mine"}
+    assert "mine.yaml:1: name: found `mine`, which another file is called" in str(catalog.broken["mine"])
+
+
+def test_a_broken_file_is_listed_and_leaves_the_others_as_they_are(
+    tmp_path: Path, toys: Path, reproduce: Reproduce
+) -> None:
+    (toys / "toy" / "two.yaml").write_text(SMALLEST.replace("name: mine", "name: toy/two") + "clams: []\n")
+    code, out, _ = reproduce("--list", "--json", str(tmp_path / "list.json"))
+    assert code == 0
+    said = "two.yaml:8: clams: found an unknown key, expected one of"
+    assert f"toy/two is broken: {toys / 'toy' / said}" in out
+    one, two = json.loads((tmp_path / "list.json").read_text())
+    assert (one["name"], one["state"]) == ("toy/one", "0 of 4 rows at scale tiny")
+    assert (two["name"], two["state"]) == ("toy/two", "broken")
+    assert said in two["error"]
+    code, out, errors = reproduce("toy/one", "--no-train", "--seeds", "1")
+    assert (code, errors) == (0, "")
+    assert "toy/two" not in out
+    code, _, errors = reproduce("toy/two", "--no-train")
+    assert code == 2
+    assert said in errors

@@ -1,0 +1,154 @@
+"""docs/results.md: figures of its text are those of the rows, its links lead somewhere, who trained what stays so."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.experiments.figures import with_figures
+from hetero_pp.program.experiments.markdown import markdown
+from hetero_pp.program.experiments.overview import write_overview
+from hetero_pp.program.experiments.provenance import commit, machine, trained_by
+
+Reproduce = Callable[..., tuple[int, str, str]]
+Known = Callable[..., dict[str, Any]]
+"""Of conftest.py."""
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+
+
+def test_the_page_is_that_of_the_results(tmp_path: Path) -> None:
+    """As `--docs` writes it, but for where the pictures lie."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "results").symlink_to(RESULTS)
+    write_overview(tmp_path / "benchmarks" / "results", tmp_path / "docs.md", ROOT / "configs" / "experiments")
+    assert (tmp_path / "docs.md").read_text().replace("](benchmarks/", "](../benchmarks/") == PAGE.read_text()
+
+
+def test_links_of_the_page_lead_somewhere() -> None:
+    text = PAGE.read_text()
+    links = re.findall(r"\]\(([^)#][^)]*)\)", text)
+    assert sum(link.endswith(".png") for link in links) == len(list((RESULTS / "micro").glob("*/*.png")))
+    assert all((PAGE.parent / link).is_file() for link in links)
+    headings = re.findall(r"^### (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) == anchors
+
+
+def test_every_table_names_its_command() -> None:
+    commands = re.findall(r"^hetero-pp reproduce (\S+) --seeds 3$", PAGE.read_text(), re.MULTILINE)
+    assert commands == sorted(path.relative_to(RESULTS / "micro").with_suffix("").as_posix() for path in _tables())
+
+
+def _tables() -> list[Path]:
+    return list((RESULTS / "micro").glob("*/*.json"))
+
+
+# ---- figures in a text ----
+
+RESULT: dict[str, Any] = {
+    "rows": [
+        {
+            "name": "base",
+            "baseline": "base",
+            "paper": 2.0,
+            "ours": {"mean": 4.0, "seeds": {"1": 3.9, "2": 4.1}},
+            "delta_percent": 0.0,
+        },
+        {
+            "name": "a - b",
+            "baseline": "base",
+            "paper": 2.1,
+            "ours": {"mean": 4.5, "seeds": {"2": 4.4, "3": 4.6}},
+            "delta_percent": 12.34,
+            "bias": {"mean": 0.1234},
+        },
+    ],
+    "claims": [{"text": "it costs", "verdict": "holds"}, {"text": "it pays", "verdict": "does not hold"}],
+}
+FIGURES = {
+    "{s/t | loss | a - b}": "4.50",
+    "{s/t | percent | a - b}": "12.3",
+    "{s/t | paper | a - b}": "2.10",
+    "{s/t | paper percent | a - b}": "5.0",
+    "{s/t | bias | a - b}": "12",
+    "{s/t | difference | base | a - b}": "0.30",  # at the seed 2, which both have
+    "{s/t |\n  verdict | it\n  costs}": "holds",
+    "{claims | all} and {claims | holds}": "2 and 1",
+}
+
+
+@pytest.mark.parametrize(("text", "figure"), FIGURES.items(), ids=list(FIGURES.values()))
+def test_figures_are_filled_in(text: str, figure: str, tmp_path: Path) -> None:
+    (tmp_path / "found.md").write_text(f"# Found\n\nIt is {text}.\n- so\n")
+    assert with_figures(tmp_path / "found.md", {"s/t": RESULT}) == f"# Found\n\nIt is {figure}.\n- so\n"
+
+
+@pytest.mark.parametrize("text", ["{s/u | loss | base}", "{s/t | loss | c}", "{s/t | bias | base}", "{s/t}", "{}"])
+def test_a_figure_that_is_not_known_is_told_by_its_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "found.md").write_text(f"# Found\n\nIt is {text}.\n")
+    with pytest.raises(ConfigError) as error:
+        with_figures(tmp_path / "found.md", {"s/t": RESULT})
+    assert str(error.value).startswith(f"{tmp_path / 'found.md'}:3: found `{text}`")
+
+
+# ---- who trained what ----
+
+HERE = {"machine": {"processor": "A", "cores": 2, "gpu": None, "python": "3", "torch": "2"}, "commit": "1111111"}
+THERE = {"machine": {"processor": "B", "cores": 8, "gpu": "H100", "python": "3", "torch": "2"}, "commit": "2222222"}
+
+
+def test_rows_say_who_trained_them(known: Known) -> None:
+    outcomes = {"a": {2: known(1.0, **THERE), 1: known(1.0, **HERE)}, "b": {1: known(1.0, **HERE)}}
+    assert trained_by(outcomes, []) == [
+        {**HERE, "rows": {"a": [1], "b": [1]}},
+        {**THERE, "rows": {"a": [2]}},
+    ]
+
+
+def test_of_rows_that_do_not_say_what_the_table_said_stays(known: Known) -> None:
+    earlier = [{**HERE, "rows": {"a": [1]}}]
+    outcomes = {"a": {1: known(1.0), 2: known(1.0)}, "b": {1: known(1.0, **THERE)}}
+    assert trained_by(outcomes, earlier) == [
+        {**HERE, "rows": {"a": [1]}},
+        {"machine": None, "commit": None, "rows": {"a": [2]}},
+        {**THERE, "rows": {"b": [1]}},
+    ]
+
+
+def test_a_table_lists_several_machines() -> None:
+    [path] = [path for path in _tables() if path.stem == "table7"]
+    result = json.loads(path.read_text())
+    assert "\nTrained on AMD EPYC, 2 cores, Python 3.11.7, torch 2.13.0+cpu, at 3c88633." in "\n".join(markdown(result))
+    several = [{**HERE, "rows": {"Baseline": [1, 2]}}, {**THERE, "rows": {"Baseline": [3], "PP-Compression": [1]}}]
+    said = "\n".join(markdown({**result, "trained": several}))
+    assert "- A, 2 cores, Python 3, torch 2, at 1111111: Baseline (seeds 1, 2)\n" in said
+    assert "- B, 8 cores, H100, Python 3, torch 2, at 2222222: Baseline (seeds 3); PP-Compression (seeds 1)" in said
+
+
+@pytest.mark.starts_processes
+def test_a_finished_table_that_is_written_anew_is_the_same(
+    tmp_path: Path, reproduce: Reproduce, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another machine, at another commit; and in an empty folder, from the rows alone."""
+    folder = tmp_path / "results" / "tiny"
+    page = "--docs", str(tmp_path / "results.md")
+    assert reproduce("toy/one", "--seeds", "1", *page)[0] == 0
+    [entry] = json.loads((folder / "toy" / "one.json").read_text())["trained"]
+    assert (entry["machine"], entry["commit"]) == (machine(), commit())
+    written = {path: path.read_bytes() for path in [*folder.glob("**/*.*"), tmp_path / "results.md"]}
+    monkeypatch.setattr("hetero_pp.program.experiments.jobs.commit", lambda: "0123abc")
+    monkeypatch.setattr("hetero_pp.program.experiments.jobs.machine", lambda: THERE["machine"])
+    for _ in range(2):
+        assert reproduce("toy/one", "--seeds", "1", "--no-train", *page)[0] == 0
+        assert {path: path.read_bytes() for path in written} == written
+        shutil.rmtree(folder / "toy")

@@ -1,0 +1,112 @@
+"""Pictures of tables: what stands where, and that names can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from hetero_pp.program.experiments.axis import Place, lay_out, places_of
+from hetero_pp.program.experiments.catalog import Catalog
+from hetero_pp.program.experiments.definition import Experiment, Row
+from hetero_pp.program.experiments.plots import draw
+from hetero_pp.program.experiments.report import result_of
+from hetero_pp.program.experiments.rows import Setting
+
+Known = Callable[..., dict[str, Any]]
+"""Of conftest.py."""
+
+MICRO = Catalog(Path(__file__).parents[2] / "configs" / "experiments").scale("micro")
+RANKS = [2, 4, 6, 8, 14, 15, 16, 24, 30, 40, 60, 62]
+
+
+@pytest.fixture
+def picture(known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+    """Of an uncompressed row, and of many ranks with equal losses at neighbouring bytes."""
+    rows = [Row(name="not compressed"), *(Row(name=f"{k} of them", compressed="all", rank=k) for k in RANKS)]
+    setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline="not compressed", rows=rows))
+    sizes = [0.0, *(2.0 * k for k in RANKS)]
+    outcomes = {row.name: {1: known(4.0, boundary_bytes_per_token=size)} for row, size in zip(rows, sizes, strict=True)}
+    pictures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
+    draw(result_of(setting, None, outcomes), outcomes, tmp_path / "toy.png")
+    FigureCanvasAgg(pictures[0]).draw()
+    return pictures[0]
+
+
+def test_what_is_not_compressed_is_a_line_and_no_point(picture: Figure) -> None:
+    _, of_bytes, _ = picture.axes
+    points = {float(x) for container in of_bytes.containers for x in container[0].get_xdata()}
+    assert points == {2.0 * k for k in RANKS}
+    assert [[0.0, 4.0], [1.0, 4.0]] in [np.asarray(line.get_xydata()).tolist() for line in of_bytes.get_lines()]
+
+
+def test_ticks_are_what_people_read(picture: Figure) -> None:
+    _, of_bytes, of_ranks = picture.axes
+    assert {"4 B", "8 B", "124 B"} <= {tick.get_text() for tick in of_bytes.get_xticklabels()}
+    assert {"1/32", "1/8", "31/32"} <= {tick.get_text() for tick in of_ranks.get_xticklabels()}
+
+
+def test_no_two_names_touch_and_none_leaves_the_picture(picture: Figure) -> None:
+    legends = [legend for legend in (picture.legends[0], picture.axes[2].get_legend()) if legend is not None]
+    texts: list[Text] = [text for legend in legends for text in legend.get_texts()]
+    for axes in picture.axes:
+        low, high = axes.get_xlim()
+        texts += [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+        texts += [axes.xaxis.label, axes.yaxis.label, axes.title]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
+    assert len(boxes) > 30
+    whole = picture.bbox
+    for name, box in boxes:
+        assert whole.x0 <= box.x0 < box.x1 <= whole.x1 and whole.y0 <= box.y0 < box.y1 <= whole.y1, name
+    assert not [(one[0], other[0]) for one, other in combinations(boxes, 2) if one[1].overlaps(other[1])]
+
+
+def test_rows_that_differ_in_more_than_the_rank_are_on_no_line(known: Known, tmp_path: Path) -> None:
+    cells = {"inner.learning_rate": 1e-3}
+    rows = [Row(name="a", compressed="all", rank=4), Row(name="b", compressed="all", rank=8, cells=cells)]
+    rows += [Row(name="c", compressed="all", rank=16)]
+    setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline="a", rows=rows))
+    result = result_of(setting, None, {row.name: {1: known(4.0)} for row in rows})
+    assert [row["but_for_rank"] for row in result["rows"]] == [0, 1, 0]
+
+
+PLACES = {
+    "numbers": (["5", "20"], [5.0, 20.0]),
+    "ratios": (["1/8", "12.5 %"], [0.125, 0.125]),
+    "quantities": (["1 Gbit/s", "10 Mbit/s"], [1e9, 1e7]),
+    "words": (["top_k", "random_k"], [0.0, 1.0]),
+    "words and numbers": (["full", "8"], [0.0, 1.0]),
+}
+
+
+@pytest.mark.parametrize(("values", "places"), PLACES.values(), ids=PLACES)
+def test_values_stand_where_their_size_is(values: list[str], places: list[float]) -> None:
+    assert places_of(values) == [Place(place, value) for place, value in zip(places, values, strict=True)]
+
+
+def _axes(*values: float) -> Axes:
+    axes = Figure().subplots()
+    lay_out(axes, [Place(value, f"{value:g}") for value in values])
+    return axes
+
+
+@pytest.mark.parametrize(("values", "scale"), [((1, 2, 7), "linear"), ((1, 8), "log"), ((0, 100), "linear")])
+def test_an_axis_is_logarithmic_where_values_differ_much(values: tuple[float, ...], scale: str) -> None:
+    axes = _axes(*values)
+    assert axes.get_xscale() == scale
+    low, high = axes.get_xlim()
+    assert low < min(values) < max(values) < high
+
+
+def test_an_axis_of_one_value_has_room() -> None:
+    low, high = _axes(16.0).get_xlim()
+    assert low < 16.0 < high
