@@ -3,6 +3,7 @@
 A *member* is one process of the run: `exchange`, a datacenter replica (`dc`), or one stage of a participant
 group (`home.0`). A *link* joins two members: neighbouring stages (`home.0-1`), or a member and the exchange
 (`home.0-exchange`). Every link has two directions, `forward` (from the first named to the second) and `backward`.
+What all links of a machine share is its *line* (hetero_pp.lines).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from hetero_pp.ablations import AblationSettings
 from hetero_pp.engine_settings import DEEPSPEED_OWNED, EngineName, TorchtitanSettings
 from hetero_pp.errors import ConfigError
+from hetero_pp.lines import LineSettings, LineSpec, SiteSettings, check_kind, check_sites
 from hetero_pp.settings import Bandwidth, Duration, NotPartOf, Settings
 from hetero_pp.units import parse_fraction
 
 EXCHANGE = "exchange"
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,18 @@ class StageSettings(Settings):
     hardware: Annotated[str | None, NotPartOf.OUTCOME] = Field(
         None, description="for predictions; by default that of the group"
     )
+    line: Annotated[str | None, NotPartOf.EITHER] = Field(
+        None, description="the kind of line of its machine, from `lines`; by default that of the group"
+    )
+
+
+class StagesSettings(Settings):
+    """Stages of machines that are alike; layers are split evenly."""
+
+    count: int = Field(ge=1)
+    line: Annotated[str | None, NotPartOf.EITHER] = Field(
+        None, description="the kind of line of each machine, from `lines`; by default that of the group"
+    )
 
 
 class _Replica(Settings):
@@ -133,6 +148,9 @@ class _Replica(Settings):
     )
     hardware: Annotated[str | None, NotPartOf.EITHER] = Field(
         None, description="for predictions: from the catalog, or from `simulate.hardware`"
+    )
+    line: Annotated[str | None, NotPartOf.EITHER] = Field(
+        None, description="the kind of line of each of its machines to all others, from `lines`"
     )
 
     @property
@@ -194,7 +212,9 @@ class ParticipantsReplica(_Replica):
     """A replica held together by S low-bandwidth machines, one pipeline stage each."""
 
     kind: Literal["participants"]
-    stages: int | list[StageSettings] = Field(description="a number of stages, or one entry per stage")
+    stages: int | StagesSettings | list[StageSettings] = Field(
+        description="a number of stages, one entry per stage, or `{count: 4, line: dsl}`"
+    )
     link: Annotated[str | list[str] | None, NotPartOf.OUTCOME] = Field(
         None, description="the kind of link between neighbours: one for all, or one per hop"
     )
@@ -211,22 +231,32 @@ class ParticipantsReplica(_Replica):
 
     @property
     def stage_count(self) -> int:
-        return self.stages if isinstance(self.stages, int) else len(self.stages)
+        match self.stages:
+            case int():
+                return self.stages
+            case StagesSettings():
+                return self.stages.count
+        return len(self.stages)
 
     @property
     def members(self) -> list[str]:
         return [f"{self.name}.{stage}" for stage in range(self.stage_count)]
 
     def stage_settings(self, stage: int) -> StageSettings | None:
-        return None if isinstance(self.stages, int) else self.stages[stage]
+        return self.stages[stage] if isinstance(self.stages, list) else None
+
+    def line_of(self, stage: int) -> str | None:
+        """The kind of line of a stage's machine."""
+        own = self.stages if isinstance(self.stages, StagesSettings) else self.stage_settings(stage)
+        return self.line if own is None or own.line is None else own.line
 
     def layer_ranges(self, layers: int) -> list[range]:
         """The layers of each stage: as the YAML says, or split evenly with earlier stages taking the remainder."""
-        if isinstance(self.stages, int):
-            share, more = divmod(layers, self.stages)
-            counts = [share + (stage < more) for stage in range(self.stages)]
-        else:
+        if isinstance(self.stages, list):
             counts = [stage.layers for stage in self.stages]
+        else:
+            share, more = divmod(layers, self.stage_count)
+            counts = [share + (stage < more) for stage in range(self.stage_count)]
         starts = [sum(counts[:stage]) for stage in range(len(counts))]
         return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
@@ -244,20 +274,42 @@ class ExchangeSettings(Settings):
         description="how long the exchange, its members and the nodes of a replica wait for each other while nothing "
         "comes; then the run ends and names who was waited for",
     )
+    line: str | None = Field(None, description="the kind of line that all members reach it by, from `lines`")
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """One link of a run: its name, its ends and both its shapes."""
+    """One link of a run: its name, its ends, both its shapes, and the lines that it passes."""
 
     name: str
     source: str
     target: str
     forward: LinkShape
+    """The bandwidth of the link itself; latency and jitter with those of the lines."""
     backward: LinkShape
+    source_line: LineSpec | None = None
+    """None if the source has none, or the target is at the same site."""
+    target_line: LineSpec | None = None
 
     def shape(self, direction: Direction) -> LinkShape:
         return self.forward if direction == "forward" else self.backward
+
+    def lines(self, direction: Direction) -> tuple[LineSpec | None, LineSpec | None]:
+        """The line by which this direction leaves (`up`) and that by which it comes (`down`)."""
+        both = (self.source_line, self.target_line)
+        return both if direction == "forward" else both[::-1]
+
+    @property
+    def has_lines(self) -> bool:
+        return self.source_line is not None or self.target_line is not None
+
+    def bottleneck(self, direction: Direction) -> float | None:
+        """Bits per second that a message gets if it has the link and both lines alone; None: unlimited."""
+        up, down = self.lines(direction)
+        limits = [self.shape(direction).bandwidth]
+        limits += [up.up] if up is not None else []
+        limits += [down.down] if down is not None else []
+        return min((one for one in limits if one is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -286,12 +338,17 @@ def exchange_link_name(member: str) -> str:
     return f"{member}-{EXCHANGE}"
 
 
-def link_specs(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings]) -> Iterator[LinkSpec]:
-    """Every link of the run, stage links first within each replica."""
+def link_specs(
+    replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], lines: Mapping[str, LineSpec]
+) -> Iterator[LinkSpec]:
+    """Every link of the run, stage links first within each replica. `lines` has that of each member which has one."""
 
     def spec(name: str, source: str, target: str, kind: str | None) -> LinkSpec:
         settings = LinkSettings() if kind is None else kinds[kind]
-        return LinkSpec(name, source, target, settings.shape("forward"), settings.shape("backward"))
+        both = lines.get(source), lines.get(target)
+        passed = [None, None] if both[0] == both[1] else both
+        forward, backward = (_with_lines(settings.shape(way), passed) for way in DIRECTIONS)
+        return LinkSpec(name, source, target, forward, backward, *passed)
 
     for replica in replicas:
         if isinstance(replica, ParticipantsReplica):
@@ -304,6 +361,42 @@ def link_specs(replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSett
                 own = replica.stage_settings(stage)
                 kind = own.uplink if own is not None and own.uplink is not None else kind
             yield spec(exchange_link_name(member), member, EXCHANGE, kind)
+
+
+def _with_lines(shape: LinkShape, lines: Sequence[LineSpec | None]) -> LinkShape:
+    """With the latency and jitter of the lines that the link passes."""
+    passed = [line for line in lines if line is not None]
+    latency, jitter = sum(line.latency for line in passed), sum(line.jitter for line in passed)
+    return LinkShape(shape.bandwidth, shape.latency + latency, shape.jitter + jitter)
+
+
+def lines_of_members(replicas: Sequence[ReplicaSettings], exchange: ExchangeSettings) -> dict[str, str | None]:
+    """The kind of line that each member says it has, in the order of the run, the exchange last."""
+    found = {
+        member: replica.line_of(stage) if isinstance(replica, ParticipantsReplica) else replica.line
+        for replica in replicas
+        for stage, member in enumerate(replica.members)
+    }
+    return found | {EXCHANGE: exchange.line}
+
+
+def check_lines(
+    replicas: Sequence[ReplicaSettings],
+    exchange: ExchangeSettings,
+    sites: Mapping[str, SiteSettings],
+    kinds: Mapping[str, LineSettings],
+) -> None:
+    """Raise ConfigError for kinds of lines that there are not, and for members that no site can have."""
+    check_kind(exchange.line, kinds, ("exchange", "line"))
+    for index, replica in enumerate(replicas):
+        here = ("replicas", index)
+        check_kind(replica.line, kinds, (*here, "line"))
+        stages = replica.stages if isinstance(replica, ParticipantsReplica) else 0
+        if isinstance(stages, StagesSettings):
+            check_kind(stages.line, kinds, (*here, "stages", "line"))
+        for stage, own in enumerate(stages if isinstance(stages, list) else []):
+            check_kind(own.line, kinds, (*here, "stages", stage, "line"))
+    check_sites(sites, list(lines_of_members(replicas, exchange)), kinds)
 
 
 def check_topology(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.shared_lines import Lines
 from hetero_pp.model import EMBEDDING
 from hetero_pp.outer.exchange_service import ExchangeService
 from hetero_pp.run.folder import RunFolder
@@ -33,6 +34,10 @@ class Connections(Protocol):
     def exchange(self) -> ExchangeService:
         """Unshaped; where several ranks are one member, only the first one's is used."""
 
+    @property
+    def lines(self) -> Lines:
+        """That all links of the member share."""
+
     def listen(self) -> str:
         """Be ready for the stage before; the address at which it finds this member (empty: it needs none)."""
 
@@ -55,7 +60,8 @@ def take_part(
     begins when that is open.
     """
     config = spec.config
-    shaped = ShapedExchange(connections.exchange, spec.links[exchange_link_name(member.name)], config.seed)
+    link = spec.links[exchange_link_name(member.name)]
+    shaped = ShapedExchange(connections.exchange, link, config.seed, connections.lines)
     exchange: ExchangeService = (
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )

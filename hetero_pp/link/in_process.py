@@ -5,14 +5,21 @@ from __future__ import annotations
 from hetero_pp.errors import LinkClosed
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.protocol import END_CLOSED, Message, sealed, wire_frames
-from hetero_pp.link.shaping import Clock, ShapedQueue, busy_seconds, direction_queue
+from hetero_pp.link.shaping import Clock, ShapedQueue, busy_seconds
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.turns import StreamQueue
 from hetero_pp.topology import LinkShape, LinkSpec
 
+Queue = ShapedQueue[Message] | StreamQueue[Message]
 
-def in_process_pair(spec: LinkSpec, seed: int, clock: Clock | None = None) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
-    """Both ends of a link: the first sends forward, the second backward."""
-    forward = direction_queue(spec, "forward", seed, clock)
-    backward = direction_queue(spec, "backward", seed, clock)
+
+def in_process_pair(
+    spec: LinkSpec, seed: int, clock: Clock | None = None, lines: Lines | None = None
+) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
+    """Both ends of a link: the first sends forward, the second backward. All links of a machine share its `lines`."""
+    lines = lines or Lines(clock=clock)
+    forward: Queue = lines.crossing(spec, "forward", seed)
+    backward: Queue = lines.crossing(spec, "backward", seed)
     return (
         InProcessLinkEnd(spec.forward, forward, backward),
         InProcessLinkEnd(spec.backward, backward, forward),
@@ -22,7 +29,7 @@ def in_process_pair(spec: LinkSpec, seed: int, clock: Clock | None = None) -> tu
 class InProcessLinkEnd:
     """One end; implements LinkEnd. Messages pass by reference."""
 
-    def __init__(self, shape: LinkShape, outgoing: ShapedQueue[Message], incoming: ShapedQueue[Message]) -> None:
+    def __init__(self, shape: LinkShape, outgoing: Queue, incoming: Queue) -> None:
         self.ledger = Ledger()
         self._shape = shape
         self._outgoing = outgoing

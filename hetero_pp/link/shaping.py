@@ -1,8 +1,8 @@
 """Gives one direction of a link a bandwidth, a latency and a jitter, inside the process.
 
 A shaped direction is arithmetic on times: `TokenBucket` says when a frame's last bit has left, `DelayLine`
-when it arrives; `ShapedQueue` and `Shaper` wait for those times. As frames are timed when they are put in and
-not when some thread wakes up, late threads cost no bandwidth and latency costs no throughput.
+when it arrives; `ShapedQueue` waits for those times. As frames are timed when they are put in and not when some
+thread wakes up, late threads cost no bandwidth and latency costs no throughput.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from hetero_pp.errors import LinkClosed, LinkTimeout
@@ -61,13 +60,20 @@ class TokenBucket:
             self._credit = max(CREDIT_BYTES * 8 / rate_bits_per_second, CREDIT_SECONDS)
         else:
             self._credit = credit_bytes * 8 / rate_bits_per_second
-        self._free_at = float("-inf")
+        self.free_at = float("-inf")
+        """When all that was asked for has left."""
 
     def reserve(self, now: float, ready_at: float, n_bytes: int) -> float:
         """When the last bit of `n_bytes` has left, if they were ready to go at `ready_at`, asked at `now`."""
-        start = max(self._free_at, ready_at, now - self._credit)
-        self._free_at = start + n_bytes * 8 / self._rate
-        return self._free_at
+        start = max(self.free_at, ready_at, now - self._credit)
+        self.free_at = start + n_bytes * 8 / self._rate
+        return self.free_at
+
+    def overtake(self, now: float, n_bytes: int) -> float:
+        """The same of `n_bytes` that go first: at once. Those behind them leave later by so much."""
+        seconds = n_bytes * 8 / self._rate
+        self.free_at = max(self.free_at, now) + seconds
+        return now + seconds
 
 
 class DelayLine:
@@ -126,8 +132,18 @@ class ShapedQueue(Generic[T]):
                 now = self._clock.now()
                 for n_bytes in frames:
                     due = self._line.arrival(now, n_bytes)
-            self._items.append((due, item))
-            self._changed.notify()
+            self._append(item, due)
+
+    def put_due(self, item: T, due: float | None) -> None:
+        """Add an item that somebody else has timed: it comes out then, or at once, behind those before it."""
+        with self._changed:
+            if self._ended is not None:
+                raise LinkClosed(self._ended)
+            self._append(item, due)
+
+    def _append(self, item: T, due: float | None) -> None:
+        self._items.append((due, item))
+        self._changed.notify()
 
     def get(self, timeout: float | None = None) -> T:
         """The next item, once it is due.
@@ -177,45 +193,9 @@ def direction_queue(spec: LinkSpec, direction: Direction, seed: int, clock: Cloc
     return ShapedQueue(spec.shape(direction), f"{seed}/{spec.name}/{direction}", clock)
 
 
-class Shaper:
-    """Holds other traffic of one direction (contributions, snapshots) to its shape. Messages may share it."""
-
-    def __init__(self, shape: LinkShape, seed: str = "", clock: Clock | None = None) -> None:
-        self._shape = shape
-        self._clock = clock or MonotonicClock()
-        self._bucket = None if shape.bandwidth is None else TokenBucket(shape.bandwidth)
-        self._random = random.Random(seed)
-        self._lock = threading.Lock()
-
-    def start_message(self) -> ShapedMessage:
-        """Wait for the latency, once for a message however many frames it has."""
-        with self._lock:
-            arrives = self._clock.now() + delay(self._shape, self._random)
-        self._wait_until(arrives)
-        return ShapedMessage(self, self._clock.now())
-
-    def transmit(self, n_bytes: int, ready_at: float) -> float:
-        """Wait until `n_bytes`, ready since `ready_at`, have crossed; returns the seconds of link time."""
-        if self._bucket is not None:
-            with self._lock:
-                left = self._bucket.reserve(self._clock.now(), ready_at, n_bytes)
-            self._wait_until(left)
-        return busy_seconds(self._shape, n_bytes)
-
-    def _wait_until(self, time_: float) -> None:
-        alone = threading.Condition()
-        with alone:
-            while (remaining := time_ - self._clock.now()) > 0:
-                self._clock.wait(alone, remaining)
-
-
-@dataclass(frozen=True)
-class ShapedMessage:
-    """One message under a Shaper. Its frames count as ready since it started, so its sender may catch up."""
-
-    shaper: Shaper
-    started: float
-
-    def transmit(self, n_bytes: int) -> float:
-        """Wait until `n_bytes` on the wire have crossed; returns the seconds of link time."""
-        return self.shaper.transmit(n_bytes, self.started)
+def wait_until(moment: float, clock: Clock) -> None:
+    """Return no earlier than that."""
+    alone = threading.Condition()
+    with alone:
+        while (remaining := moment - clock.now()) > 0:
+            clock.wait(alone, remaining)

@@ -14,7 +14,6 @@ from math import ceil, log2
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
-from hetero_pp.topology import ParticipantsReplica
 
 TESTED_STEPS = (15, 30, 50, 100, 250)
 """H in SparseLoCo figure 1 and table 8."""
@@ -47,23 +46,12 @@ class OuterChoice:
 
 def choose_outer(config: RunConfig, vocabulary: int | None, allowed: float) -> tuple[OuterChoice, OuterChoice]:
     """The nearest choice whose share is at most `allowed` (else that of the smallest share), and the YAML's own."""
-    found = list(_choices(without_stage_links(config), vocabulary))
+    found = list(_choices(config, vocabulary))
     own = found[0]
     good = [one for one in found if one.share <= allowed]
     if good:
         return min(good, key=lambda one: one.departure(config)), own
     return min(found, key=lambda one: one.share), own
-
-
-def without_stage_links(config: RunConfig) -> RunConfig:
-    """The same with links between stages that cost nothing."""
-    simulate = config.simulate
-    free = {name: fleet.model_copy(update={"bandwidth": None}) for name, fleet in simulate.fleets.items()}
-    replicas = [
-        replica.model_copy(update={"link": None}) if isinstance(replica, ParticipantsReplica) else replica
-        for replica in config.replicas
-    ]
-    return config.model_copy(update={"replicas": replicas, "simulate": simulate.model_copy(update={"fleets": free})})
 
 
 def with_outer(config: RunConfig, steps: int, density: float) -> RunConfig:
@@ -87,7 +75,7 @@ def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]
     longer = [one for one in TESTED_STEPS if one > own] if config.outer.source == "difference" else []
     most = max(own, config.outer.rounds * own)
     for density in (compression.density, *densities):
-        found = predict(RunSpec(with_outer(config, own, density), vocabulary))
+        found = predict(RunSpec(with_outer(config, own, density), vocabulary), stage_links=False)
         free = found.utilization["relative"] * found.round_seconds
         for steps in (own, *(one for one in longer if one <= most)):
             seconds = free + (steps - own) * found.step_seconds

@@ -12,15 +12,16 @@ from functools import cached_property
 import numpy as np
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.lines import LineSpec, Way
 from hetero_pp.planner.penalty import Rung
 from hetero_pp.planner.split import Array, Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.fleets import Fleet, fleets_of
+from hetero_pp.simulator.fleets import Fleet, fleets_of, limited_lines
 from hetero_pp.simulator.loads import stage_link_loads
 from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.topology import DatacenterReplica, LinkSpec, ParticipantsReplica, ReplicaSettings, stage_link_name
 from hetero_pp.units import format_seconds
 
 EXTRA_IN_FLIGHT = (0, 1, 2, 3, 4, 6, 8)
@@ -57,19 +58,35 @@ class Schedule:
         return self._seconds(groups, _scaled(fleet.evaluation_hops, activation))
 
     def least_seconds(self, rung: Rung) -> float:
-        """A bound from below that costs nothing to find: the busiest direction of a link, in the inner loop."""
+        """A bound from below that costs nothing to find: the busiest direction of a link or line, in the inner loop."""
         groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
         forward = float(groups.activations.seconds.max(initial=0)) * activation
         backward = float(groups.gradients.seconds.max(initial=0)) * gradient
-        return self.spec.config.inner.steps * groups.micro_batches * max(forward, backward)
+        lines = (seconds for _, _, seconds in self._line_seconds(rung))
+        return self.spec.config.inner.steps * groups.micro_batches * max(forward, backward, *lines, 0.0)
 
-    def slowest_hop(self, rung: Rung) -> int | None:
-        """The hop whose messages take longest, with latency; None if none takes any time."""
+    def slowest(self, rung: Rung) -> LinkSpec | tuple[LineSpec, Way] | None:
+        """The link whose messages take longest, with latency, or the way of a line, if it has more to do; None if no
+        message takes any time."""
         groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
         forward = groups.activations.seconds * activation + groups.activations.latency
         backward = groups.gradients.seconds * gradient + groups.gradients.latency
-        seconds = np.maximum(forward, backward).max(axis=1)
-        return int(seconds.argmax()) if seconds.max() > 0 else None
+        seconds = np.maximum(forward, backward).max(axis=1, initial=0)
+        line = max(self._line_seconds(rung), key=lambda one: one[2], default=None)
+        if line is not None and line[2] > seconds.max(initial=0):
+            return line[0], line[1]
+        if seconds.max(initial=0) == 0:
+            return None
+        return self.spec.links[stage_link_name(self.replica.name, int(seconds.argmax()))]
+
+    def _line_seconds(self, rung: Rung) -> Iterator[tuple[LineSpec, Way, float]]:
+        """That a micro-batch's messages, all that pass a line, occupy it."""
+        groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
+        for place, (line, way) in enumerate(limited_lines(self.spec, self.replica)):
+            bits = 0.0
+            for hops, ratio in ((groups.activations, activation), (groups.gradients, gradient)):
+                bits += hops.bits * ratio * sum(place in passed for passed in hops.lines)
+            yield line, way, bits / groups.capacities[place]
 
     def with_boundary(self, rung: Rung | None) -> ReplicaSettings:
         return self.replica if rung is None else self.replica.model_copy(update={"boundary": rung.boundary})
@@ -98,7 +115,7 @@ def _tensor_bytes(spec: RunSpec, replica: ReplicaSettings) -> tuple[float, float
 
 
 def _scaled(hops: Hops, ratio: float) -> Hops:
-    return replace(hops, seconds=hops.seconds * ratio)
+    return replace(hops, seconds=hops.seconds * ratio, bits=hops.bits * ratio)
 
 
 def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Sequence[Schedule]:
@@ -160,10 +177,10 @@ def _loads(config: RunConfig, replica: ParticipantsReplica) -> Iterator[Load]:
 
 
 def _with(replica: ParticipantsReplica, load: Load, counts: Sequence[int]) -> ParticipantsReplica:
-    own = [replica.stage_settings(stage) for stage in range(load.stages)]
     stages = [
-        {"layers": count} | ({} if old is None else old.model_dump(exclude={"layers"}))
-        for old, count in zip(own, counts, strict=True)
+        {"layers": count, "line": replica.line_of(stage)}
+        | ({} if (old := replica.stage_settings(stage)) is None else old.model_dump(exclude={"layers", "line"}))
+        for stage, count in enumerate(counts)
     ]
     changes = {
         "stages": stages,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.lines import LineSpec, Way
 from hetero_pp.planner.grouping import LARGEST_LINK
 from hetero_pp.planner.outer import OuterChoice, choose_outer, with_outer
 from hetero_pp.planner.participants import Grouped, group_participants
@@ -20,12 +21,12 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.topology import (
+    DIRECTIONS,
     DatacenterReplica,
     LinkSpec,
     ParticipantsReplica,
     ReplicaSettings,
     exchange_link_name,
-    stage_link_name,
 )
 from hetero_pp.units import format_bits_per_second, format_ratio, format_seconds
 
@@ -209,7 +210,8 @@ def _outer_choices(
     asked: RunConfig, planned: RunConfig, vocabulary: int | None, outer: OuterChoice, own: OuterChoice
 ) -> Iterator[Choice]:
     link = RunSpec(planned, vocabulary).links[exchange_link_name(outer.slowest)]
-    uplink = f"{link.name} ({_link(link.forward.bandwidth)} up, {_link(link.backward.bandwidth)} down)"
+    up, down = (_link(link.bottleneck(way)) for way in DIRECTIONS)
+    uplink = f"{link.name} ({up} up, {down} down)"
     why = f"{uplink} decides: the exchange adds {outer.share:.2%} to a round"
     if outer is not own:
         why += f"; H = {own.steps}, density {format_ratio(own.density)} would add {own.share:.2%}"
@@ -256,11 +258,10 @@ def _boundary_choice(
     share: float,
 ) -> Choice:
     assert found.rung is not None
-    hop = found.schedule.slowest_hop(found.rung)
-    if hop is None:
+    slowest = found.schedule.slowest(found.rung)
+    if slowest is None:
         return Choice(replica.name, str(found.rung), "links between its stages take no time")
-    link = RunSpec(config, vocabulary).links[stage_link_name(replica.name, hop)]
-    why = f"{link.name} ({_link(_slower(link))}) decides"
+    why = f"{_described(slowest)} decides"
     if found.spurned is not None:
         later = max(0.0, found.schedule.seconds(found.spurned) - free)
         lossier = outer.free_seconds + outer.exchange_seconds + later
@@ -286,19 +287,25 @@ def _limit(
         seconds = format_seconds(outer.exchange_seconds)
         return f"the exchange, {seconds} of a round, by way of {exchange_link_name(outer.slowest)}"
     replica, found = config.replicas[worst], boundaries[worst]
-    hop = None if found.rung is None else found.schedule.slowest_hop(found.rung)
-    if hop is None:
+    slowest = None if found.rung is None else found.schedule.slowest(found.rung)
+    if slowest is None:
         return f"the stages of {replica.name}"
-    link = RunSpec(config, vocabulary).links[stage_link_name(replica.name, hop)]
-    return (
-        f"{link.name} ({_link(_slower(link))}, {format_seconds(link.forward.latency)}), "
-        f"which adds {format_seconds(exposed[worst])} to a round"
-    )
+    return f"{_described(slowest, with_latency=True)}, which adds {format_seconds(exposed[worst])} to a round"
+
+
+def _described(slowest: LinkSpec | tuple[LineSpec, Way], with_latency: bool = False) -> str:
+    """`home.1-2 (30 Mbit/s)`, or `the line of home.1 (20 Mbit/s up)`."""
+    if isinstance(slowest, LinkSpec):
+        name, bandwidth, latency = slowest.name, _link(_slower(slowest)), slowest.forward.latency
+    else:
+        line, way = slowest
+        name, bandwidth, latency = f"the line of {line.name}", f"{_link(line.bandwidth(way))} {way}", line.latency
+    return f"{name} ({bandwidth}, {format_seconds(latency)})" if with_latency else f"{name} ({bandwidth})"
 
 
 def _slower(link: LinkSpec) -> float | None:
-    """Of its two directions."""
-    return min((one for way in (link.forward, link.backward) if (one := way.bandwidth) is not None), default=None)
+    """Of its two directions, as far as one message gets."""
+    return min((one for way in DIRECTIONS if (one := link.bottleneck(way)) is not None), default=None)
 
 
 def _link(bandwidth: float | None) -> str:

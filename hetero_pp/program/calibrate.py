@@ -11,7 +11,7 @@ from rich.console import Console
 from ruamel.yaml import YAML
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.report.display import plain_table, wide
+from hetero_pp.program.report.tables import plain_table, wide
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import RunSpec

@@ -10,16 +10,19 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero_pp.errors import dotted
+from hetero_pp.lines import WAYS, Way
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
-from hetero_pp.program.report.display import format_bandwidths, plain_table, wide
+from hetero_pp.program.report.line_tables import ARROWS
+from hetero_pp.program.report.tables import format_bandwidths, format_two, plain_table, wide
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
 from hetero_pp.topology import (
+    DIRECTIONS,
     DatacenterReplica,
     Direction,
     LinkShape,
@@ -42,6 +45,8 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     _print_addresses(console, prepared.spec.config)
     console.print(_members_table(prepared.spec))
     console.print(_links_table(prepared.spec))
+    if prepared.spec.lines:
+        console.print(_lines_table(prepared.spec))
     for limit in prepared.limits:
         where = (
             f"this machine cannot carry all members: {dotted(limit.key)}: " if limit.is_final else "on this machine "
@@ -49,7 +54,8 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
         console.print(f"Note: {where}{limit.message}.", highlight=False, markup=False)
     notes = (
         "→ is from the first named to the second. Sizes are of tensors and contributions; headers and framing come on "
-        "top. `takes` is the least time that a round's bytes occupy the link."
+        "top. `takes` is the least time that a round's bytes occupy the link, or the line: what all links of a machine "
+        "share, ↑ for what it sends and ↓ for what it receives."
     )
     console.print(notes, style="dim")
 
@@ -130,11 +136,35 @@ def _links_table(spec: RunSpec) -> Table:
         rounds = [steps * load.step + load.evaluation + load.outer_round for load in both]
         table.add_row(
             name,
-            format_bandwidths({"forward": link.forward.bandwidth, "backward": link.backward.bandwidth}),
+            format_bandwidths({way: link.shape(way).bandwidth for way in DIRECTIONS}, link.has_lines),
             _pair([format_seconds(shape.latency) for shape in shapes]),
             *(format_bytes(load.step) if load.step else "" for load in both),
             *(format_bytes(size) for size in rounds),
-            *(_least_time(shape, size) for shape, size in zip(shapes, rounds, strict=True)),
+            *(_least_time(shape.bandwidth, size) for shape, size in zip(shapes, rounds, strict=True)),
+        )
+    return table
+
+
+def _lines_table(spec: RunSpec) -> Table:
+    """What all links that pass a line bring it."""
+    columns = [f"{what} {ARROWS[way]}" for what in ("a step", "a round", "takes") for way in WAYS]
+    table = plain_table(["line", "up / down"], columns)
+    steps = spec.config.inner.steps
+    for line in spec.lines.values():
+        step: dict[Way, int] = dict.fromkeys(WAYS, 0)
+        round_ = step.copy()
+        for name, loads in _loads(spec):
+            for direction, load in loads.items():
+                for way, passed in zip(WAYS, spec.links[name].lines(direction), strict=True):
+                    if passed == line:
+                        step[way] += load.step
+                        round_[way] += steps * load.step + load.evaluation + load.outer_round
+        table.add_row(
+            f"{line.name} ({line.kind})",
+            format_two(line.up, line.down),
+            *(format_bytes(step[way]) if step[way] else "" for way in WAYS),
+            *(format_bytes(round_[way]) for way in WAYS),
+            *(_least_time(line.bandwidth(way), round_[way]) for way in WAYS),
         )
     return table
 
@@ -151,10 +181,10 @@ def _loads(spec: RunSpec) -> list[tuple[str, dict[Direction, LinkLoad]]]:
     return [(name, loads[name]) for name in spec.links]
 
 
-def _least_time(shape: LinkShape, size: int) -> str:
-    if shape.bandwidth is None:
+def _least_time(bandwidth: float | None, size: int) -> str:
+    if bandwidth is None:
         return "-"
-    return format_seconds(wire_bytes(raw_frames(size)) * 8 / shape.bandwidth)
+    return format_seconds(wire_bytes(raw_frames(size)) * 8 / bandwidth)
 
 
 def _pair(both: list[str]) -> str:

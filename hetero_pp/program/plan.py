@@ -13,7 +13,7 @@ from rich.console import Console
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.planner.search import Result, describe_penalty, search
-from hetero_pp.program.report.display import plain_table, wide
+from hetero_pp.program.report.tables import plain_table, wide
 from hetero_pp.program.show_prediction import print_assumption
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config

@@ -8,12 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hetero_pp.program.report.display import plain_table
+from hetero_pp.lines import WAYS
+from hetero_pp.program.report.line_tables import ARROWS
+from hetero_pp.program.report.tables import plain_table
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.published import Comparison
 from hetero_pp.simulator.sweep import Sweep
 from hetero_pp.sweeps import changes_nothing
+from hetero_pp.topology import Direction
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_percent, format_seconds
 
 
@@ -42,7 +45,9 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     )
     _print_replicas(console, prediction)
     _print_members(console, prediction)
-    _print_links(console, prediction)
+    _print_links(console, spec, prediction)
+    if prediction.lines:
+        _print_lines(console, prediction)
     _print_published(console, "", {"": prediction.published})
 
 
@@ -79,12 +84,23 @@ def _print_members(console: Console, prediction: Prediction) -> None:
     console.print(table)
 
 
-def _print_links(console: Console, prediction: Prediction) -> None:
+def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> None:
     table = plain_table(["link"], ["a round →", "a round ←", "busy →", "busy ←"])
     for replica in prediction.replicas:
         for link in replica.links:
             sizes = format_bytes(link.forward_bytes), format_bytes(link.backward_bytes)
-            table.add_row(link.name, *sizes, format_percent(link.forward_busy), format_percent(link.backward_busy))
+            ways: dict[Direction, float] = {"forward": link.forward_busy, "backward": link.backward_busy}
+            limits = [spec.links[link.name].shape(way).bandwidth for way in ways]
+            busy = [format_percent(share) if limit else "–" for share, limit in zip(ways.values(), limits, strict=True)]
+            table.add_row(link.name, *sizes, *busy)
+    console.print(table)
+
+
+def _print_lines(console: Console, prediction: Prediction) -> None:
+    table = plain_table(["line", "kind"], [f"{what} {ARROWS[way]}" for what in ("a round", "busy") for way in WAYS])
+    for line in prediction.lines:
+        sizes = format_bytes(line.up_bytes), format_bytes(line.down_bytes)
+        table.add_row(line.name, line.kind, *sizes, format_percent(line.up_busy), format_percent(line.down_busy))
     console.print(table)
 
 

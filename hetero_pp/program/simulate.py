@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.report.display import wide
+from hetero_pp.program.report.tables import wide
 from hetero_pp.program.show_prediction import print_assumption, print_prediction, print_sweep
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.rpc.exchange import ExchangeClient
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
@@ -45,7 +46,8 @@ def reports_to_members(
 class NetworkConnections:
     """Of a member to the exchange at `address` and to the stages beside it. Implements Connections."""
 
-    def __init__(self, spec: RunSpec, member: MemberSpec, address: str, token: str) -> None:
+    def __init__(self, spec: RunSpec, member: MemberSpec, address: str, token: str, lines: Lines) -> None:
+        self.lines = lines
         self.exchange = ExchangeClient(address, token, member.name, timeout=spec.config.exchange.timeout)
         self._spec, self._member, self._token = spec, member, token
         self._server: StageLinkServer | None = None
@@ -73,7 +75,8 @@ class NetworkConnections:
             return ""
         link = self._spec.links[stage_link_name(replica.name, stage.index - 1)]
         seed = self._spec.config.seed
-        self._server = StageLinkServer(link, self._token, self._member.name, seed, self._report_refusal)
+        name, refused = self._member.name, self._report_refusal
+        self._server = StageLinkServer(link, self._token, name, seed, refused, self.lines)
         own = replica.stage_settings(stage.index)
         listen = (own and own.listen) or "127.0.0.1:0"
         return f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
@@ -85,7 +88,8 @@ class NetworkConnections:
         if stage is not None and not stage.is_last:
             link = self._spec.links[stage_link_name(replica.name, stage.index)]
             address, seed = self.exchange.locate(link.target), self._spec.config.seed
-            downstream = open_stage_link(address, link, self._token, self._member.name, seed, CONNECT_TIMEOUT)
+            name = self._member.name
+            downstream = open_stage_link(address, link, self._token, name, seed, CONNECT_TIMEOUT, lines=self.lines)
             self._ends = LinkEnds(None, downstream)
         if self._server is not None:
             self._ends = LinkEnds(self._server.accept(CONNECT_TIMEOUT), downstream)

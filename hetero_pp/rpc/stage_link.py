@@ -19,9 +19,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from hetero_pp.errors import LinkClosed, LinkTimeout, MalformedMessage, Refused
-from hetero_pp.link.ledger import Ledger
+from hetero_pp.link.ledger import Ledger, wire_bytes
 from hetero_pp.link.protocol import END_CLOSED, PEER_CLOSED, Message, sealed, wire_frames
-from hetero_pp.link.shaping import ShapedQueue, busy_seconds, direction_queue
+from hetero_pp.link.shaping import ShapedQueue, busy_seconds
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.link.turns import StreamQueue
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkHello
 from hetero_pp.messages.messages_pb2_grpc import StageLinkServicer
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
@@ -54,6 +56,7 @@ def open_stage_link(
     seed: int,
     timeout: float,
     on_refusal: OnRefusal | None = None,
+    lines: Lines | None = None,
 ) -> GrpcLinkEnd:
     """Dial the downstream neighbour, which may not be listening yet; the end returned sends forward.
 
@@ -62,7 +65,7 @@ def open_stage_link(
     with ExitStack() as undo:
         channel = make_channel(address)
         undo.callback(channel.close)
-        end = GrpcLinkEnd(spec, "forward", seed, on_refusal)
+        end = GrpcLinkEnd(spec, "forward", seed, on_refusal, lines)
         undo.callback(end.abort, f"could not connect to {address}")
         stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(SERVICE, "Open"))
         call = stream(itertools.chain([_hello(run, spec.name, member)], end.frames()), wait_for_ready=True)
@@ -94,10 +97,18 @@ class StageLinkServer(StageLinkServicer):
     Whoever has it `listen` must `close` it, or the process cannot end.
     """
 
-    def __init__(self, spec: LinkSpec, run: str, member: str, seed: int, on_refusal: OnRefusal | None = None) -> None:
+    def __init__(
+        self,
+        spec: LinkSpec,
+        run: str,
+        member: str,
+        seed: int,
+        on_refusal: OnRefusal | None = None,
+        lines: Lines | None = None,
+    ) -> None:
         self.refusals = 0
         self._spec, self._run, self._member, self._seed = spec, run, member, seed
-        self._on_refusal = on_refusal
+        self._on_refusal, self._lines = on_refusal, lines
         self._lock = threading.Lock()
         self._taken = False
         self._accepted: ShapedQueue[GrpcLinkEnd] = ShapedQueue(LinkShape())
@@ -134,7 +145,7 @@ class StageLinkServer(StageLinkServicer):
             self._refuse(sender, reason)
             context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         yield _hello(self._run, self._spec.name, self._member)
-        end = GrpcLinkEnd(self._spec, "backward", self._seed, self._refuse)
+        end = GrpcLinkEnd(self._spec, "backward", self._seed, self._refuse, self._lines)
         end.start(requests)
         if not context.add_callback(end.lost):
             end.lost()
@@ -154,14 +165,21 @@ class StageLinkServer(StageLinkServicer):
 class GrpcLinkEnd:
     """One end; implements LinkEnd. gRPC's threads send, one thread of its own receives."""
 
-    def __init__(self, spec: LinkSpec, direction: Direction, seed: int, on_refusal: OnRefusal | None) -> None:
+    def __init__(
+        self, spec: LinkSpec, direction: Direction, seed: int, on_refusal: OnRefusal | None, lines: Lines | None
+    ) -> None:
+        """Sends in `direction`. `lines`: those of the member at this end, which all its links share."""
+        lines = lines or Lines()
+        opposite: Direction = "backward" if direction == "forward" else "forward"
         self.ledger = Ledger()
         self._name = spec.name
         self._peer = spec.target if direction == "forward" else spec.source
         self._shape = spec.shape(direction)
         self._on_refusal = on_refusal
-        self._outgoing: ShapedQueue[Iterator[bytes]] = direction_queue(spec, direction, seed)
+        self._outgoing: ShapedQueue[Iterator[bytes]] | StreamQueue[Iterator[bytes]]
+        self._outgoing = lines.leaving(spec, direction, seed)
         self._incoming: ShapedQueue[Message] = ShapedQueue(LinkShape())
+        self._arrivals = lines.arriving(spec, opposite, seed) if spec.has_lines else None
         self._decoder = Decoder()
         self._lock = threading.Lock()
         self._said: set[bytes] = set()
@@ -263,10 +281,12 @@ class GrpcLinkEnd:
         """One frame from the peer."""
         if self._decoder.between_messages and len(frame) == _CONTROL_BYTES:
             self._take_control(frame)
-        elif self._peer_closed:
+            return
+        if self._peer_closed:
             raise MalformedMessage("found a message after the end")
-        elif (message := self._decoder.feed(frame)) is not None:
-            self._incoming.put(message)
+        due = None if self._arrivals is None else self._arrivals.come(wire_bytes([len(frame)]))
+        if (message := self._decoder.feed(frame)) is not None:
+            self._incoming.put_due(message, due)
 
     def _take_control(self, frame: bytes) -> None:
         if frame == _END:

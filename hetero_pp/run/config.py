@@ -9,6 +9,7 @@ from pydantic import Field
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerSettings
+from hetero_pp.lines import LineSettings, SiteSettings
 from hetero_pp.model import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.plan_section import PlanSettings, check_participants
@@ -18,6 +19,7 @@ from hetero_pp.topology import (
     ExchangeSettings,
     LinkSettings,
     ReplicaSettings,
+    check_lines,
     check_topology,
 )
 
@@ -47,6 +49,12 @@ class RunConfig(Settings):
     links: Annotated[dict[str, LinkSettings], NotPartOf.OUTCOME] = Field(
         default_factory=dict, description="kinds of links by name"
     )
+    lines: Annotated[dict[str, LineSettings], NotPartOf.EITHER] = Field(
+        default_factory=dict, description="kinds of access lines by name: what all links of a machine share"
+    )
+    sites: Annotated[dict[str, SiteSettings], NotPartOf.EITHER] = Field(
+        default_factory=dict, description="members behind one line, by the site's name"
+    )
     replicas: list[ReplicaSettings] = Field([], description="at least one, unless `plan` has participants to group")
     exchange: Annotated[ExchangeSettings, NotPartOf.EITHER] = ExchangeSettings()
     snapshots: Annotated[SnapshotSettings, NotPartOf.OUTCOME] = SnapshotSettings()
@@ -59,6 +67,7 @@ class RunConfig(Settings):
         if not self.replicas and not self.plan.participants:
             raise ConfigError(("replicas",), "found nothing, expected at least one replica")
         check_topology(self.replicas, self.links, values.width, values.layers)
+        check_lines(self.replicas, self.exchange, self.sites, self.lines)
         check_participants(self.plan, self.links, values.layers)
 
     def require_grouped(self) -> None:

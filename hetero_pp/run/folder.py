@@ -47,6 +47,11 @@ class RunFolder:
         """Encoded corpora: beside the runs, shared by all of them."""
         return self.path.parent / CACHE
 
+    @property
+    def lines(self) -> Path:
+        """What processes share to take turns on one line; of no use once they have ended."""
+        return self.path / "lines"
+
     def state(self, member: str) -> Path:
         """What a member needs to go on."""
         return self.path / "state" / member

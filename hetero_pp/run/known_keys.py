@@ -47,7 +47,7 @@ def _step(annotation: Any, part: str | int) -> list[Any]:
         if field is not None:
             return _flatten(field.annotation)
         tags = {get_args(f.annotation)[0] for f in annotation.model_fields.values() if get_args(f.annotation)}
-        return [annotation] if part in tags else []
+        return [annotation] if part in tags or part == annotation.__name__ else []
     if get_origin(annotation) is list:
         return _flatten(get_args(annotation)[0]) if isinstance(part, int) else [annotation]
     if get_origin(annotation) is dict:

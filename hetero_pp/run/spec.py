@@ -12,10 +12,19 @@ from types import MappingProxyType
 import torch
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
+from hetero_pp.lines import LineSpec, line_specs
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.settings import NotPartOf, meaning
-from hetero_pp.topology import DatacenterReplica, LinkSpec, ParticipantsReplica, ReplicaSettings, StageSpec, link_specs
+from hetero_pp.topology import (
+    DatacenterReplica,
+    LinkSpec,
+    ParticipantsReplica,
+    ReplicaSettings,
+    StageSpec,
+    lines_of_members,
+    link_specs,
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,12 @@ class RunSpec:
         self.latest = changes.at(config, None)
         """The configuration of the last round."""
         self.total_steps = self.latest.outer.rounds * config.inner.steps
-        self.links: dict[str, LinkSpec] = {spec.name: spec for spec in link_specs(config.replicas, config.links)}
+        own_lines = lines_of_members(config.replicas, config.exchange)
+        self.lines: dict[str, LineSpec] = {
+            line.name: line for line in line_specs(own_lines, config.sites, config.lines)
+        }
+        lines = {member: line for line in self.lines.values() for member in line.members}
+        self.links: dict[str, LinkSpec] = {link.name: link for link in link_specs(config.replicas, config.links, lines)}
         self.members: dict[str, MemberSpec] = {
             member.name: member
             for index, replica in enumerate(config.replicas)

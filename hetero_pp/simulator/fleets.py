@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
 
 from hetero_pp.coefficients import format_of, noise_key
 from hetero_pp.errors import ConfigError
+from hetero_pp.lines import WAYS, LineSpec, Way
 from hetero_pp.link.protocol import Message, sealed, wire_frames
 from hetero_pp.link.token_ids import packed_tokens_bytes
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
@@ -21,9 +22,10 @@ from hetero_pp.model import EMBEDDING, block_of
 from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import Part, cost_on, memory_of
+from hetero_pp.simulator.fluid import INFINITY
 from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
-from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, site_of
+from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, is_beside_exchange, site_of
 from hetero_pp.topology import (
     Direction,
     ParticipantsReplica,
@@ -52,6 +54,8 @@ class Fleet:
     down: Crossing
     sites: Sequence[str | None]
     """[S]: whose uplink each member shares."""
+    beside_exchange: Array
+    """[S] bool: which members reach the exchange without a line, as they stand at its site."""
     contribute: Array
     """[S, G] seconds of compute."""
     apply: Array
@@ -70,17 +74,15 @@ class Fleet:
 
     def without_communication(self) -> Groups:
         """The same groups with infinite bandwidth and no latency."""
-        none = Hops(*(np.zeros_like(self.groups.activations.seconds) for _ in range(3)))
+        nothing = np.zeros_like(self.groups.activations.seconds)
+        none = Hops(nothing, nothing, nothing)
         groups = self.groups
-        return Groups(
-            groups.micro_batches,
-            groups.extra_in_flight,
-            groups.forward,
-            groups.backward,
-            groups.update,
-            none,
-            none,
-        )
+        return replace(groups, activations=none, gradients=none, capacities=())
+
+    def without_stage_links(self) -> Fleet:
+        """The same fleet, whose messages between stages cost nothing."""
+        groups = self.without_communication()
+        return replace(self, groups=groups, evaluation_hops=groups.activations)
 
 
 def fleets_of(spec: RunSpec, random: np.random.Generator) -> Iterator[Fleet]:
@@ -143,6 +145,7 @@ def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.ra
             seconds([cost.update for cost in costs]),
             _hops(spec, replica, "forward", sizes["activation"], bandwidth),
             _hops(spec, replica, "backward", sizes["gradient"], bandwidth),
+            tuple(line.bandwidth(way) or INFINITY for line, way in limited_lines(spec, replica)),
         ),
         message_bytes=sizes,
         evaluation_batches=batches,
@@ -151,6 +154,7 @@ def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.ra
         up=crossing(spec, members, "forward", uplink),
         down=crossing(spec, members, "backward", uplink),
         sites=[site_of(spec, member) for member in members],
+        beside_exchange=np.array([is_beside_exchange(spec, member) for member in members]),
         contribute=seconds([cost.contribute for cost in costs]),
         apply=seconds([cost.apply for cost in costs]),
         stays=np.all(random.random(shape) >= settings.churn, axis=0),
@@ -235,4 +239,20 @@ def _hops(
 
     own = rows([0.0 if shape.bandwidth is None else bits / shape.bandwidth for shape in shapes])
     seconds = own if bandwidth is None else bits / bandwidth
-    return Hops(seconds, rows([shape.latency for shape in shapes]), rows([shape.jitter for shape in shapes]))
+    latency, jitter = rows([shape.latency for shape in shapes]), rows([shape.jitter for shape in shapes])
+    places = {(line.name, way): place for place, (line, way) in enumerate(limited_lines(spec, replica))}
+    passed = [
+        tuple(
+            places[line.name, way]
+            for line, way in zip(link.lines(direction), WAYS, strict=True)
+            if line is not None and (line.name, way) in places
+        )
+        for link in links
+    ]
+    return Hops(seconds, latency, jitter, bits, tuple(passed))
+
+
+def limited_lines(spec: RunSpec, replica: ReplicaSettings) -> list[tuple[LineSpec, Way]]:
+    """The lines of a replica's members, each way in which they are limited; `Groups.capacities` has their order."""
+    own = [line for line in spec.lines.values() if set(line.members) & set(replica.members)]
+    return [(line, way) for line in own for way in WAYS if line.bandwidth(way) is not None]

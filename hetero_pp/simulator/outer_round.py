@@ -1,13 +1,13 @@
 """The time of an outer round: contribute, exchange, apply; on the clocks of all members.
 
-Links of a member's own carry one thing after the other. What is shared (a site's uplink, the exchange itself) is never
+Links of a member's own carry one thing after the other. What is shared (a site's line, the exchange itself) is never
 idle while somebody could use it, so the round closes exactly when the last byte is there (simulator.sharing), but for
 latencies, which add the longest of those who share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet
 from hetero_pp.simulator.pipeline import Array, GroupClock
 from hetero_pp.simulator.sharing import all_sent, fair_ends
-from hetero_pp.simulator.volumes import Crossing, is_ring
-from hetero_pp.topology import Direction
+from hetero_pp.simulator.volumes import Crossing, exchange_bandwidth, is_ring, site_bandwidths
 
 Fleets = Sequence[tuple[Fleet, GroupClock]]
 
@@ -41,34 +40,35 @@ def _send(spec: RunSpec, fleets: Fleets) -> float:
     ready = [clock.free.copy() for _, clock in fleets]
     for fleet, clock in fleets:
         _until(clock, "send contribution", clock.free + fleet.up.alone)
-    for name, bandwidth in _site_bandwidths(spec, "forward"):
+    for name, bandwidth in site_bandwidths(spec, "forward"):
         of = [fleet.at_site(name) for fleet, _ in fleets]
         starts, sizes = _flat(fleets, ready, of), _flat(fleets, [fleet.up.n_bytes for fleet, _ in fleets], of)
         delay = max(float(fleet.up.delay[at].max(initial=0)) for (fleet, _), at in zip(fleets, of, strict=True))
         end = all_sent(starts, sizes, bandwidth) + delay
         for (_, clock), at in zip(fleets, of, strict=True):
-            clock.free[at] = end
-    closed, shared = _last(fleets), spec.config.simulate.exchange_bandwidth
+            clock.free[at] = np.maximum(clock.free[at], end)
+    closed, shared = _last(fleets), exchange_bandwidth(spec, "forward")
     if shared is None:
         return closed
-    everywhere = [np.ones(len(fleet.members), dtype=bool) for fleet, _ in fleets]
-    sizes = _flat(fleets, [fleet.up.n_bytes for fleet, _ in fleets], everywhere)
+    elsewhere = [~fleet.beside_exchange for fleet, _ in fleets]
+    sizes = _flat(fleets, [fleet.up.n_bytes for fleet, _ in fleets], elsewhere)
     delay = max(float(fleet.up.delay.max()) for fleet, _ in fleets)
-    return max(closed, all_sent(_flat(fleets, ready, everywhere), sizes, shared) + delay)
+    return max(closed, all_sent(_flat(fleets, ready, elsewhere), sizes, shared) + delay)
 
 
 def _receive(spec: RunSpec, fleets: Fleets) -> None:
     """Everybody begins together, as the round has just closed."""
     ends = [clock.free + fleet.down.alone for fleet, clock in fleets]
-    for name, bandwidth in _site_bandwidths(spec, "backward"):
+    for name, bandwidth in site_bandwidths(spec, "backward"):
         of = [fleet.at_site(name) for fleet, _ in fleets]
         sizes = _flat(fleets, [fleet.down.n_bytes for fleet, _ in fleets], of)
         shares = iter(np.split(fair_ends(sizes, bandwidth), np.cumsum(_counts(fleets, of))[:-1]))
         for (fleet, clock), at, end in zip(fleets, of, ends, strict=True):
-            end[at] = clock.free[at] + next(shares).reshape(int(at.sum()), fleet.count) + fleet.down.delay[at]
-    shared = spec.config.simulate.exchange_bandwidth
+            own = clock.free[at] + next(shares).reshape(int(at.sum()), fleet.count) + fleet.down.delay[at]
+            end[at] = np.maximum(end[at], own)
+    shared = exchange_bandwidth(spec, "backward")
     if shared is not None:
-        total = sum(float(fleet.down.n_bytes.sum()) * fleet.count for fleet, _ in fleets)
+        total = sum(float(fleet.down.n_bytes[~fleet.beside_exchange].sum()) * fleet.count for fleet, _ in fleets)
         last = max(float(end.max()) for end in ends)
         delay = max(float(fleet.down.delay.max()) for fleet, _ in fleets)
         late = max(0.0, float(fleets[0][1].free.min()) + total * 8 / shared + delay - last)
@@ -106,14 +106,6 @@ def _until(clock: GroupClock, what: str, ends: Array) -> None:
         for stage, starts in enumerate(clock.free):
             clock.on_span(f"stage {stage}", what, 0, starts.copy(), ends[stage])
     clock.free[:] = ends
-
-
-def _site_bandwidths(spec: RunSpec, direction: Direction) -> Iterator[tuple[str, float]]:
-    """Of sites whose uplink is limited in this direction."""
-    for name, site in spec.config.simulate.sites.items():
-        bandwidth = spec.config.links[site.uplink].shape(direction).bandwidth
-        if bandwidth is not None:
-            yield name, bandwidth
 
 
 def _counts(fleets: Fleets, of: Sequence[Array]) -> list[int]:

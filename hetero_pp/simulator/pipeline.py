@@ -6,17 +6,21 @@ a step's events in an order that all groups share gives exact times for all of t
 What is timed is what stages.worker does: compute in the order of the schedule, sends that return at once, each
 direction of a link as a queue of its own, and an optimizer step as soon as the norm of the whole replica is known (on
 the first stage at the end of a step, elsewhere with the next step's first activation, or with the flush).
+
+Where links share lines, which of two messages leaves first depends on the times themselves. Then every group is timed
+on its own, event by event (hetero_pp.simulator.fluid).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from hetero_pp.schedule import Action, Event, forward_only, one_forward_one_backward
+from hetero_pp.simulator.fluid import INFINITY, Network, Path, Run, Stream, Wires, Work
 
 Array = np.ndarray
 OnSpan = Callable[[str, str, int, Array, Array], None]
@@ -24,6 +28,9 @@ OnSpan = Callable[[str, str, int, Array, Array], None]
 
 COLUMNS = 8192
 """That are timed side by side at most, where the order is free: their times stay in a core's cache."""
+
+DRAWN_WITH_LINES = 16
+"""Steps of an inner loop that are timed event by event; the others take their mean, as they differ by jitter alone."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,25 @@ class Hops:
     latency: Array
     jitter: Array
     """A message takes a time drawn uniformly from [0, jitter] longer."""
+    bits: float = 0.0
+    """Of one message; only lines ask."""
+    lines: tuple[tuple[int, ...], ...] = ()
+    """Of each hop those that it passes, as places in `Groups.capacities`; nothing if no hop passes any."""
 
     def columns(self, of: slice, times: int) -> Hops:
         """Some of the groups, so many times side by side."""
-        return Hops(*(np.tile(rows[:, of], times) for rows in (self.seconds, self.latency, self.jitter)))
+        seconds, latency, jitter = (np.tile(rows[:, of], times) for rows in (self.seconds, self.latency, self.jitter))
+        return replace(self, seconds=seconds, latency=latency, jitter=jitter)
+
+    def path(self, hop: int, column: int) -> Path:
+        """Of one hop of one group."""
+        seconds = float(self.seconds[hop, column])
+        return Path(
+            self.bits / seconds if seconds else INFINITY,
+            self.lines[hop],
+            float(self.latency[hop, column]),
+            float(self.jitter[hop, column]),
+        )
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,12 @@ class Groups:
     """Of one optimizer step."""
     activations: Hops
     gradients: Hops
+    capacities: tuple[float, ...] = ()
+    """Bits per second of the lines of each group, each way a line of its own."""
+
+    @property
+    def has_lines(self) -> bool:
+        return any(map(any, (self.activations.lines, self.gradients.lines)))
 
     @property
     def stages(self) -> int:
@@ -77,6 +105,7 @@ class Groups:
             np.tile(self.update[:, of], times),
             self.activations.columns(of, times),
             self.gradients.columns(of, times),
+            self.capacities,
         )
 
 
@@ -102,7 +131,12 @@ def time_steps(
 @lru_cache(maxsize=64)
 def step_order(stages: int, micro_batches: int, extra_in_flight: int) -> Sequence[tuple[int, Event]]:
     """All stages' events of one step, so that every message is sent before it is received."""
-    return _merged([one_forward_one_backward(s, stages, micro_batches, extra_in_flight) for s in range(stages)])
+    return _merged(step_programs(stages, micro_batches, extra_in_flight))
+
+
+def step_programs(stages: int, micro_batches: int, extra_in_flight: int) -> Sequence[Sequence[Event]]:
+    """The same, for each stage."""
+    return [one_forward_one_backward(s, stages, micro_batches, extra_in_flight) for s in range(stages)]
 
 
 @lru_cache(maxsize=64)
@@ -169,8 +203,12 @@ class GroupClock:
         """One inner step; unless it is the first one, every later stage begins with the optimizer step before it."""
         groups = self.groups
         self._updates_due = set(range(1, groups.stages)) if updates else set()
-        for stage, event in step_order(groups.stages, groups.micro_batches, groups.extra_in_flight):
-            self._run(stage, event, groups.forward[stage], groups.activations)
+        shape = groups.stages, groups.micro_batches, groups.extra_in_flight
+        if groups.has_lines:
+            self._run_with_lines(step_programs(*shape), groups.forward, groups.activations)
+        else:
+            for stage, event in step_order(*shape):
+                self._run(stage, event, groups.forward[stage], groups.activations)
         self._update(0)
 
     def _further_steps(self, count: int) -> Array:
@@ -182,6 +220,7 @@ class GroupClock:
         """
         seconds = np.empty((count, self.groups.count))
         drawn = count if self.random is not None and self.groups.has_jitter else 1
+        drawn = min(drawn, DRAWN_WITH_LINES) if self.groups.has_lines else drawn
         for left in range(0, self.groups.count, COLUMNS):
             own = slice(left, min(left + COLUMNS, self.groups.count))
             at_once = COLUMNS // (own.stop - own.start)
@@ -190,13 +229,64 @@ class GroupClock:
                 clock = GroupClock(self.groups.columns(own, times), self.random)
                 clock._step(updates=True)
                 seconds[first : first + times, own] = clock.free[0].reshape(times, -1)
-        seconds[drawn:] = seconds[0]
+        seconds[drawn:] = seconds[:drawn].mean(axis=0)
         return seconds
 
     def evaluate(self, batches: int, forward: Array, activations: Hops) -> None:
         """Forwards only, with times of their own."""
-        for stage, event in evaluation_order(self.groups.stages, batches):
+        stages = self.groups.stages
+        if self.groups.has_lines:
+            programs = [forward_only(stage, stages, batches) for stage in range(stages)]
+            self._run_with_lines(programs, forward, activations)
+            return
+        for stage, event in evaluation_order(stages, batches):
             self._run(stage, event, forward[stage], activations)
+
+    def _run_with_lines(self, programs: Sequence[Sequence[Event]], forward: Array, activations: Hops) -> None:
+        """One group after the other; those that are equal once."""
+        kinds = {"activation": activations, "gradient": self.groups.gradients}
+        timed: dict[bytes, int] = {}
+        for column in range(self.groups.count):
+            if self.random is None or not self.groups.has_jitter:
+                parts = (self.free, forward, self.groups.backward, self.groups.update, *self._link_free.values())
+                parts += tuple(rows for hops in kinds.values() for rows in (hops.seconds, hops.latency))
+                same = timed.setdefault(b"".join(rows[:, column].tobytes() for rows in parts), column)
+                if same != column:
+                    for rows in (self.free, *self._link_free.values()):
+                        rows[:, column] = rows[:, same]
+                    continue
+            self._run_column(column, programs, forward, kinds)
+        self._updates_due = set()
+
+    def _run_column(
+        self, column: int, programs: Sequence[Sequence[Event]], forward: Array, kinds: Mapping[str, Hops]
+    ) -> None:
+        """One group on its own."""
+        groups = self.groups
+        hops = range(groups.stages - 1)
+        streams: list[Stream] = [(kind, hop) for kind in kinds for hop in hops]
+        network = Network(groups.capacities, {one: kinds[one[0]].path(one[1], column) for one in streams})
+        bits = {kind: own.bits for kind, own in kinds.items()}
+        on_flow, on_compute = None, None
+        if self.on_span is not None and column == 0:
+            on_flow, on_compute = _flows_of(self.on_span), _computations_of(self.on_span)
+        run = Run(
+            Work(
+                programs,
+                forward[:, column].tolist(),
+                groups.backward[:, column].tolist(),
+                groups.update[:, column].tolist(),
+                frozenset(self._updates_due),
+            ),
+            Wires(network, bits, self.random, on_flow),
+            self.free[:, column].tolist(),
+            {(kind, hop): float(self._link_free[kind][hop, column]) for kind, hop in streams},
+            on_compute,
+        )
+        run.to_the_end()
+        self.free[:, column] = run.free
+        for kind, hop in streams:
+            self._link_free[kind][hop, column] = run.left[kind, hop]
 
     def _run(self, stage: int, event: Event, forward: Array, activations: Hops) -> None:
         match event.action:
@@ -249,3 +339,18 @@ class GroupClock:
 
     def _receive(self, kind: str, stage: int, hop: int, micro_batch: int) -> None:
         np.maximum(self.free[stage], self._arrivals.pop((kind, hop, micro_batch)), out=self.free[stage])
+
+
+def _flows_of(on_span: OnSpan) -> Callable[[Stream, int, float, float], None]:
+    def on_flow(stream: Stream, micro_batch: int, starts: float, ends: float) -> None:
+        kind, hop = stream
+        on_span(f"hop {hop} {kind}", kind, micro_batch, np.array([starts]), np.array([ends]))
+
+    return on_flow
+
+
+def _computations_of(on_span: OnSpan) -> Callable[[int, str, int, float, float], None]:
+    def on_compute(stage: int, what: str, micro_batch: int, starts: float, ends: float) -> None:
+        on_span(f"stage {stage}", what, micro_batch, np.array([starts]), np.array([ends]))
+
+    return on_compute

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from hetero_pp.lines import WAYS
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, fleets_of
 from hetero_pp.simulator.outer_round import run_outer_round
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.simulator.published import Comparison, compared
-from hetero_pp.topology import exchange_link_name, stage_link_name
+from hetero_pp.topology import EXCHANGE, Direction, exchange_link_name, stage_link_name
 
 ROUNDS = 2
 """That are timed; the last one counts, as those after it are the same."""
@@ -49,6 +50,20 @@ class LinkPrediction:
     backward_bytes: float
     forward_busy: float
     backward_busy: float
+
+
+@dataclass(frozen=True)
+class LinePrediction:
+    """One line; bytes of a round on the wire, and the share of it that the line is busy, each way."""
+
+    name: str
+    kind: str
+    members: Sequence[str]
+    """Where many replicas stand behind a name, each has such a line."""
+    up_bytes: float
+    down_bytes: float
+    up_busy: float
+    down_busy: float
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,7 @@ class Prediction:
     received_bytes: float
     members: int
     replicas: list[ReplicaPrediction]
+    lines: Sequence[LinePrediction] = ()
     published: Sequence[Comparison] = ()
     """Numbers of papers beside these."""
 
@@ -131,14 +147,17 @@ class _Timed:
     step_seconds: list[Array]
 
 
-def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None) -> Prediction:
-    """Time a run's topology. `watch` gives, for a replica's name, who is told what its members and links do.
+def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stage_links: bool = True) -> Prediction:
+    """Time a run's topology. `watch` gives, for a replica's name, who is told what its members and links do. Without
+    `stage_links` messages between stages cost nothing, and what takes time is the exchange.
 
     Raises ConfigError for hardware that is not known, for members whose part does not fit their memory, and for
     published numbers of what is not predicted.
     """
     simulate = spec.config.simulate
     fleets = list(fleets_of(spec, np.random.default_rng(simulate.seed)))
+    if not stage_links:
+        fleets = [fleet.without_stage_links() for fleet in fleets]
     timed = _run(spec, fleets, True, watch)
     ideal = _run(spec, fleets, False, None)
     tokens_per_round = sum(
@@ -169,6 +188,7 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None) -> Pred
         received_bytes=rounds * sum(one.received_bytes * one.count for one in replicas) / count,
         members=members,
         replicas=replicas,
+        lines=list(_lines(spec, fleets, replicas, timed.round_seconds)),
     )
     if not simulate.published:
         return found
@@ -263,4 +283,26 @@ def _links(spec: RunSpec, fleet: Fleet, round_seconds: float) -> Iterator[LinkPr
             backward_bytes=float(fleet.down.n_bytes[stage]),
             forward_busy=float(fleet.up.alone[stage].mean()) / round_seconds,
             backward_busy=float(fleet.down.alone[stage].mean()) / round_seconds,
+        )
+
+
+def _lines(
+    spec: RunSpec, fleets: Sequence[Fleet], replicas: Sequence[ReplicaPrediction], round_seconds: float
+) -> Iterator[LinePrediction]:
+    """What all links of each line carry together."""
+    links = [(link, fleet.count) for fleet, replica in zip(fleets, replicas, strict=True) for link in replica.links]
+    for line in spec.lines.values():
+        carried = dict.fromkeys(WAYS, 0.0)
+        for link, count in links:
+            ways: dict[Direction, float] = {"forward": link.forward_bytes, "backward": link.backward_bytes}
+            for direction, n_bytes in ways.items():
+                for way, passed in zip(WAYS, spec.links[link.name].lines(direction), strict=True):
+                    if passed == line:
+                        carried[way] += n_bytes * (count if EXCHANGE in line.members else 1)
+        busy = {
+            way: 0.0 if (rate := line.bandwidth(way)) is None else 8 * carried[way] / rate / round_seconds
+            for way in WAYS
+        }
+        yield LinePrediction(
+            line.name, line.kind, line.members, carried["up"], carried["down"], busy["up"], busy["down"]
         )

@@ -13,13 +13,14 @@ others are the topologies of SparseLoCo's Figure 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.lines import LineSpec
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
@@ -70,8 +71,35 @@ def check_exchange(spec: RunSpec) -> None:
             if seen & found:
                 raise ConfigError((*key, "members"), f"found {min(seen & found)} twice, expected it at one site")
             seen |= found
+    for line in spec.lines.values():
+        if both := seen & set(line.members):
+            raise ConfigError(
+                ("simulate", "sites"), f"found {min(both)}, which has a line, expected it under the top-level `sites`"
+            )
+        _check_shared(spec, line)
+    if _line_of_exchange(spec) is not None and simulate.exchange_bandwidth is not None:
+        raise ConfigError(("simulate", "exchange_bandwidth"), "found it beside exchange.line, expected one of both")
     if is_ring(simulate):
         _check_ring(spec)
+
+
+def _check_shared(spec: RunSpec, line: LineSpec) -> None:
+    """A line that several members share: how many there are of each must be known, and groups are timed apart."""
+    members = [spec.members[name] for name in line.members if name in spec.members]
+    for member in members:
+        fleet = spec.config.simulate.fleets.get(member.replica.name)
+        if len(line.members) > 1 and fleet is not None and fleet.count > 1:
+            raise ConfigError(
+                ("sites", line.name, "members"),
+                f"found {member.name}, one of {fleet.count} of its kind in simulate.fleets, expected a single replica",
+            )
+    groups = {member.replica.name for member in members if len(member.replica.members) > 1}
+    if len(groups) > 1:
+        raise ConfigError(
+            ("sites", line.name, "members"),
+            f"found stages of {' and '.join(sorted(groups))} behind one line, which `launch` can run and `simulate` "
+            "cannot, as it times groups one by one: expected stages of one group",
+        )
 
 
 def _check_ring(spec: RunSpec) -> None:
@@ -84,8 +112,12 @@ def _check_ring(spec: RunSpec) -> None:
             f"found `ring_all_reduce` at density {spec.config.outer.compression.density:.3g}, expected 1: sums of "
             "sparse contributions grow on their way; `ring_all_gather` passes them on as they are",
         )
-    if simulate.sites or simulate.exchange_bandwidth is not None:
-        raise ConfigError(key, f"found `{simulate.exchange}`, expected no sites and no exchange_bandwidth beside it")
+    shared = [line for line in spec.lines.values() if len(line.members) > 1 or EXCHANGE in line.members]
+    if simulate.sites or shared or simulate.exchange_bandwidth is not None:
+        raise ConfigError(
+            key,
+            f"found `{simulate.exchange}`, expected no sites, no exchange.line and no exchange_bandwidth beside it",
+        )
 
 
 def crossing(spec: RunSpec, members: Sequence[MemberSpec], direction: Direction, bandwidth: Array | None) -> Crossing:
@@ -109,19 +141,54 @@ def crossing(spec: RunSpec, members: Sequence[MemberSpec], direction: Direction,
 
 
 def site_of(spec: RunSpec, member: MemberSpec) -> str | None:
-    """The name of the site whose uplink the member shares."""
+    """The name of the site whose uplink, or line, the member shares."""
     for name, site in spec.config.simulate.sites.items():
         if member.name in site.members or member.replica.name in site.members:
             return name
-    return None
+    passed = spec.links[exchange_link_name(member.name)].source_line
+    return passed.name if passed in _shared_lines(spec) else None
 
 
 def link_of(spec: RunSpec, member: MemberSpec, direction: Direction) -> LinkShape:
-    """The link to the exchange: the member's own, or its site's."""
+    """The way to the exchange: through the member's own link and line, or those of its site."""
     site = site_of(spec, member)
-    if site is not None:
+    if site in spec.config.simulate.sites:
         return spec.config.links[spec.config.simulate.sites[site].uplink].shape(direction)
-    return spec.links[exchange_link_name(member.name)].shape(direction)
+    link = spec.links[exchange_link_name(member.name)]
+    return replace(link.shape(direction), bandwidth=link.bottleneck(direction))
+
+
+def site_bandwidths(spec: RunSpec, direction: Direction) -> Iterator[tuple[str, float]]:
+    """Of sites whose uplink, or line, is limited in this direction, as seen from their members."""
+    found = {
+        name: spec.config.links[site.uplink].shape(direction).bandwidth
+        for name, site in spec.config.simulate.sites.items()
+    }
+    found |= {line.name: line.bandwidth("up" if direction == "forward" else "down") for line in _shared_lines(spec)}
+    return ((name, bandwidth) for name, bandwidth in found.items() if bandwidth is not None)
+
+
+def exchange_bandwidth(spec: RunSpec, direction: Direction) -> float | None:
+    """Bits per second that all members together get to the exchange (`forward`) or from it; None: unlimited."""
+    line = _line_of_exchange(spec)
+    if line is None:
+        return spec.config.simulate.exchange_bandwidth
+    return line.bandwidth("down" if direction == "forward" else "up")
+
+
+def is_beside_exchange(spec: RunSpec, member: MemberSpec) -> bool:
+    """Whether it stands at the exchange's own site, and reaches it without a line."""
+    line = _line_of_exchange(spec)
+    return line is not None and member.name in line.members
+
+
+def _line_of_exchange(spec: RunSpec) -> LineSpec | None:
+    return next((line for line in spec.lines.values() if EXCHANGE in line.members), None)
+
+
+def _shared_lines(spec: RunSpec) -> list[LineSpec]:
+    """Of sites elsewhere than the exchange, whose own line all reach it by."""
+    return [line for line in spec.lines.values() if len(line.members) > 1 and EXCHANGE not in line.members]
 
 
 def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:

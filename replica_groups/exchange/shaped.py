@@ -8,11 +8,12 @@ from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
-from hetero_pp.link.shaping import Shaper
+from hetero_pp.link.shaper import Shaper
+from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates, ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.topology import LinkSpec
+from hetero_pp.topology import DIRECTIONS, LinkSpec
 
 
 class ShapedExchange:
@@ -21,10 +22,13 @@ class ShapedExchange:
     Blobs and snapshots are shaped and counted; control messages and reports, some hundred bytes each, are not.
     """
 
-    def __init__(self, exchange: ExchangeService, spec: LinkSpec, seed: int) -> None:
+    def __init__(self, exchange: ExchangeService, spec: LinkSpec, seed: int, lines: Lines | None = None) -> None:
+        """`lines`: those of the member, which its stage links share."""
+        lines = lines or Lines()
         self._exchange = exchange
-        self._up = Shaper(spec.forward, f"{seed}/{spec.name}/forward")
-        self._down = Shaper(spec.backward, f"{seed}/{spec.name}/backward")
+        up, down = (lines.buckets(spec, way) for way in DIRECTIONS)
+        self._up = Shaper(spec.forward, f"{seed}/{spec.name}/forward", lines.clock, up)
+        self._down = Shaper(spec.backward, f"{seed}/{spec.name}/backward", lines.clock, down)
         self.forward = Ledger()
         self.backward = Ledger()
 

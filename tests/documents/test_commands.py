@@ -288,9 +288,10 @@ def test_every_yaml_is_valid(block: Block, tmp_path: Path) -> None:
     elif _is_whole(content):
         assert ConfigFile(path).config.name == content["name"]
     else:
-        links = {"home": {}, "dsl": {}, "fibre": {}} | content.pop("links", {})
+        links = {"home": {}, "dsl": {}, "fibre": {}, "cable": {}, "tunnel": {}} | content.pop("links", {})
+        lines = {"dsl": {}, "fibre": {}} | content.pop("lines", {})
         base = {"name": "shown", "outer": {"rounds": 1}, "replicas": [{"name": "dc", "kind": "datacenter"}]}
-        RunConfig.model_validate(base | {"links": links} | content).check()
+        RunConfig.model_validate(base | {"links": links, "lines": lines} | content).check()
 
 
 def test_there_is_yaml_of_every_kind() -> None:

@@ -25,11 +25,20 @@ from replica_groups.exchange.log import ContributionLog
 pytestmark = pytest.mark.starts_processes
 
 YAML = Path(__file__).with_name("mixed.yaml")
+BEHIND_LINES = [
+    "lines={cable: {up: 100 Mbit/s, down: 400 Mbit/s, latency: 1 ms, jitter: 1 ms}, fibre: {bandwidth: 1 Gbit/s}}",
+    "sites={house: {line: cable, members: [home.0, home.2]}}",
+    "replicas.0.line=fibre",
+    "replicas.1.line=cable",
+    "exchange.line=fibre",
+]
+"""Two processes share the line of a house, and all members that of the exchange."""
 
 
 def _run(corpus: Path, runs: Path, *options: str) -> Path:
     """Launch the topology as a user would; returns the run's folder."""
-    done = run_program("launch", str(YAML), "--runs", str(runs), *options, "--set", f"data.corpus={corpus}")
+    changes = [f"--set={change}" for change in (*BEHIND_LINES, f"data.corpus={corpus}")]
+    done = run_program("launch", str(YAML), "--runs", str(runs), *options, *changes)
     assert done.returncode == 0, done.stdout + done.stderr
     return runs / "mixed"
 
@@ -83,6 +92,31 @@ def test_links_carried_the_same_bytes(both: dict[str, Path]) -> None:
     )
     assert over_grpc == in_process
     assert all(link["payload_bytes"]["forward"] > 0 for link in over_grpc)
+
+
+def test_lines_carried_what_all_their_links_did(both: dict[str, Path]) -> None:
+    """The same bytes in both ways of running."""
+    summaries = [json.loads((run / "summary.json").read_text()) for run in both.values()]
+    kept = ("name", "kind", "members", "payload_bytes", "wire_bytes", "wire_bytes_per_round")
+    lines = [{key: line[key] for key in kept} for line in summaries[0]["lines"]]
+    assert lines == [{key: line[key] for key in kept} for line in summaries[1]["lines"]]
+    assert {line["name"]: line["members"] for line in lines} == {
+        "house": ["home.0", "home.2"],
+        "dc": ["dc"],
+        "home.1": ["home.1"],
+        "exchange": ["exchange"],
+    }
+    wire = {link["name"]: link["wire_bytes"] for link in summaries[0]["links"]}
+    passed = {line["name"]: line["wire_bytes"] for line in lines}
+    stages, exchanged = ("home.0-1", "home.1-2"), ("home.0-exchange", "home.2-exchange")
+    assert passed["dc"] == {"up": wire["dc-exchange"]["forward"], "down": wire["dc-exchange"]["backward"]}
+    assert passed["house"] == {
+        "up": wire[stages[0]]["forward"] + wire[stages[1]]["backward"] + sum(wire[one]["forward"] for one in exchanged),
+        "down": wire[stages[0]]["backward"]
+        + wire[stages[1]]["forward"]
+        + sum(wire[one]["backward"] for one in exchanged),
+    }
+    assert passed["exchange"]["down"] == sum(wire[one]["forward"] for one in wire if one.endswith("-exchange"))
 
 
 def test_the_summary_has_what_others_rely_on(both: dict[str, Path]) -> None:

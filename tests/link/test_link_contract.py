@@ -1,4 +1,4 @@
-"""What every link does, whatever carries it: one suite over the in-process and the gRPC link."""
+"""What every link does, whatever carries it: one suite over the in-process and the gRPC link, with lines or without."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import product
 
 import pytest
 import torch
 
 from hetero_pp.errors import LinkClosed, LinkTimeout
+from hetero_pp.lines import LineSpec
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.ledger import FRAME_BYTES, Count
 from hetero_pp.link.protocol import LinkEnd, Message
@@ -39,16 +41,19 @@ def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
 
 
 TRANSPORTS = {"in_process": connect_in_process, "grpc": connect_grpc}
+LINES = [LineSpec(name, "fast", (name,), 8e9, 8e9, 0, 0) for name in ("home.0", "home.1")]
 
 
-@pytest.fixture(params=sorted(TRANSPORTS))
+@pytest.fixture(params=[*product(sorted(TRANSPORTS), (False, True))], ids=lambda one: f"{one[0]}{'-lines' * one[1]}")
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
     """Makes both ends of a link of given shapes: the first sends forward."""
     with ExitStack() as stack:
 
         def make(forward: LinkShape = UNLIMITED, backward: LinkShape = UNLIMITED) -> Pair:
-            spec = LinkSpec("home.0-1", "home.0", "home.1", forward, backward)
-            ends = TRANSPORTS[request.param](stack, spec)
+            transport, has_lines = request.param
+            lines = LINES if has_lines else [None, None]
+            spec = LinkSpec("home.0-1", "home.0", "home.1", forward, backward, *lines)
+            ends = TRANSPORTS[transport](stack, spec)
             for end in ends:
                 stack.callback(end.abort, "the test is over")
             return ends

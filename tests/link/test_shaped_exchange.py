@@ -11,7 +11,7 @@ from fake_clock import FakeClock
 from torch import Tensor
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
-from hetero_pp.link import shaping
+from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer import exchange_service
 from hetero_pp.outer.exchange_service import AvailableStates
@@ -88,7 +88,8 @@ class Shaped:
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.far = Far(clock)
-        self.exchange = ShapedExchange(self.far, LinkSpec("home.0-exchange", "home.0", "exchange", UP, DOWN), seed=1)
+        link = LinkSpec("home.0-exchange", "home.0", "exchange", UP, DOWN)
+        self.exchange = ShapedExchange(self.far, link, seed=1, lines=Lines(clock=clock))
 
     def counts(self, round_: int) -> list[Counts]:
         """Of what went up and of what came down."""
@@ -96,10 +97,8 @@ class Shaped:
 
 
 @pytest.fixture
-def shaped(monkeypatch: pytest.MonkeyPatch) -> Shaped:
-    clock = FakeClock()
-    monkeypatch.setattr(shaping, "MonotonicClock", lambda: clock)
-    return Shaped(clock)
+def shaped() -> Shaped:
+    return Shaped(FakeClock())
 
 
 def _count(messages: int, seconds: float) -> Counts:

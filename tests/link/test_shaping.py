@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_pp.errors import LinkClosed, LinkTimeout
-from hetero_pp.link.shaping import DelayLine, ShapedQueue, Shaper, TokenBucket
+from hetero_pp.link.shaper import Shaper
+from hetero_pp.link.shaping import DelayLine, ShapedQueue, TokenBucket
 from hetero_pp.topology import LinkShape
 
 RATE = 8e6

@@ -330,3 +330,39 @@ def test_a_loss_that_is_not_finite_is_kept_as_it_is() -> None:
 )
 def test_format_share(share: float | None, text: str) -> None:
     assert format_share(share) == text
+
+
+def test_summary_of_lines() -> None:
+    """A line counts all links that pass it: by `up` what its members send, by `down` what they receive."""
+    spec = made_up_spec(
+        lines={"dsl": {"up": "1 kbit/s", "down": "4 kbit/s"}},
+        sites={"house": {"line": "dsl", "members": ["dc", "home.1"]}},
+        replicas=[
+            {"name": "dc", "kind": "datacenter"},
+            {"name": "home", "kind": "participants", "stages": {"count": 2, "line": "dsl"}, "boundary": {"rank": 8}},
+        ],
+    )
+    state = RunState(spec)
+    for report in (
+        inner_step(START, "dc", "dc", 1, 0, loss=5.0),
+        link_use(START, "home.1-exchange", "backward", 0, 990),  # before the first step
+        link_use(START + 5, "home.0-1", "forward", 1, 240),
+        link_use(START + 5, "home.0-1", "backward", 1, 90),
+        link_use(START + 5, "dc-exchange", "forward", 1, 140),
+        link_use(START + 10, "dc-exchange", "backward", 2, 190),
+    ):
+        state.apply(report)
+    house, own = state.summary()["lines"]
+    assert (house["name"], house["kind"], house["members"]) == ("house", "dsl", ["dc", "home.1"])
+    assert house["bandwidth_bits_per_second"] == {"up": 1e3, "down": 4e3}
+    assert house["payload_bytes"] == {"up": 230, "down": 240 + 190 + 990}
+    assert house["wire_bytes"] == {"up": 250, "down": 250 + 200 + 1000}
+    assert house["busy_share"] == {"up": 250 * 8 / 1e3 / 10, "down": 450 * 8 / 4e3 / 10}
+    assert (own["name"], own["wire_bytes"]) == ("home.0", {"up": 250, "down": 100})
+    links = {link["name"]: link["lines"] for link in state.summary()["links"]}
+    assert links["home.0-1"] == {"from": "home.0", "to": "house"}
+    assert links["dc-exchange"] == {"from": "house", "to": None}
+
+
+def test_a_run_without_lines_has_none(whole: RunState) -> None:
+    assert whole.summary()["lines"] == []

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hetero_pp.errors import ConfigError
 from hetero_pp.model import block_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -52,7 +53,9 @@ QUICK = (0.01, 0.01, 0.01, 0.01, 0.01, 0.01)
 GROUP = {"home.0": _cost(*FIRST), "home.1": _cost(*LAST)}
 
 
-def _spec(replicas: list[dict[str, Any]], layers: int = 2, **simulate: Any) -> RunSpec:
+def _spec(
+    replicas: list[dict[str, Any]], layers: int = 2, top: dict[str, Any] | None = None, **simulate: Any
+) -> RunSpec:
     return RunSpec(
         RunConfig.model_validate(
             {
@@ -65,6 +68,7 @@ def _spec(replicas: list[dict[str, Any]], layers: int = 2, **simulate: Any) -> R
                 "replicas": replicas,
                 "simulate": simulate,
             }
+            | (top or {})
         ),
         VOCABULARY,
     )
@@ -158,6 +162,84 @@ def test_a_slow_exchange_has_the_latency_of_every_blob_too() -> None:
     seconds = 2 * (one.sent_bytes + one.received_bytes) * 8 / 1e3
     delays = blobs * (7 + 0.1) + blobs * (3 + 0.1)
     assert found.outer_seconds == pytest.approx(QUICK[3] + seconds + delays + QUICK[4])
+
+
+SLOW = {"up": "10 kbit/s", "down": "40 kbit/s", "latency": "3 s", "jitter": "0.2 s"}
+"""A line."""
+LINED = {"name": "dc", "kind": "datacenter", "batch_size": ROWS, "line": "slow"}
+
+
+def _lined(simulate: dict[str, Any] | None = None, **top: Any) -> Prediction:
+    """Two datacenters that begin together, and have lines; `top` are sections of the YAML."""
+    measured = {"dc": _cost(*QUICK), "d2": _cost(*QUICK)}
+    replicas = [LINED, {**LINED, "name": "d2"}]
+    return predict(_spec(replicas, top={"lines": {"slow": SLOW}} | top, measured=measured, **(simulate or {})))
+
+
+def _outer_seconds(found: Prediction, up: float, down: float) -> float:
+    """By hand: of so many bits per second for all blobs of one of them, and every blob's latency."""
+    one, blobs = found.replicas[0], LAYERS_OF_BLOCKS["dc"]
+    bytes_ = one.sent_bytes * 8 / up + one.received_bytes * 8 / down
+    return QUICK[3] + bytes_ + 2 * blobs * (3 + 0.1) + QUICK[4]
+
+
+def test_an_outer_round_passes_the_lines() -> None:
+    found = _lined()
+    assert found.outer_seconds == pytest.approx(_outer_seconds(found, 10e3, 40e3))
+    assert [line.up_bytes for line in found.lines] == [one.sent_bytes for one in found.replicas]
+    assert [line.down_bytes for line in found.lines] == [one.received_bytes for one in found.replicas]
+    assert found.lines[0].up_busy == pytest.approx(found.lines[0].up_bytes * 8 / 10e3 / found.round_seconds)
+
+
+def test_a_link_may_be_slower_than_its_line() -> None:
+    top = {"lines": {"slow": SLOW}, "links": {"narrow": {"forward": {"bandwidth": "2 kbit/s"}}}}
+    found = predict(_spec([LINED | {"uplink": "narrow"}], top=top, measured={"dc": _cost(*QUICK)}))
+    one, blobs = found.replicas[0], LAYERS_OF_BLOCKS["dc"]
+    assert found.outer_seconds == pytest.approx(QUICK[3] + one.sent_bytes * 8 / 2e3 + blobs * 3.1 + QUICK[4])
+
+
+def test_members_of_a_site_share_its_line() -> None:
+    found = _lined(sites={"office": {"line": "slow", "members": ["dc", "d2"]}})
+    assert [line.name for line in found.lines] == ["office"]
+    assert found.outer_seconds == pytest.approx(_outer_seconds(found, 10e3 / 2, 40e3 / 2))
+    assert found.lines[0].up_bytes == 2 * found.replicas[0].sent_bytes
+
+
+def test_all_share_the_line_of_the_exchange() -> None:
+    """What they send comes down to it, at 40 kbit/s for both, which their own 10 kbit/s do not fill."""
+    found = _lined(exchange={"line": "slow"})
+    one, blobs = found.replicas[0], LAYERS_OF_BLOCKS["dc"]
+    bytes_ = one.sent_bytes * 8 / 10e3 + 2 * one.received_bytes * 8 / 10e3
+    assert found.outer_seconds == pytest.approx(QUICK[3] + bytes_ + 2 * blobs * (6 + 0.2) + QUICK[4])
+
+
+def test_at_the_exchanges_site_no_line_is_passed() -> None:
+    """d2 is there, and the other alone uses the line."""
+    found = _lined(sites={"office": {"line": "slow", "members": ["d2", "exchange"]}})
+    one, other = found.replicas
+    assert found.lines[0].up_bytes == one.received_bytes
+    assert found.lines[0].down_bytes == one.sent_bytes
+    bytes_ = one.sent_bytes * 8 / 10e3 + one.received_bytes * 8 / 10e3
+    blobs = LAYERS_OF_BLOCKS["dc"]
+    assert found.outer_seconds == pytest.approx(QUICK[3] + bytes_ + 2 * blobs * (6 + 0.2) + QUICK[4])
+    assert other.stages[0].sent_seconds == 0
+
+
+OFFICE = {"office": {"line": "slow", "members": ["dc", "d2"]}}
+
+
+@pytest.mark.parametrize(
+    ("simulate", "top", "message"),
+    [
+        ({"sites": {"a": {"members": ["dc"], "uplink": "up and down"}}}, {}, "which has a line"),
+        ({"exchange_bandwidth": "1 kbit/s"}, {"exchange": {"line": "slow"}}, "expected one of both"),
+        ({"exchange": "ring_all_gather"}, {"exchange": {"line": "slow"}}, "expected no sites, no exchange.line"),
+        ({"fleets": {"dc": {"count": 3}}}, {"sites": OFFICE}, "one of 3 of its kind"),
+    ],
+)
+def test_lines_that_no_prediction_can_have(simulate: dict[str, Any], top: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _lined(simulate, **top)
 
 
 def _most_in_flight(stage: int, stages: int, micro_batches: int, extra: int) -> int:

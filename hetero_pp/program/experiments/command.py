@@ -19,7 +19,7 @@ from hetero_pp.program.experiments.report import print_result, result_of, write_
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.training import train, train_on_ranks
-from hetero_pp.program.report.display import wide
+from hetero_pp.program.report.tables import wide
 from hetero_pp.run.folder import CACHE
 from replica_groups.ranks import init_ranks
 

@@ -15,7 +15,7 @@ from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.facts import parameter_count, token_count
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.program.report.display import plain_table, wide
+from hetero_pp.program.report.tables import plain_table, wide
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.units import format_bytes

@@ -21,7 +21,7 @@ from hetero_pp.program.experiments.plots import draw
 from hetero_pp.program.experiments.provenance import Trained, trained_by
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import Values, judge
-from hetero_pp.program.report.display import plain_table
+from hetero_pp.program.report.tables import plain_table
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
 """row -> seed -> outcome"""

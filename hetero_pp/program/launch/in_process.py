@@ -13,6 +13,7 @@ from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.run.folder import RunFolder
@@ -62,6 +63,7 @@ class ThreadConnections:
 
     exchange: Exchange
     ends: LinkEnds
+    lines: Lines
 
     def listen(self) -> str:
         """See Connections: nobody has to find it."""
@@ -85,7 +87,8 @@ class MemberThreads:
         self.gate = Gate(spec.members)
         self._resume = resume
         self._spec, self._folder = spec, folder
-        self._ends = _connect(spec)
+        self._lines = Lines()
+        self._ends = _connect(spec, self._lines)
         self._errors: list[Exception] = []
         self._auditor: Auditor | None = None
         self._watcher = Watcher(self.exchange.watch, on_report)
@@ -148,7 +151,8 @@ class MemberThreads:
         torch.set_num_threads(self._spec.config.threads)
         ends = self._ends[member.name]
         try:
-            take_part(self._spec, member, ThreadConnections(self.exchange, ends), self._folder, gate=self.gate)
+            connections = ThreadConnections(self.exchange, ends, self._lines)
+            take_part(self._spec, member, connections, self._folder, gate=self.gate)
             ends.close()
         except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
             self._errors.append(error)
@@ -157,14 +161,15 @@ class MemberThreads:
             self.gate.leave(member.name)
 
 
-def _connect(spec: RunSpec) -> Mapping[str, LinkEnds]:
+def _connect(spec: RunSpec, lines: Lines) -> Mapping[str, LinkEnds]:
     """The link ends of every member."""
     ends = dict.fromkeys(spec.members, LinkEnds())
     for replica in spec.config.replicas:
         if not isinstance(replica, ParticipantsReplica):
             continue
         for hop in range(replica.stage_count - 1):
-            first, second = in_process_pair(spec.links[stage_link_name(replica.name, hop)], spec.config.seed)
+            link = spec.links[stage_link_name(replica.name, hop)]
+            first, second = in_process_pair(link, spec.config.seed, lines=lines)
             above, below = replica.members[hop], replica.members[hop + 1]
             ends[above] = LinkEnds(ends[above].upstream, first)
             ends[below] = LinkEnds(second, ends[below].downstream)

@@ -21,6 +21,7 @@ from typing import NoReturn
 import torch
 
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed, WrongToken
+from hetero_pp.link.shared_lines import Lines
 from hetero_pp.program.launch.job import CONSEQUENCE, FAILED, Job
 from hetero_pp.program.launch.ranks import run_ranks
 from hetero_pp.rpc.channels import keep_freed_memory
@@ -127,7 +128,7 @@ def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: C
 
 
 def _take_part(spec: RunSpec, member: MemberSpec, job: Job, exchange: str, token: str) -> None:
-    with NetworkConnections(spec, member, exchange, token) as connections:
+    with NetworkConnections(spec, member, exchange, token, Lines(job.folder.lines)) as connections:
         try:
             take_part(spec, member, connections, job.folder)
         except (HeteroPPError, OSError) as error:

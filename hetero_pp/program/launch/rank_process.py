@@ -12,6 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
+from hetero_pp.link.shared_lines import Lines
 from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.program.launch.ranks import TOKEN, RankJob
 from hetero_pp.rpc.channels import keep_freed_memory
@@ -36,7 +37,7 @@ def main() -> None:
     member = spec.members[job.member]
     assert isinstance(member.replica, DatacenterReplica)
     ranks = init_ranks(device_of(member.replica))
-    with NetworkConnections(spec, member, job.exchange, os.environ[TOKEN]) as connections:
+    with NetworkConnections(spec, member, job.exchange, os.environ[TOKEN], Lines(folder.lines)) as connections:
         try:
             require_one_run(ranks, spec.run, job.member)
             take_part(spec, member, connections, folder, ranks)

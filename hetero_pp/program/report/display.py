@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -17,17 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_pp.messages.messages_pb2 import JOINING, Waiting
-from hetero_pp.program.report.state import DIRECTIONS, LinkState, RunState, format_share
-from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_seconds
+from hetero_pp.program.report.line_tables import live_lines, result_lines
+from hetero_pp.program.report.state import LinkState, RunState, format_share
+from hetero_pp.program.report.tables import format_bandwidths, plain_table, wide
+from hetero_pp.topology import DIRECTIONS
+from hetero_pp.units import format_bytes, format_count, format_seconds
 from replica_groups.exchange.patience import listed, whom
 
 REFRESH_SECONDS = 0.25
 ROWS_BESIDE_LINKS = 13
-"""Lines of the live view that are neither a replica nor a link."""
-
-
-WIDTH_OF_FILES = 100
-"""Columns of the tables where there is no terminal."""
+"""Rows of the live view that are neither a replica nor a link."""
+ROWS_OF_A_HEAD = 3
+"""Of a table."""
 
 
 class LiveDisplay:
@@ -167,10 +167,12 @@ def round_line(state: RunState, round_: int) -> str:
 
 def live_view(state: RunState, now: float, height: int) -> Group:
     """Title, progress, replicas and links, of which only the busiest are shown if not all fit into `height`."""
-    links = list(state.links.values())
-    room = max(3, height - ROWS_BESIDE_LINKS - len(state.replicas))
+    links, lines = list(state.links.values()), list(state.lines.values())
+    room = max(3, height - ROWS_BESIDE_LINKS - len(state.replicas) - (len(lines) + ROWS_OF_A_HEAD if lines else 0))
     parts: list[RenderableType] = [_title(state, now), _progress(state), *_status(state, now)]
     parts.append(_live_replicas(state, now))
+    if lines:
+        parts.append(live_lines(lines, state.training_seconds(now), now))
     if len(links) <= room:
         return Group(*parts, _live_links(state, links, now))
     busiest = sorted(links, key=lambda link: link.wire_bytes, reverse=True)[: room - 1]
@@ -234,7 +236,7 @@ def _live_links(state: RunState, links: list[LinkState], now: float) -> Table:
         ways = [link.directions[way] for way in DIRECTIONS]
         table.add_row(
             _ends(link.spec.source, link.spec.target),
-            format_bandwidths({way: link.directions[way].bandwidth for way in DIRECTIONS}),
+            format_bandwidths({way: link.directions[way].bandwidth for way in DIRECTIONS}, link.spec.has_lines),
             *(f"{format_bytes(way.recent_bytes_per_second(now))}/s" for way in ways),
             *(format_share(way.busy_share(seconds)) for way in ways),
             *(format_bytes(way.wire_bytes) for way in ways),
@@ -250,6 +252,8 @@ def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> 
     console = wide(console)
     console.print(_result_replicas(summary))
     console.print(_result_links(summary))
+    if summary["lines"]:
+        console.print(result_lines(summary))
     for line in _result_lines(summary, folder):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
@@ -280,7 +284,7 @@ def _result_links(summary: Mapping[str, Any]) -> Table:
     for link in summary["links"]:
         table.add_row(
             _ends(link["from"], link["to"]),
-            format_bandwidths(link["bandwidth_bits_per_second"]),
+            format_bandwidths(link["bandwidth_bits_per_second"], any(link["lines"].values())),
             *(format_bytes(link["payload_bytes"][way]) for way in DIRECTIONS),
             *(format_bytes(link["wire_bytes"][way]) for way in DIRECTIONS),
             *(format_share(link["busy_share"][way]) for way in DIRECTIONS),
@@ -318,36 +322,12 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
 # ---- words and numbers ----
 
 
-def wide(console: Console, width: int = WIDTH_OF_FILES) -> Console:
-    """A terminal as it is; a file or a pipe with room for a table."""
-    return console if console.is_terminal else Console(file=console.file, width=max(width, console.width))
-
-
-def plain_table(left: Sequence[str], right: Sequence[str], widest: int | None = None) -> Table:
-    """A table with text columns first (the first one never narrower than `widest`) and number columns after them."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in left:
-        table.add_column(column, overflow="fold", min_width=widest if column == left[0] else None)
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def _loss(loss: float | None) -> str:
     return "–" if loss is None else f"{loss:.4f}"
 
 
 def _ends(source: str, target: str) -> str:
     return f"{source} → {target}"
-
-
-def format_bandwidths(ways: Mapping[Any, float | None]) -> str:
-    """`100 Mbit/s`; if the directions differ, `20 / 50 Mbit/s` or `50 Mbit/s / 1 Gbit/s`."""
-    there, back = (format_bits_per_second(ways[way]) for way in DIRECTIONS)
-    if there == back:
-        return there
-    number, _, unit = there.partition(" ")
-    return f"{number if unit and back.endswith(f' {unit}') else there} / {back}"
 
 
 def _clock_time(seconds: float) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from hetero_pp.changed_keys import Changes
+from hetero_pp.lines import WAYS, LineSpec, Way
 from hetero_pp.messages.messages_pb2 import (
     Begun,
     Evaluation,
@@ -27,9 +28,8 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import EXCHANGE, Direction, LinkSpec
+from hetero_pp.topology import DIRECTIONS, EXCHANGE, Direction, LinkSpec
 
-DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 ARROWS: dict[Direction, str] = {"forward": "→", "backward": "←"}
 RECENT_SECONDS = 5.0
 """How far back "now" reaches when it says bytes a second."""
@@ -148,6 +148,50 @@ class LinkState:
         return sum(direction.wire_bytes for direction in self.directions.values())
 
 
+@dataclass
+class LineState:
+    """One line: what all links that pass it carry together, each way."""
+
+    spec: LineSpec
+    carried: Mapping[Way, Sequence[DirectionState]]
+
+    def wire_bytes(self, way: Way) -> int:
+        return sum(direction.wire_bytes for direction in self.carried[way])
+
+    def wire_bytes_of_round(self, way: Way, round_: int) -> int:
+        rounds = [direction.rounds for direction in self.carried[way]]
+        return sum(uses[round_].wire_bytes for uses in rounds if round_ in uses)
+
+    def payload_bytes(self, way: Way) -> int:
+        return sum(direction.payload_bytes for direction in self.carried[way])
+
+    def busy_share(self, way: Way, training_seconds: float) -> float | None:
+        """Of the time since the first inner step; None if the line has no bandwidth to fill."""
+        rate = self.spec.bandwidth(way)
+        if rate is None:
+            return None
+        carried = sum(self.wire_bytes_of_round(way, round_) for round_ in self._rounds(way) if round_ > 0)
+        return min(1.0, 8 * carried / rate / training_seconds) if training_seconds > 0 else 0.0
+
+    def recent_bytes_per_second(self, way: Way, now: float) -> float:
+        """On the wire, over about the last five seconds."""
+        return sum(direction.recent_bytes_per_second(now) for direction in self.carried[way])
+
+    def _rounds(self, way: Way) -> set[int]:
+        return {round_ for direction in self.carried[way] for round_ in direction.rounds}
+
+
+def _lines_of(spec: RunSpec, links: Mapping[str, LinkState]) -> dict[str, LineState]:
+    """Which directions of links leave by each line, and which come by it."""
+    carried: dict[str, dict[Way, list[DirectionState]]] = {name: {"up": [], "down": []} for name in spec.lines}
+    for link in links.values():
+        for direction, state in link.directions.items():
+            for way, line in zip(WAYS, link.spec.lines(direction), strict=True):
+                if line is not None:
+                    carried[line.name][way].append(state)
+    return {name: LineState(line, carried[name]) for name, line in spec.lines.items()}
+
+
 @dataclass(frozen=True)
 class ClosedRound:
     """When a round closed, and what was counted in it, over all contributions."""
@@ -174,6 +218,7 @@ class RunState:
             name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
             for name, link in spec.links.items()
         }
+        self.lines = _lines_of(spec, self.links)
         self.closed: dict[int, ClosedRound] = {}
         self.refusals = 0
         self.joined: set[str] = set()
@@ -341,6 +386,7 @@ class RunState:
                 "validation_loss": _from_first_round(means),
                 "replicas": [_replica_summary(replica) for replica in self.replicas.values()],
                 "links": [self._link_summary(link) for link in self.links.values()],
+                "lines": [self._line_summary(line) for line in self.lines.values()],
                 "contributions": self._contributions(),
                 "parameters_sha256": self.final_sha256(),
                 "wall_seconds": self.elapsed(),
@@ -357,6 +403,7 @@ class RunState:
             "name": link.spec.name,
             "from": link.spec.source,
             "to": link.spec.target,
+            "lines": {"from": _name(link.spec.source_line), "to": _name(link.spec.target_line)},
             "bandwidth_bits_per_second": {way: state.bandwidth for way, state in ways},
             "payload_bytes": {way: state.payload_bytes for way, state in ways},
             "wire_bytes": {way: state.wire_bytes for way, state in ways},
@@ -367,11 +414,28 @@ class RunState:
             },
         }
 
+    def _line_summary(self, line: LineState) -> dict[str, Any]:
+        seconds, rounds = self.training_seconds(), range(self.rounds + 1)
+        return {
+            "name": line.spec.name,
+            "kind": line.spec.kind,
+            "members": list(line.spec.members),
+            "bandwidth_bits_per_second": {way: line.spec.bandwidth(way) for way in WAYS},
+            "payload_bytes": {way: line.payload_bytes(way) for way in WAYS},
+            "wire_bytes": {way: line.wire_bytes(way) for way in WAYS},
+            "busy_share": {way: line.busy_share(way, seconds) for way in WAYS},
+            "wire_bytes_per_round": {way: [line.wire_bytes_of_round(way, round_) for round_ in rounds] for way in WAYS},
+        }
+
     def _contributions(self) -> dict[str, Any]:
         closed = [self.closed[round_] for round_ in sorted(self.closed)]
         whole = _contribution_sizes(sum(one.bytes for one in closed), sum(one.kept_values for one in closed))
         rounds = [{"round": one.round} | _contribution_sizes(one.bytes, one.kept_values) for one in closed]
         return whole | {"per_round": rounds}
+
+
+def _name(line: LineSpec | None) -> str | None:
+    return None if line is None else line.name
 
 
 def format_share(share: float | None) -> str:

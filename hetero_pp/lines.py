@@ -1,0 +1,103 @@
+"""Access lines: what joins a machine, or all machines of a site, to everybody else. Data only.
+
+A machine has one line. All that it sends leaves by `up`, all that it receives comes by `down`, whoever is at the other
+end: neighbouring stages, the exchange. A *link* is a path between two members; it passes the lines of both its ends,
+but for members of one site, who reach each other without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.settings import Bandwidth, Duration, Settings
+
+Way = Literal["up", "down"]
+WAYS: tuple[Way, Way] = ("up", "down")
+
+
+class LineSettings(Settings):
+    """A kind of access line. `up` and `down` override `bandwidth` in one direction."""
+
+    bandwidth: Bandwidth | None = Field(None, gt=0, description="each way; unlimited by default")
+    up: Bandwidth | None = Field(None, gt=0, description="of all that its machines send together")
+    down: Bandwidth | None = Field(None, gt=0, description="of all that they receive")
+    latency: Duration = Field(0.0, ge=0, description="that the line adds to every message, either way")
+    jitter: Duration = Field(0.0, ge=0, description="a message takes up to so much longer, drawn evenly")
+
+
+class SiteSettings(Settings):
+    """Members that share a line, which replaces lines of their own. Between them they need none."""
+
+    line: str = Field(description="the kind of line, from `lines`")
+    members: list[str] = Field(min_length=1, description="members, or replicas with all of theirs")
+
+
+@dataclass(frozen=True)
+class LineSpec:
+    """One line of a run: bits per second each way (None: unlimited), seconds."""
+
+    name: str
+    """Of its site, or of the member that has it alone."""
+    kind: str
+    members: tuple[str, ...]
+    up: float | None
+    down: float | None
+    latency: float
+    jitter: float
+
+    def bandwidth(self, way: Way) -> float | None:
+        return self.up if way == "up" else self.down
+
+
+def line_specs(
+    own: Mapping[str, str | None], sites: Mapping[str, SiteSettings], kinds: Mapping[str, LineSettings]
+) -> Iterator[LineSpec]:
+    """Every line of a run, sites first. `own` has the kind of line of every member, in the order of the run."""
+    at_sites: set[str] = set()
+    for name, site in sites.items():
+        members = members_at(site, list(own))
+        at_sites |= set(members)
+        yield _line_spec(name, site.line, members, kinds)
+    for member, kind in own.items():
+        if kind is not None and member not in at_sites:
+            yield _line_spec(member, kind, (member,), kinds)
+
+
+def _line_spec(name: str, kind: str, members: tuple[str, ...], kinds: Mapping[str, LineSettings]) -> LineSpec:
+    settings = kinds[kind]
+    up, down = (settings.bandwidth if own is None else own for own in (settings.up, settings.down))
+    return LineSpec(name, kind, members, up, down, settings.latency, settings.jitter)
+
+
+def members_at(site: SiteSettings, members: Sequence[str]) -> tuple[str, ...]:
+    """Of all members those that a site names, itself or by their replica (`home` is all of `home.0`, `home.1`, ...)."""
+    return tuple(one for one in members if one in site.members or one.rpartition(".")[0] in site.members)
+
+
+def check_sites(sites: Mapping[str, SiteSettings], members: Sequence[str], kinds: Mapping[str, LineSettings]) -> None:
+    """Raise ConfigError for kinds that there are not, and for members that there are not or that two sites have."""
+    seen: set[str] = set()
+    for name, site in sites.items():
+        key = ("sites", name)
+        if name in members:
+            raise ConfigError(key, f"found the name of a member, `{name}`, expected a name of its own for a site")
+        check_kind(site.line, kinds, (*key, "line"))
+        for one in site.members:
+            found = set(members_at(SiteSettings(line=site.line, members=[one]), members))
+            if not found:
+                raise ConfigError((*key, "members"), f"found `{one}`, expected members or replicas of this file")
+            if seen & found:
+                raise ConfigError((*key, "members"), f"found {min(seen & found)} twice, expected it at one site")
+            seen |= found
+
+
+def check_kind(kind: str | None, kinds: Mapping[str, LineSettings], key: tuple[str | int, ...]) -> None:
+    """Raise ConfigError at `key` for a kind of line that there is not."""
+    if kind is not None and kind not in kinds:
+        known = ", ".join(kinds) or "none are defined"
+        raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `lines` ({known})")

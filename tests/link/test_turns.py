@@ -1,0 +1,171 @@
+"""Streams that share a line: equal shares, control first, and what comes in timed by its bytes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from fake_clock import FakeClock
+
+from hetero_pp.lines import LineSpec
+from hetero_pp.link.protocol import PEER_CLOSED
+from hetero_pp.link.shaping import ShapedQueue
+from hetero_pp.link.shared_lines import FileBucket, Lines
+from hetero_pp.link.turns import (
+    CONTROL_BYTES,
+    TURN_SECONDS,
+    Arrivals,
+    Bucket,
+    Stream,
+    StreamQueue,
+    ThreadBucket,
+    _Share,
+)
+from hetero_pp.topology import DIRECTIONS, EXCHANGE, LinkShape, LinkSpec
+
+RATE = 8e6
+"""A byte takes a microsecond."""
+START = 100.0
+
+
+class Sender:
+    """A stream that asks for its next turn when the one before has left, as a thread would."""
+
+    def __init__(self, buckets: list[Bucket], n_bytes: int, ready: float = START) -> None:
+        self.shares = [_Share(bucket) for bucket in buckets]
+        self.left, self.to_go = ready, n_bytes
+
+    def turn(self) -> None:
+        portion = min(share.ask(self.left, self.left, self.to_go) for share in self.shares)
+        self.left = max(share.take(portion) for share in self.shares)
+        self.to_go -= portion
+
+
+def run(*senders: Sender) -> list[float]:
+    """Seconds after START until each is through; whose last turn is over first asks first."""
+    while waiting := [one for one in senders if one.to_go]:
+        min(waiting, key=lambda one: one.left).turn()
+    return [one.left - START for one in senders]
+
+
+def test_streams_get_equal_shares() -> None:
+    """While two are there each has half, then the longer one has all: 2 x 0.1 s, and 0.2 s more."""
+    bucket = ThreadBucket(RATE)
+    assert run(Sender([bucket], 100_000), Sender([bucket], 300_000)) == [
+        pytest.approx(0.2, abs=2 * TURN_SECONDS),
+        pytest.approx(0.4),
+    ]
+
+
+def test_who_comes_later_has_its_share_from_then_on() -> None:
+    """0.1 s alone, then half for 2 x 0.1 s."""
+    bucket = ThreadBucket(RATE)
+    ends = run(Sender([bucket], 300_000), Sender([bucket], 100_000, START + 0.1))
+    assert ends == [pytest.approx(0.4), pytest.approx(0.3, abs=2 * TURN_SECONDS)]
+
+
+def test_a_slow_line_leaves_the_rest_of_a_shared_one_to_others() -> None:
+    """Of 1 MB/s one gets the 0.2 that its own line carries, the other 0.8."""
+    shared, slow = ThreadBucket(RATE), ThreadBucket(RATE / 5)
+    ends = run(Sender([slow, shared], 100_000), Sender([shared], 400_000))
+    assert ends == [pytest.approx(0.5, rel=0.05), pytest.approx(0.5, rel=0.05)]
+
+
+def test_alone_a_stream_has_the_slowest_of_what_it_passes() -> None:
+    clock = FakeClock()
+    began, left = Stream([ThreadBucket(RATE), ThreadBucket(RATE / 4)], clock).leave(100_000, START)
+    assert (began, left) == (START, pytest.approx(START + 0.4))
+    assert clock.time == pytest.approx(left)
+
+
+def test_a_control_message_goes_first() -> None:
+    """Behind a second of other bytes it takes no longer than its own."""
+    bucket, clock = ThreadBucket(RATE), FakeClock()
+    bucket.reserve(START, START, 1_000_000)
+    _, left = Stream([bucket], clock).leave(CONTROL_BYTES, START)
+    assert left == pytest.approx(START + CONTROL_BYTES * 1e-6)
+    assert bucket.reserve(START, START, 1000) == pytest.approx(START + 1 + (CONTROL_BYTES + 1000) * 1e-6)
+
+
+def test_nothing_to_pass_takes_no_time() -> None:
+    clock = FakeClock()
+    assert Stream([], clock).leave(1 << 40, START) == (START, START)
+    assert Stream([ThreadBucket(RATE)], clock).leave(0, START) == (START, START)
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(4, 1.0), (1, 1.0), (0.5, 2.0)])
+def test_coming_in_overlaps_with_leaving(factor: float, expected: float) -> None:
+    """Through a faster line nothing is added; through a slower one it takes as long as that needs."""
+    arrivals = Arrivals(ThreadBucket(factor * RATE), LinkShape(latency=0.25), RATE, "seed", FakeClock())
+    assert arrivals.at(START, START + 1, 1_000_000) == pytest.approx(START + expected + 0.25)
+
+
+def test_two_that_come_at_once_share_what_they_come_by() -> None:
+    bucket, clock = ThreadBucket(RATE), FakeClock()
+    ends = [Arrivals(bucket, LinkShape(), RATE, seed, clock).at(START, START + 1, 1_000_000) for seed in "ab"]
+    assert ends == [pytest.approx(START + 1), pytest.approx(START + 2)]
+
+
+def test_what_has_just_come_began_when_its_sender_could() -> None:
+    """A second of bytes that are here now, at half the rate of the line: they come in as they left."""
+    clock = FakeClock()
+    arrivals = Arrivals(ThreadBucket(2 * RATE), LinkShape(), RATE, "seed", clock)
+    assert arrivals.come(1_000_000) == pytest.approx(START)
+    assert arrivals.come(3_000_000) == pytest.approx(START + 1.0)  # 0.5 s free at the most: 1.5 s from START - 0.5
+
+
+def test_jitter_overtakes_nobody() -> None:
+    arrivals = Arrivals(None, LinkShape(latency=0.1, jitter=0.5), RATE, "seed", FakeClock())
+    ends = [arrivals.at(START, START + 0.01 * index, 1000) for index in range(50)]
+    assert ends == sorted(ends)
+    assert all(0.1 <= end - START - 0.01 * index <= 0.6 + 0.5 for index, end in enumerate(ends))
+
+
+# ---- buckets of several processes ----
+
+
+def test_processes_share_a_line_as_threads_do(tmp_path: Path) -> None:
+    """Two that only have the file in common serve as one."""
+    one, two, alone = FileBucket(RATE, tmp_path / "a"), FileBucket(RATE, tmp_path / "a"), ThreadBucket(RATE)
+    for index in range(6):
+        bucket = (one, two)[index % 2]
+        assert bucket.reserve(START, START, 1000 * index) == alone.reserve(START, START, 1000 * index)
+    assert two.overtake(START, 100) == alone.overtake(START, 100)
+    assert one.reserve(START, START, 1) == alone.reserve(START, START, 1)
+
+
+def test_a_file_of_an_earlier_start_of_the_machine_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    FileBucket(RATE, path).reserve(START, START + 1e6, 1000)
+    assert FileBucket(RATE, path).reserve(START, START, 1000) > START + 1e6
+    os.utime(path, (0, 0))
+    assert FileBucket(RATE, path).reserve(START, START, 1000) == pytest.approx(START + 0.001)
+
+
+def test_who_shares_a_line_decides_what_holds_it(tmp_path: Path) -> None:
+    """A line of one member is his process's alone; those of a site, and the exchange's, are in files."""
+    own = LineSpec("home.0", "dsl", ("home.0",), RATE, None, 0, 0)
+    site = LineSpec("house", "dsl", ("home.1", "home.2"), RATE, RATE, 0, 0)
+    far = LineSpec(EXCHANGE, "fibre", (EXCHANGE,), RATE, RATE, 0, 0)
+    for link, files in (
+        (LinkSpec("home.0-exchange", "home.0", EXCHANGE, LinkShape(), LinkShape(), own), set()),
+        (LinkSpec("a", "home.1", EXCHANGE, LinkShape(), LinkShape(), site, far), {"exchange-down", "exchange-up"}),
+    ):
+        lines = Lines(tmp_path / link.name)
+        found = [lines.buckets(link, way) for way in DIRECTIONS]
+        assert len(found[0]) == (2 if files else 1)
+        for buckets in found:
+            for bucket in buckets:
+                bucket.reserve(START, START, 1)
+        there = {path.name for path in (tmp_path / link.name).glob("*") if path.suffix != ".lock"}
+        assert there == (files | {"house-up", "house-down"} if files else set())
+        assert all(isinstance(bucket, ThreadBucket) for bucket in Lines().buckets(link, "forward"))
+
+
+def test_a_queue_without_lines_is_the_one_of_the_link() -> None:
+    link = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
+    queue: ShapedQueue[str] | StreamQueue[str] = Lines().crossing(link, "forward", seed=1)
+    queue.put("message", [1 << 40])
+    assert queue.get(0) == "message"
+    queue.close(PEER_CLOSED)
