@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -128,17 +129,18 @@ def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def init_ranks(device: torch.device) -> Ranks:
+def init_ranks(device: torch.device, timeout: timedelta | None = None) -> Ranks:
     """Join the other processes that torchrun started, over gloo on a CPU and NCCL on GPUs, one GPU a process.
 
-    Without torchrun the only rank. `close` it at the end.
+    Without torchrun the only rank. `close` it at the end. `timeout` is how long a collective waits for the slowest
+    rank; by default as long as PyTorch finds right.
     """
     if "WORLD_SIZE" not in os.environ:
         return Ranks(device=device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     return Ranks(dist.get_rank(), dist.get_world_size(), device, in_group=True)

@@ -169,8 +169,10 @@ class ChangesReply(_message.Message):
     def __init__(self, changes: _Optional[str] = ...) -> None: ...
 
 class StayRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class StayReply(_message.Message):
     __slots__ = ()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from hetero_pp.errors import HeteroPPError
+from hetero_pp.errors import HeteroPPError, LinkClosed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
@@ -30,7 +30,8 @@ def reports_to_members(
 ) -> Iterator[Report]:
     """What some members tell, and what concerns everybody, until these members are through.
 
-    While the exchange does not answer `on_wait` is told for how long, at growing intervals. Raises LinkTimeout.
+    While the exchange does not answer `on_wait` is told for how long, at growing intervals. Raises LinkTimeout, and
+    LinkClosed if the exchange ends, or is gone, before these members are through.
     """
     left = set(members)
     with closing(ExchangeClient(address, token, "launcher")) as exchange:
@@ -41,6 +42,7 @@ def reports_to_members(
                 left.discard(report.member)
             if not left:
                 return
+        raise LinkClosed(f"the exchange at {address} has ended the run")
 
 
 class NetworkConnections:

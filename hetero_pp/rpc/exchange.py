@@ -49,8 +49,8 @@ class WatchedExchange(ExchangeService, Protocol):
     def stay(self, member: str) -> None:
         """A member is there. Wait until it has left, or every member is through."""
 
-    def left(self, member: str) -> None:
-        """A member's connection has ended."""
+    def left(self, member: str, node: str = "") -> None:
+        """A member's connection has ended, or that of one of its nodes."""
 
 
 def serve_exchange(exchange: WatchedExchange, token: str, listen: str, members: int) -> tuple[grpc.Server, int]:
@@ -110,10 +110,10 @@ class _Servicer(ExchangeServicer):
     def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
         """Held open by every member. If the caller is gone before the run is over, the exchange is told."""
         member = _member(context)
-        if context.add_callback(lambda: self.exchange.left(member)):
+        if context.add_callback(lambda: self.exchange.left(member, request.node)):
             self.exchange.stay(member)
         else:  # the call has ended already
-            self.exchange.left(member)
+            self.exchange.left(member, request.node)
         return pb.StayReply()
 
     def Locate(self, request: pb.LocateRequest, context: grpc.ServicerContext) -> pb.LocateReply:
@@ -233,7 +233,11 @@ class ExchangeClient:
             version=PROTOCOL_VERSION, address=address, rounds=sorted(available.rounds), damaged=available.damaged
         )
         self._ask(self._calls.Join, request, wait=True)
-        self._stay = self._calls.Stay.future(pb.StayRequest(), metadata=self._metadata)
+        self.stay()
+
+    def stay(self, node: str = "") -> None:
+        """From now on, be known to be there; with `node`, as a host beside the one that has joined for the member."""
+        self._stay = self._calls.Stay.future(pb.StayRequest(node=node), metadata=self._metadata)
 
     def last_round(self) -> int:
         """See ExchangeService."""

@@ -384,14 +384,15 @@ class Exchange:
             self._here.add(member)
             self._changed.wait_for(lambda: member not in self._here or self._is_through())
 
-    def left(self, member: str) -> None:
-        """A member's connection has ended. Before its last round, that is the end of the run."""
+    def left(self, member: str, node: str = "") -> None:
+        """A member's connection has ended, or that of one of its nodes. Before its last round that ends the run."""
         with self._changed:
             self._here.discard(member)
             self._changed.notify_all()
             is_early = member in self._addresses and member not in self._finished and self._failure is None
         if is_early:
-            self.fail(f"{member} is gone: its connection to the exchange ended")
+            where = f" on {node}" if node else ""
+            self.fail(f"{member}{where} is gone: its connection to the exchange ended")
 
     def wait_until_left(self, seconds: float) -> None:
         """Give members that are still there time to hear why the run has ended."""

@@ -381,6 +381,14 @@ def test_a_members_failure_is_the_runs(exchange: Exchange) -> None:
         exchange.record(1)
 
 
+def test_a_node_that_is_gone_ends_the_run(exchange: Exchange) -> None:
+    exchange.left("dc", "nodeb")  # nobody was let in under that name
+    exchange.join("dc", "")
+    exchange.left("dc", "nodeb")
+    with pytest.raises(RunFailed, match="dc on nodeb is gone"):
+        exchange.record(1)
+
+
 def test_whoever_waits_for_a_record_wakes_when_the_round_closes(exchange: Exchange, snapshot: Snapshot) -> None:
     exchange._changed = condition = _Counted()
     records = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import LinkTimeout, Refused
+from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates
@@ -106,8 +106,8 @@ class Recorder:
         self.asked.append(("stay", member))
         self.stayed.set()
 
-    def left(self, member: str) -> None:
-        self.asked.append(("left", member))
+    def left(self, member: str, node: str = "") -> None:
+        self.asked.append(("left", member, *([node] if node else [])))
 
     def refuse(self, sender: str, reason: str) -> None:
         self.refused.append((sender, reason))
@@ -334,6 +334,21 @@ def test_of_some_members_what_they_tell_is_followed_until_they_are_through(serve
     assert [report.member for report in told] == ["home.0", "dc", "home.1"]
     served.stop()
     assert served.exchange.asked == [("watch", "home.0", "home.1")]
+
+
+def test_an_exchange_that_ends_before_its_members_are_through_is_missed(served: Served) -> None:
+    told = reports_to_members(served.address, TOKEN, ["home.0", "dc"], TIMEOUT, lambda _: None)
+    with pytest.raises(LinkClosed, match="has ended the run"):
+        list(told)
+
+
+def test_a_further_node_is_known_to_be_there(served: Served) -> None:
+    node = ExchangeClient(served.address, TOKEN, "dc", RUN)
+    node.stay("nodeb")
+    assert served.exchange.stayed.wait(TIMEOUT)
+    node.close()
+    served.stop()
+    assert served.exchange.asked == [("stay", "dc"), ("left", "dc", "nodeb")]
 
 
 def test_nobody_waits_without_a_bound_for_an_exchange_that_does_not_come_up() -> None:

@@ -14,10 +14,15 @@ from pathlib import Path
 import pytest
 from started import Started, run_program, start_program
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
+from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.check import print_check
+from hetero_pp.program.launch import crew as crew_module
 from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
+from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.hosts import commands, members_named, require_reachable
+from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
 
 CONFIG = """
@@ -326,3 +331,37 @@ def test_a_replica_on_two_nodes(hosts: Hosts) -> None:
     assert first.wait(150) == 0
     assert hosts.wait("exchange") == (0, "")
     assert hosts.summary()["rounds"] == 2
+
+
+def test_a_replica_on_two_nodes_is_not_started_on_one(tmp_path: Path, corpus: Path) -> None:
+    path = tmp_path / "run.yaml"
+    text = NODES.replace("ROUNDS", "2").replace("PORT", str(_free_port())).replace("CORPUS", str(corpus))
+    path.write_text(text.replace("127.0.0.1:MEETING", "nowhere.invalid:7"))
+    with pytest.raises(ConfigError, match=r"run\.yaml:12: replicas\[0\]\.nodes: found 2, .*--print-commands"):
+        run_topology(path, [], tmp_path / "runs", in_process=False)
+    host = Host("titan", "127.0.0.1:1", tmp_path / "token")
+    with pytest.raises(ConfigError, match=r"run\.yaml:13: replicas\[0\]\.rendezvous: .* nowhere\.invalid is not known"):
+        run_on_this_host(path, [], tmp_path / "runs", host, in_process=False, resume=False)
+
+
+@pytest.mark.starts_processes
+def test_members_that_do_not_notice_that_the_run_has_failed_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a node does not that waits for others, of which one has failed."""
+    monkeypatch.setattr(crew_module, "_SECONDS_TO_NOTICE", 0.0)
+    with Crew(RunFolder(tmp_path)) as crew:
+        crew.start(["dc"])
+        crew.end_soon("nodeb: out of memory")
+        with pytest.raises(RunFailed, match="dc: nodeb: out of memory"):
+            crew.wait()
+
+
+def test_who_follows_a_run_hears_that_it_can_be_followed_no_more() -> None:
+    def watch() -> Iterator[Report]:
+        yield Report(member="dc")
+        raise LinkClosed("the exchange is gone")
+
+    heard: list[Report | str] = []
+    Watcher(watch, heard.append, heard.append).join()
+    assert heard == [Report(member="dc"), "the exchange is gone"]

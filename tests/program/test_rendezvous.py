@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
+import platform
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-from hetero_pp.errors import HeteroPPError
-from hetero_pp.program.launch.rendezvous import NodeRendezvous, interface_towards
+from hetero_pp.errors import HeteroPPError, Refused
+from hetero_pp.program.launch.rendezvous import NodeRendezvous, interface_towards, meeting_place
 
 SOON = timedelta(seconds=30)
 
@@ -49,13 +52,14 @@ def test_several_nodes_meet_at_the_address_that_is_named() -> None:
         assert one.bootstrap_store_info.master_addr == "127.0.0.2"
     met[0].store.set("key", "value")
     assert met[2].store.get("key") == b"value"
-    with pytest.raises(HeteroPPError, match="found a node beside the 3 that met"):
+    with pytest.raises(Refused, match="found a node beside the 3 that met"):
         meet()
 
 
 def test_a_node_that_waits_in_vain_says_so() -> None:
     endpoint = f"127.0.0.1:{_free_port('127.0.0.1')}"
-    with pytest.raises(HeteroPPError, match=f"2 nodes did not meet at {endpoint}"):
+    who = f"2 nodes did not meet at {endpoint} within 1 s .*: only {platform.node()} came"
+    with pytest.raises(HeteroPPError, match=who):
         NodeRendezvous(endpoint, 2, "run", timedelta(seconds=1)).next_rendezvous()
 
 
@@ -70,3 +74,40 @@ def test_ranks_listen_where_the_rendezvous_is_reached() -> None:
     addresses = {one.address for one in psutil.net_if_addrs()[interface_towards("")]}
     assert "127.0.0.1" in addresses
     assert interface_towards("127.0.0.9:1") == interface_towards("")
+
+
+class Machine:
+    """A machine that knows some hosts by name, and has some addresses."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, names: dict[str, str], *own: str) -> None:
+        self._names = names
+        monkeypatch.setattr(socket, "getaddrinfo", self._resolve)
+        cards = {f"of {one}": [SimpleNamespace(family=socket.AF_INET, address=one)] for one in own}
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: cards)
+        monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: SimpleNamespace(isup=True) for name in cards})
+
+    def _resolve(self, host: str, port: object, **_: object) -> list[tuple[object, ...]]:
+        try:
+            found = str(ipaddress.ip_address(host))
+        except ValueError:
+            if host not in self._names:
+                raise socket.gaierror from None
+            found = self._names[host]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, 0))]
+
+
+def test_a_name_that_is_loopback_on_its_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian writes it into /etc/hosts; other names and all numbers stay what they are."""
+    names = {"nodea": "127.0.1.1", "nodeb": "10.9.0.2", "localhost": "127.0.0.1"}
+    Machine(monkeypatch, names, "127.0.0.1", "10.9.0.1", "169.254.3.4")
+    assert meeting_place("nodea:5") == "10.9.0.1:5"
+    for same in ("nodeb:5", "localhost:5", "127.0.0.7:5", "10.9.0.9:5"):
+        assert meeting_place(same) == same
+    Machine(monkeypatch, names, "10.9.0.1", "192.168.7.1")
+    with pytest.raises(HeteroPPError, match=r"nodea is .*: one of `10\.9\.0\.1:5`, `192\.168\.7\.1:5`"):
+        meeting_place("nodea:5")
+    Machine(monkeypatch, names, "127.0.0.1")
+    with pytest.raises(HeteroPPError, match="write the address where they do: an address of a network"):
+        meeting_place("nodea:5")
+    with pytest.raises(HeteroPPError, match="nodec is not known on this machine"):
+        meeting_place("nodec:5")

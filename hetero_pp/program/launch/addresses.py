@@ -71,6 +71,18 @@ def own_addresses() -> set[str]:
     return found | {"0.0.0.0", "::"}
 
 
+def reached_addresses() -> set[str]:
+    """IPv4 addresses of the interfaces that are up, without loopback and what holds on one cable only."""
+    up = {name for name, status in psutil.net_if_stats().items() if status.isup}
+    found = [
+        ipaddress.ip_address(one.address)
+        for name, some in psutil.net_if_addrs().items()
+        for one in some
+        if name in up and one.family == socket.AF_INET
+    ]
+    return {str(one) for one in found if not one.is_loopback and not one.is_link_local}
+
+
 def resolved(host: str) -> set[str]:
     """The addresses of a host, as this machine knows it; none if it does not. All of 127.0.0.0/8 is 127.0.0.1."""
     try:

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,6 +33,7 @@ PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
 
 _SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_TO_END = 3.0
+_SECONDS_TO_NOTICE = 5.0
 
 
 def launch(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: Values | None = None) -> None:
@@ -62,14 +64,14 @@ class Crew:
         self._context.set_forkserver_preload(PRELOADED)
         self._processes: dict[str, ForkServerProcess] = {}
         self._connections: dict[str, Connection] = {}
+        self._told = ""
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
         """End whatever still runs: by closing its lifeline, then by force."""
-        for connection in self._connections.values():
-            connection.close()
+        self._let_go()
         deadline = time.monotonic() + _SECONDS_TO_END
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
@@ -122,6 +124,17 @@ class Crew:
                 if self._exit_code(member) != 0:
                     raise RunFailed(self._cause(self._culprit(member)))
 
+    def end_soon(self, cause: str) -> None:
+        """The run has failed elsewhere: whoever does not notice in a moment, as it waits for others, is ended."""
+        self._told = self._told or cause
+        timer = threading.Timer(_SECONDS_TO_NOTICE, self._let_go)
+        timer.daemon = True
+        timer.start()
+
+    def _let_go(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+
     def _culprit(self, first: str) -> str:
         """Of the processes that end within a moment, the first that did not end because of another."""
         deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
@@ -143,7 +156,7 @@ class Crew:
         return process.exitcode
 
     def _cause(self, member: str, answer: dict[str, str] | None = None) -> str:
-        cause = (answer or self._receive(member)).get("failure", "")
+        cause = (answer or self._receive(member)).get("failure", "") or self._told
         code = self._exit_code(member)
         if code < 0:
             return f"{member} was killed by {signal.Signals(-code).name}"

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from hetero_pp.changed_keys import Values
-from hetero_pp.errors import ConfigError
+from hetero_pp.errors import ConfigError, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.crew import Crew
@@ -125,12 +125,22 @@ def launch_members(
     def on_wait(seconds: float) -> None:
         say(f"waiting for the exchange at {exchange.address}; no answer for {format_seconds(seconds)}")
 
+    def on_report(report: Report) -> None:
+        rounds.on_report(report)
+        if rounds.failed is not None:
+            crew.end_soon(rounds.failed)
+
     with Crew(folder) as crew:
         crew.start(members)
         crew.join_exchange(members, exchange.address, exchange.token, str(exchange.token_file))
         told = partial(reports_to_members, exchange.address, exchange.token, members, exchange.timeout, on_wait)
-        watcher = Watcher(told, rounds.on_report)
-        crew.wait()
+        watcher = Watcher(told, on_report, crew.end_soon)
+        try:
+            crew.wait()
+        except RunFailed as error:
+            if rounds.failed is None or rounds.failed in str(error):
+                raise
+            raise RunFailed(f"{error}; the run has ended as {rounds.failed}") from None
         watcher.join()
 
 

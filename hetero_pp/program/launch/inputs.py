@@ -8,9 +8,10 @@ from pathlib import Path
 
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.errors import ConfigError
+from hetero_pp.errors import ConfigError, HeteroPPError
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.hosts import members_named, require_reachable
+from hetero_pp.program.launch.rendezvous import meeting_place
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
@@ -62,6 +63,7 @@ def prepare(
         limits = limits_of(spec, names)
         if not checks:
             require_carried(limits)
+            _require_meeting_places(config, names, only)
         config.outer.compression.require_accelerator()
         source = _open_corpus(spec, names, RunFolder(runs / config.name).cache)
         for one in fixed_addresses(config):
@@ -80,6 +82,23 @@ def _require_engines(config: RunConfig, names: Sequence[str]) -> None:
                 require_engine(replica.engine)
             except ConfigError as error:
                 raise ConfigError(("replicas", index, "engine"), error.message) from None
+
+
+def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str | None) -> None:
+    """Raise ConfigError if a replica on several nodes starts here, and this host alone, or none of them, carries it."""
+    for index, replica in enumerate(config.replicas):
+        if not isinstance(replica, DatacenterReplica) or replica.nodes == 1 or replica.name not in names:
+            continue
+        if only is None:
+            raise ConfigError(
+                ("replicas", index, "nodes"),
+                f"found {replica.nodes}, expected 1 where one machine carries the whole run; `launch --print-commands` "
+                "shows what to start on each",
+            )
+        try:
+            meeting_place(replica.rendezvous or "")
+        except HeteroPPError as error:
+            raise ConfigError(("replicas", index, "rendezvous"), str(error)) from None
 
 
 def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path) -> Source | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import threading
 import traceback
@@ -20,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from hetero_pp.errors import HeteroPPError, LinkError, RunFailed, WrongToken
+from hetero_pp.errors import HeteroPPError, LinkError, Refused, RunFailed, WrongToken
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.program.launch.job import CONSEQUENCE, FAILED, Job
 from hetero_pp.program.launch.ranks import run_ranks
@@ -89,7 +90,7 @@ def _run_exchange(spec: RunSpec, job: Job, token: str, launcher: Connection) -> 
     exchange = make_exchange(spec, job.folder, job.resume)
     listen = spec.config.exchange.listen
     try:
-        server, port = serve_exchange(exchange, token, listen, len(spec.members))
+        server, port = serve_exchange(exchange, token, listen, len(spec.members) + _further_nodes(spec))
     except OSError as error:
         _send(launcher, failure=str(error))
         return FAILED
@@ -114,7 +115,7 @@ def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: C
     member, exchange, token = spec.members[job.member], message["exchange"], message["token"]
     try:
         if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
-            run_ranks(member.replica, spec.run, job.folder, exchange, token)
+            _run_ranks(spec, member.replica, job, exchange, token)
         else:
             _take_part(spec, member, job, exchange, token)
     except (HeteroPPError, OSError) as error:
@@ -125,6 +126,26 @@ def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: C
         _send(launcher, failure=cause)
         return CONSEQUENCE if isinstance(error, LinkError | RunFailed) else FAILED
     return 0
+
+
+def _run_ranks(spec: RunSpec, replica: DatacenterReplica, job: Job, exchange: str, token: str) -> None:
+    """One node of a replica. The nodes that wait for one that fails hear of it, even if none of them has joined."""
+    try:
+        run_ranks(replica, spec.run, job.folder, exchange, token, spec.config.exchange.timeout)
+    except Refused:  # one node too many, which has no say
+        raise
+    except (HeteroPPError, OSError) as error:
+        if replica.nodes > 1 and not isinstance(error, RunFailed):
+            with NetworkConnections(
+                spec, spec.members[job.member], exchange, token, Lines(job.folder.lines)
+            ) as connections:
+                connections.report_failure(f"{platform.node()}: {error}")
+        raise
+
+
+def _further_nodes(spec: RunSpec) -> int:
+    """Machines beside those that are a member alone."""
+    return sum(one.nodes - 1 for one in spec.config.replicas if isinstance(one, DatacenterReplica))
 
 
 def _take_part(spec: RunSpec, member: MemberSpec, job: Job, exchange: str, token: str) -> None:

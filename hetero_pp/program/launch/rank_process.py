@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,6 +26,10 @@ from replica_groups.build_member import device_of
 from replica_groups.ranks import Ranks, init_ranks
 from replica_groups.take_part import take_part
 
+_COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""Ranks wait in a collective while their first waits for other replicas, however slow. Who is gone or silent the
+exchange notices, and the launcher ends the ranks of its node."""
+
 
 @record
 def main() -> None:
@@ -36,11 +42,14 @@ def main() -> None:
     torch.set_num_threads(spec.config.threads)
     member = spec.members[job.member]
     assert isinstance(member.replica, DatacenterReplica)
-    ranks = init_ranks(device_of(member.replica))
+    ranks = init_ranks(device_of(member.replica), _COLLECTIVE_TIMEOUT)
     with NetworkConnections(spec, member, job.exchange, os.environ[TOKEN], Lines(folder.lines)) as connections:
         try:
             require_one_run(ranks, spec.run, job.member)
+            if not ranks.is_first and os.environ["LOCAL_RANK"] == "0":
+                connections.exchange.stay(platform.node())
             take_part(spec, member, connections, folder, ranks)
+            ranks.wait()  # the first has told that the member is through, so that none leaves too early
         except (LinkError, RunFailed) as error:
             print(error, file=sys.stderr, flush=True)
             os._exit(CONSEQUENCE)

@@ -7,6 +7,7 @@ The run's token goes through the environment, so that no list of processes shows
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hetero_pp.errors import HeteroPPError, RunFailed
 from hetero_pp.program.launch.job import CONSEQUENCE
-from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, register
+from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, meeting_place, register
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.topology import DatacenterReplica
 
@@ -40,13 +41,15 @@ class RankJob:
     exchange: str
 
 
-def run_ranks(replica: DatacenterReplica, run: str, folder: RunFolder, exchange: str, token: str) -> None:
-    """Run all of this node's ranks to their end.
+def run_ranks(
+    replica: DatacenterReplica, run: str, folder: RunFolder, exchange: str, token: str, timeout: float
+) -> None:
+    """Run all of this node's ranks to their end; other nodes are waited for `timeout` seconds.
 
     Raises HeteroPPError with the first rank that failed and its cause; RunFailed if it failed because of another
     member.
     """
-    endpoint = replica.rendezvous if replica.nodes > 1 and replica.rendezvous is not None else ""
+    endpoint = meeting_place(replica.rendezvous) if replica.nodes > 1 and replica.rendezvous is not None else ""
     job = RankJob(replica.name, str(folder.path.absolute()), folder.config_name, exchange)
     register()
     config = LaunchConfig(
@@ -56,6 +59,7 @@ def run_ranks(replica: DatacenterReplica, run: str, folder: RunFolder, exchange:
         run_id=f"{run}-{replica.name}",
         rdzv_backend=BACKEND,
         rdzv_endpoint=endpoint,
+        rdzv_configs={"timeout": math.ceil(timeout)},
         max_restarts=0,
         monitor_interval=0.1,
     )

@@ -8,6 +8,7 @@ there are numbers and JSON.
 from __future__ import annotations
 
 import errno
+import platform
 import socket
 from datetime import timedelta
 
@@ -21,14 +22,15 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from hetero_pp.errors import HeteroPPError
+from hetero_pp.errors import HeteroPPError, Refused
+from hetero_pp.program.launch.addresses import reached_addresses, resolved
+from hetero_pp.units import format_seconds
 
 BACKEND = "hetero_pp"
 """The name under which torchrun's agent finds this."""
 
 LOOPBACK = "127.0.0.1"
 
-_TIMEOUT = timedelta(minutes=10)
 _IN_USE_OR_ELSEWHERE = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 
@@ -38,13 +40,14 @@ def register() -> None:
 
 
 def _from_parameters(parameters: RendezvousParameters) -> RendezvousHandler:
-    return NodeRendezvous(parameters.endpoint, parameters.max_nodes, parameters.run_id)
+    timeout = timedelta(seconds=parameters.get_as_int("timeout") or 0)
+    return NodeRendezvous(parameters.endpoint, parameters.max_nodes, parameters.run_id, timeout)
 
 
 class NodeRendezvous(RendezvousHandler):
     """The meeting of a fixed number of nodes, once. `endpoint` is HOST:PORT on one of them, empty for one node."""
 
-    def __init__(self, endpoint: str, nodes: int, run: str, timeout: timedelta = _TIMEOUT) -> None:
+    def __init__(self, endpoint: str, nodes: int, run: str, timeout: timedelta) -> None:
         self._endpoint = endpoint or f"{LOOPBACK}:0"
         self._nodes = nodes
         self._run = run
@@ -62,22 +65,28 @@ class NodeRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """See RendezvousHandler. Nodes are numbered as they come.
 
-        Raises HeteroPPError if too many come, or too few within the time limit.
+        Raises Refused if too many come, HeteroPPError with those that came if they are too few within the time limit.
         """
         host, port = _split(self._endpoint)
         try:
             store = _store(host, port, self._timeout)
-            shared = PrefixStore(self._run, store)
-            node = shared.add("nodes", 1) - 1
-            if node >= self._nodes:
-                raise HeteroPPError(f"found a node beside the {self._nodes} that met at {self._endpoint}")
-            shared.set(f"node {node}", "")
+        except DistError:
+            raise HeteroPPError(self._in_vain("no other node listens there")) from None
+        shared = PrefixStore(self._run, store)
+        node = shared.add("nodes", 1) - 1
+        if node >= self._nodes:
+            raise Refused(f"found a node beside the {self._nodes} that met at {self._endpoint}")
+        shared.set(f"node {node}", platform.node())
+        try:
             shared.wait([f"node {other}" for other in range(self._nodes)], self._timeout)
-        except DistError as error:
-            raise HeteroPPError(
-                f"{self._nodes} nodes did not meet at {self._endpoint} within {self._timeout}: {error}"
-            ) from None
+        except DistError:
+            came = [shared.get(f"node {one}").decode() for one in range(self._nodes) if shared.check([f"node {one}"])]
+            raise HeteroPPError(self._in_vain(f"only {', '.join(came)} came")) from None
         return RendezvousInfo(shared, node, self._nodes, RendezvousStoreInfo(host, store.port))
+
+    def _in_vain(self, who: str) -> str:
+        within = format_seconds(self._timeout.total_seconds())
+        return f"{self._nodes} nodes did not meet at {self._endpoint} within {within} (`exchange.timeout`): {who}"
 
     def is_closed(self) -> bool:
         """See RendezvousHandler."""
@@ -129,13 +138,33 @@ def interface_towards(endpoint: str) -> str:
             own = asking.getsockname()[0]
     except OSError as error:
         raise HeteroPPError(f"rendezvous {endpoint}: {error.strerror}") from None
-    if endpoint and host != "localhost" and own.startswith("127.") and not host.startswith("127."):
-        raise HeteroPPError(f"rendezvous {endpoint}: {host} is {own} here, expected where other nodes reach this one")
     wanted = LOOPBACK if own.startswith("127.") else own  # all of 127.0.0.0/8 is loopback's
     for interface, addresses in psutil.net_if_addrs().items():
         if wanted in [one.address.partition("%")[0] for one in addresses]:
             return interface
     raise HeteroPPError(f"rendezvous {endpoint}: no network interface has {own}")
+
+
+def meeting_place(endpoint: str) -> str:
+    """The same HOST:PORT, as this node listens there or dials it.
+
+    On Debian a machine's own name is 127.0.1.1 on it, where no other machine reaches it. If it has one other address
+    that is the one; raises HeteroPPError with what to write instead if it has several, or none.
+    """
+    host, port = _split(endpoint)
+    found = resolved(host)
+    if host == "localhost" or host in found or host.startswith("127.") or not found <= {"127.0.0.1", "::1"}:
+        return endpoint
+    if not found:
+        raise HeteroPPError(f"{endpoint}: {host} is not known on this machine")
+    own = sorted(reached_addresses())
+    if len(own) == 1:
+        return f"{own[0]}:{port}"
+    choices = f"one of {', '.join(f'`{one}:{port}`' for one in own)}" if own else "an address of a network"
+    raise HeteroPPError(
+        f"{endpoint}: {host} is this machine's loopback here, where no other node reaches it; write the "
+        f"address where they do: {choices}"
+    )
 
 
 def _split(endpoint: str) -> tuple[str, int]:

@@ -12,8 +12,14 @@ from hetero_pp.messages.messages_pb2 import Report
 class Watcher:
     """A thread that hands on every report until there are no more."""
 
-    def __init__(self, watch: Callable[[], Iterator[Report]], on_report: Callable[[Report], None]) -> None:
-        self._watch, self._on_report = watch, on_report
+    def __init__(
+        self,
+        watch: Callable[[], Iterator[Report]],
+        on_report: Callable[[Report], None],
+        on_lost: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`on_lost` is told why, if no report can come any more."""
+        self._watch, self._on_report, self._on_lost = watch, on_report, on_lost
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._handed_on = 0
@@ -48,8 +54,8 @@ class Watcher:
                 with self._changed:
                     self._handed_on += 1
                     self._changed.notify_all()
-        except (LinkError, RunFailed):
-            pass  # the exchange has ended; the crew says why, and whoever counts rounds whether it was too early
+        except (LinkError, RunFailed) as error:  # the crew says why, and whoever counts rounds whether it was too early
+            self._on_lost(str(error))
         except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run tells)
             self._error = error
         finally:

@@ -19,7 +19,7 @@ from hetero_pp.messages.messages_pb2 import JOINING, Waiting
 from hetero_pp.program.report.line_tables import live_lines, result_lines
 from hetero_pp.program.report.state import LinkState, RunState, format_share
 from hetero_pp.program.report.tables import format_bandwidths, plain_table, wide
-from hetero_pp.topology import DIRECTIONS
+from hetero_pp.topology import DIRECTIONS, DatacenterReplica
 from hetero_pp.units import format_bytes, format_count, format_seconds
 from replica_groups.exchange.patience import listed, whom
 
@@ -138,10 +138,18 @@ def joined_line(state: RunState) -> str:
     """That all are here, and how long after the first; until then, who is and who is not."""
     members = list(state.spec.members)
     missing = [member for member in members if member not in state.joined]
-    count = format_count(len(members), "member")
+    count = f"{format_count(len(members), 'member')} {'has' if len(members) == 1 else 'have'} joined"
     if not missing:
-        return f"all {count} have joined, within {format_seconds(state.joined_after or 0.0)}"
-    return f"{len(members) - len(missing)} of {count} have joined, missing: {listed(missing)}"
+        return f"{'all ' if len(members) > 1 else ''}{count}, within {format_seconds(state.joined_after or 0.0)}"
+    return f"{len(members) - len(missing)} of {count}, missing: {listed([_with_nodes(state, one) for one in missing])}"
+
+
+def _with_nodes(state: RunState, member: str) -> str:
+    """A member that joins once several nodes have met says so: those that are there may wait for others."""
+    replica = state.spec.members[member].replica
+    if isinstance(replica, DatacenterReplica) and replica.nodes > 1:
+        return f"{member} (once its {replica.nodes} nodes have met)"
+    return member
 
 
 def waiting_line(state: RunState, since_told: float = 0.0) -> str:

@@ -20,6 +20,11 @@ class OwnRounds:
         self._members = members
         self._say = say
 
+    @property
+    def failed(self) -> str | None:
+        """Why the run has failed, on whatever host; None if it has not."""
+        return self._state.failed
+
     def on_report(self, report: Report) -> None:
         """Take in one report, and say what is new."""
         was_here = self._state.joined_after is not None
