@@ -152,16 +152,22 @@ def test_a_change_holds_from_its_round_wherever_the_run_goes_on(
     assert _learning_rates(runs, "home") == _learning_rates(extended, "home")
 
 
-def test_what_is_given_counts_and_so_does_what_the_yaml_never_said(runs: Path, corpus: Path, tmp_path: Path) -> None:
-    """A YAML with a value that the run had once undoes nothing; --set does."""
+def test_what_is_given_counts_and_what_the_yaml_says_changes_nothing(
+    runs: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run may have begun with something else that was given: who edits the YAML is told what to give."""
     edited = tmp_path / "edited.yaml"
     edited.write_text(MIXED.read_text().replace("{rounds: 3,", "{rounds: 7,"))
-    changes = _train(corpus, runs, config=edited)["changes"]
-    assert changes["outer.rounds"] == {"1": 3, "4": 6, "7": 7}
-    assert changes["inner.learning_rate"] == {"1": 0.01, "4": 0.004}
+    found = _train(corpus, runs, config=edited)
+    assert (found["rounds"], found["changes"]["outer.rounds"]) == (6, {"1": 3, "4": 6})
+    told = "mixed: outer.rounds stays 6, the YAML's 7 changes nothing: give --set outer.rounds=7"
+    assert told in capsys.readouterr().out
     changes = _train(corpus, runs, "outer.rounds=8", "inner.learning_rate=1e-2")["changes"]
-    assert changes["outer.rounds"] == {"1": 3, "4": 6, "7": 7, "8": 8}
-    assert changes["inner.learning_rate"] == {"1": 0.01, "4": 0.004, "8": 0.01}
+    assert changes["outer.rounds"] == {"1": 3, "4": 6, "7": 8}
+    assert changes["inner.learning_rate"] == {"1": 0.01, "4": 0.004, "7": 0.01}  # back to what it began with
+    told = capsys.readouterr().out
+    assert "changes nothing" not in told
+    assert "round 1/8: " in told
 
 
 def test_fewer_rounds_than_are_done_are_refused(runs: Path, corpus: Path) -> None:

@@ -13,7 +13,7 @@ from hetero_pp.errors import HeteroPPError, RunFailed
 from hetero_pp.messages.messages_pb2 import Refusal, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
-from hetero_pp.program.launch.same_run import require_same_run
+from hetero_pp.program.launch.same_run import require_same_run, unheeded
 from hetero_pp.program.report.display import LiveDisplay, print_result
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.recorder import Recorder
@@ -103,6 +103,8 @@ def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
     """The run in the folder as far as it is known before it goes on, and what is changed from there on."""
     agreement = require_same_run(prepared.spec.config, prepared.given, folder)
     next_round = max(ContributionLog(folder.log).records(), default=0) + 1
+    for line in unheeded(prepared.spec.config, agreement):
+        Console().print(f"{prepared.spec.config.name}: {line}", soft_wrap=True, highlight=False, markup=False)
     changes = agreement.changes.changed(agreement.first, next_round, agreement.wanted)
     return RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes), agreement.wanted
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hetero_pp.changed_keys import Changes, Values, read_changes, values_of, with_values
@@ -38,14 +39,23 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
 
 
 def _wanted(config: RunConfig, given: Sequence[Key], first: RunConfig, changes: Changes) -> Values:
-    """What has to change: what was given, and what the YAML says if the run has never had it.
+    """What was given and is another value than the run has now.
 
-    So a YAML that nobody has edited undoes no change.
+    The YAML alone changes nothing: the run may have begun, or gone on, with something else that was given.
     """
     began, found = values_of(first), {}
     for key, value in values_of(config).items():
-        had = changes.had(key, began[key])
         is_given = any(tuple(key.split("."))[: len(one)] == tuple(one) for one in given)
-        if value != had[-1] and (is_given or value not in had):
+        if is_given and value != changes.had(key, began[key])[-1]:
             found[key] = value
     return found
+
+
+def unheeded(config: RunConfig, agreement: Agreement) -> Iterator[str]:
+    """What the YAML says and the run has never had, in words that say how to change it."""
+    began = values_of(agreement.first)
+    for key, value in values_of(config).items():
+        had = [*agreement.changes.had(key, began[key]), *([agreement.wanted[key]] if key in agreement.wanted else [])]
+        if value not in had:
+            told = json.dumps(value)
+            yield f"{key} stays {json.dumps(had[-1])}, the YAML's {told} changes nothing: give --set {key}={told}"

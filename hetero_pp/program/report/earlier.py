@@ -59,6 +59,8 @@ def _lines(metrics: Path) -> Iterator[Any]:
 def _report(line: dict[str, Any]) -> Report:
     report = Report(time=line["time"], member=line["member"])
     _fill(getattr(report, line["event"]), line)
+    if report.HasField("begun"):
+        report.begun.ClearField("changes")  # the start that goes on now tells them all
     return report
 
 

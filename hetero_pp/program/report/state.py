@@ -280,8 +280,9 @@ class RunState:
 
     def _begun(self, begun: Begun) -> None:
         """What was changed is known where the run goes on."""
-        spec = self.spec.with_changes(Changes.from_json(begun.changes))
-        self.changes, self.rounds_planned = spec.changes, spec.latest.outer.rounds
+        if begun.changes:
+            spec = self.spec.with_changes(Changes.from_json(begun.changes))
+            self.changes, self.rounds_planned = spec.changes, spec.latest.outer.rounds
 
     def _step(self, time: float, step: InnerStep) -> None:
         replica = self.replicas.get(step.replica)
