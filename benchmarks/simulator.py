@@ -1,4 +1,4 @@
-"""What `simulate` predicts beside what `launch` measures: one group with links of many kinds, and the quickstart.
+"""What `simulate` predicts beside what `launch` measures: a group with links or lines of many kinds, the quickstart.
 
     python benchmarks/simulator.py [--json FILE] [--only NAME ...]
 
@@ -41,10 +41,10 @@ from replica_groups.measure import measure_all
 
 STEPS, ROUNDS = 8, 2
 SMOKE = {
-    "only": ["50 Mbit/s, 0 ms, 2 stages", "quickstart"],
+    "only": ["50 Mbit/s, 0 ms, 2 stages", "100 Mbit/s, 0 ms, 3 stages, rank full, lines", "quickstart"],
     "steps": 2,
     "rounds": 1,
-    "quickstart": ["outer.rounds=1", "inner.steps=2", "replicas.1.stages=2", "data.sequence_length=32"],
+    "quickstart": ["outer.rounds=1", "inner.steps=2", "replicas.1.stages.count=2", "data.sequence_length=32"],
 }
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 LINK_BOUND = 0.5
@@ -56,10 +56,10 @@ model: {{preset: micro, width: 128, heads: 4, feed_forward: 384}}
 data: {{corpus: {corpus}, sequence_length: 128, validation_share: 0.2, validation_sequences: 8}}
 inner: {{steps: {steps}}}
 outer: {{rounds: {rounds}}}
-links:
+{kinds}:
   hop: {{bandwidth: {bandwidth} Mbit/s, latency: {latency} ms}}
 replicas:
-  - {{name: home, kind: participants, stages: {stages}, batch_size: 16, micro_batches: 8, link: hop,
+  - {{name: home, kind: participants, stages: {stages}, batch_size: 16, micro_batches: 8, {kind}: hop,
      boundary: {{rank: {rank}}}}}
 """
 
@@ -72,10 +72,13 @@ class Topology:
     latency: float
     stages: int
     rank: str
+    kind: str = "link"
+    """What has the bandwidth and the latency: every hop's link, or every machine's line."""
 
     @property
     def name(self) -> str:
-        return f"{self.bandwidth:g} Mbit/s, {self.latency:g} ms, {self.stages} stages, rank {self.rank}"
+        name = f"{self.bandwidth:g} Mbit/s, {self.latency:g} ms, {self.stages} stages, rank {self.rank}"
+        return name if self.kind == "link" else f"{name}, {self.kind}s"
 
 
 TOPOLOGIES = [
@@ -95,6 +98,11 @@ TOPOLOGIES = [
     Topology(100, 40, 4, "full"),
     Topology(100, 40, 4, "1/8"),
     Topology(100, 0, 3, "1/32"),
+    Topology(2, 10, 3, "1/8", "line"),
+    Topology(10, 0, 3, "full", "line"),
+    Topology(10, 20, 4, "full", "line"),
+    Topology(20, 0, 4, "1/8", "line"),
+    Topology(100, 0, 3, "full", "line"),
 ]
 
 
@@ -103,6 +111,7 @@ def compare(topology: Topology, steps: int, rounds: int, folder: Path) -> dict[s
     (folder / "corpus.txt").write_text(words())
     yaml = folder / "topology.yaml"
     changes = asdict(topology) | {"corpus": folder / "corpus.txt", "steps": steps, "rounds": rounds}
+    changes["kinds"] = f"{topology.kind}s"
     yaml.write_text(YAML.format(**changes))
     return {"topology": topology.name} | measured_beside_predicted(yaml, [], folder)
 

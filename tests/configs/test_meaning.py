@@ -19,7 +19,7 @@ RUNS = {
     "mixed_engines": "20c524cb7e632844042e4c68f3c2d31e",
     "unequal_groups": "fa07c5d689f94821463a7efe9fe1831c",
     "plan/unequal": "e772898713135ba2261a44ceb52b85f4",
-    "paper/1b": "10a8f9cffd4cc7eb1c3a92f3b98cd022",
+    "paper/1b": "feb8ed7d152a3608d7b5934ee9568bfe",
     "paper/het_pp_97_percent": "16fcd6cf70c9955bb7302f7d32d0091c",
     "simulate/million": "5d1f7d683fd5b48fe0e94acbc4f8cc23",
 }
