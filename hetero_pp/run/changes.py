@@ -56,7 +56,8 @@ def require_named(config: RunConfig, added: Sequence[Entry]) -> None:
         if is_there and entry[-1] not in _texts(dumped):
             close = difflib.get_close_matches(entry[-1], section, n=1)
             hint = f"; did you mean `{close[0]}`?" if close else ""
-            known = f"one of {', '.join(section)}" if section else "one that some setting names"
+            none = f"one that some setting names, as the file has no {'.'.join(entry[:-1])}"
+            known = f"one of {', '.join(section)}" if section else none
             raise ConfigError(entry, f"found a name that nothing refers to, expected {known}{hint}")
 
 

@@ -14,7 +14,7 @@ from hetero_pp.model import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
-from hetero_pp.settings import NotPartOf, Settings
+from hetero_pp.settings import NotPartOf, Settings, WhomItConcerns
 from hetero_pp.topology import (
     ExchangeSettings,
     LinkSettings,
@@ -52,7 +52,7 @@ class RunConfig(Settings):
     lines: Annotated[dict[str, LineSettings], NotPartOf.EITHER] = Field(
         default_factory=dict, description="kinds of access lines by name: what all links of a machine share"
     )
-    sites: Annotated[dict[str, SiteSettings], NotPartOf.EITHER] = Field(
+    sites: Annotated[dict[str, SiteSettings], NotPartOf.EITHER, WhomItConcerns()] = Field(
         default_factory=dict, description="members behind one line, by the site's name"
     )
     replicas: list[ReplicaSettings] = Field([], description="at least one, unless `plan` has participants to group")

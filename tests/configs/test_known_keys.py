@@ -19,6 +19,8 @@ from hetero_pp.run.known_keys import entry_of
         (("simulate", "fleets", "home", "count"), None),
         (("simulate", "measured", "dc"), None),
         (("simulate", "sites", "office", "uplink"), None),
+        (("lines", "dsl", "up"), ("lines", "dsl")),
+        (("sites", "office", "line"), None),
         (("simulate", "rows", "a", "inner"), None),
         (("replicas", 0, "deepspeed", "bf16", "enabled"), None),
         (("outer", "compression", "density"), None),

@@ -283,7 +283,7 @@ def test_mistakes_are_one_line(yaml: Path, arguments: list[str], words: str) -> 
         ("--set", "simulate.curves=links.dc.bandwidth=1Mbit/s", f"links.dc: {UNKNOWN}"),
         ("--set", "links.adsl={bandwidth: 1 Mbit/s}", f"links.adsl: {UNKNOWN}, expected one of home"),
         ("--set", "simulate.rows={a: {}, b: {links.adsl.latency: 1 ms}}", f"links.adsl: {UNKNOWN}"),
-        ("--set", f"simulate.hardware.mine={MACHINE}", f"mine: {UNKNOWN}, expected one that some setting names"),
+        ("--set", f"simulate.hardware.mine={MACHINE}", f"mine: {UNKNOWN}, expected one that some setting names, as"),
         ("--sweep", "links.home.bandwith=1Mbit/s,2Mbit/s", "bandwith: found an unknown key, expected one of backward"),
         ("--sweep", "inner.stpes=1,2", "inner.stpes: found an unknown key, expected one of betas, clip_norm"),
         ("--sweep", "replicas.home.batch_size=8,16", "replicas has 0 (dc), 1 (home)"),
