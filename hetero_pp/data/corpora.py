@@ -8,29 +8,43 @@ import json
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from hetero_pp.data.settings import DOCSTRINGS, STANDARD_LIBRARY, DataSettings
 from hetero_pp.errors import ConfigError
 
 _KEY = ("data", "corpus")
+_LINES_BETWEEN = 1000
+"""Lines of a file after which it is told how far its reading is."""
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
 
-Reader = Callable[[Path, str], Iterator[str]]
-"""(file, text field) -> its documents."""
+OnShare = Callable[[float], None]
+"""(share that was read, from 0 to 1)"""
+Reader = Callable[[Path, str, OnShare], Iterator[str]]
+"""(file, text field, what to tell how far it is) -> its documents."""
 
 
-def documents(settings: DataSettings) -> Iterator[str]:
+def documents(settings: DataSettings, on_share: OnShare = lambda _: None) -> Iterator[str]:
     """Every document of the corpus that is not blank, file by file in the order of their names."""
-    readers = _readers(settings)
+    readers, files = _readers(settings), _files(settings)
+    sizes = [path.stat().st_size for path in files]
+    before, whole = 0, max(1, sum(sizes))
     found = False
-    for path in _files(settings):
-        for text in readers[path.suffix](path, settings.text_field):
+    for path, size in zip(files, sizes, strict=True):
+        within = partial(_within, on_share, before / whole, size / whole)
+        for text in readers[path.suffix](path, settings.text_field, within):
             if text.strip():
                 found = True
                 yield text
+        before += size
+        on_share(before / whole)
     if not found:
         raise ConfigError(_KEY, f"found no text in `{settings.corpus}`, expected at least one document")
+
+
+def _within(on_share: OnShare, before: float, part: float, share: float) -> None:
+    on_share(before + part * share)
 
 
 def fingerprint(settings: DataSettings) -> str:
@@ -78,7 +92,7 @@ def _readers(settings: DataSettings) -> dict[str, Reader]:
     return {".txt": _text, ".jsonl": _json_lines, ".parquet": _parquet}
 
 
-def _source(path: Path, _field: str) -> Iterator[str]:
+def _source(path: Path, _field: str, _on_share: OnShare) -> Iterator[str]:
     """The text of a source file; nothing if it is not UTF-8, as some of the library's own tests are not."""
     try:
         yield path.read_text(encoding="utf-8")
@@ -86,9 +100,9 @@ def _source(path: Path, _field: str) -> Iterator[str]:
         return
 
 
-def _docstrings(path: Path, field: str) -> Iterator[str]:
+def _docstrings(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
     """The docstrings of a source file, one a document; nothing if this Python cannot parse it."""
-    for source in _source(path, field):
+    for source in _source(path, field, on_share):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # invalid escapes in the library's own tests
@@ -112,20 +126,23 @@ def _statements(tree: ast.Module) -> Iterator[ast.AST]:
                 pending.extend(children)
 
 
-def _text(path: Path, _field: str) -> Iterator[str]:
+def _text(path: Path, _field: str, _on_share: OnShare) -> Iterator[str]:
     try:
         yield path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(_KEY, f"{path}: found a byte at {error.start} that is not UTF-8, expected text") from None
 
 
-def _json_lines(path: Path, field: str) -> Iterator[str]:
+def _json_lines(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
     """The text field of every line; a line that is not an object with that field is an error."""
+    size = path.stat().st_size
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             yield text_of_line(line, f"{path}:{number}", field)
+            if number % _LINES_BETWEEN == 0:
+                on_share(lines.tell() / size)
 
 
 def text_of_line(line: str | bytes, where: str, field: str) -> str:
@@ -141,7 +158,7 @@ def text_of_line(line: str | bytes, where: str, field: str) -> str:
     return text.encode("utf-8", "replace").decode()  # JSON can spell half of a surrogate pair
 
 
-def _parquet(path: Path, field: str) -> Iterator[str]:
+def _parquet(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
     """The text column, some rows at a time; nulls are skipped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -160,5 +177,8 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         kind = schema.field(field).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise ConfigError(("data", "text_field"), f"found `{field}` of type {kind} in {path}, expected text")
+        done = 0
         for batch in file.iter_batches(batch_size=1024, columns=[field]):
             yield from (text for text in batch.column(0).to_pylist() if text is not None)
+            done += batch.num_rows
+            on_share(done / file.metadata.num_rows)

@@ -19,6 +19,7 @@ from hetero_pp.data.stream import ENCODED_AT_ONCE, StreamBatches, TokenStream, e
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError
+from hetero_pp.progress import OnProgress, untold
 
 
 class StreamedCorpus:
@@ -112,6 +113,8 @@ class StreamedCorpus:
 Source = TokenStore | StreamedCorpus
 
 
-def open_source(settings: DataSettings, cache: Path) -> Source:
+def open_source(settings: DataSettings, cache: Path, on_progress: OnProgress = untold) -> Source:
     """What `data.corpus` names: opened where it is streamed, else encoded into `cache` unless that was done before."""
-    return prepare_tokens(settings, cache) if settings.streamed is None else StreamedCorpus(settings)
+    if settings.streamed is None:
+        return prepare_tokens(settings, cache, on_progress=on_progress)
+    return StreamedCorpus(settings)

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,6 +22,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import file_sha256, rename_whole, write_whole
+from hetero_pp.progress import OnProgress, untold
 
 _FORMAT = 1
 _BATCH_CHARACTERS = 1 << 20
@@ -50,7 +52,9 @@ class TokenStore:
         )
 
 
-def prepare_tokens(settings: DataSettings, cache: Path, tokenizer: Tokenizer | None = None) -> TokenStore:
+def prepare_tokens(
+    settings: DataSettings, cache: Path, tokenizer: Tokenizer | None = None, on_progress: OnProgress = untold
+) -> TokenStore:
     """Open the token store of the corpus, encoding it into `cache` unless that was done before.
 
     `tokenizer` is by default the one that the settings name. Several processes may call this at once: each
@@ -62,7 +66,8 @@ def prepare_tokens(settings: DataSettings, cache: Path, tokenizer: Tokenizer | N
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="encoding-", dir=cache) as scratch:
-            rename_whole(_write(Path(scratch), documents(settings), tokenizer), path)
+            texts = documents(settings, partial(on_progress, "encoding the corpus"))
+            rename_whole(_write(Path(scratch), texts, tokenizer, on_progress), path)
     tokens = np.load(path, mmap_mode="r")
     held_out = round(len(tokens) * settings.validation_share)
     if not 0 < held_out < len(tokens):
@@ -79,7 +84,7 @@ def prepare_tokens(settings: DataSettings, cache: Path, tokenizer: Tokenizer | N
     )
 
 
-def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer) -> Path:
+def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progress: OnProgress) -> Path:
     """Encode the documents in the order they come, then copy them in the order of their digests."""
     dtype = np.dtype("<u2" if tokenizer.vocabulary <= 1 << 16 else "<u4")
     unordered = scratch / "unordered"
@@ -91,6 +96,7 @@ def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer) -> Path:
     for _, first, last in sorted(spans):
         tokens[end : end + last - first] = source[first:last]
         end += last - first
+        on_progress("ordering its documents", end / len(tokens))
     tokens.flush()
     return path
 

@@ -15,6 +15,7 @@ from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.line_tables import ARROWS
+from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.program.report.tables import format_bandwidths, format_two, plain_table, wide
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
@@ -39,7 +40,8 @@ WIDTH_OF_FILES = 120
 def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     """Validate and print to the terminal."""
     file = ConfigFile(path, overrides)
-    prepared = prepare(file, runs.absolute(), checks=True)
+    with shown_reading(Console(stderr=True), "reading the corpus") as on_progress:
+        prepared = prepare(file, runs.absolute(), checks=True, on_progress=on_progress)
     console = wide(Console(), WIDTH_OF_FILES)
     _print_run(console, path, prepared)
     _print_addresses(console, prepared.spec.config)

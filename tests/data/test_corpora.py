@@ -150,3 +150,16 @@ def test_docstrings_come_from_every_kind_of_definition(tmp_path: Path, monkeypat
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert sorted(read("docstrings")) == ["Bad \\d escape.\n\nMore.", "Class.", "Method.", "Module."]
     assert len(read("standard-library")) == 2
+
+
+def test_how_far_the_reading_is(tmp_path: Path) -> None:
+    """By bytes over files, and within those that are read piece by piece: 3000 lines and 3000 rows."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 3000)
+    write_parquet(tmp_path / "b.parquet", text=["b"] * 3000)
+    (tmp_path / "c.txt").write_text("c" * 10_000)
+    sizes = [path.stat().st_size for path in sorted(tmp_path.iterdir())]
+    shares: list[float] = []
+    assert len(list(documents(DataSettings(corpus=str(tmp_path)), shares.append))) == 6001
+    lines = [sizes[0] * part for part in (1 / 3, 2 / 3, 1, 1)]
+    rows = [sizes[0] + sizes[1] * part for part in (1024 / 3000, 2048 / 3000, 1, 1)]
+    assert shares == pytest.approx([read / sum(sizes) for read in (*lines, *rows, sum(sizes))])

@@ -142,3 +142,18 @@ def test_the_corpora_of_python(tmp_path: Path) -> None:
     assert 1e6 < len(stream(docstrings)) < 10e6
     assert len(stream(library)) > 10e6
     assert library.vocabulary == 256
+
+
+def test_how_far_the_encoding_is(tmp_path: Path) -> None:
+    """Both passes are told to their end; a store that is there already has nothing to tell."""
+    settings = write_texts(tmp_path / "corpus", [f"text {index} " * 20 for index in range(50)])
+    told: list[tuple[str, float]] = []
+    prepare_tokens(settings, tmp_path / "cache", on_progress=lambda doing, share: told.append((doing, share)))
+    for doing in ("encoding the corpus", "ordering its documents"):
+        shares = [share for what, share in told if what == doing]
+        assert shares == sorted(shares)
+        assert shares[-1] == 1.0
+        assert len(shares) >= 50
+    told.clear()
+    prepare_tokens(settings, tmp_path / "cache", on_progress=lambda doing, share: told.append((doing, share)))
+    assert told == []

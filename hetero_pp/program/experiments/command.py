@@ -19,6 +19,7 @@ from hetero_pp.program.experiments.report import print_result, result_of, write_
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.training import train, train_on_ranks
+from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.program.report.tables import wide
 from hetero_pp.run.folder import CACHE
 from replica_groups.ranks import init_ranks
@@ -70,8 +71,8 @@ class _Table:
             return
         cache = request.runs.absolute() / CACHE
         data = setting.config(setting.rows()[0]).data
-        with console.status(f"reading {data.corpus}"):
-            self.corpus = prepare_corpus(data, setting.scale.vocabulary, cache)
+        with shown_reading(console, f"reading {data.corpus}") as on_progress:
+            self.corpus = prepare_corpus(data, setting.scale.vocabulary, cache, on_progress)
         self.corpus.require_enough([setting.config(row) for row in setting.rows()])
         for seed in count(1):
             jobs = [(row, make_job(setting, row, seed, self.corpus, rows)) for row in setting.rows()]

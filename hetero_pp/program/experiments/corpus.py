@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import whole
+from hetero_pp.progress import OnProgress, untold
 from hetero_pp.run.config import RunConfig
 
 if TYPE_CHECKING:
@@ -52,25 +54,25 @@ class Corpus:
         return ConfigError(("data", "corpus"), f"{found}: {needed - known:,} are lacking ({mend})")
 
 
-def prepare_corpus(data: DataSettings, vocabulary: int, cache: Path) -> Corpus:
+def prepare_corpus(data: DataSettings, vocabulary: int, cache: Path, on_progress: OnProgress = untold) -> Corpus:
     """Train the encoding and encode the corpus, or find both in `cache`."""
-    tokenizer = _prepare_tokenizer(data, vocabulary, cache)
+    tokenizer = _prepare_tokenizer(data, vocabulary, cache, on_progress)
     named = data.model_copy(update={"tokenizer": str(tokenizer)})
-    return Corpus(named, prepare_tokens(named, cache))
+    return Corpus(named, prepare_tokens(named, cache, on_progress=on_progress))
 
 
-def _prepare_tokenizer(data: DataSettings, vocabulary: int, cache: Path) -> Path:
+def _prepare_tokenizer(data: DataSettings, vocabulary: int, cache: Path, on_progress: OnProgress) -> Path:
     """A byte-pair encoding of the corpus with this many tokens, trained once and kept in `cache`."""
     name = hashlib.sha256(f"{fingerprint(data)}/{vocabulary}".encode()).hexdigest()[:24]
     path = cache / f"bpe-{vocabulary}-{name}.json"
     if not path.exists():
-        tokenizer = _trained_tokenizer(data, vocabulary)
+        tokenizer = _trained_tokenizer(data, vocabulary, on_progress)
         with whole(path) as part:
             tokenizer.save(str(part))
     return path
 
 
-def _trained_tokenizer(data: DataSettings, vocabulary: int) -> Tokenizer:
+def _trained_tokenizer(data: DataSettings, vocabulary: int, on_progress: OnProgress) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -82,5 +84,6 @@ def _trained_tokenizer(data: DataSettings, vocabulary: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents(data), trainer)
+    texts = documents(data, partial(on_progress, "reading the corpus for its tokenizer"))
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

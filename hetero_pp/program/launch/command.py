@@ -28,6 +28,7 @@ from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.interrupted import told_how_to_go_on
 from hetero_pp.program.launch.recorded import OnReport, run_and_record
 from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
@@ -124,8 +125,8 @@ def print_commands(path: Path, overrides: Sequence[str]) -> None:
 
 def _prepare(path: Path, overrides: Sequence[str], runs: Path, only: str | None, resume: bool) -> Prepared:
     file = ConfigFile(path, overrides)
-    with Console().status("reading the corpus"):
-        prepared = prepare(file, runs.absolute(), only, resume)
+    with shown_reading(Console(), "reading the corpus") as on_progress:
+        prepared = prepare(file, runs.absolute(), only, resume, on_progress=on_progress)
     for limit in prepared.limits:
         Console().print(f"{file.config.name}: {limit.message}", soft_wrap=True, highlight=False, markup=False)
     return prepared

@@ -13,6 +13,7 @@ from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.rendezvous import meeting_place
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
+from hetero_pp.progress import OnProgress, untold
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import require_weights
@@ -39,7 +40,12 @@ class Prepared:
 
 
 def prepare(
-    file: ConfigFile, runs: Path, only: str | None = None, resume: bool = False, checks: bool = False
+    file: ConfigFile,
+    runs: Path,
+    only: str | None = None,
+    resume: bool = False,
+    checks: bool = False,
+    on_progress: OnProgress = untold,
 ) -> Prepared:
     """Look at this machine, load the tokenizer, encode the corpus (or open it), try the ports.
 
@@ -65,7 +71,7 @@ def prepare(
             require_carried(limits)
             _require_meeting_places(config, names, only)
         config.outer.compression.require_accelerator()
-        source = _open_corpus(spec, names, RunFolder(runs / config.name).cache)
+        source = _open_corpus(spec, names, RunFolder(runs / config.name).cache, on_progress)
         for one in fixed_addresses(config):
             if one.member in names and (not checks or one.is_of_this_host):
                 one.try_to_listen()
@@ -101,12 +107,12 @@ def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str |
             raise ConfigError(("replicas", index, "rendezvous"), str(error)) from None
 
 
-def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path) -> Source | None:
+def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: OnProgress) -> Source | None:
     """Encode or open the corpus, if one of these members reads it."""
     readers = [spec.members[name] for name in names if name in spec.members and spec.members[name].reads_data]
     if not readers:
         return None
-    source = open_source(spec.config.data, cache)
+    source = open_source(spec.config.data, cache, on_progress)
     for member in readers:
         replica_batches(spec, member, source)
     return source
