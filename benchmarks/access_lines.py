@@ -21,22 +21,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from command_line import parse, save
 from namespaces import HEADERS, Counted, Line, Machine, Network, network
-from simulator import measured_step, words
+from simulator import calibrated_prediction, measured_step, words
 
 from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.program.launch.command import run_topology
 from hetero_pp.topology import EXCHANGE
 
 PORT = 47600
 STEPS = 5
-SMOKE = {"only": ["200/200"], "steps": 2, "ways": ["kernel"]}
+SMOKE = {"only": ["200/200"], "steps": 2, "ways": ["kernel", "launch", "simulate"]}
 
 YAML = """\
 name: measured
@@ -75,6 +78,12 @@ class Group:
         return Line(self.up * 1e6, self.down * 1e6, self.latency / 1e3)
 
     @property
+    def line_settings(self) -> list[str]:
+        """What gives every stage its line, as `--set` takes it."""
+        line = {"up": f"{self.up} Mbit/s", "down": f"{self.down} Mbit/s", "latency": f"{self.latency} ms"}
+        return [f"lines={json.dumps({'own': line})}", "replicas.0.line=own"]
+
+    @property
     def members(self) -> list[str]:
         return [f"home.{stage}" for stage in range(self.stages)]
 
@@ -91,6 +100,7 @@ GROUPS = [
     Group(20, 20, latency=15),
     Group(200, 200, stages=2, sequence=64),
 ]
+"""The last one is what --smoke takes."""
 
 
 class Watch:
@@ -113,8 +123,15 @@ class Watch:
         self._over.set()
         self._thread.join()
 
-    def rates(self, member: str, begin: float, end: float, counts_headers: bool) -> tuple[float, float]:
-        """Bit/s up and down between two times, as a bucket counts them."""
+    def used(self, member: str, begin: float, end: float, line: Line, counts_headers: bool) -> dict[str, float]:
+        """Shares of a line that were used between two times, as its buckets count, and in the fullest second."""
+        up, down = self._rates(member, begin, end, counts_headers)
+        seconds = [time_ for time_, _ in self._samples if begin <= time_ <= end - 1] or [begin]
+        fullest = max(self._rates(member, second, second + 1, counts_headers)[0] for second in seconds)
+        return {"up": up / line.up, "down": down / line.down, "up in the fullest second": fullest / line.up}
+
+    def _rates(self, member: str, begin: float, end: float, counts_headers: bool) -> tuple[float, float]:
+        """Bit/s up and down."""
         first = max((sample for sample in self._samples if sample[0] <= begin), key=_time)
         last = min((sample for sample in self._samples if sample[0] >= end), key=_time, default=self._samples[-1])
         before, after = (_bits(counted[member], counts_headers) for _, counted in (first, last))
@@ -142,11 +159,9 @@ def by_the_kernel(group: Group, steps: int, counts_headers: bool) -> dict[str, A
             launch_on_hosts(made, folder)
         events = _events(folder / EXCHANGE)
         times = [event["time"] for event in events if event["event"] == "inner_step" and event["member"] == "home.0"]
-        used = {name: watch.rates(name, min(times), max(times), counts_headers) for name in group.members}
-    return {
-        "step_seconds": measured_step(events),
-        "used": {name: {"up": up / group.line.up, "down": down / group.line.down} for name, (up, down) in used.items()},
-    }
+        span = min(times), max(times)
+        used = {name: watch.used(name, *span, group.line, counts_headers) for name in group.members}
+    return {"step_seconds": measured_step(events), "used": used}
 
 
 def launch_on_hosts(made: Network, folder: Path) -> None:
@@ -185,9 +200,33 @@ def _events(runs: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (runs / "measured" / "metrics.jsonl").open()]
 
 
+def by_launch(group: Group, steps: int) -> dict[str, Any]:
+    """The group on this host's loopback, with lines that `launch` shapes."""
+    with _folder() as folder:
+        yaml = _on_loopback(group, steps, folder)
+        with redirect_stdout(StringIO()):
+            run_topology(yaml, group.line_settings, folder / "runs", in_process=False)
+        return {"step_seconds": measured_step(_events(folder / "runs"))}
+
+
+def by_simulate(group: Group, steps: int) -> dict[str, Any]:
+    """What is predicted, from costs of its stages on this machine, now."""
+    with _folder() as folder:
+        [home] = calibrated_prediction(_on_loopback(group, steps, folder), group.line_settings).replicas
+        return {"step_seconds": home.step_seconds}
+
+
+def _on_loopback(group: Group, steps: int, folder: Path) -> Path:
+    yaml = folder / "run.yaml"
+    yaml.write_text(group.yaml(folder / "corpus.txt", steps, ["127.0.0.1:0"] * (1 + group.stages)))
+    return yaml
+
+
 WAYS: dict[str, Callable[[Group, int], dict[str, Any]]] = {
     "kernel": partial(by_the_kernel, counts_headers=False),
-    "kernel, headers too": partial(by_the_kernel, counts_headers=True),
+    "kernel, packets": partial(by_the_kernel, counts_headers=True),
+    "launch": by_launch,
+    "simulate": by_simulate,
 }
 
 
@@ -200,32 +239,40 @@ def why_not() -> str | None:
         return str(error)
 
 
-def busiest(found: dict[str, Any]) -> str:
-    """Whose upload was most used, and how much of it."""
-    share, member = max((used["up"], member) for member, used in found["used"].items())
-    return f"{share:.1%} of {member}'s"
+def show(way: str, found: dict[str, Any], kernel: float | None) -> None:
+    """A line: seconds a step, how that is to the kernel's, and how full the fullest upload was."""
+    seconds = found["step_seconds"]
+    ratio = "" if kernel is None else f"{seconds / kernel:.3f}"
+    full = ""
+    if "used" in found:
+        name, used = max(found["used"].items(), key=lambda item: item[1]["up"])
+        full = f"  upload of {name}: {used['up']:.1%}, at most {used['up in the fullest second']:.1%}"
+    print(f"  {way:<16}{seconds:>8.3f} s{ratio:>8}{full}", flush=True)
 
 
 def main() -> None:
     """Run and print; write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="parts of names of groups")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=f"of {list(WAYS)}")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--steps", type=int, default=STEPS)
     arguments = parse(parser, SMOKE)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does, leaving nothing behind
+    torch.set_num_threads(1)
     lacks = why_not()
     if lacks is not None:
         print(f"no machines in namespaces, which need Linux, `ip`, `tc`, and root or user namespaces: {lacks}")
         sys.exit(0 if arguments.smoke else 1)
-    groups = [one for one in GROUPS if not arguments.only or any(part in one.name for part in arguments.only)]
     results: list[dict[str, Any]] = []
-    print(f"{'seconds a step':<32}" + "".join(f"{way:>21}" for way in arguments.ways) + "  busiest upload")
-    for group in groups:
-        found = {way: WAYS[way](group, arguments.steps) for way in arguments.ways}
-        results.append({"group": group.name, "ways": found})
-        cells = "".join(f"{one['step_seconds']:>21.3f}" for one in found.values())
-        print(f"{group.name:<32}{cells}  {busiest(found['kernel'])}", flush=True)
+    for group in GROUPS:
+        if arguments.only and not any(part in group.name for part in arguments.only):
+            continue
+        print(f"{group.name}: seconds a step, over the kernel's", flush=True)
+        ways: dict[str, dict[str, Any]] = {}
+        for way in arguments.ways:
+            ways[way] = WAYS[way](group, arguments.steps)
+            show(way, ways[way], ways.get("kernel", {}).get("step_seconds"))
+        results.append({"group": group.name, "ways": ways})
     save({"machine": machine(), "commit": commit(), "groups": results}, arguments.json)
 
 

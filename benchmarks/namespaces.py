@@ -1,9 +1,10 @@
 """A network of machines inside this one: a namespace each, one line each to a switch, shaped by the kernel.
 
 Every machine has one interface, and so all that it sends passes one token bucket of `tc` (tbf) of its own, and all that
-it receives another one at the switch. Needs Linux with `ip`, `tc`, `unshare` and `nsenter`, and either root or user
-namespaces. A namespace lives as long as the process that holds it, and that one as long as its standard input is open:
-nothing is left behind, however this program ends.
+it receives another one at the switch. Where lines have a latency, benchmarks/slow_switch.py is that switch. Needs
+Linux with `ip`, `tc`, `unshare` and `nsenter`, and either root or user namespaces. A namespace lives as long as the
+process that holds it, and that one as long as its standard input is open: nothing is left behind, however this program
+ends.
 """
 
 from __future__ import annotations
