@@ -1,4 +1,4 @@
-"""The time of inner steps of one group whose machines have lines: event by event, with bytes as a fluid.
+"""The time of inner steps of groups whose machines have lines: event by event, with bytes as a fluid.
 
 A line is shared by all that pass it at a time, fairly: rates are max-min fair over all lines, and no message gets more
 than its link carries. They change only when a message begins or ends, so between two events everything is linear, and
@@ -96,11 +96,11 @@ class Wires:
     def __init__(
         self,
         network: Network,
-        bits: Mapping[str, float],
+        bits: Mapping[Stream, float],
         random: np.random.Generator | None = None,
         on_flow: OnFlow | None = None,
     ) -> None:
-        """`bits`: of one message, by kind."""
+        """`bits`: of one message of each stream."""
         self._network = network
         self._bits = bits
         self._random = random
@@ -119,7 +119,7 @@ class Wires:
 
     def _begin(self, stream: Stream, now: float) -> None:
         flow = self._flows[stream]
-        flow.left, flow.began = self._bits[stream[0]], now
+        flow.left, flow.began = self._bits[stream], now
         self._active = tuple(one for one in self._flows if one == stream or one in self._active)
 
     def next_end(self) -> float:
@@ -139,7 +139,7 @@ class Wires:
         for stream, rate in zip(self._active, rates, strict=True):
             flow = self._flows[stream]
             flow.left = 0.0 if rate == INFINITY else flow.left - rate * (now - self._now)
-            if flow.left <= ALMOST * self._bits[stream[0]]:
+            if flow.left <= ALMOST * self._bits[stream]:
                 ended.append(stream)
         self._now = now
         return [self._end(stream, now) for stream in ended]
@@ -168,15 +168,19 @@ class Wires:
 
 @dataclass(frozen=True)
 class Work:
-    """What one group's stages have to do, and how long they compute for it."""
+    """What stages have to do, and how long they compute for it."""
 
     programs: Sequence[Sequence[Event]]
-    """Of each stage."""
+    """Of each stage, in one step."""
     forward: Sequence[float]
     backward: Sequence[float]
     update: Sequence[float]
     updates_due: frozenset[int]
-    """Stages that make an optimizer step once their first activation is there."""
+    """Stages that make an optimizer step once the first activation of the first step is there."""
+    steps: int = 1
+    """How often the programs are run. A stage that receives activations makes its optimizer step in the next one."""
+    first: frozenset[int] = frozenset()
+    """Stages that make an optimizer step at the end of each."""
 
 
 class Run:
@@ -195,7 +199,10 @@ class Run:
         self.left = dict(busy_until)
         """When the last message of each stream has left. New ones queue behind those that were under way before."""
         self._work, self._wires, self._on_compute = work, wires, on_compute
+        self.step_ends: dict[int, list[float]] = {stage: [] for stage in work.first}
+        """When they had made each optimizer step."""
         self._place = [0] * len(work.programs)
+        self._steps_left = [work.steps] * len(work.programs)
         self._updates_due = set(work.updates_due)
         self._arrived: set[tuple[Stream, int]] = set()
         self._waiting: dict[tuple[Stream, int], int] = {}
@@ -241,6 +248,7 @@ class Run:
                 if key not in self._arrived:
                     self._waiting[key] = stage
                     return None
+                self._arrived.discard(key)
             self._place[stage] += 1
             if event.action in _SENT:
                 kind, behind = _SENT[event.action]
@@ -252,8 +260,21 @@ class Run:
             elif event.action is Action.RECEIVE_ACTIVATION and stage in self._updates_due:
                 self._updates_due.discard(stage)
                 return self._compute(stage, "update", 0, now, self._work.update[stage])
-        self.free[stage] = now
+        if stage in self._work.first:
+            self._at(now + self._work.update[stage], partial(self._end_step, stage))
+        else:
+            self._end_step(stage, now)
         return None
+
+    def _end_step(self, stage: int, now: float) -> None:
+        self.free[stage] = now
+        if stage in self.step_ends:
+            self.step_ends[stage].append(now)
+        self._steps_left[stage] -= 1
+        if self._steps_left[stage]:
+            self._place[stage] = 0
+            self._updates_due |= {stage} - self._work.first
+            self._go_on(stage, now)
 
     def _send(self, stream: Stream, micro_batch: int, now: float) -> None:
         if now >= self.left[stream]:

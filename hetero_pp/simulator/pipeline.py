@@ -182,7 +182,8 @@ class GroupClock:
         """[S, G]; what happens between inner loops is added to it from outside."""
         self._updates_due: set[int] = set()
         """Stages that wait for the norm of the step before."""
-        self._link_free = {kind: np.zeros((stages - 1, count)) for kind in ("activation", "gradient")}
+        self.link_free = {kind: np.zeros((stages - 1, count)) for kind in ("activation", "gradient")}
+        """When the newest message of each hop has left."""
         self._last = {kind: np.zeros((stages - 1, count)) for kind in ("activation", "gradient")}
         """When the newest message of each hop arrives: none overtakes another."""
         self._arrivals: dict[tuple[str, int, int], Array] = {}
@@ -196,7 +197,7 @@ class GroupClock:
         if len(ends) < steps:
             ends += list(ends[0] + np.cumsum(self._further_steps(steps - 1), axis=0))
             self.free[0] = ends[-1]
-        self._flush()
+        self.flush()
         return ends
 
     def _step(self, updates: bool) -> None:
@@ -248,11 +249,11 @@ class GroupClock:
         timed: dict[bytes, int] = {}
         for column in range(self.groups.count):
             if self.random is None or not self.groups.has_jitter:
-                parts = (self.free, forward, self.groups.backward, self.groups.update, *self._link_free.values())
+                parts = (self.free, forward, self.groups.backward, self.groups.update, *self.link_free.values())
                 parts += tuple(rows for hops in kinds.values() for rows in (hops.seconds, hops.latency))
                 same = timed.setdefault(b"".join(rows[:, column].tobytes() for rows in parts), column)
                 if same != column:
-                    for rows in (self.free, *self._link_free.values()):
+                    for rows in (self.free, *self.link_free.values()):
                         rows[:, column] = rows[:, same]
                     continue
             self._run_column(column, programs, forward, kinds)
@@ -266,10 +267,8 @@ class GroupClock:
         hops = range(groups.stages - 1)
         streams: list[Stream] = [(kind, hop) for kind in kinds for hop in hops]
         network = Network(groups.capacities, {one: kinds[one[0]].path(one[1], column) for one in streams})
-        bits = {kind: own.bits for kind, own in kinds.items()}
-        on_flow, on_compute = None, None
-        if self.on_span is not None and column == 0:
-            on_flow, on_compute = _flows_of(self.on_span), _computations_of(self.on_span)
+        bits = {one: kinds[one[0]].bits for one in streams}
+        is_told = self.on_span is not None and column == 0
         run = Run(
             Work(
                 programs,
@@ -278,15 +277,15 @@ class GroupClock:
                 groups.update[:, column].tolist(),
                 frozenset(self._updates_due),
             ),
-            Wires(network, bits, self.random, on_flow),
+            Wires(network, bits, self.random, self.tell_flow if is_told else None),
             self.free[:, column].tolist(),
-            {(kind, hop): float(self._link_free[kind][hop, column]) for kind, hop in streams},
-            on_compute,
+            {(kind, hop): float(self.link_free[kind][hop, column]) for kind, hop in streams},
+            self.tell_computation if is_told else None,
         )
         run.to_the_end()
         self.free[:, column] = run.free
         for kind, hop in streams:
-            self._link_free[kind][hop, column] = run.left[kind, hop]
+            self.link_free[kind][hop, column] = run.left[kind, hop]
 
     def _run(self, stage: int, event: Event, forward: Array, activations: Hops) -> None:
         match event.action:
@@ -310,11 +309,11 @@ class GroupClock:
         """The optimizer step."""
         self._compute(stage, "update", 0, self.groups.update[stage])
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Pass the last norm on, in a message too small to occupy a link, so that every stage has stepped."""
         hops = self.groups.activations
         for stage in range(1, self.groups.stages):
-            sent = np.maximum(self.free[stage - 1], self._link_free["activation"][stage - 1])
+            sent = np.maximum(self.free[stage - 1], self.link_free["activation"][stage - 1])
             np.maximum(self.free[stage], sent + hops.latency[stage - 1], out=self.free[stage])
             self._update(stage)
 
@@ -325,7 +324,7 @@ class GroupClock:
         free += seconds
 
     def _send(self, kind: str, stage: int, hop: int, micro_batch: int, hops: Hops) -> None:
-        link = self._link_free[kind][hop]
+        link = self.link_free[kind][hop]
         np.maximum(link, self.free[stage], out=link)
         if self.on_span is not None:
             self.on_span(f"hop {hop} {kind}", kind, micro_batch, link.copy(), link + hops.seconds[hop])
@@ -340,17 +339,13 @@ class GroupClock:
     def _receive(self, kind: str, stage: int, hop: int, micro_batch: int) -> None:
         np.maximum(self.free[stage], self._arrivals.pop((kind, hop, micro_batch)), out=self.free[stage])
 
-
-def _flows_of(on_span: OnSpan) -> Callable[[Stream, int, float, float], None]:
-    def on_flow(stream: Stream, micro_batch: int, starts: float, ends: float) -> None:
+    def tell_flow(self, stream: Stream, micro_batch: int, starts: float, ends: float) -> None:
+        """Of the first group."""
         kind, hop = stream
-        on_span(f"hop {hop} {kind}", kind, micro_batch, np.array([starts]), np.array([ends]))
+        if self.on_span is not None:
+            self.on_span(f"hop {hop} {kind}", kind, micro_batch, np.array([starts]), np.array([ends]))
 
-    return on_flow
-
-
-def _computations_of(on_span: OnSpan) -> Callable[[int, str, int, float, float], None]:
-    def on_compute(stage: int, what: str, micro_batch: int, starts: float, ends: float) -> None:
-        on_span(f"stage {stage}", what, micro_batch, np.array([starts]), np.array([ends]))
-
-    return on_compute
+    def tell_computation(self, stage: int, what: str, micro_batch: int, starts: float, ends: float) -> None:
+        """Of the first group."""
+        if self.on_span is not None:
+            self.on_span(f"stage {stage}", what, micro_batch, np.array([starts]), np.array([ends]))

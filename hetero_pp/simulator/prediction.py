@@ -16,6 +16,7 @@ import numpy as np
 from hetero_pp.lines import WAYS
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, fleets_of
+from hetero_pp.simulator.neighbours import inner_loops
 from hetero_pp.simulator.outer_round import run_outer_round
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.simulator.published import Comparison, compared
@@ -208,7 +209,7 @@ def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Call
     steps, ends = spec.config.inner.steps, [0.0]
     for _ in range(ROUNDS):
         starts = [clock.free[0].copy() for clock in clocks]
-        step_ends = [clock.inner_loop(steps) for clock in clocks]
+        step_ends = inner_loops(spec, fleets, clocks, steps)
         inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
         trained = max(float(clock.free.max()) for clock in clocks)
         run_outer_round(spec, list(zip(fleets, clocks, strict=True)), communicates)

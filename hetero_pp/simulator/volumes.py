@@ -84,7 +84,7 @@ def check_exchange(spec: RunSpec) -> None:
 
 
 def _check_shared(spec: RunSpec, line: LineSpec) -> None:
-    """A line that several members share: how many there are of each must be known, and groups are timed apart."""
+    """Of members that share a line there must be one of each."""
     members = [spec.members[name] for name in line.members if name in spec.members]
     for member in members:
         fleet = spec.config.simulate.fleets.get(member.replica.name)
@@ -93,13 +93,6 @@ def _check_shared(spec: RunSpec, line: LineSpec) -> None:
                 ("sites", line.name, "members"),
                 f"found {member.name}, one of {fleet.count} of its kind in simulate.fleets, expected a single replica",
             )
-    groups = {member.replica.name for member in members if len(member.replica.members) > 1}
-    if len(groups) > 1:
-        raise ConfigError(
-            ("sites", line.name, "members"),
-            f"found stages of {' and '.join(sorted(groups))} behind one line, which `launch` can run and `simulate` "
-            "cannot, as it times groups one by one: expected stages of one group",
-        )
 
 
 def _check_ring(spec: RunSpec) -> None:

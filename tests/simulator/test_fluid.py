@@ -187,7 +187,7 @@ DSL = "lines={dsl: {up: 20 Mbit/s, down: 100 Mbit/s, latency: 10 ms}}"
 
 
 def _predicted(rank: str, *changes: str) -> Prediction:
-    group = ["boundary.rank=" + rank, "link=null", "uplink=null", "line=dsl"]
+    group = ["boundary.rank=" + rank, "stages.line=dsl"]
     own = [f"replicas.{index}.{change}" for index in (0, 1) for change in group]
     return predict(spec_of(ConfigFile(CONFIGS / "paper" / "1b.yaml", ["simulate.machine=h100", DSL, *own, *changes])))
 

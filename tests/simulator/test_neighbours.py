@@ -1,0 +1,113 @@
+"""Groups that share a line: as two with half of it each, and as each alone where they share nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.fleets import fleets_of
+from hetero_pp.simulator.neighbours import _Together, inner_loops
+from hetero_pp.simulator.pipeline import DRAWN_WITH_LINES, GroupClock
+from hetero_pp.simulator.prediction import predict
+from hetero_pp.simulator.timeline import Timeline
+
+COST = dict.fromkeys(("forward", "backward", "update", "contribute", "apply", "evaluate"), "0.2 s")
+
+
+def _group(name: str, stages: int = 2, **settings: Any) -> dict[str, Any]:
+    shape = {"kind": "participants", "batch_size": 4, "micro_batches": 4, "stages": {"count": stages, "line": "home"}}
+    return {"name": name, **shape, **settings}
+
+
+def _spec(replicas: list[dict[str, Any]], steps: int = 5, **top: Any) -> RunSpec:
+    members = [f"{replica['name']}.{stage}" for replica in replicas for stage in range(replica["stages"]["count"])]
+    base = {
+        "name": "neighbours",
+        "inner": {"steps": steps},
+        "outer": {"rounds": 2},
+        "data": {"sequence_length": 64, "validation_sequences": 1},
+        "lines": {"home": {"up": "100 kbit/s", "down": "1 Mbit/s", "latency": "0.1 s"}, "half": {"up": "50 kbit/s"}},
+        "replicas": replicas,
+        "simulate": {"measured": dict.fromkeys(members, COST)},
+    }
+    return RunSpec(RunConfig.model_validate(base | top), 256)
+
+
+def test_two_that_do_the_same_have_half_of_the_line_each() -> None:
+    """The stage in the shared house sends as in a house of its own whose line is half as fast, at every moment."""
+    shared = {"house": {"line": "home", "members": ["a.0", "b.0"]}}
+    together = predict(_spec([_group("a"), _group("b")], sites=shared))
+    halves = predict(
+        _spec(
+            [_group("a")],
+            lines={
+                "home": {"up": "100 kbit/s", "down": "1 Mbit/s", "latency": "0.1 s"},
+                "half": {"up": "50 kbit/s", "down": "500 kbit/s", "latency": "0.1 s"},
+            },
+            sites={"own": {"line": "half", "members": ["a.0"]}},
+        )
+    )
+    alone = predict(_spec([_group("a")]))
+    assert [one.step_seconds for one in together.replicas] == [pytest.approx(halves.replicas[0].step_seconds)] * 2
+    assert together.replicas[0].step_seconds > 1.3 * alone.replicas[0].step_seconds
+
+
+def test_one_has_what_the_other_leaves() -> None:
+    """A neighbour that sends a tenth slows a step down less than one that sends as much."""
+    shared = {"house": {"line": "home", "members": ["a.0", "b.0"]}}
+    alone, light, heavy = (
+        predict(_spec([_group("a"), *others], sites=sites)).replicas[0].step_seconds
+        for others, sites in (
+            ([], {}),
+            ([_group("b", boundary={"rank": 2})], shared),
+            ([_group("b")], shared),
+        )
+    )
+    assert alone * 1.01 < light < heavy / 1.1
+
+
+@pytest.mark.parametrize("steps", [1, 5, DRAWN_WITH_LINES + 9])
+def test_groups_that_share_nothing_are_timed_together_as_alone(steps: int) -> None:
+    spec = _spec([_group("a", stages=3), _group("b", micro_batches=2, boundary={"rank": 8})], steps)
+
+    def clocks() -> list[GroupClock]:
+        return [GroupClock(fleet.groups) for fleet in fleets_of(spec, np.random.default_rng(0))]
+
+    alone, together = clocks(), clocks()
+    expected = [clock.inner_loop(steps) for clock in alone]
+    found = _Together(spec, ["a", "b"], together).inner_loops(steps)
+    for one, other in zip(found, expected, strict=True):
+        assert np.array(one) == pytest.approx(np.array(other))
+    for clock, own in zip(together, alone, strict=True):
+        assert clock.free == pytest.approx(own.free)
+
+
+def test_who_shares_a_line_with_whom_is_found() -> None:
+    """a and c are joined by b, which shares a house with each; d has its own line."""
+    replicas = [_group(name) for name in "abcd"]
+    sites = {
+        "one": {"line": "home", "members": ["a.0", "b.0"]},
+        "two": {"line": "home", "members": ["b.1", "c.1"]},
+    }
+    spec = _spec(replicas, sites=sites)
+    fleets = list(fleets_of(spec, np.random.default_rng(0)))
+    ends = inner_loops(spec, fleets, [GroupClock(fleet.groups) for fleet in fleets], 3)
+    a, b, c, d = (float(own[-1][0]) for own in ends)
+    assert d == pytest.approx(predict(_spec([_group("d")])).replicas[0].step_seconds * 3, rel=0.05)
+    assert 1.2 * d < min(a, b, c)
+
+
+def test_a_timeline_tells_each_group_its_own() -> None:
+    timeline = Timeline()
+    predict(
+        _spec([_group("a"), _group("b")], sites={"house": {"line": "home", "members": ["a.0", "b.0"]}}), timeline.of
+    )
+    for name in ("a", "b"):
+        tracks = {span.track for span in timeline.spans if span.replica == name}
+        assert {"stage 0", "stage 1", "hop 0 activation", "hop 0 gradient"} <= tracks
+        forwards = [span for span in timeline.spans if span.replica == name and span.name == "forward 0"]
+        assert len(forwards) >= 2 * 5
