@@ -29,6 +29,11 @@ class LineSettings(Settings):
     latency: Duration = Field(0.0, ge=0, description="that the line adds to every message, either way")
     jitter: Duration = Field(0.0, ge=0, description="a message takes up to so much longer, drawn evenly")
 
+    def limit(self, way: Way) -> float | None:
+        """Bits per second in one direction; None: unlimited."""
+        own = self.up if way == "up" else self.down
+        return self.bandwidth if own is None else own
+
 
 class SiteSettings(Settings):
     """Members that share a line, which replaces lines of their own. Between them they need none."""
@@ -70,7 +75,7 @@ def line_specs(
 
 def _line_spec(name: str, kind: str, members: tuple[str, ...], kinds: Mapping[str, LineSettings]) -> LineSpec:
     settings = kinds[kind]
-    up, down = (settings.bandwidth if own is None else own for own in (settings.up, settings.down))
+    up, down = settings.limit("up"), settings.limit("down")
     return LineSpec(name, kind, members, up, down, settings.latency, settings.jitter)
 
 

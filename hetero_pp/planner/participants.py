@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.lines import WAYS, SiteSettings
 from hetero_pp.planner.grouping import Grouping, Pool, group
 from hetero_pp.planner.split import Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
@@ -16,7 +17,14 @@ from hetero_pp.run.hardware import Hardware, hardware_named
 from hetero_pp.run.plan_section import LooseParticipant, PairSettings, PlanSettings
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.machines import assumption
-from hetero_pp.topology import DirectionSettings, LinkSettings, LinkShape, ParticipantsReplica, StageSettings
+from hetero_pp.topology import (
+    DIRECTIONS,
+    DirectionSettings,
+    LinkSettings,
+    LinkShape,
+    ParticipantsReplica,
+    StageSettings,
+)
 
 TIME_LIMIT = 45.0
 """Seconds that the search for groups may take."""
@@ -41,7 +49,7 @@ def group_participants(config: RunConfig, vocabulary: int | None) -> Grouped:
     links = {
         (a.name, b.name): link_between(config, a, b) for a in people for b in people if a.name != b.name
     }  # each way, as seen from the first
-    bandwidth = np.array([[_bandwidth(links.get((a.name, b.name))) for b in people] for a in people])
+    bandwidth = np.array([[_bandwidth(config, links, a, b) for b in people] for a in people])
     seconds = np.array(list(_seconds_of_participants(config, vocabulary)))
     found = group(Pool(seconds, bandwidth, plan.balance), TIME_LIMIT)
     if found is None:
@@ -57,12 +65,19 @@ def group_participants(config: RunConfig, vocabulary: int | None) -> Grouped:
     for name, group_ in zip(names, found.groups, strict=True):
         own = [people[one] for one in group_]
         counts, _ = best_split([seconds[one, stage] for stage, one in enumerate(group_)])
-        hops = [_kind(kinds, f"{a.name}-{b.name}", links[a.name, b.name]) for a, b in pairwise(own)]
+        joins = [links[a.name, b.name] for a, b in pairwise(own)]
+        is_free = all(join.shape(way).is_unlimited for join in joins for way in DIRECTIONS)
+        named = [f"{a.name}-{b.name}" for a, b in pairwise(own)]
+        hops = None if is_free else [_kind(kinds, name, join) for name, join in zip(named, joins, strict=True)]
         replicas.append(_replica(plan, name, own, counts, hops))
+    places = {person: (group, stage) for group, own in enumerate(found.groups) for stage, person in enumerate(own)}
+    members = {people[person].name: f"{names[group]}.{stage}" for person, (group, stage) in sorted(places.items())}
     nobody = plan.model_copy(update={"participants": [], "pairs": [], "default": None})
     taken = {one for group_ in found.groups for one in group_}
     return Grouped(
-        config=config.model_copy(update={"links": kinds, "replicas": replicas, "plan": nobody}),
+        config=config.model_copy(
+            update={"links": kinds, "sites": config.sites | _sites(plan, members), "replicas": replicas, "plan": nobody}
+        ),
         grouping=found,
         names=names,
         members=[[people[one].name for one in group_] for group_ in found.groups],
@@ -109,9 +124,29 @@ def _one_after_the_other(one: LinkShape, other: LinkShape) -> DirectionSettings:
     )
 
 
-def _bandwidth(link: LinkSettings | None) -> float:
-    found = None if link is None else link.shape("forward").bandwidth
-    return np.inf if found is None else found
+def _bandwidth(
+    config: RunConfig, links: Mapping[tuple[str, str], LinkSettings], a: LooseParticipant, b: LooseParticipant
+) -> float:
+    """From one to another: of what joins them, and of the lines that it passes."""
+    if a is b:
+        return np.inf
+    limits = [links[a.name, b.name].shape("forward").bandwidth]
+    if a.site is None or a.site != b.site:
+        for one, way in zip((a, b), WAYS, strict=True):
+            limits += [] if one.line is None else [config.lines[one.line].limit(way)]
+    return min((limit for limit in limits if limit is not None), default=np.inf)
+
+
+def _sites(plan: PlanSettings, members: Mapping[str, str]) -> dict[str, SiteSettings]:
+    """Where several participants that have a place share a line; `members` says which stage each became."""
+    found: dict[str, SiteSettings] = {}
+    for site in dict.fromkeys(person.site for person in plan.participants):
+        own = [one for one in plan.participants if one.site == site and one.line is not None and one.name in members]
+        if site is not None and len(own) > 1:
+            found[f"{site}-participants"] = SiteSettings(
+                line=str(own[0].line), members=[members[one.name] for one in own]
+            )
+    return found
 
 
 def _seconds_of_participants(config: RunConfig, vocabulary: int | None) -> Iterator[list[np.ndarray]]:
@@ -150,12 +185,10 @@ def _kind(kinds: dict[str, LinkSettings], name: str, link: LinkSettings) -> str:
 
 
 def _replica(
-    plan: PlanSettings, name: str, own: list[LooseParticipant], counts: list[int], hops: list[str]
+    plan: PlanSettings, name: str, own: list[LooseParticipant], counts: list[int], hops: list[str] | None
 ) -> ParticipantsReplica:
     stages = [
-        StageSettings(layers=count, uplink=person.uplink, hardware=person.hardware)
+        StageSettings(layers=count, uplink=person.uplink, hardware=person.hardware, line=person.line)
         for person, count in zip(own, counts, strict=True)
     ]
-    return ParticipantsReplica(
-        name=name, kind="participants", stages=stages, batch_size=plan.batch_size, link=hops or None
-    )
+    return ParticipantsReplica(name=name, kind="participants", stages=stages, batch_size=plan.batch_size, link=hops)

@@ -68,7 +68,7 @@ class RunConfig(Settings):
             raise ConfigError(("replicas",), "found nothing, expected at least one replica")
         check_topology(self.replicas, self.links, values.width, values.layers)
         check_lines(self.replicas, self.exchange, self.sites, self.lines)
-        check_participants(self.plan, self.links, values.layers)
+        check_participants(self.plan, self.links, self.lines, values.layers)
 
     def require_grouped(self) -> None:
         """Raise ConfigError if some participants belong to no replica yet: there is nothing to run."""

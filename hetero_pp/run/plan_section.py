@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from pydantic import Field
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.lines import LineSettings, check_kind
 from hetero_pp.settings import Ratio, Settings
 from hetero_pp.topology import LinkSettings
 
@@ -19,6 +20,7 @@ class LooseParticipant(Settings):
     site: str | None = Field(None, description="where it stands; `pairs` may name sites")
     hardware: str | None = Field(None, description="from the catalog, or from `simulate.hardware`")
     uplink: str | None = Field(None, description="the kind of link to the exchange, from `links`")
+    line: str | None = Field(None, description="the kind of line of its machine, from `lines`; all at a site share one")
 
 
 class PairSettings(LinkSettings):
@@ -33,7 +35,7 @@ class PlanSettings(Settings):
     participants: list[LooseParticipant] = Field([], description="machines to group")
     pairs: list[PairSettings] = Field([], description="links between them; the entry that names most participants wins")
     default: LinkSettings | None = Field(
-        None, description="between all other pairs; without it, through the uplinks of both"
+        None, description="between all other pairs; without it, through the uplinks of both, or their lines"
     )
     stages: int = Field(4, ge=1, description="participants of a group")
     batch_size: int = Field(8, ge=1, description="of a group: sequences per inner step")
@@ -44,7 +46,9 @@ class PlanSettings(Settings):
     smallest_micro_batch: int = Field(1, ge=1, description="sequences, of a group and of every replica that is planned")
 
 
-def check_participants(plan: PlanSettings, kinds: Collection[str], layers: int) -> None:
+def check_participants(
+    plan: PlanSettings, kinds: Collection[str], lines: Mapping[str, LineSettings], layers: int
+) -> None:
     """Raise ConfigError for names, links and numbers that cannot be grouped."""
     here = ("plan", "participants")
     sites = {one.site for one in plan.participants}
@@ -59,6 +63,13 @@ def check_participants(plan: PlanSettings, kinds: Collection[str], layers: int) 
             known = ", ".join(kinds) or "none are defined"
             raise ConfigError(
                 (*here, index, "uplink"), f"found `{one.uplink}`, expected one of the kinds under `links` ({known})"
+            )
+        check_kind(one.line, lines, (*here, index, "line"))
+        first = next(other for other in plan.participants if other.name == one.name or other.site == one.site)
+        if one.site is not None and one.line != first.line:
+            raise ConfigError(
+                (*here, index, "line"),
+                f"found `{one.line}`, expected `{first.line}`, as {first.name} has at {one.site}: a site has one line",
             )
     for index, pair in enumerate(plan.pairs):
         for end in pair.between:

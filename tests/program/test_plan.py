@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from hetero_pp.planner.participants import link_between
 from hetero_pp.program.cli import app
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 
 YAML = """\
@@ -50,6 +51,28 @@ plan:
     - {between: [x, x], bandwidth: 1 Gbit/s}
 simulate:
   hardware: {weak: {flops: 1 GFLOP/s, mfu: 0.5, memory: 1 GB, memory_bandwidth: 4 GB/s}}
+"""
+
+
+LINED = """\
+lines:
+  dsl: {up: 1 Mbit/s, down: 10 Mbit/s, latency: 0.1 ms}
+  fibre: {bandwidth: 200 Mbit/s}
+"""
+OF_A_GROUP = """\
+replicas:
+  - {name: dc, kind: datacenter, batch_size: 4, micro_batches: 4, line: fibre}
+  - {name: home, kind: participants, stages: {count: 3, line: dsl}, batch_size: 4}
+"""
+WITH_LINES = """\
+plan:
+  stages: 2
+  batch_size: 4
+  participants:
+    - {name: a, site: x, line: fibre}
+    - {name: b, site: x, line: fibre}
+    - {name: c, line: fibre}
+    - {name: d, line: dsl}
 """
 
 
@@ -225,3 +248,29 @@ def test_the_yaml_itself_is_never_overwritten(tmp_path: Path, corpus: Path) -> N
     code, _, errors = _invoke("plan", path, "--write", path)
     assert (code, path.read_text()) == (2, before)
     assert "expected another file" in errors
+
+
+def test_machines_keep_their_lines(tmp_path: Path, corpus: Path) -> None:
+    """A split names every stage, with the line that all had, and it is the line of a middle stage that decides."""
+    path, plan = _yaml(tmp_path, corpus, LINED + OF_A_GROUP), tmp_path / "plan.yaml"
+    result = CliRunner().invoke(app, ["plan", str(path), "--target-utilization", "0.2", "--write", str(plan)])
+    assert result.exit_code == 0, result.output
+    [_, home] = ConfigFile(plan).config.replicas
+    assert [home.line_of(stage) for stage in range(3)] == ["dsl"] * 3  # type: ignore[union-attr]
+    assert "the line of home.1 (1 Mbit/s up) decides" in " ".join(result.output.split())
+
+
+def test_participants_at_a_site_share_its_line(tmp_path: Path, corpus: Path) -> None:
+    path, plan = _yaml(tmp_path, corpus, LINED + WITH_LINES), tmp_path / "plan.yaml"
+    result = CliRunner().invoke(app, ["plan", str(path), "--target-utilization", "0.01", "--write", str(plan)])
+    assert result.exit_code == 0, result.output
+    config = ConfigFile(plan).config
+    [site] = config.sites.values()
+    assert (site.line, len(site.members)) == ("fibre", 2)
+    lines = {member: line.kind for line in RunSpec(config, 256).lines.values() for member in line.members}
+    assert sorted(lines.values()) == ["dsl", "fibre", "fibre", "fibre"]
+    assert len({member.partition(".")[0] for member in site.members}) == 1  # who needs no line to the other
+    assert all(replica.link is None for replica in config.replicas)  # type: ignore[union-attr]
+    told = CliRunner().invoke(app, ["plan", str(path), "--set", "plan.participants.1.line=dsl"])
+    assert told.exit_code == 2
+    assert "found `dsl`, expected `fibre`, as a has at x: a site has one line" in told.output
