@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,19 +87,27 @@ def key_of(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def train_job(job: Job, training: Training, ranks: Ranks = ALONE) -> Outcome:
+OnRound = Callable[[int, float], None]
+"""(round, its validation loss)"""
+
+
+def train_job(
+    job: Job, training: Training, ranks: Ranks = ALONE, on_round: OnRound = lambda round_, loss: None
+) -> Outcome:
     """Train a row in this process, or with the other ranks of torchrun; the first of them keeps its outcome.
 
-    What was interrupted goes on from its last checkpoint.
+    What was interrupted goes on from its last checkpoint. `on_round` is told of round 0, too: that it begins.
     """
     torch.set_num_threads(job.config.threads)
     device = torch.device(training.device) if ranks.world == 1 else ranks.device
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: more digits than bf16, at its speed on large matrices
     store = prepare_tokens(job.config.data, job.cache)
+    on_round(0, math.nan)
     result = train_fast(
         RunSpec(job.config, store.vocabulary),
         store,
+        on_round,
         compiles=training.compiles,
         bias_every=job.bias_every,
         device=device,

@@ -1,26 +1,23 @@
-"""Trains rows on as many processes as asked, or on the ranks of torchrun, and shows how far it is."""
+"""Trains rows on as many processes as asked, or on the ranks of torchrun, and shows how far they are."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.context import ForkServerContext
+from queue import Queue
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hetero_pp.program.experiments.jobs import Job, Training, train_job
 from hetero_pp.program.experiments.outcomes import Outcome
+from hetero_pp.program.experiments.row_progress import RowProgress, Told
 from hetero_pp.program.launch.crew import PRELOADED
 from replica_groups.ranks import Ranks
-
-COLUMNS = (
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeElapsedColumn(),
-    TimeRemainingColumn(),
-)
 
 
 def train(jobs: Sequence[Job], training: Training, workers: int, console: Console) -> Mapping[str, str]:
@@ -30,20 +27,19 @@ def train(jobs: Sequence[Job], training: Training, workers: int, console: Consol
         return failures
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with Progress(*COLUMNS, console=console) as progress:
+    with RowProgress(jobs, console) as progress, _followed(context, progress) as told:
         pool = ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context)
-        task = progress.add_task("rows", total=len(jobs))
-        futures: dict[Future[Outcome], Job] = {pool.submit(train_job, job, training): job for job in jobs}
+        futures: dict[Future[Outcome], int] = {
+            pool.submit(train_job, job, training, on_round=partial(_tell, told, index)): index
+            for index, job in enumerate(jobs)
+        }
         try:
-            for done, future in enumerate(as_completed(futures), start=1):
-                name = f"{futures[future].name}, seed {futures[future].seed}"
+            for future in as_completed(futures):
+                job = jobs[futures[future]]
                 cause = future.exception()
                 if cause is not None:
-                    failures[name] = f"{type(cause).__name__}: {cause}"
-                progress.advance(task)
-                if not console.is_terminal:
-                    end = "failed" if cause is not None else _end(future.result())
-                    console.print(f"{done}/{len(jobs)} {name}: {end}", soft_wrap=True)
+                    failures[f"{job.name}, seed {job.seed}"] = f"{type(cause).__name__}: {cause}"
+                progress.finished(futures[future], "failed" if cause is not None else _end(future.result()))
         except KeyboardInterrupt:
             for process in multiprocessing.active_children():
                 process.terminate()  # they would finish their rows first
@@ -53,12 +49,34 @@ def train(jobs: Sequence[Job], training: Training, workers: int, console: Consol
     return failures
 
 
+@contextmanager
+def _followed(context: ForkServerContext, progress: RowProgress) -> Iterator[Queue[Told]]:
+    """A queue that other processes can tell rounds to, followed while the block runs."""
+    with context.Manager() as manager:
+        told: Queue[Told] = manager.Queue()
+        follower = threading.Thread(target=progress.follow, args=(told,), name="rounds", daemon=True)
+        follower.start()
+        try:
+            yield told
+        finally:
+            with suppress(EOFError, OSError):  # after Ctrl-C it is gone
+                told.put(None)
+            follower.join()
+
+
+def _tell(told: Queue[Told], index: int, round_: int, loss: float) -> None:
+    told.put((index, round_, loss))
+
+
 def train_on_ranks(jobs: Sequence[Job], training: Training, ranks: Ranks, console: Console) -> None:
-    """Train every job together with the other ranks of torchrun, one after the other."""
-    for done, job in enumerate(jobs, start=1):
-        outcome = train_job(job, training, ranks)
-        if ranks.rank == 0:
-            console.print(f"{done}/{len(jobs)} {job.name}, seed {job.seed}: {_end(outcome)}", soft_wrap=True)
+    """Train every job together with the other ranks of torchrun, one after the other; the first of them shows it."""
+    if ranks.rank > 0:
+        for job in jobs:
+            train_job(job, training, ranks)
+        return
+    with RowProgress(jobs, console) as progress:
+        for index, job in enumerate(jobs):
+            progress.finished(index, _end(train_job(job, training, ranks, partial(progress.round, index))))
 
 
 def _end(outcome: Outcome) -> str:

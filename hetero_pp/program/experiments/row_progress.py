@@ -1,0 +1,102 @@
+"""How far the rows in training are: a bar a row on a terminal, else a line now and then; and one at their end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Queue
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from hetero_pp.outer.exchange_service import MOST_BETWEEN
+from hetero_pp.program.experiments.jobs import Job
+from hetero_pp.program.report.reading import NowAndThen
+
+FIRST_LINE = 60.0
+"""Seconds of a row before its first line, where there is no terminal: most rows of small tables are done by then."""
+
+Told = tuple[int, int, float] | None
+"""(index of the job, its round, its validation loss); None: no more comes."""
+
+
+class RowProgress:
+    """Shows rounds of rows, which may come from other processes, and rows that are finished."""
+
+    def __init__(self, jobs: Sequence[Job], console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._jobs, self._console, self._clock = jobs, console, clock
+        self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+        self._all = self._progress.add_task("rows", total=len(jobs))
+        self._done: set[int] = set()
+        self._lock = threading.Lock()
+        self._bars: dict[int, TaskID] = {}
+        self._lines: dict[int, NowAndThen] = {}
+
+    def __enter__(self) -> RowProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def follow(self, told: Queue[Told]) -> None:
+        """Show every round that comes, until no more does."""
+        try:
+            while (one := told.get()) is not None:
+                self.round(*one)
+        except (EOFError, OSError):  # the queue is gone, as after Ctrl-C
+            return
+
+    def round(self, index: int, round_: int, loss: float) -> None:
+        """A row is through a round; 0 when it begins. What comes after it is finished is left out."""
+        with self._lock:
+            if index not in self._done:
+                self._show(index, round_, loss)
+
+    def _show(self, index: int, round_: int, loss: float) -> None:
+        rounds = self._jobs[index].config.outer.rounds
+        text = _name(self._jobs[index]) + (f": loss {loss:.4f}" if round_ else "")
+        if self._console.is_terminal:
+            if index not in self._bars:
+                self._bars[index] = self._progress.add_task("", total=rounds)
+            self._progress.update(self._bars[index], description=f"  {text}", completed=round_)
+        else:
+            if index not in self._lines:
+                later = partial(_twice, MOST_BETWEEN)
+                self._lines[index] = NowAndThen(lambda doing, _: self._say(doing), FIRST_LINE, later, self._clock)
+            self._lines[index](f"{text}, round {round_}/{rounds}", round_ / rounds)
+
+    def finished(self, index: int, end: str) -> None:
+        """A row is trained, or has failed."""
+        with self._lock:
+            self._done.add(index)
+            self._progress.advance(self._all)
+            if index in self._bars:
+                self._progress.remove_task(self._bars.pop(index))
+        if not self._console.is_terminal:
+            self._say(f"{len(self._done)}/{len(self._jobs)} {_name(self._jobs[index])}: {end}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True)
+
+
+def _name(job: Job) -> str:
+    return f"{job.name}, seed {job.seed}"
+
+
+def _twice(most: float, seconds: float) -> float:
+    return min(2 * seconds, most)

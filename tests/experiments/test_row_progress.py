@@ -1,0 +1,82 @@
+"""Rows in training show their rounds: what they tell, and what is shown of it."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from queue import Queue
+
+import pytest
+from rich.console import Console
+
+from hetero_pp.program.experiments.jobs import Job, Training, train_job
+from hetero_pp.program.experiments.outcomes import read_outcomes
+from hetero_pp.program.experiments.row_progress import RowProgress, Told
+from hetero_pp.run.config import RunConfig
+
+
+@pytest.fixture
+def job(tmp_path: Path, corpus: Path) -> Job:
+    config = RunConfig.model_validate(
+        {
+            "name": "row",
+            "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 16, "layers": 2},
+            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+            "inner": {"steps": 1, "warmup_steps": 1},
+            "outer": {"rounds": 3},
+            "replicas": [{"name": "dc", "kind": "datacenter", "batch_size": 2}],
+        }
+    )
+    return Job("toy/one", "all", 2, config, None, tmp_path / "cache", tmp_path / "rows.jsonl", {"version": 1})
+
+
+@pytest.mark.starts_processes
+def test_a_row_tells_that_it_begins_and_each_of_its_rounds(job: Job) -> None:
+    told: list[tuple[int, float]] = []
+    job.rows.parent.mkdir(exist_ok=True)
+    train_job(job, Training(compiles=False), on_round=lambda round_, loss: told.append((round_, loss)))
+    [outcome] = read_outcomes(job.rows).values()
+    assert [round_ for round_, _ in told] == [0, 1, 2, 3]
+    assert [loss for _, loss in told[1:]] == outcome["validation_loss"]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_lines_of_long_rows_where_there_is_no_terminal(job: Job) -> None:
+    """The first after a minute; a round that comes behind its row's end is no line."""
+    out, clock = io.StringIO(), Clock()
+    progress = RowProgress([job, job], Console(file=out, width=80), clock)
+    for clock.now, round_ in ((0.0, 0), (59.0, 1), (61.0, 2), (70.0, 3)):
+        progress.round(0, round_, 4.25)
+    progress.finished(0, "loss 4.0000, 70 s")
+    clock.now = 1000.0
+    progress.round(0, 3, 4.0)
+    progress.finished(1, "failed")
+    assert out.getvalue().splitlines() == [
+        "all, seed 2: loss 4.2500, round 2/3",
+        "1/2 all, seed 2: loss 4.0000, 70 s",
+        "2/2 all, seed 2: failed",
+    ]
+
+
+def test_a_bar_a_row_on_a_terminal_until_it_is_finished(job: Job) -> None:
+    told: Queue[Told] = Queue()
+    for one in ((0, 0, math.nan), (0, 1, 4.5), (1, 2, 4.125), None):
+        told.put(one)
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    progress = RowProgress([job, job], console)
+    progress.follow(told)
+
+    def shown() -> list[tuple[str, float, float | None]]:
+        return [(task.description.strip(), task.completed, task.total) for task in progress._progress.tasks]
+
+    rows = [("all, seed 2: loss 4.5000", 1, 3), ("all, seed 2: loss 4.1250", 2, 3)]
+    assert shown() == [("rows", 0, 2), *rows]
+    progress.finished(0, "loss 4.0000, 1 s")
+    assert shown() == [("rows", 1, 2), rows[1]]
