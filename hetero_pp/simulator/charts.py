@@ -18,21 +18,25 @@ _MARKERS: Mapping[str, dict[str, Any]] = {
 
 
 def draw_prediction(prediction: Prediction, path: Path) -> None:
-    """Share of a round that every member trains, and that every link is busy."""
+    """Share of a round that every member trains, and that every link and every line is busy."""
     from matplotlib.figure import Figure
 
     stages = [stage for replica in prediction.replicas for stage in replica.stages]
     links = [link for replica in prediction.replicas for link in replica.links]
-    height = 1.5 + 0.3 * max(len(stages), 2 * len(links))
+    busy = {link.name: (link.forward_busy, link.backward_busy) for link in links}
+    busy |= {f"line of {line.name}": (line.up_busy, line.down_busy) for line in prediction.lines}
+    height = 1.5 + 0.3 * max(len(stages), 2 * len(busy))
     figure = Figure(figsize=(13, height), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.barh([stage.member for stage in stages], [100 * stage.utilization for stage in stages], color="C0")
     left.set(title="members", xlabel="share of a round that it trains, %", xlim=(0, 100))
-    rows = range(len(links))
-    right.barh([row - 0.2 for row in rows], [100 * link.forward_busy for link in links], 0.4, label="forward")
-    right.barh([row + 0.2 for row in rows], [100 * link.backward_busy for link in links], 0.4, label="backward")
-    right.set_yticks(list(rows), [link.name for link in links])
-    right.set(title="links", xlabel="share of a round that it is busy, %", xlim=(0, 100))
+    rows = range(len(busy))
+    both = "forward, or up" if prediction.lines else "forward", "backward, or down" if prediction.lines else "backward"
+    right.barh([row - 0.2 for row in rows], [100 * first for first, _ in busy.values()], 0.4, label=both[0])
+    right.barh([row + 0.2 for row in rows], [100 * second for _, second in busy.values()], 0.4, label=both[1])
+    right.set_yticks(list(rows), list(busy))
+    right.set(title="links" + " and lines" * bool(prediction.lines), xlim=(0, 100))
+    right.set_xlabel("share of a round that it is busy, %")
     right.legend()
     for axes in (left, right):
         axes.invert_yaxis()

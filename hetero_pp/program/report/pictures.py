@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_pp.files import whole
+from hetero_pp.lines import WAYS, Way
+from hetero_pp.program.report import line_tables
 from hetero_pp.program.report.state import ARROWS, LinkState, RunState, format_share
-from hetero_pp.topology import Direction
-from hetero_pp.units import format_bits_per_second, format_bytes
+from hetero_pp.topology import DIRECTIONS, Direction
+from hetero_pp.units import format_bits_per_second, format_bytes, format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,8 +22,12 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT, DPI = 16.0, 10.0, 100
 """Inches, inches and dots per inch: 1600 x 1000."""
 
-STAGE_COLOURS: dict[Direction, str] = {"forward": "#1f6fb2", "backward": "#8fc1e3"}
-EXCHANGE_COLOURS: dict[Direction, str] = {"forward": "#d9731a", "backward": "#f4bf8b"}
+KINDS: Mapping[str, Mapping[str, str]] = {
+    "stage link": {"forward": "#1f6fb2", "backward": "#8fc1e3"},
+    "exchange link": {"forward": "#d9731a", "backward": "#f4bf8b"},
+    "line": {"up": "#3a8550", "down": "#a3d3ae"},
+}
+"""Colours of both ways of what has bars, from top to bottom."""
 INK = "#333333"
 STYLE: Any = {
     "font.size": 13,
@@ -41,6 +47,7 @@ STYLE: Any = {
     "legend.edgecolor": "none",
     "legend.framealpha": 0.9,
 }
+_ARROWS: Mapping[str, str] = dict([*ARROWS.items(), *line_tables.ARROWS.items()])
 MOST_MARKS = 40
 """More outer rounds than this are marked by every second, fifth, tenth, ... line."""
 
@@ -120,10 +127,12 @@ def _mark_rounds(state: RunState, axes: Axes) -> None:
 
 @dataclass(frozen=True)
 class _Bar:
-    """One direction of one link."""
+    """One direction of one link, or one way of one line."""
 
-    link: LinkState
-    way: Direction
+    label: str
+    kind: str
+    """One of KINDS."""
+    way: Direction | Way
     size: int
     """Payload bytes since the first inner step."""
     first: int
@@ -132,26 +141,33 @@ class _Bar:
 
     @property
     def colour(self) -> str:
-        return (EXCHANGE_COLOURS if self.link.reaches_exchange else STAGE_COLOURS)[self.way]
+        return KINDS[self.kind][self.way]
 
     @property
     def text(self) -> str:
         busy = "" if self.busy is None else f", busy {format_share(self.busy)}"
         first = f"   (+ {format_bytes(self.first)} before the first step)" if self.first else ""
-        return f"{ARROWS[self.way]} {format_bytes(self.size)}{busy}{first}"
+        return f"{_ARROWS[self.way]} {format_bytes(self.size)}{busy}{first}"
 
 
 def _bars(state: RunState) -> Iterator[_Bar]:
     seconds = state.training_seconds()
     for link in sorted(state.links.values(), key=lambda link: link.reaches_exchange):
-        for way, direction in link.directions.items():
-            first = direction.rounds[0].payload_bytes if 0 in direction.rounds else 0
-            size = direction.payload_bytes - first
-            yield _Bar(link, way, size, first, direction.busy_share(seconds))
+        kind = "exchange link" if link.reaches_exchange else "stage link"
+        for direction, carried in link.directions.items():
+            first = carried.rounds[0].payload_bytes if 0 in carried.rounds else 0
+            size = carried.payload_bytes - first
+            yield _Bar(_link_label(link), kind, direction, size, first, carried.busy_share(seconds))
+    for line in state.lines.values():
+        label = f"{line.spec.name} ({line.spec.kind})\n{_both(line.spec.up, line.spec.down, '↑↓')}"
+        for way in WAYS:
+            first = sum(one.rounds[0].payload_bytes for one in line.carried[way] if 0 in one.rounds)
+            size = line.payload_bytes(way) - first
+            yield _Bar(label, "line", way, size, first, line.busy_share(way, seconds))
 
 
 def draw_links(state: RunState, path: Path) -> None:
-    """Payload bytes of every link, by direction; taller than usual if there are many links."""
+    """Payload bytes of every link, by direction, and of every line; taller than usual if there are many."""
     from matplotlib import rc_context
 
     with state.lock, rc_context(STYLE):
@@ -162,22 +178,24 @@ def draw_links(state: RunState, path: Path) -> None:
         axes = figure.subplots()
         _draw_bars(axes, bars)
         _legend(axes, bars)
-        axes.set_title(f"{state.spec.config.name}: what crossed each link in {state.rounds} outer rounds")
+        what = "link and line" if state.lines else "link"
+        rounds = format_count(state.rounds, "outer round")
+        axes.set_title(f"{state.spec.config.name}: what crossed each {what} in {rounds}")
         axes.set_xlabel("payload since the first inner step (tensors and contributions, without headers)")
         _scale(axes, [bar.size for bar in bars if bar.size])
         _save(figure, path)
 
 
 def _draw_bars(axes: Axes, bars: list[_Bar]) -> None:
-    """Two bars a link, the first on top, with a gap between stage links and exchange links."""
+    """Two bars a link or line, the first on top, with a gap between the kinds."""
     ticks: dict[float, str] = {}
     for index, bar in enumerate(bars):
         row, second = divmod(index, 2)
-        centre = row + 0.6 * bar.link.reaches_exchange
+        centre = row + 0.6 * list(KINDS).index(bar.kind)
         place = centre + (0.2 if second else -0.2)
         axes.barh(place, bar.size, height=0.38, color=bar.colour)
         axes.annotate(bar.text, (bar.size, place), (6, 0), textcoords="offset points", va="center", fontsize=11)
-        ticks[centre] = _link_label(bar.link)
+        ticks[centre] = bar.label
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=11)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
@@ -185,9 +203,14 @@ def _draw_bars(axes: Axes, bars: list[_Bar]) -> None:
 
 
 def _link_label(link: LinkState) -> str:
-    there, back = (format_bits_per_second(link.spec.shape(way).bandwidth) for way in ("forward", "backward"))
-    bandwidth = there if there == back else f"→ {there}, ← {back}"
-    return f"{link.spec.source} – {link.spec.target}\n{bandwidth}"
+    there, back = (link.spec.shape(way).bandwidth for way in DIRECTIONS)
+    limit = "" if link.spec.has_lines and there is back is None else f"\n{_both(there, back, '→←')}"
+    return f"{link.spec.source} – {link.spec.target}{limit}"
+
+
+def _both(there: float | None, back: float | None, arrows: str) -> str:
+    first, second = format_bits_per_second(there), format_bits_per_second(back)
+    return first if first == second else f"{arrows[0]} {first}, {arrows[1]} {second}"
 
 
 def _scale(axes: Axes, sizes: list[int]) -> None:
@@ -198,7 +221,7 @@ def _scale(axes: Axes, sizes: list[int]) -> None:
         low, high = min(sizes) / 3, max(sizes)
         axes.set_xscale("log")
         axes.set_xlabel(f"{axes.get_xlabel()}, on a log axis")
-        axes.set_xlim(low, high * (high / low) ** 0.35)
+        axes.set_xlim(low, high * (high / low) ** 0.5)
         axes.xaxis.set_major_locator(LogLocator(numticks=12))
         axes.xaxis.set_minor_locator(LogLocator(numticks=1))
     else:
@@ -209,13 +232,9 @@ def _scale(axes: Axes, sizes: list[int]) -> None:
 def _legend(axes: Axes, bars: list[_Bar]) -> None:
     from matplotlib.patches import Patch
 
-    kinds = {(bar.link.reaches_exchange, bar.way): bar.colour for bar in bars}
-    words = {False: "stage link", True: "exchange link"}
-    handles = [
-        Patch(color=colour, label=f"{words[exchange]}, {way} {ARROWS[way]}")
-        for (exchange, way), colour in kinds.items()
-    ]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4)
+    kinds = {(bar.kind, bar.way): bar.colour for bar in bars}
+    handles = [Patch(color=colour, label=f"{kind}, {way} {_ARROWS[way]}") for (kind, way), colour in kinds.items()]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=6)
 
 
 def _figure(height: float) -> Figure:
