@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from hetero_pp.hugging_face.names import (
     ungrouped,
 )
 from hetero_pp.model import ModelShape
+from hetero_pp.progress import OnProgress, untold
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -48,7 +50,9 @@ def _require_shape(given: ModelShape, found: ModelShape, folder: Path) -> None:
             raise ConfigError(("model", name), f"found {value}, {expected}")
 
 
-def read_parameters(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def read_parameters(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], on_progress: OnProgress = untold
+) -> dict[str, Tensor]:
     """The parameters of a checkpoint by our names, in fp32.
 
     Keys and values that several heads share are repeated, and a head tied to the embedding is copied: the same
@@ -57,7 +61,12 @@ def read_parameters(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict
     architecture = read_architecture(folder)
     with _opened(folder) as files:
         _require_tensors(files, architecture, shapes)
-        return {name: _read(files, name, architecture) for name in sorted(shapes)}
+        parameters, done, whole = {}, 0, sum(map(math.prod, shapes.values()))
+        for name in sorted(shapes):
+            parameters[name] = _read(files, name, architecture)
+            done += parameters[name].numel()
+            on_progress("reading the weights", done / whole)
+        return parameters
 
 
 def _read(files: Mapping[str, Any], name: str, architecture: Architecture) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetero_pp.hugging_face.reading import read_parameters, require_checkpoint
+from hetero_pp.progress import OnProgress, untold
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 
@@ -15,7 +16,7 @@ def require_weights(spec: RunSpec) -> None:
         require_checkpoint(Path(spec.config.model.weights), spec.shape, spec.parameter_shapes)
 
 
-def first_snapshot(spec: RunSpec) -> Snapshot:
+def first_snapshot(spec: RunSpec, on_progress: OnProgress = untold) -> Snapshot:
     """The snapshot that a run starts from: weights that were drawn, or those of the folder of `model.weights`.
 
     The basis U is drawn either way; where boundaries are compressed, the embedding that was read is split by it.
@@ -23,5 +24,5 @@ def first_snapshot(spec: RunSpec) -> Snapshot:
     require_weights(spec)
     weights, parameters = spec.config.model.weights, None
     if weights is not None:
-        parameters = read_parameters(Path(weights), spec.parameter_shapes)
+        parameters = read_parameters(Path(weights), spec.parameter_shapes, on_progress)
     return initial_snapshot(spec.shape, spec.largest_rank, spec.config.seed, parameters)

@@ -25,6 +25,7 @@ from hetero_pp.messages.messages_pb2 import (
     BlobEntry,
     ContributionEntry,
     Failure,
+    Reading,
     Refusal,
     Report,
     RoundRecord,
@@ -44,7 +45,7 @@ from replica_groups.exchange.log import ContributionLog, record_digest
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.replay import Shapes
 
-_CONCERN_ALL = ("joined", "waiting", "begun", "failure")
+_CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure")
 
 REMEMBERED_REPORTS = 10_000
 """How far back a watcher that comes late can see."""
@@ -152,9 +153,9 @@ class Exchange:
             if absent or begun is None:
                 return Expected(JOINING, 0, absent, len(absent), heard)
             open_round = begun.round + len(self._records) + 1
-            if open_round > self.settings.rounds:
+            if open_round > self._rounds:
                 left = [member for member in members if member not in self._finished]
-                return Expected(FINISHING, self.settings.rounds, left, len(left), heard)
+                return Expected(FINISHING, self._rounds, left, len(left), heard)
             counted = self._entries.get(open_round, {})
             missing = [
                 member
@@ -167,6 +168,10 @@ class Exchange:
     def tell_waiting(self, waiting: Waiting) -> None:
         """Tell whoever watches whom it waits for."""
         self.report([Report(time=time.time(), member=EXCHANGE, waiting=waiting)])
+
+    def tell_reading(self, what: str, share: float) -> None:
+        """Tell whoever watches how far something is that members wait for."""
+        self.report([Report(time=time.time(), member=EXCHANGE, reading=Reading(what=what, share=share))])
 
     # ---- members ----
 

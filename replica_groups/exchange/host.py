@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 from hetero_pp.changed_keys import Values, read_changes, write_changes
 from hetero_pp.errors import DamagedFile, HeteroPPError
+from hetero_pp.progress import NowAndThen
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.folder import RunFolder
@@ -34,7 +36,7 @@ def begin_run(exchange: Exchange, spec: RunSpec, folder: RunFolder, resume: Valu
     """
     try:
         if resume is None:
-            start = Restart(first_snapshot(spec))
+            start = Restart(first_snapshot(spec, NowAndThen(exchange.tell_reading, 1.0, lambda _: 1.0, time.monotonic)))
         else:
             start, spec = _go_on(exchange, spec.with_changes(read_changes(folder.changes)), folder, resume)
     except HeteroPPError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from test_run_state import (
     ROUND_SECONDS,
     ROUNDS,
     START,
+    begun,
     evaluation,
     made_up_reports,
     made_up_round,
@@ -72,6 +74,23 @@ def test_who_is_missing_at_the_start_and_later_is_told_once() -> None:
         "all 3 members have joined, within 2 s",
         "waiting for contributions to round 2 of home.1; no progress for 40 s",
     ]
+
+
+def test_how_far_the_weights_are_is_shown_until_the_run_begins() -> None:
+    clock = itertools.count(0, 12)
+    reports = [Report(time=START, member="exchange") for _ in range(4)]
+    for report, share in zip(reports, (0.1, 0.25, 0.5, 0.93), strict=True):
+        report.reading.what, report.reading.share = "reading the weights", share
+    console, out = plain_console()
+    state = RunState(made_up_spec())
+    display = LiveDisplay(state, console, lambda: float(next(clock)))
+    for report in reports:
+        state.apply(report)
+        display.refresh()
+    assert out.getvalue().splitlines() == ["reading the weights: 10 %", "reading the weights: 50 %"]
+    assert "reading the weights: 93 %" in text_of(live_view(state, START, height=40))
+    state.apply(begun(START, 0))
+    assert "reading" not in text_of(live_view(state, START, height=40))
 
 
 def test_the_live_view_says_who_is_missing_while_somebody_is() -> None:

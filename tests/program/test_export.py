@@ -99,7 +99,10 @@ def test_transformers_has_the_same_logits(model: Transformer, tokens: Tensor, tm
 def test_what_was_written_is_read_to_the_bit(model: Transformer, tmp_path: Path) -> None:
     folder = _export(model, tmp_path / "out")
     assert read_architecture(folder).shape == SHAPE
-    read = read_parameters(folder, _shapes())
+    shares: list[float] = []
+    read = read_parameters(folder, _shapes(), lambda _, share: shares.append(share))
+    assert shares == sorted(shares)
+    assert (len(shares), shares[-1]) == (len(read), 1.0)
     assert list(read) == sorted(_shapes())
     for name, parameter in _parameters(model).items():
         assert torch.equal(read[name], parameter), name

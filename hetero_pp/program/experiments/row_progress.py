@@ -22,7 +22,7 @@ from rich.progress import (
 
 from hetero_pp.outer.exchange_service import MOST_BETWEEN
 from hetero_pp.program.experiments.jobs import Job
-from hetero_pp.program.report.reading import NowAndThen
+from hetero_pp.progress import NowAndThen
 
 FIRST_LINE = 60.0
 """Seconds of a row before its first line, where there is no terminal: most rows of small tables are done by then."""

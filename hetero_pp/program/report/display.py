@@ -17,6 +17,7 @@ from rich.text import Text
 
 from hetero_pp.messages.messages_pb2 import JOINING, Waiting
 from hetero_pp.program.report.line_tables import live_lines, result_lines
+from hetero_pp.program.report.reading import now_and_then, reading_line
 from hetero_pp.program.report.state import LinkState, RunState, format_share
 from hetero_pp.program.report.tables import format_bandwidths, plain_table, wide
 from hetero_pp.topology import DIRECTIONS, DatacenterReplica
@@ -39,6 +40,7 @@ class LiveDisplay:
         self._clock = clock
         self._live: Live | None = None
         self._rounds_told = 0
+        self._reading = now_and_then(self._say, clock)
         self._joining_told = False
         self._waiting_told: Waiting | None = None
         self._ended = threading.Event()
@@ -86,6 +88,8 @@ class LiveDisplay:
             self.refresh()
 
     def _say_what_is_new(self, is_last: bool) -> None:
+        if self._state.reading is not None:
+            self._reading(self._state.reading.what, self._state.reading.share)
         for line in [*self._beginning_due(), *self._lines_due(is_last), *self._waiting_due(is_last)]:
             self._say(line)
 
@@ -218,6 +222,8 @@ def _status(state: RunState, now: float) -> Iterator[Text]:
     """Who is missing, if the run waits for somebody."""
     if state.waiting is not None and state.waiting_told is not None:
         yield Text(f" {waiting_line(state, now - state.waiting_told)}", style="yellow")
+    elif state.reading is not None:
+        yield Text(f" {reading_line(state.reading.what, state.reading.share)}", style="dim")
     elif state.joined_after is None:
         yield Text(f" {joined_line(state)}", style="dim")
 

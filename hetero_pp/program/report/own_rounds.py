@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from hetero_pp.messages.messages_pb2 import MemberRound, Report
 from hetero_pp.program.report.display import joined_line, waiting_line
+from hetero_pp.program.report.reading import now_and_then
 from hetero_pp.program.report.state import DIRECTIONS, RunState
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.topology import LinkSpec
@@ -19,6 +21,7 @@ class OwnRounds:
         self._state = RunState(spec)
         self._members = members
         self._say = say
+        self._reading = now_and_then(say, time.monotonic)
 
     @property
     def failed(self) -> str | None:
@@ -33,6 +36,8 @@ class OwnRounds:
             self._say(joined_line(self._state))
         if report.HasField("waiting") and self._state.waiting is not None:
             self._say(waiting_line(self._state))
+        if report.HasField("reading"):
+            self._reading(report.reading.what, report.reading.share)
         if report.HasField("begun") and report.begun.last_round:
             self._say(f"going on after round {report.begun.last_round}")
         if report.HasField("member_round") and report.member in self._members:

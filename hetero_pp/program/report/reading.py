@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN
-from hetero_pp.progress import OnProgress
+from hetero_pp.progress import NowAndThen, OnProgress
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -19,12 +20,7 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 def shown_reading(console: Console, what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[OnProgress]:
     """Give the block what to tell how far it is; `what` is shown until it does. Nothing is left on a terminal."""
     if not console.is_terminal:
-        yield NowAndThen(
-            lambda doing, share: console.print(f"{doing}: {100 * share:.0f} %", soft_wrap=True, highlight=False),
-            FIRST_TOLD,
-            lambda waited: min(2 * waited, MOST_BETWEEN),
-            clock,
-        )
+        yield now_and_then(partial(console.print, soft_wrap=True, highlight=False), clock)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -37,20 +33,16 @@ def shown_reading(console: Console, what: str, clock: Callable[[], float] = time
         )
 
 
-class NowAndThen:
-    """Hands on what is told after `first` seconds, and then when as many have passed again as `later` makes of them."""
+def now_and_then(say: Callable[[str], None], clock: Callable[[], float]) -> NowAndThen:
+    """Says `encoding the corpus: 40 %` after some seconds, and then at growing intervals."""
+    return NowAndThen(
+        lambda doing, share: say(reading_line(doing, share)),
+        FIRST_TOLD,
+        lambda waited: min(2 * waited, MOST_BETWEEN),
+        clock,
+    )
 
-    def __init__(
-        self, tell: OnProgress, first: float, later: Callable[[float], float], clock: Callable[[], float]
-    ) -> None:
-        self._tell, self._later, self._clock = tell, later, clock
-        self._wait = first
-        self._due = clock() + first
 
-    def __call__(self, doing: str, share: float) -> None:
-        """See OnProgress."""
-        now = self._clock()
-        if now >= self._due:
-            self._tell(doing, share)
-            self._wait = self._later(self._wait)
-            self._due = now + self._wait
+def reading_line(doing: str, share: float) -> str:
+    """`encoding the corpus: 40 %`"""
+    return f"{doing}: {100 * share:.0f} %"

@@ -21,6 +21,7 @@ from hetero_pp.messages.messages_pb2 import (
     Failure,
     InnerStep,
     LinkUse,
+    Reading,
     Report,
     RoundRecord,
     RoundVerified,
@@ -228,6 +229,8 @@ class RunState:
         """Whom the exchange waits for, as it told last; None if there is progress."""
         self.waiting_told: float | None = None
         """When it told so."""
+        self.reading: Reading | None = None
+        """How far something long is that members wait for, if there is such a thing."""
         self.failed: str | None = None
         self.started: float | None = None
         self.first_step: float | None = None
@@ -264,6 +267,8 @@ class RunState:
                     self._finished.add(report.member)
                 case "joined":
                     self._joined(report.member)
+                case "reading":
+                    self.reading = report.reading if report.reading.share < 1 else None
                 case "waiting":
                     self.waiting = report.waiting if report.waiting.missing else None
                     self.waiting_told = report.time
@@ -279,7 +284,8 @@ class RunState:
             self.joined_after = self.elapsed()
 
     def _begun(self, begun: Begun) -> None:
-        """What was changed is known where the run goes on."""
+        """What was changed is known where the run goes on, and nothing is read any more."""
+        self.reading = None
         if begun.changes:
             spec = self.spec.with_changes(Changes.from_json(begun.changes))
             self.changes, self.rounds_planned = spec.changes, spec.latest.outer.rounds
