@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
+from hetero_pp.lines import WAYS, Way
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.export import theta_after
 from hetero_pp.program.launch.claim import claim
@@ -49,6 +50,8 @@ class RoundResult:
     """By replica, the mean over its inner steps."""
     link_bytes: Mapping[str, Mapping[Direction, int]]
     """By link and direction, on the wire: with headers and framing."""
+    line_bytes: Mapping[str, Mapping[Way, int]]
+    """The same by line, if the run has any: what all links of a machine or site carried together, up and down."""
     contribution_bytes: int
     """Of all replicas, one of each."""
     seconds: float
@@ -235,6 +238,10 @@ class Run:
                 validation_losses={name: replica.validation_loss[round_] for name, replica in replicas.items()},
                 training_losses={name: loss for name, loss in losses.items() if loss is not None},
                 link_bytes=links,
+                line_bytes={
+                    name: {way: line.wire_bytes_of_round(way, round_) for way in WAYS}
+                    for name, line in self._state.lines.items()
+                },
                 contribution_bytes=self._state.closed[round_].bytes,
                 seconds=seconds,
                 parameters_sha256=next(iter(replicas.values())).sha256[round_],
