@@ -33,9 +33,9 @@ from command_line import parse, save
 from namespaces import HEADERS, Counted, Line, Machine, Network, network
 from simulator import calibrated_prediction, measured_step, words
 
+from hetero_pp.links import EXCHANGE
 from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.launch.command import run_topology
-from hetero_pp.topology import EXCHANGE
 
 PORT = 47600
 STEPS = 8

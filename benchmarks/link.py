@@ -31,10 +31,10 @@ from google.protobuf.wrappers_pb2 import BytesValue
 
 from hetero_pp.errors import LinkClosed
 from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
-from hetero_pp.topology import LinkShape, LinkSpec
 
 HOST = "127.0.0.1"
 RUN = "benchmark"

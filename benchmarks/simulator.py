@@ -31,12 +31,12 @@ from typing import Any
 import torch
 from command_line import parse, save
 
+from hetero_pp.links import exchange_link_name
 from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction, predict
-from hetero_pp.topology import exchange_link_name
 from replica_groups.measure import measure_all
 
 STEPS, ROUNDS = 8, 2

@@ -1,69 +1,21 @@
-"""What a run is made of: replicas, their stages, and the links between them. Data only.
+"""What a run is made of: replicas and their stages. Data only.
 
 A *member* is one process of the run: `exchange`, a datacenter replica (`dc`), or one stage of a participant
 group (`home.0`). A *link* joins two members: neighbouring stages (`home.0-1`), or a member and the exchange
-(`home.0-exchange`). Every link has two directions, `forward` (from the first named to the second) and `backward`.
-What all links of a machine share is its *line* (hetero_pp.lines).
+(`home.0-exchange`); see hetero_pp.links. What all links of a machine share is its *line*; see hetero_pp.lines.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from hetero_pp.ablations import AblationSettings
-from hetero_pp.engine_settings import DEEPSPEED_OWNED, EngineName, TorchtitanSettings
-from hetero_pp.errors import ConfigError
-from hetero_pp.lines import LineSettings, LineSpec, SiteSettings, check_kind, check_sites
-from hetero_pp.settings import Bandwidth, Duration, NotPartOf, Settings
+from hetero_pp.engine_settings import EngineName, TorchtitanSettings
+from hetero_pp.settings import Duration, NotPartOf, Settings
 from hetero_pp.units import parse_fraction
-
-EXCHANGE = "exchange"
-Direction = Literal["forward", "backward"]
-DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
-
-
-@dataclass(frozen=True)
-class LinkShape:
-    """How one direction of a link behaves: bits per second (None: unlimited), seconds, seconds."""
-
-    bandwidth: float | None = None
-    latency: float = 0.0
-    jitter: float = 0.0
-
-    @property
-    def is_unlimited(self) -> bool:
-        return self.bandwidth is None and self.latency == 0 and self.jitter == 0
-
-
-class DirectionSettings(Settings):
-    """What differs in one direction of a link."""
-
-    bandwidth: Bandwidth | None = Field(None, gt=0)
-    latency: Duration | None = None
-    jitter: Duration | None = None
-
-
-class LinkSettings(DirectionSettings):
-    """A kind of link. `forward` and `backward` override single values in one direction."""
-
-    forward: DirectionSettings = DirectionSettings()
-    backward: DirectionSettings = DirectionSettings()
-
-    def shape(self, direction: Direction) -> LinkShape:
-        """The shape of one direction, after the overrides."""
-        own = self.forward if direction == "forward" else self.backward
-
-        def pick(name: str, otherwise: float | None) -> Any:
-            value = getattr(own, name)
-            value = getattr(self, name) if value is None else value
-            return otherwise if value is None else value
-
-        return LinkShape(pick("bandwidth", None), pick("latency", 0.0), pick("jitter", 0.0))
 
 
 def _parse_rank(value: Any) -> Any:
@@ -278,41 +230,6 @@ class ExchangeSettings(Settings):
 
 
 @dataclass(frozen=True)
-class LinkSpec:
-    """One link of a run: its name, its ends, both its shapes, and the lines that it passes."""
-
-    name: str
-    source: str
-    target: str
-    forward: LinkShape
-    """The bandwidth of the link itself; latency and jitter with those of the lines."""
-    backward: LinkShape
-    source_line: LineSpec | None = None
-    """None if the source has none, or the target is at the same site."""
-    target_line: LineSpec | None = None
-
-    def shape(self, direction: Direction) -> LinkShape:
-        return self.forward if direction == "forward" else self.backward
-
-    def lines(self, direction: Direction) -> tuple[LineSpec | None, LineSpec | None]:
-        """The line by which this direction leaves (`up`) and that by which it comes (`down`)."""
-        both = (self.source_line, self.target_line)
-        return both if direction == "forward" else both[::-1]
-
-    @property
-    def has_lines(self) -> bool:
-        return self.source_line is not None or self.target_line is not None
-
-    def bottleneck(self, direction: Direction) -> float | None:
-        """Bits per second that a message gets if it has the link and both lines alone; None: unlimited."""
-        up, down = self.lines(direction)
-        limits = [self.shape(direction).bandwidth]
-        limits += [up.up] if up is not None else []
-        limits += [down.down] if down is not None else []
-        return min((one for one in limits if one is not None), default=None)
-
-
-@dataclass(frozen=True)
 class StageSpec:
     """Which part of the model this is: stage `index` of `count`, owning the layers of `layers`."""
 
@@ -327,170 +244,3 @@ class StageSpec:
     @property
     def is_last(self) -> bool:
         return self.index == self.count - 1
-
-
-def stage_link_name(replica: str, hop: int) -> str:
-    """The link between stages `hop` and `hop + 1` of a group."""
-    return f"{replica}.{hop}-{hop + 1}"
-
-
-def exchange_link_name(member: str) -> str:
-    return f"{member}-{EXCHANGE}"
-
-
-def link_specs(
-    replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], lines: Mapping[str, LineSpec]
-) -> Iterator[LinkSpec]:
-    """Every link of the run, stage links first within each replica. `lines` has that of each member which has one."""
-
-    def spec(name: str, source: str, target: str, kind: str | None) -> LinkSpec:
-        settings = LinkSettings() if kind is None else kinds[kind]
-        both = lines.get(source), lines.get(target)
-        passed = [None, None] if both[0] == both[1] else both
-        forward, backward = (_with_lines(settings.shape(way), passed) for way in DIRECTIONS)
-        return LinkSpec(name, source, target, forward, backward, *passed)
-
-    for replica in replicas:
-        if isinstance(replica, ParticipantsReplica):
-            for hop in range(replica.stage_count - 1):
-                kind = replica.link[hop] if isinstance(replica.link, list) else replica.link
-                yield spec(stage_link_name(replica.name, hop), replica.members[hop], replica.members[hop + 1], kind)
-        for stage, member in enumerate(replica.members):
-            kind = replica.uplink
-            if isinstance(replica, ParticipantsReplica):
-                own = replica.stage_settings(stage)
-                kind = own.uplink if own is not None and own.uplink is not None else kind
-            yield spec(exchange_link_name(member), member, EXCHANGE, kind)
-
-
-def _with_lines(shape: LinkShape, lines: Sequence[LineSpec | None]) -> LinkShape:
-    """With the latency and jitter of the lines that the link passes."""
-    passed = [line for line in lines if line is not None]
-    latency, jitter = sum(line.latency for line in passed), sum(line.jitter for line in passed)
-    return LinkShape(shape.bandwidth, shape.latency + latency, shape.jitter + jitter)
-
-
-def lines_of_members(replicas: Sequence[ReplicaSettings], exchange: ExchangeSettings) -> dict[str, str | None]:
-    """The kind of line that each member says it has, in the order of the run, the exchange last."""
-    found = {
-        member: replica.line_of(stage) if isinstance(replica, ParticipantsReplica) else replica.line
-        for replica in replicas
-        for stage, member in enumerate(replica.members)
-    }
-    return found | {EXCHANGE: exchange.line}
-
-
-def check_lines(
-    replicas: Sequence[ReplicaSettings],
-    exchange: ExchangeSettings,
-    sites: Mapping[str, SiteSettings],
-    kinds: Mapping[str, LineSettings],
-) -> None:
-    """Raise ConfigError for kinds of lines that there are not, and for members that no site can have."""
-    check_kind(exchange.line, kinds, ("exchange", "line"))
-    for index, replica in enumerate(replicas):
-        here = ("replicas", index)
-        check_kind(replica.line, kinds, (*here, "line"))
-        stages = replica.stages if isinstance(replica, ParticipantsReplica) else 0
-        if isinstance(stages, StagesSettings):
-            check_kind(stages.line, kinds, (*here, "stages", "line"))
-        for stage, own in enumerate(stages if isinstance(stages, list) else []):
-            check_kind(own.line, kinds, (*here, "stages", stage, "line"))
-    check_sites(sites, list(lines_of_members(replicas, exchange)), kinds)
-
-
-def check_topology(
-    replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], width: int, layers: int
-) -> None:
-    """Raise ConfigError for what no single field can see: names, ranks, splits and kinds of links."""
-    seen: set[str] = set()
-    for index, replica in enumerate(replicas):
-        here = ("replicas", index)
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", replica.name) or replica.name == EXCHANGE:
-            raise ConfigError(
-                (*here, "name"),
-                f"found `{replica.name}`, expected letters, digits, `-` and `_`, and not `{EXCHANGE}`",
-            )
-        if replica.name in seen:
-            raise ConfigError((*here, "name"), f"found a second replica named `{replica.name}`, expected unique names")
-        seen.add(replica.name)
-        if replica.batch_size % replica.micro_batches:
-            raise ConfigError(
-                (*here, "micro_batches"),
-                f"found {replica.micro_batches}, expected a divisor of batch_size {replica.batch_size}",
-            )
-        _check_kind(replica.uplink, kinds, (*here, "uplink"))
-        if isinstance(replica, ParticipantsReplica):
-            _check_group(replica, here, kinds, width, layers)
-        else:
-            _check_engine(replica, here)
-
-
-def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> None:
-    if replica.engine == "torch" and replica.world > 1:
-        raise ConfigError(
-            (*here, "engine"), f"found `torch` with {replica.world} ranks, expected `torchtitan` or `deepspeed`"
-        )
-    if replica.nodes > 1 and replica.rendezvous is None:
-        raise ConfigError((*here, "rendezvous"), f"expected HOST:PORT, as the replica has {replica.nodes} nodes")
-    titan = replica.torchtitan
-    if replica.engine == "torchtitan" and replica.world % (titan.tensor_parallel * titan.data_parallel_replicate):
-        raise ConfigError(
-            (*here, "torchtitan"),
-            f"found tensor_parallel {titan.tensor_parallel} and data_parallel_replicate "
-            f"{titan.data_parallel_replicate}, expected a product that divides {replica.world} ranks",
-        )
-    rows = replica.batch_size // replica.micro_batches
-    if rows % replica.data_parallel:
-        raise ConfigError(
-            (*here, "batch_size"),
-            f"found micro-batches of {rows} sequences, expected a multiple of {replica.data_parallel}: "
-            "every rank takes equal parts",
-        )
-    stage = replica.deepspeed.get("zero_optimization", {}).get("stage", 0)
-    if any(replica.deepspeed.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")) and stage == 0:
-        raise ConfigError(
-            (*here, "deepspeed", "zero_optimization"),
-            "found stage 0 with 16 bits, expected 1, 2 or 3: without fp32 master weights replicas cannot be equal",
-        )
-    for key in DEEPSPEED_OWNED:
-        if key in replica.deepspeed:
-            raise ConfigError((*here, "deepspeed", key), "follows from the rest of this file; leave it out")
-
-
-def _check_kind(kind: str | None, kinds: Mapping[str, LinkSettings], key: tuple[str | int, ...]) -> None:
-    if kind is not None and kind not in kinds:
-        known = ", ".join(kinds) or "none are defined"
-        raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `links` ({known})")
-
-
-def _check_group(
-    replica: ParticipantsReplica,
-    here: tuple[str | int, ...],
-    kinds: Mapping[str, LinkSettings],
-    width: int,
-    layers: int,
-) -> None:
-    count = replica.stage_count
-    if not 1 <= count <= layers:
-        raise ConfigError((*here, "stages"), f"found {count} stages, expected from 1 to the model's {layers} layers")
-    total = sum(map(len, replica.layer_ranges(layers)))
-    if total != layers:
-        raise ConfigError(
-            (*here, "stages"), f"found {total} layers over all stages, expected the model's {layers} layers"
-        )
-    rank = replica.boundary.dimensions(width)
-    if rank is not None and rank > width:
-        raise ConfigError(
-            (*here, "boundary", "rank"),
-            f"found {rank}, expected at most the model's width {width}, or `full`",
-        )
-    hops = replica.link if isinstance(replica.link, list) else [replica.link]
-    if isinstance(replica.link, list) and len(hops) != count - 1:
-        raise ConfigError((*here, "link"), f"found {len(hops)} entries, expected one per hop: {count - 1}")
-    for hop, kind in enumerate(hops):
-        _check_kind(kind, kinds, (*here, "link", hop) if isinstance(replica.link, list) else (*here, "link"))
-    for stage in range(count):
-        own = replica.stage_settings(stage)
-        if own is not None:
-            _check_kind(own.uplink, kinds, (*here, "stages", stage, "uplink"))

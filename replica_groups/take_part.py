@@ -8,13 +8,14 @@ from typing import Protocol
 
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shared_lines import Lines
+from hetero_pp.links import exchange_link_name, stage_link_name
 from hetero_pp.model import EMBEDDING
 from hetero_pp.outer.exchange_service import ExchangeService
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.snapshot import BASIS
-from hetero_pp.topology import DatacenterReplica, exchange_link_name, stage_link_name
+from hetero_pp.topology import DatacenterReplica
 from replica_groups.build_member import Start, build_member, device_of
 from replica_groups.exchange.collective import CollectiveExchange
 from replica_groups.exchange.reporter import Reporter

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from hetero_pp.inner import InnerSettings
 from hetero_pp.link.ledger import Ledger
+from hetero_pp.links import Direction
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import Direction
 from replica_groups.exchange.reporter import Reporter
 from replica_groups.gate import Gate
 from replica_groups.outer_round import OuterRound

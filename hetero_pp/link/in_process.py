@@ -8,7 +8,7 @@ from hetero_pp.link.protocol import END_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import Clock, ShapedQueue, busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.link.turns import StreamQueue
-from hetero_pp.topology import LinkShape, LinkSpec
+from hetero_pp.links import LinkShape, LinkSpec
 
 Queue = ShapedQueue[Message] | StreamQueue[Message]
 

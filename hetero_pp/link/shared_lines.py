@@ -12,7 +12,7 @@ from filelock import FileLock
 from hetero_pp.lines import LineSpec, Way
 from hetero_pp.link.shaping import Clock, MonotonicClock, ShapedQueue, TokenBucket, direction_queue
 from hetero_pp.link.turns import Arrivals, Bucket, Stream, StreamQueue, T, ThreadBucket
-from hetero_pp.topology import EXCHANGE, Direction, LinkSpec
+from hetero_pp.links import EXCHANGE, Direction, LinkSpec
 
 POLL_SECONDS = 0.0005
 """Between looks at a bucket that another process has; it has it for some microseconds."""

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from hetero_pp.errors import LinkClosed
 from hetero_pp.link.protocol import PEER_CLOSED
 from hetero_pp.link.shaping import Clock, DelayLine, MonotonicClock, ShapedQueue, TokenBucket, wait_until
-from hetero_pp.topology import LinkShape
+from hetero_pp.links import LinkShape
 
 TURN_SECONDS = 0.010
 """How long a quantum occupies a bucket: so long others wait for it."""

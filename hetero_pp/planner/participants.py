@@ -10,6 +10,7 @@ import numpy as np
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.lines import WAYS, SiteSettings
+from hetero_pp.links import DIRECTIONS, DirectionSettings, LinkSettings, LinkShape
 from hetero_pp.planner.grouping import Grouping, Pool, group
 from hetero_pp.planner.split import Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
@@ -17,14 +18,7 @@ from hetero_pp.run.hardware import Hardware, hardware_named
 from hetero_pp.run.plan_section import LooseParticipant, PairSettings, PlanSettings
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.machines import assumption
-from hetero_pp.topology import (
-    DIRECTIONS,
-    DirectionSettings,
-    LinkSettings,
-    LinkShape,
-    ParticipantsReplica,
-    StageSettings,
-)
+from hetero_pp.topology import ParticipantsReplica, StageSettings
 
 TIME_LIMIT = 45.0
 """Seconds that the search for groups may take."""

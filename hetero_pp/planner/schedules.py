@@ -13,6 +13,7 @@ import numpy as np
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.lines import LineSpec, Way
+from hetero_pp.links import LinkSpec, stage_link_name
 from hetero_pp.planner.penalty import Rung
 from hetero_pp.planner.split import Array, Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
@@ -21,7 +22,7 @@ from hetero_pp.simulator.fleets import Fleet, fleets_of, limited_lines
 from hetero_pp.simulator.loads import stage_link_loads
 from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
-from hetero_pp.topology import DatacenterReplica, LinkSpec, ParticipantsReplica, ReplicaSettings, stage_link_name
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_seconds
 
 EXTRA_IN_FLIGHT = (0, 1, 2, 3, 4, 6, 8)

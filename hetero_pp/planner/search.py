@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.lines import LineSpec, Way
+from hetero_pp.links import DIRECTIONS, LinkSpec, exchange_link_name
 from hetero_pp.planner.grouping import LARGEST_LINK
 from hetero_pp.planner.outer import OuterChoice, choose_outer, with_outer
 from hetero_pp.planner.participants import Grouped, group_participants
@@ -20,14 +21,7 @@ from hetero_pp.planner.schedules import Schedule, describe, is_measured, schedul
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
-from hetero_pp.topology import (
-    DIRECTIONS,
-    DatacenterReplica,
-    LinkSpec,
-    ParticipantsReplica,
-    ReplicaSettings,
-    exchange_link_name,
-)
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_bits_per_second, format_ratio, format_seconds
 
 ATTEMPTS = 6

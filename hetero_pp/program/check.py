@@ -12,6 +12,7 @@ from rich.table import Table
 from hetero_pp.errors import dotted
 from hetero_pp.lines import WAYS, Way
 from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.links import DIRECTIONS, Direction, LinkShape, exchange_link_name, stage_link_name
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.line_tables import ARROWS
@@ -22,15 +23,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
-from hetero_pp.topology import (
-    DIRECTIONS,
-    DatacenterReplica,
-    Direction,
-    LinkShape,
-    ParticipantsReplica,
-    exchange_link_name,
-    stage_link_name,
-)
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.units import format_bytes, format_count, format_ratio, format_seconds
 
 WIDTH_OF_FILES = 120

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.lines import WAYS, Way
+from hetero_pp.links import Direction
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.export import theta_after
 from hetero_pp.program.launch.claim import claim
@@ -30,7 +31,6 @@ from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, predict
-from hetero_pp.topology import Direction
 
 SECONDS_TO_LEAVE = 5.0
 """That the end of a run waits for members; one that a slow link still holds ends with that, and trains no more."""

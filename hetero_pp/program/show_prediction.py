@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hetero_pp.lines import WAYS
+from hetero_pp.links import Direction
 from hetero_pp.program.report.line_tables import ARROWS
 from hetero_pp.program.report.tables import plain_table
 from hetero_pp.run.spec import RunSpec
@@ -16,7 +17,6 @@ from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.published import Comparison
 from hetero_pp.simulator.sweep import Sweep
 from hetero_pp.sweeps import changes_nothing
-from hetero_pp.topology import Direction
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_percent, format_seconds
 
 

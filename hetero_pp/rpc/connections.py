@@ -9,11 +9,12 @@ from types import TracebackType
 from hetero_pp.errors import HeteroPPError, LinkClosed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shared_lines import Lines
+from hetero_pp.links import stage_link_name
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.rpc.exchange import ExchangeClient
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.topology import ParticipantsReplica, stage_link_name
+from hetero_pp.topology import ParticipantsReplica
 
 CONNECT_TIMEOUT = 120.0
 

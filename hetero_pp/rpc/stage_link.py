@@ -24,12 +24,12 @@ from hetero_pp.link.protocol import END_CLOSED, PEER_CLOSED, Message, sealed, wi
 from hetero_pp.link.shaping import ShapedQueue, busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.link.turns import StreamQueue
+from hetero_pp.links import Direction, LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkHello
 from hetero_pp.messages.messages_pb2_grpc import StageLinkServicer
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, make_server
 from hetero_pp.rpc.framing import Decoder, encode
 from hetero_pp.rpc.services import call_path, service_handler
-from hetero_pp.topology import Direction, LinkShape, LinkSpec
 
 SERVICE = DESCRIPTOR.services_by_name["StageLink"]
 HELLO_SECONDS = 10.0

@@ -10,18 +10,14 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerSettings
 from hetero_pp.lines import LineSettings, SiteSettings
+from hetero_pp.links import LinkSettings
 from hetero_pp.model import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.run.check_topology import check_lines, check_topology
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.settings import NotPartOf, Settings, WhomItConcerns
-from hetero_pp.topology import (
-    ExchangeSettings,
-    LinkSettings,
-    ReplicaSettings,
-    check_lines,
-    check_topology,
-)
+from hetero_pp.topology import ExchangeSettings, ReplicaSettings
 
 
 class SnapshotSettings(Settings):

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.lines import LineSettings, check_kind
+from hetero_pp.links import LinkSettings
 from hetero_pp.settings import Ratio, Settings
-from hetero_pp.topology import LinkSettings
 
 
 class LooseParticipant(Settings):

@@ -13,18 +13,12 @@ import torch
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
 from hetero_pp.lines import LineSpec, line_specs
+from hetero_pp.links import LinkSpec
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.joins import lines_of_members, link_specs
 from hetero_pp.settings import NotPartOf, meaning
-from hetero_pp.topology import (
-    DatacenterReplica,
-    LinkSpec,
-    ParticipantsReplica,
-    ReplicaSettings,
-    StageSpec,
-    lines_of_members,
-    link_specs,
-)
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings, StageSpec
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.lines import WAYS, LineSpec, Way
 from hetero_pp.link.protocol import Message, sealed, wire_frames
 from hetero_pp.link.token_ids import packed_tokens_bytes
+from hetero_pp.links import Direction, stage_link_name
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
 from hetero_pp.model import EMBEDDING, block_of
 from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
@@ -26,12 +27,7 @@ from hetero_pp.simulator.fluid import INFINITY
 from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
 from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, is_beside_exchange, site_of
-from hetero_pp.topology import (
-    Direction,
-    ParticipantsReplica,
-    ReplicaSettings,
-    stage_link_name,
-)
+from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_bytes
 
 

@@ -9,10 +9,11 @@ from functools import lru_cache
 
 from hetero_pp.coefficients import format_of
 from hetero_pp.link.token_ids import packed_tokens_bytes
+from hetero_pp.links import Direction
 from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.topology import Direction, ParticipantsReplica
+from hetero_pp.topology import ParticipantsReplica
 
 
 @dataclass(frozen=True)

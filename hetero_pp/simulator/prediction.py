@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from hetero_pp.lines import WAYS
+from hetero_pp.links import EXCHANGE, Direction, exchange_link_name, stage_link_name
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, fleets_of
 from hetero_pp.simulator.neighbours import inner_loops
 from hetero_pp.simulator.outer_round import run_outer_round
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.simulator.published import Comparison, compared
-from hetero_pp.topology import EXCHANGE, Direction, exchange_link_name, stage_link_name
 
 ROUNDS = 2
 """That are timed; the last one counts, as those after it are the same."""

@@ -22,13 +22,13 @@ import numpy as np
 from hetero_pp.errors import ConfigError
 from hetero_pp.lines import LineSpec
 from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.links import EXCHANGE, Direction, LinkShape, exchange_link_name
 from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.loads import Messages, exchange_messages
 from hetero_pp.simulator.pipeline import Array
-from hetero_pp.topology import EXCHANGE, Direction, LinkShape, exchange_link_name
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import threading
 import torch
 
 from hetero_pp.errors import RunFailed
+from hetero_pp.links import EXCHANGE
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
 from hetero_pp.snapshot import Snapshot, save_snapshot
-from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.replay import replay
 

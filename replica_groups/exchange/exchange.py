@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
 from hetero_pp.errors import MalformedContribution, Refused, ReplicasDiffer, RunFailed
+from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import (
     CONTRIBUTING,
     FINISHING,
@@ -40,7 +41,6 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, co
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot
-from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog, record_digest
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.replay import Shapes

@@ -10,10 +10,10 @@ from hetero_pp.changed_keys import Changes
 from hetero_pp.link.ledger import Ledger, raw_frames, wire_bytes
 from hetero_pp.link.shaper import Shaper
 from hetero_pp.link.shared_lines import Lines
+from hetero_pp.links import DIRECTIONS, LinkSpec
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates, ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.topology import DIRECTIONS, LinkSpec
 
 
 class ShapedExchange:

@@ -16,9 +16,9 @@ from hetero_pp.lines import LineSpec
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.ledger import FRAME_BYTES, Count
 from hetero_pp.link.protocol import LinkEnd, Message
+from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
-from hetero_pp.topology import LinkShape, LinkSpec
 
 SECONDS = 60.0
 """Longer than anything here takes."""

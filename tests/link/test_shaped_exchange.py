@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
 from hetero_pp.link.shared_lines import Lines
+from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer import exchange_service
 from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.topology import LinkShape, LinkSpec
 from replica_groups.exchange.shaped import ShapedExchange
 
 BLOB = bytes(1000)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetero_pp.errors import LinkClosed, LinkTimeout
 from hetero_pp.link.shaper import Shaper
 from hetero_pp.link.shaping import DelayLine, ShapedQueue, TokenBucket
-from hetero_pp.topology import LinkShape
+from hetero_pp.links import LinkShape
 
 RATE = 8e6
 """One byte takes a microsecond."""

@@ -19,12 +19,12 @@ import torch
 
 from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.link.protocol import Message, sealed
+from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.framing import encode
 from hetero_pp.rpc.stage_link import GrpcLinkEnd, StageLinkServer, open_stage_link
-from hetero_pp.topology import LinkShape, LinkSpec
 
 SECONDS = 60.0
 PLAN = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())

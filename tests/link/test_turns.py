@@ -22,7 +22,7 @@ from hetero_pp.link.turns import (
     ThreadBucket,
     _Share,
 )
-from hetero_pp.topology import DIRECTIONS, EXCHANGE, LinkShape, LinkSpec
+from hetero_pp.links import DIRECTIONS, EXCHANGE, LinkShape, LinkSpec
 
 RATE = 8e6
 """A byte takes a microsecond."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.links import EXCHANGE
 from hetero_pp.model import shapes_by_block
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
@@ -21,7 +22,6 @@ from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sharing import all_sent, fair_ends
 from hetero_pp.simulator.volumes import aggregate_bytes
-from hetero_pp.topology import EXCHANGE
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 REPLICAS, CONTRIBUTE, APPLY = 5, 3.0, 4.0

@@ -17,11 +17,12 @@ from hetero_pp.inner import InnerSettings
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.token_ids import pack_tokens
+from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, build_part, initialise, parameters_of
 from hetero_pp.seeds import seed_of
 from hetero_pp.subspace import random_basis
-from hetero_pp.topology import LinkShape, LinkSpec, StageSpec
+from hetero_pp.topology import StageSpec
 from replica_groups.whole import WholeReplica, whole_loss
 from stages.boundary import Boundary
 from stages.stage import Stage

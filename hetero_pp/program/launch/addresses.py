@@ -11,8 +11,9 @@ from functools import cached_property
 import psutil
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.links import EXCHANGE
 from hetero_pp.run.config import RunConfig
-from hetero_pp.topology import EXCHANGE, ParticipantsReplica
+from hetero_pp.topology import ParticipantsReplica
 
 
 @dataclass(frozen=True)

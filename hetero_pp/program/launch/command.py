@@ -11,6 +11,7 @@ from rich.console import Console
 
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError
+from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.crew import launch
 from hetero_pp.program.launch.hosts import (
@@ -32,7 +33,7 @@ from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
-from hetero_pp.topology import EXCHANGE, DatacenterReplica
+from hetero_pp.topology import DatacenterReplica
 
 
 @dataclass(frozen=True)

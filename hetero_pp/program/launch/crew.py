@@ -19,6 +19,7 @@ from multiprocessing.context import ForkServerProcess
 
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import RunFailed
+from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.job import CONSEQUENCE, Job
 from hetero_pp.program.launch.member_process import process_main
@@ -26,7 +27,6 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import EXCHANGE
 
 PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
 """Imported once for all processes; the first optimizer that is made imports torch._dynamo."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError, RunFailed
+from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.crew import Crew
@@ -24,7 +25,7 @@ from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.topology import EXCHANGE, ParticipantsReplica, ReplicaSettings
+from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_seconds
 
 TOKEN_FILE = "token"

@@ -14,11 +14,12 @@ from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.link.shared_lines import Lines
+from hetero_pp.links import stage_link_name
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, stage_link_name
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange

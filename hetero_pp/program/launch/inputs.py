@@ -9,6 +9,7 @@ from pathlib import Path
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, HeteroPPError
+from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.rendezvous import meeting_place
@@ -20,7 +21,7 @@ from hetero_pp.run.first_snapshot import require_weights
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, Key
-from hetero_pp.topology import EXCHANGE, DatacenterReplica, ParticipantsReplica
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
 from replica_groups.engines.build import require_engine
 
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.topology import EXCHANGE
 from replica_groups.saved_states import SavedStates
 
 

@@ -23,6 +23,7 @@ import torch
 
 from hetero_pp.errors import HeteroPPError, LinkError, Refused, RunFailed, WrongToken
 from hetero_pp.link.shared_lines import Lines
+from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.job import CONSEQUENCE, FAILED, Job
 from hetero_pp.program.launch.ranks import run_ranks
 from hetero_pp.rpc.channels import keep_freed_memory
@@ -30,7 +31,7 @@ from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.topology import EXCHANGE, DatacenterReplica
+from hetero_pp.topology import DatacenterReplica
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.exchange.patience import watched
 from replica_groups.take_part import take_part

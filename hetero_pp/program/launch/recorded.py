@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hetero_pp.changed_keys import Changes, Values
 from hetero_pp.errors import HeteroPPError, RunFailed
+from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import Refusal, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
@@ -21,7 +22,6 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
-from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog
 
 MOST_REFUSALS = 20

@@ -15,12 +15,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hetero_pp.links import DIRECTIONS
 from hetero_pp.messages.messages_pb2 import JOINING, Waiting
+from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.line_tables import live_lines, result_lines
 from hetero_pp.program.report.reading import now_and_then, reading_line
-from hetero_pp.program.report.state import LinkState, RunState, format_share
+from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.program.report.tables import format_bandwidths, plain_table, wide
-from hetero_pp.topology import DIRECTIONS, DatacenterReplica
+from hetero_pp.topology import DatacenterReplica
 from hetero_pp.units import format_bytes, format_count, format_seconds
 from replica_groups.exchange.patience import listed, whom
 

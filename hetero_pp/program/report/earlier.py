@@ -17,9 +17,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from hetero_pp.errors import DamagedFile
+from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.topology import EXCHANGE
 from replica_groups.exchange.log import ContributionLog
 
 _KEPT = ("begun", "inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")

@@ -8,7 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from hetero_pp.lines import WAYS, Way
-from hetero_pp.program.report.state import LineState, format_share
+from hetero_pp.program.report.carried import LineState
+from hetero_pp.program.report.state import format_share
 from hetero_pp.program.report.tables import format_two, plain_table
 from hetero_pp.units import format_bytes
 

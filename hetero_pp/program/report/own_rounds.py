@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from hetero_pp.links import LinkSpec
 from hetero_pp.messages.messages_pb2 import MemberRound, Report
 from hetero_pp.program.report.display import joined_line, waiting_line
 from hetero_pp.program.report.reading import now_and_then
 from hetero_pp.program.report.state import DIRECTIONS, RunState
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import LinkSpec
 from hetero_pp.units import format_bytes, format_seconds
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_pp.files import whole
 from hetero_pp.lines import WAYS, Way
+from hetero_pp.links import DIRECTIONS, Direction
 from hetero_pp.program.report import line_tables
-from hetero_pp.program.report.state import ARROWS, LinkState, RunState, format_share
-from hetero_pp.topology import DIRECTIONS, Direction
+from hetero_pp.program.report.carried import LinkState
+from hetero_pp.program.report.state import ARROWS, RunState, format_share
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ thread holds `lock` meanwhile.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.lines import WAYS, LineSpec, Way
+from hetero_pp.lines import WAYS, LineSpec
+from hetero_pp.links import DIRECTIONS, EXCHANGE, Direction
 from hetero_pp.messages.messages_pb2 import (
     Begun,
     Evaluation,
@@ -27,13 +27,11 @@ from hetero_pp.messages.messages_pb2 import (
     RoundVerified,
     Waiting,
 )
+from hetero_pp.program.report.carried import DirectionState, LineState, LinkState, lines_of
 from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import DIRECTIONS, EXCHANGE, Direction, LinkSpec
 
 ARROWS: dict[Direction, str] = {"forward": "→", "backward": "←"}
-RECENT_SECONDS = 5.0
-"""How far back "now" reaches when it says bytes a second."""
 
 
 @dataclass
@@ -87,112 +85,6 @@ class ReplicaState:
         return self.round_loss(-(-self.steps_done // self.inner_steps))
 
 
-@dataclass
-class DirectionState:
-    """One direction of a link."""
-
-    bandwidth: float | None
-    rounds: dict[int, LinkUse] = field(default_factory=dict)
-    """The latest count of every round; round 0 is what came before the first inner step."""
-    _recent: deque[tuple[float, int]] = field(default_factory=deque)
-
-    def apply(self, time: float, use: LinkUse, since: float) -> None:
-        """Replace the round's count, told at `time`; the first count of all has grown since `since`."""
-        if not self._recent:
-            self._recent.append((since, 0))
-        self.rounds[use.round] = use
-        self._recent.append((time, self.wire_bytes))
-        while len(self._recent) > 2 and self._recent[1][0] <= time - RECENT_SECONDS:
-            self._recent.popleft()
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(use.payload_bytes for use in self.rounds.values())
-
-    @property
-    def wire_bytes(self) -> int:
-        return sum(use.wire_bytes for use in self.rounds.values())
-
-    @property
-    def busy_seconds(self) -> float:
-        """Since the first inner step."""
-        return sum(use.busy_seconds for round_, use in self.rounds.items() if round_ > 0)
-
-    def busy_share(self, training_seconds: float) -> float | None:
-        """Of the time since the first inner step; None if the direction has no bandwidth to fill."""
-        if self.bandwidth is None:
-            return None
-        return min(1.0, self.busy_seconds / training_seconds) if training_seconds > 0 else 0.0
-
-    def recent_bytes_per_second(self, now: float) -> float:
-        """On the wire, over about the last five seconds."""
-        if not self._recent:
-            return 0.0
-        older = [sample for sample in self._recent if sample[0] <= now - RECENT_SECONDS]
-        time, count = older[-1] if older else self._recent[0]
-        return (self._recent[-1][1] - count) / (now - time) if now > time else 0.0
-
-
-@dataclass
-class LinkState:
-    """Both directions of one link."""
-
-    spec: LinkSpec
-    directions: dict[Direction, DirectionState]
-
-    @property
-    def reaches_exchange(self) -> bool:
-        return self.spec.target == EXCHANGE
-
-    @property
-    def wire_bytes(self) -> int:
-        return sum(direction.wire_bytes for direction in self.directions.values())
-
-
-@dataclass
-class LineState:
-    """One line: what all links that pass it carry together, each way."""
-
-    spec: LineSpec
-    carried: Mapping[Way, Sequence[DirectionState]]
-
-    def wire_bytes(self, way: Way) -> int:
-        return sum(direction.wire_bytes for direction in self.carried[way])
-
-    def wire_bytes_of_round(self, way: Way, round_: int) -> int:
-        rounds = [direction.rounds for direction in self.carried[way]]
-        return sum(uses[round_].wire_bytes for uses in rounds if round_ in uses)
-
-    def payload_bytes(self, way: Way) -> int:
-        return sum(direction.payload_bytes for direction in self.carried[way])
-
-    def busy_share(self, way: Way, training_seconds: float) -> float | None:
-        """Of the time since the first inner step; None if the line has no bandwidth to fill."""
-        rate = self.spec.bandwidth(way)
-        if rate is None:
-            return None
-        carried = sum(self.wire_bytes_of_round(way, round_) for round_ in self._rounds(way) if round_ > 0)
-        return min(1.0, 8 * carried / rate / training_seconds) if training_seconds > 0 else 0.0
-
-    def recent_bytes_per_second(self, way: Way, now: float) -> float:
-        """On the wire, over about the last five seconds."""
-        return sum(direction.recent_bytes_per_second(now) for direction in self.carried[way])
-
-    def _rounds(self, way: Way) -> set[int]:
-        return {round_ for direction in self.carried[way] for round_ in direction.rounds}
-
-
-def _lines_of(spec: RunSpec, links: Mapping[str, LinkState]) -> dict[str, LineState]:
-    """Which directions of links leave by each line, and which come by it."""
-    carried: dict[str, dict[Way, list[DirectionState]]] = {name: {"up": [], "down": []} for name in spec.lines}
-    for link in links.values():
-        for direction, state in link.directions.items():
-            for way, line in zip(WAYS, link.spec.lines(direction), strict=True):
-                if line is not None:
-                    carried[line.name][way].append(state)
-    return {name: LineState(line, carried[name]) for name, line in spec.lines.items()}
-
-
 @dataclass(frozen=True)
 class ClosedRound:
     """When a round closed, and what was counted in it, over all contributions."""
@@ -219,7 +111,7 @@ class RunState:
             name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
             for name, link in spec.links.items()
         }
-        self.lines = _lines_of(spec, self.links)
+        self.lines = lines_of(spec, self.links)
         self.closed: dict[int, ClosedRound] = {}
         self.refusals = 0
         self.joined: set[str] = set()

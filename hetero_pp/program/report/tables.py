@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hetero_pp.topology import DIRECTIONS
+from hetero_pp.links import DIRECTIONS
 from hetero_pp.units import format_bits_per_second
 
 WIDTH_OF_FILES = 100

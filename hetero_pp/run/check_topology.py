@@ -1,0 +1,129 @@
+"""What only the whole topology can check: names, ranks, splits, kinds of links and lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from hetero_pp.engine_settings import DEEPSPEED_OWNED
+from hetero_pp.errors import ConfigError
+from hetero_pp.lines import LineSettings, SiteSettings, check_kind, check_sites
+from hetero_pp.links import EXCHANGE, LinkSettings
+from hetero_pp.run.joins import lines_of_members
+from hetero_pp.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings, StagesSettings
+
+
+def check_lines(
+    replicas: Sequence[ReplicaSettings],
+    exchange: ExchangeSettings,
+    sites: Mapping[str, SiteSettings],
+    kinds: Mapping[str, LineSettings],
+) -> None:
+    """Raise ConfigError for kinds of lines that there are not, and for members that no site can have."""
+    check_kind(exchange.line, kinds, ("exchange", "line"))
+    for index, replica in enumerate(replicas):
+        here = ("replicas", index)
+        check_kind(replica.line, kinds, (*here, "line"))
+        stages = replica.stages if isinstance(replica, ParticipantsReplica) else 0
+        if isinstance(stages, StagesSettings):
+            check_kind(stages.line, kinds, (*here, "stages", "line"))
+        for stage, own in enumerate(stages if isinstance(stages, list) else []):
+            check_kind(own.line, kinds, (*here, "stages", stage, "line"))
+    check_sites(sites, list(lines_of_members(replicas, exchange)), kinds)
+
+
+def check_topology(
+    replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], width: int, layers: int
+) -> None:
+    """Raise ConfigError for what no single field can see: names, ranks, splits and kinds of links."""
+    seen: set[str] = set()
+    for index, replica in enumerate(replicas):
+        here = ("replicas", index)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", replica.name) or replica.name == EXCHANGE:
+            raise ConfigError(
+                (*here, "name"),
+                f"found `{replica.name}`, expected letters, digits, `-` and `_`, and not `{EXCHANGE}`",
+            )
+        if replica.name in seen:
+            raise ConfigError((*here, "name"), f"found a second replica named `{replica.name}`, expected unique names")
+        seen.add(replica.name)
+        if replica.batch_size % replica.micro_batches:
+            raise ConfigError(
+                (*here, "micro_batches"),
+                f"found {replica.micro_batches}, expected a divisor of batch_size {replica.batch_size}",
+            )
+        _check_kind(replica.uplink, kinds, (*here, "uplink"))
+        if isinstance(replica, ParticipantsReplica):
+            _check_group(replica, here, kinds, width, layers)
+        else:
+            _check_engine(replica, here)
+
+
+def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> None:
+    if replica.engine == "torch" and replica.world > 1:
+        raise ConfigError(
+            (*here, "engine"), f"found `torch` with {replica.world} ranks, expected `torchtitan` or `deepspeed`"
+        )
+    if replica.nodes > 1 and replica.rendezvous is None:
+        raise ConfigError((*here, "rendezvous"), f"expected HOST:PORT, as the replica has {replica.nodes} nodes")
+    titan = replica.torchtitan
+    if replica.engine == "torchtitan" and replica.world % (titan.tensor_parallel * titan.data_parallel_replicate):
+        raise ConfigError(
+            (*here, "torchtitan"),
+            f"found tensor_parallel {titan.tensor_parallel} and data_parallel_replicate "
+            f"{titan.data_parallel_replicate}, expected a product that divides {replica.world} ranks",
+        )
+    rows = replica.batch_size // replica.micro_batches
+    if rows % replica.data_parallel:
+        raise ConfigError(
+            (*here, "batch_size"),
+            f"found micro-batches of {rows} sequences, expected a multiple of {replica.data_parallel}: "
+            "every rank takes equal parts",
+        )
+    stage = replica.deepspeed.get("zero_optimization", {}).get("stage", 0)
+    if any(replica.deepspeed.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")) and stage == 0:
+        raise ConfigError(
+            (*here, "deepspeed", "zero_optimization"),
+            "found stage 0 with 16 bits, expected 1, 2 or 3: without fp32 master weights replicas cannot be equal",
+        )
+    for key in DEEPSPEED_OWNED:
+        if key in replica.deepspeed:
+            raise ConfigError((*here, "deepspeed", key), "follows from the rest of this file; leave it out")
+
+
+def _check_kind(kind: str | None, kinds: Mapping[str, LinkSettings], key: tuple[str | int, ...]) -> None:
+    if kind is not None and kind not in kinds:
+        known = ", ".join(kinds) or "none are defined"
+        raise ConfigError(key, f"found `{kind}`, expected one of the kinds under `links` ({known})")
+
+
+def _check_group(
+    replica: ParticipantsReplica,
+    here: tuple[str | int, ...],
+    kinds: Mapping[str, LinkSettings],
+    width: int,
+    layers: int,
+) -> None:
+    count = replica.stage_count
+    if not 1 <= count <= layers:
+        raise ConfigError((*here, "stages"), f"found {count} stages, expected from 1 to the model's {layers} layers")
+    total = sum(map(len, replica.layer_ranges(layers)))
+    if total != layers:
+        raise ConfigError(
+            (*here, "stages"), f"found {total} layers over all stages, expected the model's {layers} layers"
+        )
+    rank = replica.boundary.dimensions(width)
+    if rank is not None and rank > width:
+        raise ConfigError(
+            (*here, "boundary", "rank"),
+            f"found {rank}, expected at most the model's width {width}, or `full`",
+        )
+    hops = replica.link if isinstance(replica.link, list) else [replica.link]
+    if isinstance(replica.link, list) and len(hops) != count - 1:
+        raise ConfigError((*here, "link"), f"found {len(hops)} entries, expected one per hop: {count - 1}")
+    for hop, kind in enumerate(hops):
+        _check_kind(kind, kinds, (*here, "link", hop) if isinstance(replica.link, list) else (*here, "link"))
+    for stage in range(count):
+        own = replica.stage_settings(stage)
+        if own is not None:
+            _check_kind(own.uplink, kinds, (*here, "stages", stage, "uplink"))
