@@ -38,7 +38,7 @@ from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.launch.command import run_topology
 
 PORT = 47600
-STEPS = 8
+STEPS = 6
 SMOKE = {"steps": 2, "ways": ["kernel", "launch", "simulate"]}
 
 YAML = """\
