@@ -7,18 +7,18 @@ from pathlib import Path
 
 import psutil
 import torch
-from rich.console import Console
 from ruamel.yaml import YAML
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.report.tables import plain_table, wide
+from hetero_pp.program.report.output import say, standard_output
+from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import forward_flops
 from hetero_pp.simulator.fleets import part_of
-from hetero_pp.units import format_seconds
+from hetero_pp.units import format_count, format_seconds
 from replica_groups.measure import measure_all, median_seconds
 
 
@@ -27,20 +27,21 @@ def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:
     spec = spec_of(ConfigFile(path, overrides))
     torch.set_num_threads(spec.config.threads)
     measured = dict(measure_all(spec))
-    console = wide(Console(), 120)
+    console = standard_output()
     names = list(MeasuredCost.model_fields)
-    table = plain_table(["member"], names)
+    table = PlainTable(["member"], names)
     for member, cost in measured.items():
         table.add_row(member, *(format_seconds(getattr(cost, name)) for name in names))
     console.print(table)
     speed = _flops_per_second(spec, measured)
-    console.print(f"{speed / 1e9:.3g} GFLOP/s reached in forward and backward, with {spec.config.threads} thread(s).")
+    threads = format_count(spec.config.threads, "thread")
+    say(console, f"{speed / 1e9:.3g} GFLOP/s reached in forward and backward, with {threads}.")
     if write is not None:
         costs = {member: cost.model_dump(mode="json") for member, cost in measured.items()}
         hardware = {"this-machine": _machine_entry(speed)}
         with write.open("w") as file:
             YAML().dump({"hardware": hardware, "measured": costs}, file)
-        console.print(f"written to {write}", style="dim")
+        say(console, f"written to {write}", style="dim")
 
 
 def load_calibration(path: Path) -> dict[str, object]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from hetero_pp.errors import dotted
 from hetero_pp.lines import WAYS, Way
@@ -15,19 +14,16 @@ from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.links import DIRECTIONS, Direction, LinkShape, exchange_link_name, stage_link_name
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
-from hetero_pp.program.report.line_tables import ARROWS
+from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.reading import shown_reading
-from hetero_pp.program.report.tables import format_bandwidths, format_two, plain_table, wide
+from hetero_pp.program.report.tables import PlainTable, format_bandwidth
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
-from hetero_pp.units import format_bytes, format_count, format_ratio, format_seconds
-
-WIDTH_OF_FILES = 120
-"""Columns of the tables where they go to a file."""
+from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
 
 
 def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
@@ -35,7 +31,7 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     file = ConfigFile(path, overrides)
     with shown_reading(Console(stderr=True), "reading the corpus") as on_progress:
         prepared = prepare(file, runs.absolute(), checks=True, on_progress=on_progress)
-    console = wide(Console(), WIDTH_OF_FILES)
+    console = standard_output()
     _print_run(console, path, prepared)
     _print_addresses(console, prepared.spec.config)
     console.print(_members_table(prepared.spec))
@@ -46,13 +42,13 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
         where = (
             f"this machine cannot carry all members: {dotted(limit.key)}: " if limit.is_final else "on this machine "
         )
-        console.print(f"Note: {where}{limit.message}.", highlight=False, markup=False)
+        say(console, f"Note: {where}{limit.message}.")
     notes = (
         "→ is from the first named to the second. Sizes are of tensors and contributions; headers and framing come on "
         "top. `takes` is the least time that a round's bytes occupy the link, or the line: what all links of a machine "
         "share, ↑ for what it sends and ↓ for what it receives."
     )
-    console.print(notes, style="dim")
+    say(console, notes, style="dim")
 
 
 def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
@@ -62,20 +58,25 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     per_step = sum(replica.batch_size for replica in config.replicas) * config.data.sequence_length
     tokens = spec.total_steps * per_step
     compression = config.outer.compression
-    console.print(f"[bold]{path}[/bold]: the run `{config.name}` is valid.")
-    console.print(
+    say(console, f"{path}: the run `{config.name}` is valid.", bold=str(path))
+    say(
+        console,
         f"Model: {_count(spec.parameter_shapes):,} parameters, width {shape.width}, {shape.layers} layers, "
-        f"{shape.heads} heads, vocabulary {shape.vocabulary}."
+        f"{shape.heads} heads, vocabulary {shape.vocabulary}.",
     )
-    console.print(
+    say(
+        console,
         f"Schedule: {format_count(rounds, 'outer round')} of {format_count(steps, 'inner step')}, {per_step:,} tokens "
-        f"a step over all replicas, {tokens:,} in all."
+        f"a step over all replicas, {tokens:,} in all.",
     )
     if prepared.source is not None:
-        console.print(f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
-    console.print(
+        say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
+    for (what, chosen), names in _engines_and_boundaries(spec).items():
+        say(console, f"{what} of {', '.join(names)}: {chosen}.")
+    say(
+        console,
         f"Contributions: density {format_ratio(compression.density)}, {_values_of(compression)}, about "
-        f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))} a replica and round."
+        f"{format_bytes(max(sum(blobs.values()) for blobs in blob_sizes(spec).values()))} a replica and round.",
     )
 
 
@@ -84,7 +85,7 @@ def _print_addresses(console: Console, config: RunConfig) -> None:
     places = {True: "free on this host", False: "another host's, not tried here"}
     found = [f"{one.member} {one.address} ({places[one.is_of_this_host]})" for one in fixed_addresses(config)]
     if found:
-        console.print(f"Listening: {', '.join(found)}.", highlight=False)
+        say(console, f"Listening: {', '.join(found)}.")
 
 
 def _values_of(compression: CompressionSettings) -> str:
@@ -92,18 +93,31 @@ def _values_of(compression: CompressionSettings) -> str:
     return signs if compression.quantiser == "signs" else f"{format_count(compression.value_bits, 'bit')} a value"
 
 
-def _members_table(spec: RunSpec) -> Table:
-    table = plain_table(["member", "kind", "owns"], ["parameters", "micro-batches"])
+def _engines_and_boundaries(spec: RunSpec) -> dict[tuple[str, str], list[str]]:
+    """What trains a datacenter replica, and what crosses between the stages of a group; of which replicas."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for replica in spec.config.replicas:
+        if isinstance(replica, DatacenterReplica):
+            ranks = f", {replica.world} ranks" if replica.world > 1 else ""
+            found.setdefault(("Engine", f"{replica.engine}{ranks}"), []).append(replica.name)
+        elif replica.stage_count > 1:
+            boundary = replica.boundary
+            rank = boundary.dimensions(spec.shape.width)
+            crosses = "all dimensions" if rank is None else f"rank {rank} of {spec.shape.width}"
+            values = f"{boundary.bits} bits" if boundary.bits else boundary.dtype
+            found.setdefault(("Boundaries", f"{crosses}, {values}"), []).append(replica.name)
+    return found
+
+
+def _members_table(spec: RunSpec) -> PlainTable:
+    table = PlainTable(["member", "kind", "owns"], ["parameters", "micro-batches"])
     for member in spec.members.values():
         replica, stage = member.replica, member.stage
         if isinstance(replica, DatacenterReplica):
-            kind, owns = _site(replica), "whole model"
+            kind, owns = "datacenter", "whole model"
         else:
             assert stage is not None
-            rank = replica.boundary.dimensions(spec.shape.width)
-            crosses = "full" if rank is None else f"{rank} of {spec.shape.width}"
-            crosses += f", {replica.boundary.bits} bits" if replica.boundary.bits else f" {replica.boundary.dtype}"
-            kind = f"stage {stage.index + 1}/{stage.count}, rank {crosses}"
+            kind = f"stage {stage.index + 1}/{stage.count}"
             owns = _layers(stage.layers)
             owns = ("embedding, " if stage.is_first else "") + owns + (", head" if stage.is_last else "")
         shapes = {name: spec.parameter_shapes[name] for name in member.owned}
@@ -112,38 +126,36 @@ def _members_table(spec: RunSpec) -> Table:
     return table
 
 
-def _site(replica: DatacenterReplica) -> str:
-    return f"datacenter ({replica.engine}" + (f", {replica.world} ranks)" if replica.world > 1 else ")")
-
-
 def _layers(layers: range) -> str:
     return f"layer {layers.start}" if len(layers) == 1 else f"layers {layers.start}-{layers.stop - 1}"
 
 
-def _links_table(spec: RunSpec) -> Table:
-    columns = ["bandwidth", "latency", "a step →", "a step ←", "a round →", "a round ←", "takes →", "takes ←"]
-    table = plain_table(["link"], columns, widest=max(map(len, spec.links)))
+_LOADS = ("bandwidth", "latency", "a step", "a round", "takes")
+
+
+def _links_table(spec: RunSpec) -> PlainTable:
+    table = PlainTable(["link", ""], _LOADS)
     steps = spec.config.inner.steps
     for name, loads in _loads(spec):
         link = spec.links[name]
         shapes: list[LinkShape] = [link.forward, link.backward]
         both = [loads["forward"], loads["backward"]]
         rounds = [steps * load.step + load.evaluation + load.outer_round for load in both]
-        table.add_row(
+        table.add_both(
             name,
-            format_bandwidths({way: link.shape(way).bandwidth for way in DIRECTIONS}, link.has_lines),
-            _pair([format_seconds(shape.latency) for shape in shapes]),
-            *(format_bytes(load.step) if load.step else "" for load in both),
-            *(format_bytes(size) for size in rounds),
-            *(_least_time(shape.bandwidth, size) for shape, size in zip(shapes, rounds, strict=True)),
+            DIRECTIONS,
+            [format_bandwidth(shape.bandwidth, link.has_lines) for shape in shapes],
+            [format_seconds(shape.latency) for shape in shapes],
+            [format_bytes(load.step) if load.step else "" for load in both],
+            [format_bytes(size) for size in rounds],
+            [_least_time(shape.bandwidth, size) for shape, size in zip(shapes, rounds, strict=True)],
         )
     return table
 
 
-def _lines_table(spec: RunSpec) -> Table:
+def _lines_table(spec: RunSpec) -> PlainTable:
     """What all links that pass a line bring it."""
-    columns = [f"{what} {ARROWS[way]}" for what in ("a step", "a round", "takes") for way in WAYS]
-    table = plain_table(["line", "up / down"], columns)
+    table = PlainTable(["line", ""], [one for one in _LOADS if one != "latency"])
     steps = spec.config.inner.steps
     for line in spec.lines.values():
         step: dict[Way, int] = dict.fromkeys(WAYS, 0)
@@ -154,12 +166,13 @@ def _lines_table(spec: RunSpec) -> Table:
                     if passed == line:
                         step[way] += load.step
                         round_[way] += steps * load.step + load.evaluation + load.outer_round
-        table.add_row(
+        table.add_both(
             f"{line.name} ({line.kind})",
-            format_two(line.up, line.down),
-            *(format_bytes(step[way]) if step[way] else "" for way in WAYS),
-            *(format_bytes(round_[way]) for way in WAYS),
-            *(_least_time(line.bandwidth(way), round_[way]) for way in WAYS),
+            WAYS,
+            [format_bits_per_second(line.bandwidth(way)) for way in WAYS],
+            [format_bytes(step[way]) if step[way] else "" for way in WAYS],
+            [format_bytes(round_[way]) for way in WAYS],
+            [_least_time(line.bandwidth(way), round_[way]) for way in WAYS],
         )
     return table
 
@@ -180,10 +193,6 @@ def _least_time(bandwidth: float | None, size: int) -> str:
     if bandwidth is None:
         return "-"
     return format_seconds(wire_bytes(raw_frames(size)) * 8 / bandwidth)
-
-
-def _pair(both: list[str]) -> str:
-    return both[0] if both[0] == both[1] else " / ".join(both)
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:

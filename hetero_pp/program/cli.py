@@ -167,17 +167,15 @@ def reproduce(
         list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="Such as `het-pp/table2`; all by default.")
     ] = None,
     scale: Annotated[str, typer.Option(help="The size at which rows are trained: micro, small or paper.")] = "micro",
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds a row is trained with.")] = 3,
-    workers: Annotated[int, typer.Option(min=1, help="Rows trained at once, one core each.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="How many seeds a row is trained with.")] = 3,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Rows trained at once, one core each.")] = 1,
     show_list: Annotated[bool, typer.Option("--list", help="List the experiments, their claims and state.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="With --list: write the list to a file.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Validate every row and print what it would cost.")
     ] = False,
     train: Annotated[bool, typer.Option(help="--no-train writes the tables from what was trained so far.")] = True,
-    sweep: Annotated[
-        list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row, as `outer.compression.density=1/128,1/32`.")
-    ] = [],  # noqa: B006 (typer copies it)
+    sweep: Annotated[list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row, as `rank=1/8,1/32`.")] = [],  # noqa: B006 (typer copies it)
     corpus: Annotated[str | None, typer.Option(help="Your own text instead of the experiment's.")] = None,
     repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus that is too small more than once.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: what the scale wants, if it is here.")] = "auto",
@@ -272,5 +270,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    print(f"hetero-pp: {message}", file=sys.stderr)
+    from hetero_pp.program.report.output import complain
+
+    complain(f"hetero-pp: {message}")
     raise typer.Exit(code)

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from hetero_pp.errors import ConfigError
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
+from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.round_optimizer import round_optimizer
@@ -37,7 +36,7 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
         except OSError as error:
             raise ConfigError((), f"--to {to}: cannot be made ({error.strerror})") from None
         size = write_model(to, parameters, spec.parameter_shapes, spec.shape, spec.config.data, dtype)
-    Console().print(f"{to}: {spec.config.name} after round {number}, {size / 1e6:.1f} MB of {dtype}", soft_wrap=True)
+    tell(standard_output(), f"{to}: {spec.config.name} after round {number}, {size / 1e6:.1f} MB of {dtype}")
 
 
 @contextmanager

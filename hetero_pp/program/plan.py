@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.planner.search import Result, describe_penalty, search
-from hetero_pp.program.report.tables import plain_table, wide
+from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.show_prediction import print_assumption
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
@@ -29,7 +30,7 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
         raise ConfigError((), f"--write {write}: expected another file than the YAML that is planned")
     file = ConfigFile(path, overrides)
     config = file.config.with_absolute_paths()
-    console = wide(Console(), 160)
+    console = standard_output()
     try:
         vocabulary = None if config.model.vocabulary is not None else load_tokenizer(config.data).vocabulary
         with console.status("searching"):
@@ -37,9 +38,9 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     except ConfigError as error:
         raise file.located(error) from None
     lines = list(_lines(path, share, result))
-    console.print(f"[bold]{lines[0]}[/bold]", highlight=False)
+    say(console, lines[0], bold=lines[0])
     for line in lines[1:]:
-        console.print(line, highlight=False)
+        say(console, line)
     _print_choices(console, result)
     print_assumption(console, assumed_in(RunSpec(result.config, vocabulary)))
     if json_path is not None:
@@ -53,7 +54,7 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     result.config.check()
     reasons = (f"{one.what}: {one.chosen}: {one.why}" for one in result.choices)
     save_config(result.config, write, [*lines, *reasons])
-    console.print(f"Written to {write}.", highlight=False)
+    say(console, f"Written to {write}.")
 
 
 def _share(target: str) -> float:
@@ -82,10 +83,12 @@ def _lines(path: Path, target: float, result: Result) -> Sequence[str]:
 
 
 def _print_choices(console: Console, result: Result) -> None:
-    table = plain_table(["for", "chosen", "why"], [])
-    for choice in result.choices:
-        table.add_row(choice.what, choice.chosen, choice.why)
-    console.print(table)
+    """What is chosen for each replica, and below each choice why."""
+    for what, choices in groupby(result.choices, key=lambda choice: choice.what):
+        say(console, what, bold=what)
+        for choice in choices:
+            say(console, choice.chosen, indent="  ")
+            say(console, choice.why, style="dim", indent="    ")
 
 
 def _as_json(target: float, result: Result, write: Path) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from hetero_pp.lines import WAYS
-from hetero_pp.links import Direction
-from hetero_pp.program.report.line_tables import ARROWS
-from hetero_pp.program.report.tables import plain_table
+from hetero_pp.links import DIRECTIONS, Direction
+from hetero_pp.program.report.output import say
+from hetero_pp.program.report.tables import PlainTable, heads_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.published import Comparison
@@ -26,22 +26,25 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     parameters = sum(_numbers(shape) for shape in spec.parameter_shapes.values())
     replicas = format_count(sum(replica.count for replica in prediction.replicas), "replica")
     members = format_count(prediction.members, "member")
-    console.print(f"[bold]{path}[/bold]: {parameters:,} parameters, {replicas}, {members}.")
+    say(console, f"{path}: {parameters:,} parameters, {replicas}, {members}.", bold=str(path))
     times = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
     step, round_, outer = map(format_seconds, times)
     steps, rounds = format_count(spec.config.inner.steps, "step"), format_count(round(prediction.rounds), "outer round")
-    console.print(f"A step takes {step}, a round of {steps} {round_}, of which the outer round {outer}.")
-    console.print(
+    say(console, f"A step takes {step}, a round of {steps} {round_}, of which the outer round {outer}.")
+    say(
+        console,
         f"Members train {format_percent(use['absolute'])} of the time, {format_percent(use['relative'])} of what links "
-        f"that cost nothing would allow."
+        "that cost nothing would allow.",
     )
-    console.print(
+    say(
+        console,
         f"{prediction.tokens_per_second:,.0f} tokens a second: {prediction.tokens:,} tokens in {prediction.days:.3g} "
-        f"days, {prediction.accelerator_hours:,.3g} accelerator-hours."
+        f"days, {prediction.accelerator_hours:,.3g} accelerator-hours.",
     )
-    console.print(
+    say(
+        console,
         f"In {rounds} a replica sends {format_bytes(prediction.sent_bytes)} and receives "
-        f"{format_bytes(prediction.received_bytes)}."
+        f"{format_bytes(prediction.received_bytes)}.",
     )
     _print_replicas(console, prediction)
     _print_members(console, prediction)
@@ -54,7 +57,7 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
 def print_assumption(console: Console, assumed: str) -> None:
     """What the prediction takes machines for that nobody named."""
     if assumed:
-        console.print(f"Note: {assumed}.", highlight=False)
+        say(console, f"Note: {assumed}.")
 
 
 def _numbers(shape: tuple[int, ...]) -> int:
@@ -65,7 +68,7 @@ def _numbers(shape: tuple[int, ...]) -> int:
 
 
 def _print_replicas(console: Console, prediction: Prediction) -> None:
-    table = plain_table(["replica"], ["count", "lost", "a step", "inner loop", "bubble", "exposed communication"])
+    table = PlainTable(["replica"], ["count", "lost", "a step", "inner loop", "bubble", "exposed communication"])
     for replica in prediction.replicas:
         times = format_seconds(replica.step_seconds), format_seconds(replica.inner_seconds)
         shares = format_percent(replica.bubble), format_percent(replica.exposed_communication)
@@ -74,7 +77,7 @@ def _print_replicas(console: Console, prediction: Prediction) -> None:
 
 
 def _print_members(console: Console, prediction: Prediction) -> None:
-    table = plain_table(["member"], ["trains", "memory", "of", "sends", "in", "receives", "in"])
+    table = PlainTable(["member"], ["trains", "memory", "of", "sends", "in", "receives", "in"])
     for replica in prediction.replicas:
         for stage in replica.stages:
             memory = format_bytes(sum(stage.memory_bytes.values())), format_bytes(stage.memory_capacity_bytes)
@@ -85,7 +88,7 @@ def _print_members(console: Console, prediction: Prediction) -> None:
 
 
 def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> None:
-    table = plain_table(["link"], ["a round →", "a round ←", "busy →", "busy ←"])
+    table = PlainTable(["link"], heads_of(DIRECTIONS, "a round", "busy"))
     for replica in prediction.replicas:
         for link in replica.links:
             sizes = format_bytes(link.forward_bytes), format_bytes(link.backward_bytes)
@@ -97,7 +100,7 @@ def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> Non
 
 
 def _print_lines(console: Console, prediction: Prediction) -> None:
-    table = plain_table(["line", "kind"], [f"{what} {ARROWS[way]}" for what in ("a round", "busy") for way in WAYS])
+    table = PlainTable(["line", "kind"], heads_of(WAYS, "a round", "busy"))
     for line in prediction.lines:
         sizes = format_bytes(line.up_bytes), format_bytes(line.down_bytes)
         table.add_row(line.name, line.kind, *sizes, format_percent(line.up_busy), format_percent(line.down_busy))
@@ -110,14 +113,14 @@ def print_sweep(
     """A table for each curve, with a line for each value."""
     for curve, predictions in found.items():
         if curves is not None:
-            console.print(f"[bold]{curves.key} = {curve}[/bold]")
-        columns = ["a step", "a round", "outer", "trains", "of the possible", "tokens a second", "days"]
-        table = plain_table([sweep.key], [*columns, "sends", "receives"])
+            say(console, title := f"{curves.key} = {curve}", bold=title)
+        columns = ["a step", "a round", "outer", "trains", "of the possible", "tokens/s", "days"]
+        table = PlainTable([sweep.key], [*columns, "sends", "receives"])
         for value, prediction in predictions.items():
             table.add_row(_short(value), *_row(prediction))
         console.print(table)
         _print_published(console, sweep.key, {_short(value): one.published for value, one in predictions.items()})
-    console.print("`sends` and `receives`: a replica, in all outer rounds.", style="dim")
+    say(console, "`sends` and `receives`: a replica, in all outer rounds.", style="dim")
     _print_without_effect(console, sweep, curves, found)
 
 
@@ -139,7 +142,7 @@ def _print_without_effect(
     in_vain = _without_effect(sweep, curves, plain)
     for varied in _without_effect(sweep, curves, shown):
         what = "nothing that is predicted" if varied in in_vain else "little, and none of these numbers"
-        console.print(f"{varied.title} changes {what}: its {len(varied.values)} values come to the same.")
+        say(console, f"{varied.title} changes {what}: its {len(varied.values)} values come to the same.")
 
 
 def _without_effect(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, object]]) -> list[Sweep]:
@@ -154,15 +157,19 @@ def _print_published(console: Console, key: str, found: Mapping[str, Sequence[Co
     """By value of a sweep (one without a name, where there is none)."""
     if not any(found.values()):
         return
-    table = plain_table([*([key] if key else []), "what"], ["published", "predicted", "ratio", ""])
+    places = {one.where for comparisons in found.values() for one in comparisons}
+    table = PlainTable([*([key] if key else []), "what"], ["published", "predicted", "ratio", "holds"])
     for value, comparisons in found.items():
-        for one in comparisons:
-            bound = "" if one.bound == "equal" else f"{one.bound} "
-            verdict = {None: "", True: "holds", False: "does not hold"}[one.holds]
+        for first, one in enumerate(comparisons):
+            bound = {"at least": "≥ ", "at most": "≤ "}.get(one.bound, "")
             numbers = f"{bound}{_formatted(one.what, one.published)}", _formatted(one.what, one.predicted)
-            named = [value] if key else []
-            table.add_row(*named, f"{one.what} ({one.where})", *numbers, f"{one.ratio:.3g}", verdict)
+            named = [value if first == 0 else ""] if key else []
+            where = f" ({one.where})" if len(places) > 1 else ""
+            holds = {None: "", True: "yes", False: "no"}[one.holds]
+            table.add_row(*named, f"{one.what}{where}", *numbers, f"{one.ratio:.3g}", holds)
     console.print(table)
+    if len(places) == 1:
+        say(console, f"Published: {places.pop()}.")
 
 
 def _formatted(what: str, value: float) -> str:

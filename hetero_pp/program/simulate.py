@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.report.tables import wide
+from hetero_pp.program.report.output import standard_output
 from hetero_pp.program.show_prediction import print_assumption, print_prediction, print_sweep
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
@@ -46,7 +44,7 @@ def simulate(path: Path, overrides: Sequence[str], sweep: str | None, curves: st
     spec = spec_of(file)
     timeline = None if outputs.timeline is None else Timeline()
     prediction = _predict(file, spec, timeline)
-    console = wide(Console(), 120)
+    console = standard_output()
     print_prediction(console, path, spec, prediction)
     print_assumption(console, assumed_in(spec))
     if timeline is not None and outputs.timeline is not None:
@@ -68,7 +66,7 @@ def _simulate_sweep(path: Path, overrides: Sequence[str], sweep: Sweep, curves: 
             spec = spec_of(file)
             assumed = assumed_in(spec) or assumed
             found.setdefault(curve, {})[value] = _predict(file, spec, None)
-    console = wide(Console(), 120)
+    console = standard_output()
     print_sweep(console, sweep, curves, found)
     print_assumption(console, assumed)
     points = {

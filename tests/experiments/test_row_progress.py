@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 
@@ -80,3 +81,14 @@ def test_a_bar_a_row_on_a_terminal_until_it_is_finished(job: Job) -> None:
     assert shown() == [("rows", 0, 2), *rows]
     progress.finished(0, "loss 4.0000, 1 s")
     assert shown() == [("rows", 1, 2), rows[1]]
+
+
+def test_a_long_name_is_folded_and_no_number_of_a_row_is_cut(job: Job) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    progress = RowProgress([replace(job, name="SparseLoCo 3.12 % H = 15, parameter server")], console)
+    progress.round(0, 2, 4.125)
+    console.print(progress._progress.get_renderable())
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    assert "loss 4.1250" in out.getvalue()
+    assert " 2/3 0:00:00 " in out.getvalue()

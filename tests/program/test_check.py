@@ -35,7 +35,7 @@ def _check(path: Path, *arguments: str) -> str:
 def test_it_speaks_as_the_yaml_does(yaml: Path) -> None:
     said = _check(yaml)
     assert "density 1/24, signs" in said
-    assert "datacenter (torchtitan, 4 ranks)" in said
+    assert "Engine of dc: torchtitan, 4 ranks." in said
     assert "embedding, layer 0 " in said
     assert " layers 1-3, head " in said
     assert "1 outer round of 1 inner step," in _check(yaml, "--set", "outer.rounds=1", "--set", "inner.steps=1")

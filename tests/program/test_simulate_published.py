@@ -75,7 +75,9 @@ def test_screen_and_json_show_them(yaml: Path, tmp_path: Path) -> None:
     assert code == 0, errors
     [line] = [line for line in out.splitlines() if line.strip().startswith("rounds")]
     assert line.split()[-3:] == ["8", "4", "0.5"]
-    assert "does not hold" in out
+    [line] = [line for line in out.splitlines() if line.strip().startswith(USE)]
+    assert "≥ 99.9%" in line
+    assert line.split()[-1] == "no"
     content: dict[str, Any] = json.loads(path.read_text())
     assert [(one["what"], one["holds"]) for one in content["published"]] == [("rounds", None), (USE, False)]
     assert content["published"][0]["ratio"] == 0.5

@@ -19,15 +19,15 @@ from hetero_pp.program.experiments.report import print_result, result_of, write_
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.training import train, train_on_ranks
+from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
-from hetero_pp.program.report.tables import wide
 from hetero_pp.run.folder import CACHE
 from replica_groups.ranks import init_ranks
 
 
 def reproduce(request: Request) -> None:
     """Train what is missing, then write every table and its verdicts."""
-    console = wide(Console(), 120)
+    console = standard_output()
     settings, broken = request.settings()
     rows = request.results.absolute() / request.catalog.scale(request.scale).name / ROWS
     outcomes = read_outcomes(rows)
@@ -53,7 +53,7 @@ def reproduce(request: Request) -> None:
             table.write(request.results, outcomes, console)
     print_broken(console, broken)
     for name, cause in failures.items():
-        console.print(f"{name} failed: {cause}", style="red")
+        tell(console, f"{name} failed: {cause}", style="red")
 
 
 class _Table:
@@ -93,7 +93,7 @@ class _Table:
         path = folder / self.setting.scale.name / f"{self.setting.experiment.name}.json"
         earlier = json.loads(path.read_text()) if path.exists() else {}
         if not known and any(row["ours"] is not None for row in earlier.get("rows", [])):
-            console.print(f"{path} is kept: no row of it was trained on this corpus", style="yellow")
+            say(console, f"{path} is kept: no row of it was trained on this corpus", style="yellow")
             return
         seeds = max(map(len, known.values()), default=self.seeds)
         command = f"{self.setting.command} --seeds {seeds}"

@@ -15,7 +15,8 @@ from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.facts import parameter_count, token_count
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.program.report.tables import plain_table, wide
+from hetero_pp.program.report.output import say, standard_output, tell
+from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.units import format_bytes
@@ -31,22 +32,28 @@ def list_experiments(request: Request, path: Path | None) -> None:
     entries += [{"name": name, "state": "broken", "error": str(error)} for name, error in broken.items()]
     if path is not None:
         path.write_text(json.dumps(entries, indent=1) + "\n")
-    table = plain_table(["experiment", "title"], ["rows", "claims", "hours", "state"])
+    table = PlainTable(["experiment", "title"], ["rows", "claims", "hours", "known"])
     for entry in entries:
-        known = "error" not in entry
-        numbers = (str(entry["rows"]), str(len(entry["claims"])), f"{entry['hours']:.2g}") if known else ("", "", "")
-        table.add_row(entry["name"], entry["title"] if known else "", *numbers, entry["state"])
-    console = wide(Console(), 120)
+        if "error" in entry:
+            table.add_row(entry["name"], entry["state"])
+        else:
+            numbers = str(entry["rows"]), str(len(entry["claims"])), f"{entry['hours']:.2g}"
+            table.add_row(entry["name"], entry["title"], *numbers, entry["state"].partition(" rows ")[0])
+    console = standard_output()
     console.print(table)
     unit = "of one core" if request.catalog.scale(request.scale).hardware == "cpu" else "of one GPU (assumed speed)"
     print_broken(console, broken)
-    console.print(f"hours: {unit}, for {request.seeds} seeds of every row, before anything is known", style="dim")
+    notes = (
+        f"`known`: rows that are, of those that the scale {request.scale} can have. "
+        f"`hours`: {unit}, for {request.seeds} seeds of every row, before anything is known."
+    )
+    say(console, notes, style="dim")
 
 
 def print_broken(console: Console, broken: Mapping[str, ConfigError]) -> None:
     """Say what is wrong with the experiments that cannot be used: a line each, below what there is of the others."""
     for name, error in broken.items():
-        console.print(f"{name} is broken: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        tell(console, f"{name} is broken: {error}", style="red")
 
 
 def _entry(setting: Setting, request: Request) -> dict[str, Any]:
@@ -91,13 +98,14 @@ class Cost:
 
 def dry_run(request: Request) -> None:
     """Validate every row at the scale; print parameters, tokens, FLOPs, bytes and an estimate of the time."""
-    console = wide(Console(), 120)
+    console = standard_output()
     settings, broken = request.settings()
     for setting in settings:
-        table = plain_table(["row"], ["parameters", "tokens", "FLOPs", "contributions", "hours", "state"])
+        table = PlainTable(["row"], ["parameters", "tokens", "FLOPs", "sends", "hours"], ["state"])
         for row in setting.experiment.rows:
             table.add_row(row.name, *_cost_cells(setting, row))
-        console.print(f"[bold]{setting.experiment.name}[/bold] at scale {setting.scale.name}")
+        name = setting.experiment.name
+        say(console, f"{name} at scale {setting.scale.name}", bold=name)
         console.print(table)
     print_broken(console, broken)
 
@@ -110,4 +118,4 @@ def _cost_cells(setting: Setting, row: Row) -> Iterator[str]:
     cost = Cost.of(setting, row)
     yield from (f"{cost.parameters:,}", f"{cost.tokens:,}", f"{cost.flops:.2g}", format_bytes(cost.sent_bytes))
     yield f"{cost.hours:.2g}"
-    yield setting.why_not(row) or "can be trained"
+    yield setting.why_not(row) or "ready"

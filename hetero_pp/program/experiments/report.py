@@ -21,7 +21,8 @@ from hetero_pp.program.experiments.plots import draw
 from hetero_pp.program.experiments.provenance import Trained, trained_by
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import Values, judge
-from hetero_pp.program.report.tables import plain_table
+from hetero_pp.program.report.output import say
+from hetero_pp.program.report.tables import PlainTable
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
 """row -> seed -> outcome"""
@@ -152,10 +153,10 @@ def write_result(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> N
 def print_result(console: Console, result: Mapping[str, Any], path: Path) -> None:
     """The table on the screen."""
     where = "; ".join(part for part in (result["paper"], f"scale {result['scale']}") if part)
-    console.print(f"[bold]{result['name']}[/bold]: {result['title']} ({where})")
-    console.print(f"  {result['facts']}", style="dim", highlight=False)
+    say(console, f"{result['name']}: {result['title']} ({where})", bold=result["name"])
+    say(console, result["facts"], style="dim", indent="  ")
     papers = ["paper"] if any(row["paper"] is not None for row in result["rows"]) else []
-    table = plain_table(["row"], [*papers, "ours", "spread", "seeds", "to baseline", "state"])
+    table = PlainTable(["row"], [*papers, "ours", "spread", "seeds", "to baseline"], ["state"])
     for row in result["rows"]:
         ours = row["ours"] or {"mean": None, "spread": None, "seeds": {}}
         numbers = [number(row["paper"], 3)] if papers else []
@@ -165,5 +166,5 @@ def print_result(console: Console, result: Mapping[str, Any], path: Path) -> Non
     console.print(table)
     for claim in result["claims"]:
         interval = f" ({interval_cell(claim)})" if claim["interval"] else ""
-        console.print(f"  {claim['verdict']}: {claim['text']}{interval}", highlight=False)
-    console.print(f"  written to {path}", style="dim", highlight=False, soft_wrap=True)
+        say(console, f"{claim['verdict']}: {claim['text']}{interval}", indent="  ")
+    say(console, f"written to {path}", style="dim", indent="  ")

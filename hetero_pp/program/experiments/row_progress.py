@@ -19,9 +19,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from hetero_pp.outer.exchange_service import MOST_BETWEEN
 from hetero_pp.program.experiments.jobs import Job
+from hetero_pp.program.report.output import tell
 from hetero_pp.progress import NowAndThen
 
 FIRST_LINE = 60.0
@@ -35,7 +37,7 @@ class RowProgress:
     """Shows rounds of rows, which may come from other processes, and rows that are finished."""
 
     def __init__(self, jobs: Sequence[Job], console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        columns = (TextColumn("{task.description}", table_column=Column()), BarColumn(20), MofNCompleteColumn())
         self._jobs, self._console, self._clock = jobs, console, clock
         self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
         self._all = self._progress.add_task("rows", total=len(jobs))
@@ -91,7 +93,7 @@ class RowProgress:
             self._say(f"{len(self._done)}/{len(self._jobs)} {_name(self._jobs[index])}: {end}")
 
     def _say(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
+        tell(self._console, line)
 
 
 def _name(job: Job) -> str:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError
 from hetero_pp.links import EXCHANGE
@@ -28,6 +26,7 @@ from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.interrupted import told_how_to_go_on
 from hetero_pp.program.launch.recorded import OnReport, run_and_record
+from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.run.folder import RunFolder
@@ -81,7 +80,7 @@ def run_on_this_host(
 
         def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
             needed = f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}"
-            Console().print(needed, soft_wrap=True, highlight=False)
+            tell(standard_output(), needed)
             launch_exchange(folder, token, resume, on_report)
 
         with claim(runs.absolute(), prepared.spec.config.name, [EXCHANGE]), told:
@@ -98,7 +97,7 @@ def run_on_this_host(
 
 def _run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) -> None:
     """Carry members, with a configuration of their own: that of the run is the exchange's, if it is on this host."""
-    name, say = prepared.spec.config.name, partial(Console().print, soft_wrap=True, highlight=False, markup=False)
+    name, say = prepared.spec.config.name, partial(tell, standard_output())
     folder = RunFolder(runs / name, f"config-{only}.yaml")
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
         save_config(prepared.spec.config, folder.config)
@@ -118,18 +117,20 @@ def print_commands(path: Path, overrides: Sequence[str]) -> None:
     try:
         file.config.require_grouped()
         lines = commands(file.config, path, overrides)
-        lines = [*(f"# {note}" for note in notes(file)), *lines]
+        told = notes(file)
     except ConfigError as error:
         raise file.located(error) from None
+    for note in told:
+        tell(standard_output(), f"# {note}", hanging="#   ")
     print("\n".join(lines))
 
 
 def _prepare(path: Path, overrides: Sequence[str], runs: Path, only: str | None, resume: bool) -> Prepared:
     file = ConfigFile(path, overrides)
-    with shown_reading(Console(), "reading the corpus") as on_progress:
+    with shown_reading(standard_output(), "reading the corpus") as on_progress:
         prepared = prepare(file, runs.absolute(), only, resume, on_progress=on_progress)
     for limit in prepared.limits:
-        Console().print(f"{file.config.name}: {limit.message}", soft_wrap=True, highlight=False, markup=False)
+        tell(standard_output(), f"{file.config.name}: {limit.message}")
     return prepared
 
 

@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rich.console import Console
-
 from hetero_pp.changed_keys import Changes, Values
 from hetero_pp.errors import HeteroPPError, RunFailed
 from hetero_pp.links import EXCHANGE
@@ -17,6 +15,7 @@ from hetero_pp.program.launch.inputs import Prepared, new_run_folder
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
 from hetero_pp.program.report.display import LiveDisplay, print_result
 from hetero_pp.program.report.earlier import reports_until
+from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
@@ -37,7 +36,7 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
 
     Raises RunFailed if it ended early without saying why.
     """
-    console = Console()
+    console = standard_output()
     folder = RunFolder(runs.absolute() / prepared.spec.config.name)
     spec, changed = _going_on(prepared, folder) if resume else (prepared.spec, None)
     if resume:
@@ -46,7 +45,7 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
         begin_folder(spec, runs.absolute())
 
     def say(line: str) -> None:
-        console.print(f"{spec.config.name}: {line}", soft_wrap=True, highlight=False, markup=False)
+        tell(console, f"{spec.config.name}: {line}")
 
     state = RunState(spec)
     recorder = Recorder(spec, folder, state, resume, say)
@@ -104,7 +103,7 @@ def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
     agreement = require_same_run(prepared.spec.config, prepared.given, folder)
     next_round = max(ContributionLog(folder.log).records(), default=0) + 1
     for line in unheeded(prepared.spec.config, agreement):
-        Console().print(f"{prepared.spec.config.name}: {line}", soft_wrap=True, highlight=False, markup=False)
+        tell(standard_output(), f"{prepared.spec.config.name}: {line}")
     changes = agreement.changes.changed(agreement.first, next_round, agreement.wanted)
     return RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes), agreement.wanted
 

@@ -19,9 +19,10 @@ from hetero_pp.links import DIRECTIONS
 from hetero_pp.messages.messages_pb2 import JOINING, Waiting
 from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.line_tables import live_lines, result_lines
+from hetero_pp.program.report.output import say, tell
 from hetero_pp.program.report.reading import now_and_then, reading_line
 from hetero_pp.program.report.state import RunState, format_share
-from hetero_pp.program.report.tables import format_bandwidths, plain_table, wide
+from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_two, heads_of
 from hetero_pp.topology import DatacenterReplica
 from hetero_pp.units import format_bytes, format_count, format_seconds
 from replica_groups.exchange.patience import listed, whom
@@ -124,7 +125,7 @@ class LiveDisplay:
         return lines
 
     def _say(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        tell(self._console, line)
 
 
 # ---- lines, where there is no terminal ----
@@ -230,8 +231,8 @@ def _status(state: RunState, now: float) -> Iterator[Text]:
         yield Text(f" {joined_line(state)}", style="dim")
 
 
-def _live_replicas(state: RunState, now: float) -> Table:
-    table = plain_table(("replica", "kind"), ("inner step", "loss", "validation loss", "tokens/s"))
+def _live_replicas(state: RunState, now: float) -> PlainTable:
+    table = PlainTable(["replica", "kind"], ["inner step", "loss", "validation loss", "tokens/s"])
     for replica in state.replicas.values():
         validation = replica.validation_loss
         table.add_row(
@@ -245,14 +246,15 @@ def _live_replicas(state: RunState, now: float) -> Table:
     return table
 
 
-def _live_links(state: RunState, links: list[LinkState], now: float) -> Table:
-    table = plain_table(("link", "bandwidth"), ("now →", "now ←", "busy →", "busy ←", "total →", "total ←"))
+def _live_links(state: RunState, links: list[LinkState], now: float) -> PlainTable:
+    table = PlainTable(["link", "bandwidth"], heads_of(DIRECTIONS, "now", "busy", "total"), spare=["bandwidth"])
     seconds = state.training_seconds(now)
     for link in links:
         ways = [link.directions[way] for way in DIRECTIONS]
+        limits = [way.bandwidth for way in ways]
         table.add_row(
             _ends(link.spec.source, link.spec.target),
-            format_bandwidths({way: link.directions[way].bandwidth for way in DIRECTIONS}, link.spec.has_lines),
+            "lines" if link.spec.has_lines and limits == [None, None] else format_two(*limits),
             *(f"{format_bytes(way.recent_bytes_per_second(now))}/s" for way in ways),
             *(format_share(way.busy_share(seconds)) for way in ways),
             *(format_bytes(way.wire_bytes) for way in ways),
@@ -265,20 +267,19 @@ def _live_links(state: RunState, links: list[LinkState], now: float) -> Table:
 
 def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
     """What a run brought, from its summary; `folder` is where its files are."""
-    console = wide(console)
     console.print(_result_replicas(summary))
     console.print(_result_links(summary))
     if summary["lines"]:
         console.print(result_lines(summary))
     for line in _result_lines(summary, folder):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        say(console, line)
 
 
-def _result_replicas(summary: Mapping[str, Any]) -> Table:
+def _result_replicas(summary: Mapping[str, Any]) -> PlainTable:
     """Validation loss at first, after the first round and after the last; those between are in the files."""
     rounds = sorted({1, summary["rounds"]} - {0})
-    validation = ["validation\ninitial", *(f"validation\nround {round_}" for round_ in rounds)]
-    table = plain_table(("replica", "kind"), ("tokens", "training\nloss", *validation))
+    validation = ["validation initial", *(f"validation round {round_}" for round_ in rounds)]
+    table = PlainTable(["replica", "kind"], ["tokens", "training loss", *validation])
     replicas = summary["replicas"]
     whole = {"name": "mean", "kind": "", "tokens": sum(replica["tokens"] for replica in replicas), "loss": None}
     for replica in [*replicas, dict(summary) | whole] if len(replicas) > 1 else replicas:
@@ -294,16 +295,17 @@ def _result_replicas(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _result_links(summary: Mapping[str, Any]) -> Table:
-    columns = ("payload →", "payload ←", "wire →", "wire ←", "busy →", "busy ←")
-    table = plain_table(("link", "bandwidth"), columns)
+def _result_links(summary: Mapping[str, Any]) -> PlainTable:
+    table = PlainTable(["link", ""], ["bandwidth", "payload", "wire", "busy"])
     for link in summary["links"]:
-        table.add_row(
+        limits = link["bandwidth_bits_per_second"]
+        table.add_both(
             _ends(link["from"], link["to"]),
-            format_bandwidths(link["bandwidth_bits_per_second"], any(link["lines"].values())),
-            *(format_bytes(link["payload_bytes"][way]) for way in DIRECTIONS),
-            *(format_bytes(link["wire_bytes"][way]) for way in DIRECTIONS),
-            *(format_share(link["busy_share"][way]) for way in DIRECTIONS),
+            DIRECTIONS,
+            [format_bandwidth(limits[way], any(link["lines"].values())) for way in DIRECTIONS],
+            [format_bytes(link["payload_bytes"][way]) for way in DIRECTIONS],
+            [format_bytes(link["wire_bytes"][way]) for way in DIRECTIONS],
+            [format_share(link["busy_share"][way]) for way in DIRECTIONS],
         )
     return table
 

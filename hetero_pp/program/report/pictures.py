@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from hetero_pp.files import whole
 from hetero_pp.lines import WAYS, Way
 from hetero_pp.links import DIRECTIONS, Direction
-from hetero_pp.program.report import line_tables
 from hetero_pp.program.report.carried import LinkState
-from hetero_pp.program.report.state import ARROWS, RunState, format_share
+from hetero_pp.program.report.state import RunState, format_share
+from hetero_pp.program.report.tables import ARROWS
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ STYLE: Any = {
     "legend.edgecolor": "none",
     "legend.framealpha": 0.9,
 }
-_ARROWS: Mapping[str, str] = dict([*ARROWS.items(), *line_tables.ARROWS.items()])
 MOST_MARKS = 40
 """More outer rounds than this are marked by every second, fifth, tenth, ... line."""
 
@@ -148,7 +147,7 @@ class _Bar:
     def text(self) -> str:
         busy = "" if self.busy is None else f", busy {format_share(self.busy)}"
         first = f"   (+ {format_bytes(self.first)} before the first step)" if self.first else ""
-        return f"{_ARROWS[self.way]} {format_bytes(self.size)}{busy}{first}"
+        return f"{ARROWS[self.way]} {format_bytes(self.size)}{busy}{first}"
 
 
 def _bars(state: RunState) -> Iterator[_Bar]:
@@ -234,7 +233,7 @@ def _legend(axes: Axes, bars: list[_Bar]) -> None:
     from matplotlib.patches import Patch
 
     kinds = {(bar.kind, bar.way): bar.colour for bar in bars}
-    handles = [Patch(color=colour, label=f"{kind}, {way} {_ARROWS[way]}") for (kind, way), colour in kinds.items()]
+    handles = [Patch(color=colour, label=f"{kind}, {way} {ARROWS[way]}") for (kind, way), colour in kinds.items()]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=6)
 
 

@@ -9,8 +9,10 @@ from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN
+from hetero_pp.program.report.output import tell
 from hetero_pp.progress import NowAndThen, OnProgress
 
 _SECONDS_BETWEEN_LOOKS = 0.1
@@ -20,9 +22,14 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 def shown_reading(console: Console, what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[OnProgress]:
     """Give the block what to tell how far it is; `what` is shown until it does. Nothing is left on a terminal."""
     if not console.is_terminal:
-        yield now_and_then(partial(console.print, soft_wrap=True, highlight=False), clock)
+        yield now_and_then(partial(tell, console), clock)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", table_column=Column()),
+        BarColumn(20),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield NowAndThen(

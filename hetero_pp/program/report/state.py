@@ -14,7 +14,7 @@ from typing import Any
 
 from hetero_pp.changed_keys import Changes
 from hetero_pp.lines import WAYS, LineSpec
-from hetero_pp.links import DIRECTIONS, EXCHANGE, Direction
+from hetero_pp.links import DIRECTIONS, EXCHANGE
 from hetero_pp.messages.messages_pb2 import (
     Begun,
     Evaluation,
@@ -30,8 +30,6 @@ from hetero_pp.messages.messages_pb2 import (
 from hetero_pp.program.report.carried import DirectionState, LineState, LinkState, lines_of
 from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.run.spec import RunSpec
-
-ARROWS: dict[Direction, str] = {"forward": "→", "backward": "←"}
 
 
 @dataclass

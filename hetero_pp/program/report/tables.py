@@ -3,46 +3,140 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
-from hetero_pp.links import DIRECTIONS
+from hetero_pp.program.report.folding import fold_names, widest_part
 from hetero_pp.units import format_bits_per_second
 
-WIDTH_OF_FILES = 100
-"""Columns of the tables where there is no terminal."""
+ARROWS: Mapping[str, str] = {"forward": "→", "backward": "←", "up": "↑", "down": "↓"}
+"""Of the directions of a link, and of the ways of a line."""
+
+_LEAST_TEXT, _LEAST_NAMES = 12, 24
+"""Columns that a text gets before it is folded; the first ones of a table that is in several parts all the same."""
+_GAP, _EDGES = 2, 2
+"""Columns between two of a table, and at its ends."""
 
 
-def wide(console: Console, width: int = WIDTH_OF_FILES) -> Console:
-    """A terminal as it is; a file or a pipe with room for a table."""
-    return console if console.is_terminal else Console(file=console.file, width=max(width, console.width))
+@dataclass(frozen=True)
+class PlainTable:
+    """Texts, then numbers, then texts again, in whatever width there is.
+
+    Texts and heads are folded, numbers never. Columns that do not fit follow below, beside the first one once more.
+    """
+
+    left: Sequence[str]
+    right: Sequence[str]
+    last: Sequence[str] = ()
+    spare: Sequence[str] = ()
+    """Columns that go where not all fit unless texts are folded."""
+    _rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add_row(self, *cells: str) -> None:
+        """A cell for each column; what is left out is empty."""
+        self._rows.append(cells + ("",) * (len(self._heads) - len(cells)))
+
+    def add_both(self, name: str, ways: Sequence[str], *columns: Sequence[str]) -> None:
+        """A row for each way of what has two: its name, an arrow, and that way's cell of each column."""
+        for index, way in enumerate(ways):
+            self.add_row("" if index else name, ARROWS[way], *(column[index] for column in columns))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [self._column(index) for index in range(len(self._heads))]
+        if _needed([column.most if column.is_text else column.least for column in columns]) > options.max_width:
+            columns = [column for column in columns if column.head not in self.spare]
+        parts = _side_by_side(columns, options.max_width)
+        if len(parts) > 1:
+            beside = options.max_width - _needed([0, max(column.least for column in columns[1:])])
+            names = replace(columns[0], folded=min(_LEAST_NAMES, beside))
+            parts = _side_by_side([names, *columns[1:]], options.max_width)
+        for part in parts:
+            yield _drawn(part, options.max_width)
+
+    @property
+    def _heads(self) -> Sequence[str]:
+        return [*self.left, *self.right, *self.last]
+
+    def _column(self, index: int) -> _Column:
+        is_text = not len(self.left) <= index < len(self.left) + len(self.right)
+        return _Column(self._heads[index], [row[index] for row in self._rows], is_text)
 
 
-def plain_table(left: Sequence[str], right: Sequence[str], widest: int | None = None) -> Table:
-    """A table with text columns first (the first one never narrower than `widest`) and number columns after them."""
+@dataclass(frozen=True)
+class _Column:
+    head: str
+    cells: Sequence[str]
+    is_text: bool
+    folded: int = _LEAST_TEXT
+    """The width that a text gets before it is folded."""
+
+    @property
+    def most(self) -> int:
+        """The width at which nothing of it is folded."""
+        return max(map(len, (self.head, *self.cells)))
+
+    @property
+    def least(self) -> int:
+        """The width below which it cannot be shown."""
+        if not self.is_text:
+            return max(widest_part(self.head), *map(len, self.cells), 0)
+        parts = (widest_part(self.head), *map(widest_part, self.cells))
+        return max(*parts, min(self.most, self.folded))
+
+
+def _side_by_side(columns: Sequence[_Column], room: int) -> list[list[_Column]]:
+    """Columns in as few tables as it takes; each begins with the first column."""
+    first, *rest = columns
+    parts = [[first]]
+    for column in rest:
+        if len(parts[-1]) > 1 and _needed([one.least for one in (*parts[-1], column)]) > room:
+            parts.append([first])
+        parts[-1].append(column)
+    return parts
+
+
+def _needed(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1) + _EDGES
+
+
+def _drawn(columns: Sequence[_Column], room: int) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in left:
-        table.add_column(column, overflow="fold", min_width=widest if column == left[0] else None)
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
+    widths = _widths(columns, room)
+    for column, width in zip(columns, widths, strict=True):
+        head = Text("\n".join(fold_names(column.head, width)))
+        table.add_column(head, width=width, no_wrap=True, justify="left" if column.is_text else "right")
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*(Text("\n".join(fold_names(cell, width))) for cell, width in zip(cells, widths, strict=True)))
     return table
 
 
-def format_bandwidths(ways: Mapping[Any, float | None], has_lines: bool = False) -> str:
-    """`100 Mbit/s`; if the directions differ, `20 / 50 Mbit/s` or `50 Mbit/s / 1 Gbit/s`.
+def _widths(columns: Sequence[_Column], room: int) -> list[int]:
+    """As little as each needs; what is left goes to the narrowest of those that are folded, column by column."""
+    widths = [column.least for column in columns]
+    for _ in range(room - _needed(widths)):
+        folded = [index for index, column in enumerate(columns) if widths[index] < column.most]
+        if not folded:
+            break
+        widths[min(folded, key=widths.__getitem__)] += 1
+    return widths
 
-    What has no limit but the lines that it passes is as fast as its `lines`.
-    """
-    if has_lines and all(ways[way] is None for way in DIRECTIONS):
-        return "lines"
-    return format_two(*(ways[way] for way in DIRECTIONS))
+
+def heads_of(ways: Sequence[str], *columns: str) -> list[str]:
+    """Heads of columns that each way has beside the other."""
+    return [f"{column} {ARROWS[way]}" for column in columns for way in ways]
+
+
+def format_bandwidth(value: float | None, has_lines: bool) -> str:
+    """Of a link, one way. What has no limit but the lines that it passes is as fast as its `lines`."""
+    return "lines" if value is None and has_lines else format_bits_per_second(value)
 
 
 def format_two(there: float | None, back: float | None) -> str:
-    """Two bandwidths; one number if they are equal."""
+    """Two bandwidths: `20 / 50 Mbit/s` or `50 Mbit/s / 1 Gbit/s`; one number if they are equal."""
     first, second = format_bits_per_second(there), format_bits_per_second(back)
     if first == second:
         return first

@@ -1,0 +1,41 @@
+"""How the program prints: as wide as the terminal is, and 80 columns where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from rich.console import Console
+from rich.text import Text
+
+from hetero_pp.program.report.folding import fold
+
+WIDTH_OF_FILES = 80
+"""Columns where there is no terminal: pipes and files are read in terminals, logs and chats."""
+
+
+def standard_output() -> Console:
+    """Where a command prints. The width is that of the terminal; where there is none `COLUMNS`, else 80."""
+    console = Console()
+    is_given = os.environ.get("COLUMNS", "").isdigit()
+    return console if console.is_terminal or is_given else Console(width=WIDTH_OF_FILES)
+
+
+def say(console: Console, text: str, bold: str = "", style: str = "", indent: str = "") -> None:
+    """A sentence, in as many lines as it takes; what it begins with may be `bold`."""
+    found = Text("\n".join(fold(text, console.width, indent)), style=style)
+    found.stylize("bold", 0, len(bold))
+    console.print(found, soft_wrap=True)
+
+
+def tell(console: Console, line: str, style: str = "", hanging: str = "  ") -> None:
+    """What happened: one line, as a log is searched for it; folded on a terminal, with `hanging` before the rest."""
+    shown = "\n".join(fold(line, console.width, hanging=hanging)) if console.is_terminal else line
+    console.print(Text(shown, style=style), soft_wrap=True)
+
+
+def complain(message: str) -> None:
+    """What went wrong, to standard error: folded on a terminal, else one line."""
+    width = shutil.get_terminal_size().columns
+    print("\n".join(fold(message, width, hanging="  ")) if sys.stderr.isatty() else message, file=sys.stderr)
