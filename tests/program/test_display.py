@@ -14,6 +14,7 @@ from test_run_state import (
     START,
     begun,
     evaluation,
+    link_use,
     made_up_reports,
     made_up_round,
     made_up_spec,
@@ -21,10 +22,14 @@ from test_run_state import (
     waiting,
 )
 
+from hetero_pp.links import DIRECTIONS
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Report
 from hetero_pp.program.report.display import LiveDisplay, live_view, print_result
 from hetero_pp.program.report.state import RunState
+from hetero_pp.run.read import spec_of
+from hetero_pp.run.yaml_file import ConfigFile
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 END = START + ROUNDS * ROUND_SECONDS
 
 
@@ -137,17 +142,27 @@ def test_live_view_fits_the_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width
     assert "0:12 elapsed, about 0:04 left" in text
     assert "1/2" in text
-    assert "home.0 → home.1" in text
+    assert "home.0-1" in text
     assert ("8 / 4 Mbit/s" in text) == (width == 100)
     assert "42 %" in text  # busy 5 of 12 seconds
     assert "participants" in text
+
+
+def test_live_view_has_a_row_for_every_link_of_a_machine_with_a_long_name() -> None:
+    state = RunState(spec_of(ConfigFile(CONFIGS / "unequal_groups.yaml")))
+    rates = [link_use(START + 12, name, way, 0, 987_654_321) for name in state.links for way in DIRECTIONS]
+    for report in rates:
+        state.apply(report)
+    lines = text_of(live_view(state, START + 12, height=40), width=80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if "988 MB" in line] == list(state.links)
 
 
 def test_live_view_of_a_low_terminal_leaves_the_quiet_links_out() -> None:
     state = state_of(made_up_reports())
     lines = text_of(live_view(state, END, height=17)).splitlines()
     assert "and 2 links that carried less" in lines[-1]
-    assert any("home.0 → home.1" in line for line in lines)
+    assert any("home.0-1" in line for line in lines)
     assert len(lines) <= 17
 
 
@@ -160,7 +175,7 @@ def test_on_a_terminal_the_view_goes_away_at_a_good_end() -> None:
     console = Console(file=out, width=100, height=40, force_terminal=True)
     with LiveDisplay(state_of(made_up_reports()), console, clock=lambda: END) as display:
         display.refresh()
-    assert "home.0 → home.1" in out.getvalue()
+    assert "home.0-1" in out.getvalue()
     assert "\x1b[2K" in out.getvalue().splitlines()[-1]
 
 
@@ -172,7 +187,7 @@ def test_result() -> None:
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "dc datacenter 400 4.0000 6.0000 4.5000 3.5000" in rows
     assert "mean 800 – 6.1000 4.6000 3.6000" in rows
-    forward = rows.index("home.0 → home.1 → 8 Mbit/s 8 kB 8.02 kB 50 %")
+    forward = rows.index("home.0-1 → 8 Mbit/s 8 kB 8.02 kB 50 %")
     assert rows[forward + 1] == "← 4 Mbit/s 4 kB 4.02 kB 25 %"
     said = " ".join(rows)
     assert "Of the payload, 50 kB are the first snapshot and the evaluation of the initial weights." in said

@@ -253,7 +253,7 @@ def _live_links(state: RunState, links: list[LinkState], now: float) -> PlainTab
         ways = [link.directions[way] for way in DIRECTIONS]
         limits = [way.bandwidth for way in ways]
         table.add_row(
-            _ends(link.spec.source, link.spec.target),
+            link.spec.name,
             "lines" if link.spec.has_lines and limits == [None, None] else format_two(*limits),
             *(f"{format_bytes(way.recent_bytes_per_second(now))}/s" for way in ways),
             *(format_share(way.busy_share(seconds)) for way in ways),
@@ -300,7 +300,7 @@ def _result_links(summary: Mapping[str, Any]) -> PlainTable:
     for link in summary["links"]:
         limits = link["bandwidth_bits_per_second"]
         table.add_both(
-            _ends(link["from"], link["to"]),
+            link["name"],
             DIRECTIONS,
             [format_bandwidth(limits[way], any(link["lines"].values())) for way in DIRECTIONS],
             [format_bytes(link["payload_bytes"][way]) for way in DIRECTIONS],
@@ -342,10 +342,6 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
 
 def _loss(loss: float | None) -> str:
     return "–" if loss is None else f"{loss:.4f}"
-
-
-def _ends(source: str, target: str) -> str:
-    return f"{source} → {target}"
 
 
 def _clock_time(seconds: float) -> str:

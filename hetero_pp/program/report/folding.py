@@ -38,6 +38,11 @@ def fold_names(text: str, width: int) -> list[str]:
     return lines
 
 
+def widest_word(text: str) -> int:
+    """The least width that `fold` can keep to."""
+    return max(map(len, fold(text, 1)))
+
+
 def widest_part(text: str) -> int:
     """The least width that `fold_names` can keep to."""
     return max(len(part) for word in fold(text, 1) for part in _WITHIN_A_NAME.split(word))

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from hetero_pp.program.report.folding import fold_names, widest_part
+from hetero_pp.program.report.folding import fold, fold_names, widest_part, widest_word
 from hetero_pp.units import format_bits_per_second
 
 ARROWS: Mapping[str, str] = {"forward": "→", "backward": "←", "up": "↑", "down": "↓"}
@@ -18,6 +18,8 @@ ARROWS: Mapping[str, str] = {"forward": "→", "backward": "←", "up": "↑", "
 
 _LEAST_TEXT, _LEAST_NAMES = 12, 24
 """Columns that a text gets before it is folded; the first ones of a table that is in several parts all the same."""
+_LEAST_HEAD = 8
+"""Columns that a head gets before it is folded."""
 _GAP, _EDGES = 2, 2
 """Columns between two of a table, and at its ends."""
 
@@ -82,10 +84,10 @@ class _Column:
     @property
     def least(self) -> int:
         """The width below which it cannot be shown."""
+        head = max(widest_word(self.head), min(len(self.head), _LEAST_HEAD))
         if not self.is_text:
-            return max(widest_part(self.head), *map(len, self.cells), 0)
-        parts = (widest_part(self.head), *map(widest_part, self.cells))
-        return max(*parts, min(self.most, self.folded))
+            return max(head, *map(len, self.cells), 0)
+        return max(head, *map(widest_part, self.cells), min(self.most, self.folded))
 
 
 def _side_by_side(columns: Sequence[_Column], room: int) -> list[list[_Column]]:
@@ -107,7 +109,7 @@ def _drawn(columns: Sequence[_Column], room: int) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     widths = _widths(columns, room)
     for column, width in zip(columns, widths, strict=True):
-        head = Text("\n".join(fold_names(column.head, width)))
+        head = Text("\n".join(fold(column.head, width)))
         table.add_column(head, width=width, no_wrap=True, justify="left" if column.is_text else "right")
     for cells in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*(Text("\n".join(fold_names(cell, width))) for cell, width in zip(cells, widths, strict=True)))
@@ -115,13 +117,13 @@ def _drawn(columns: Sequence[_Column], room: int) -> Table:
 
 
 def _widths(columns: Sequence[_Column], room: int) -> list[int]:
-    """As little as each needs; what is left goes to the narrowest of those that are folded, column by column."""
+    """As little as each needs; what is left goes to the narrowest that is folded, to texts before heads of numbers."""
     widths = [column.least for column in columns]
     for _ in range(room - _needed(widths)):
         folded = [index for index, column in enumerate(columns) if widths[index] < column.most]
         if not folded:
             break
-        widths[min(folded, key=widths.__getitem__)] += 1
+        widths[min(folded, key=lambda index: (not columns[index].is_text, widths[index]))] += 1
     return widths
 
 
