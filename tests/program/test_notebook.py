@@ -57,8 +57,19 @@ def _reported_rounds(run: Run) -> set[int]:
     return {line["round"] for line in lines if line["event"] == "inner_step"}
 
 
+_EARLIER: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_other_tests() -> None:
+    """Runs in process of another file, whose threads may not have ended yet."""
+    _EARLIER.clear()
+    _EARLIER.update(threading.enumerate())
+
+
 def _member_threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate()} & MEMBERS
+    """Of the runs of a test."""
+    return {thread.name for thread in set(threading.enumerate()) - _EARLIER} & MEMBERS
 
 
 # ---- training ----
