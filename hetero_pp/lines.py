@@ -7,6 +7,7 @@ but for members of one site, who reach each other without.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -89,6 +90,8 @@ def check_sites(sites: Mapping[str, SiteSettings], members: Sequence[str], kinds
     seen: set[str] = set()
     for name, site in sites.items():
         key = ("sites", name)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+            raise ConfigError(key, f"found the site `{name}`, expected a name of letters, digits, `-` and `_`")
         if name in members:
             raise ConfigError(key, f"found the name of a member, `{name}`, expected a name of its own for a site")
         check_kind(site.line, kinds, (*key, "line"))

@@ -5,6 +5,7 @@ Everything inside the program is a plain number in base units: bits per second, 
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import suppress
 from fractions import Fraction
@@ -37,7 +38,10 @@ def parse_quantity(value: Any, units: dict[str, float], example: str) -> float:
     number, unit = match[1], match[2]
     if unit not in units:
         raise ValueError(f"found `{value}` with the unknown unit `{unit}`, {expected} (units: {', '.join(units)})")
-    return float(number.replace("_", "")) * units[unit]
+    found = float(number.replace("_", "")) * units[unit]
+    if not math.isfinite(found):
+        raise ValueError(f"found `{value}`, {expected} that a number can hold")
+    return found
 
 
 def parse_fraction(value: Any) -> float:

@@ -116,6 +116,8 @@ def test_the_run_is_the_same_behind_other_lines(path: Path) -> None:
             "found home.1 twice",
         ),
         ("sites={dc: {line: dsl, members: [dc]}}", "sites.dc", "found the name of a member, `dc`"),
+        ("sites={../out: {line: dsl, members: [dc]}}", "sites", "found the site `../out`, expected a name of letters"),
+        ("lines.dsl.up=1e400 Mbit/s", "lines.dsl.up", "that a number can hold"),
         ("lines.dsl.up=20", "lines.dsl.up", "expected a number and a unit such as `100 Mbit/s`"),
         ("lines.dsl.latency=-1 ms", "lines.dsl.latency", "expected a number and a unit"),
         ("lines.dsl.upload=1 Mbit/s", "lines.dsl.upload", "found an unknown key, expected one of bandwidth, down"),
