@@ -75,16 +75,20 @@ class Lines:
 
     def leaving(self, link: LinkSpec, direction: Direction, seed: int) -> ShapedQueue[T] | StreamQueue[T]:
         """Out of which comes what one direction may send. Without lines, when it would be there; with, once it left."""
-        if not link.has_lines:
-            return direction_queue(link, direction, seed, self.clock)
-        return StreamQueue(self._stream(link, direction), None, self.clock)
+        return self._queue(link, direction, seed, is_here=False)
 
     def crossing(self, link: LinkSpec, direction: Direction, seed: int) -> ShapedQueue[T] | StreamQueue[T]:
         """Out of which comes what one direction of a link within this process has brought."""
+        return self._queue(link, direction, seed, is_here=True)
+
+    def _queue(self, link: LinkSpec, direction: Direction, seed: int, is_here: bool) -> ShapedQueue[T] | StreamQueue[T]:
+        """`is_here`: whether who receives is in this process too, so that the queue times the arrival."""
         if not link.has_lines:
             return direction_queue(link, direction, seed, self.clock)
-        arrives = self.arriving(link, direction, seed).at
-        return StreamQueue(self._stream(link, direction), arrives, self.clock)
+        up, bandwidth = self._bucket(link.lines(direction)[0], "up"), link.shape(direction).bandwidth
+        own = [] if bandwidth is None else [ThreadBucket(bandwidth)]
+        stream = Stream([*([] if up is None else [up]), *own], self.clock)
+        return StreamQueue(stream, self.arriving(link, direction, seed).at if is_here else None, self.clock)
 
     def arriving(self, link: LinkSpec, direction: Direction, seed: int) -> Arrivals:
         """When is there what one direction sent."""
@@ -93,11 +97,6 @@ class Lines:
         slowest = min((one for one in limits if one is not None), default=None)
         seed_ = f"{seed}/{link.name}/{direction}"
         return Arrivals(self._bucket(down, "down"), link.shape(direction), slowest, seed_, self.clock)
-
-    def _stream(self, link: LinkSpec, direction: Direction) -> Stream:
-        up, bandwidth = self._bucket(link.lines(direction)[0], "up"), link.shape(direction).bandwidth
-        own = [] if bandwidth is None else [ThreadBucket(bandwidth)]
-        return Stream([*([] if up is None else [up]), *own], self.clock)
 
     def _bucket(self, line: LineSpec | None, way: Way) -> Bucket | None:
         if line is None or (rate := line.bandwidth(way)) is None:

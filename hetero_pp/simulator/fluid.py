@@ -2,8 +2,7 @@
 
 A line is shared by all that pass it at a time, fairly: rates are max-min fair over all lines, and no message gets more
 than its link carries. They change only when a message begins or ends, so between two events everything is linear, and
-the times are exact for the model. Packets that take turns come to the
-same within 1 % (tests/simulator/test_fluid.py).
+the times are exact for the model. Packets that take turns come to the same within 1 % (tests/simulator/test_fluid.py).
 
 A line makes stages of a group wait for each other through messages that no schedule orders: which of two messages is
 there first depends on all times before. So this cannot be the recurrence on arrays of hetero_pp.simulator.pipeline.
@@ -22,9 +21,6 @@ import numpy as np
 
 from hetero_pp.schedule import Action, Event
 
-OnCompute = Callable[[int, str, int, float, float], None]
-"""(stage, what, micro-batch, starts, ends)"""
-
 INFINITY = float("inf")
 ALMOST = 1e-9
 """Bits that are left of a message by rounding alone."""
@@ -33,6 +29,8 @@ Stream = tuple[str, int]
 """("activation" or "gradient", hop)"""
 OnFlow = Callable[[Stream, int, float, float], None]
 """(stream, micro-batch, when it began to leave, when its last bit had left)"""
+OnCompute = Callable[[int, str, int, float, float], None]
+"""(stage, what, micro-batch, starts, ends)"""
 
 
 @dataclass(frozen=True)
