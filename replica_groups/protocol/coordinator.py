@@ -1,0 +1,420 @@
+"""The coordinator of a run: rounds, places and failure as a pure state machine.
+
+    effects = coordinator.step(event, now)
+
+No clock, thread, socket or file is in it: `now` is an argument, on a clock that does not go back, and everything that
+has to be done comes out as an effect. The exchange runs it over gRPC and in process, the simulation on a clock of its
+own. What it holds can be computed again: rounds from the records in the store, terms from what was claimed there, and
+who is there from who is heard. So it may end at any instruction, begin anew, or be there twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+from replica_groups.protocol import events as e
+from replica_groups.protocol.learnt import Lateness
+from replica_groups.protocol.places import Place, Replica
+from replica_groups.protocol.rounds import OpenRound
+from replica_groups.protocol.rules import Rules
+
+RETRY_SECONDS = 1.0
+"""After which a write to a store that failed is tried again."""
+
+LOOK_SECONDS = 10.0
+"""How often a coordinator without a quorum looks whether another one has closed the round."""
+
+REMEMBERED_HASHES = 4
+"""Of how many rounds hashes are kept until replay has come to them."""
+
+
+class Coordinator:
+    """The state of a run, and what changes it."""
+
+    def __init__(
+        self, rules: Rules, now: float = 0.0, terms: Mapping[str, int] | None = None, goes_on: bool = False
+    ) -> None:
+        """`terms`: the highest that were claimed of places. With `goes_on` another coordinator was there a moment ago:
+        then those who held them are presumed to be there until they are not.
+        """
+        self.rules = rules
+        self.places = {name: Place(name, replica) for name, replica in rules.places.items()}
+        self.replicas = {
+            name: Replica(name, [self.places[place] for place in rules.places_of(name)]) for name in rules.replicas
+        }
+        for name, term in (terms or {}).items():
+            if goes_on:
+                self.places[name].take(term, None, now, rules)
+            self.places[name].term, self.places[name].presumed = term, goes_on
+        self.open: OpenRound | None = None
+        """None before the run begins, and after its last round."""
+        self.last_round = 0
+        """The last that is decided."""
+        self.rounds: int | None = None
+        """The last that there will be; None before the run begins."""
+        self.lateness = Lateness(rules.grace)
+        self._paused = False
+        self._look_at: float | None = None
+        self._last_quorum_at: float | None = None
+        self._told_late: set[str] = set()
+        self._hashes: dict[int, dict[str, Mapping[str, bytes]]] = {}
+        self._audited: dict[int, Mapping[str, bytes]] = {}
+        self._differing: dict[int, set[str]] = {}
+        self._handlers: Mapping[type, Callable[[Any, float], Iterator[e.Effect]]] = {
+            e.Began: self._began,
+            e.Applied: self._applied,
+            e.Claimed: self._claimed,
+            e.Noted: self._noted,
+            e.Heard: self._heard,
+            e.Lost: self._lost,
+            e.Died: self._died,
+            e.Asked: self._asked,
+            e.Broken: self._broken,
+            e.Deposited: self._deposited,
+            e.Recorded: self._recorded,
+            e.NotRecorded: self._not_recorded,
+            e.Confirmed: self._confirmed,
+            e.Audited: self._audit,
+            e.Left: self._left,
+            e.Tick: self._tick,
+        }
+
+    def step(self, event: e.Event, now: float) -> list[e.Effect]:
+        """What an event, `now`, makes necessary."""
+        effects = list(self._handlers[type(event)](event, now))
+        effects += self._close_if_due(now)
+        effects += self._tell_of_quorum()
+        return effects
+
+    def deadline(self) -> float | None:
+        """When to say Tick, if nothing else happens before."""
+        times = [place.ends_at()[0] for place in self.places.values() if place.held]
+        if self.open is not None and not self.open.writing:
+            times += [time for time in (self._closes_at(), self._look_at) if time is not None]
+        return min(times, default=None)
+
+    @property
+    def waited_for(self) -> list[str]:
+        """The replicas without which the open round does not close at once."""
+        return [] if self.open is None else self.open.waited_for(self.alive)
+
+    @property
+    def alive(self) -> list[str]:
+        """The replicas of which every place is held."""
+        return [name for name, replica in self.replicas.items() if replica.alive]
+
+    @property
+    def is_through(self) -> bool:
+        """Whether every round is decided, and everybody who is there has left."""
+        return self.rounds is not None and self.open is None and not any(p.held for p in self.places.values())
+
+    def holds(self, place: str, term: int) -> bool:
+        """Whether a term is not over."""
+        return self.places[place].held and self.places[place].term == term
+
+    # ---- the beginning ----
+
+    def _began(self, event: e.Began, now: float) -> Iterator[e.Effect]:
+        self.last_round, self.rounds = event.round, event.rounds
+        yield from self._open_next(now, set(self.alive))
+
+    # ---- places ----
+
+    def _applied(self, event: e.Applied, now: float) -> Iterator[e.Effect]:
+        place = self.places[event.place]
+        if place.held and place.process == event.process:
+            yield e.Welcome(place.name, event.process, place.term)
+        elif place.held and not place.presumed and now - place.silence.since < place.silence.lease / 3:
+            yield e.Refused(place.name, f"found a second `{place.name}`", event.process)
+        else:
+            place.applicant = event.process
+            yield from self._let_in(place)
+
+    def _let_in(self, place: Place) -> Iterator[e.Effect]:
+        """Who waits for a place that is vacant."""
+        if place.applicant is not None and not place.held and not place.claiming:
+            place.claiming = True
+            yield e.Claim(place.name, place.term + 1, place.applicant)
+
+    def _claimed(self, event: e.Claimed, now: float) -> Iterator[e.Effect]:
+        place = self.places[event.place]
+        place.claiming = False
+        if event.won and event.term > place.term and not place.held:
+            place.take(event.term, event.process, now, self.rules)
+            if place.applicant == event.process:
+                place.applicant = None
+            yield e.Welcome(place.name, event.process, place.term)
+        elif not place.held:
+            place.term = max(place.term, event.term)
+            yield from self._let_in(place)
+
+    def _noted(self, event: e.Noted, now: float) -> Iterator[e.Effect]:
+        """Whoever holds a later term than is known here has ended the one that is."""
+        place = self.places[event.place]
+        if event.term > place.term:
+            if place.held:
+                yield from self._end_term(place, "another coordinator has let somebody else in")
+            place.take(event.term, None, now, self.rules)
+            place.presumed = True
+
+    def _heard(self, event: e.Heard, now: float) -> Iterator[e.Effect]:
+        place = self.places[event.place]
+        if not (yield from self._admits(place, event.term)):
+            return
+        if event.round is not None and event.epoch == self.replicas[place.replica].epoch:
+            yield from self._adopt(place, event.round)
+        place.hear(now, event.progress, event.computes)
+
+    def _admits(self, place: Place, term: int) -> Generator[e.Effect, None, bool]:
+        """Whether a term acts; who holds one that is over is told."""
+        if term > place.term:
+            yield e.LookUp(place.name)
+        elif not self.holds(place.name, term):
+            yield e.Fenced(place.name, term, "its term is over")
+        return self.holds(place.name, term)
+
+    def _adopt(self, place: Place, round_: int) -> Iterator[e.Effect]:
+        """Another coordinator has given a replica this round; one of its places may not have heard of it."""
+        replica = self.replicas[place.replica]
+        if not place.presumed or replica.round is not None or not replica.alive:
+            return
+        replica.round = round_
+        for other in replica.places:
+            if other.asked is not None and other.asked < round_:
+                other.asked = None
+                yield e.Assign(other.name, other.term, round_, replica.epoch)
+
+    def _lost(self, event: e.Lost, now: float) -> Iterator[e.Effect]:
+        place = self.places[event.place]
+        if self.holds(event.place, event.term) and not place.through:
+            place.lost = True
+        yield from ()
+
+    def _died(self, event: e.Died, now: float) -> Iterator[e.Effect]:
+        place = self.places[event.place]
+        if place.held and event.term in (None, place.term):
+            yield from self._end_term(place, event.cause)
+
+    def _end_term(self, place: Place, cause: str) -> Iterator[e.Effect]:
+        """Nobody holds the place any more. What its replica has not contributed whole is void."""
+        place.vacate()
+        yield e.Fenced(place.name, place.term, cause)
+        yield from self._suspend(self.replicas[place.replica], f"{place.name}: {cause}")
+        yield from self._let_in(place)
+
+    def _suspend(self, replica: Replica, cause: str) -> Iterator[e.Effect]:
+        """A replica has to be formed anew. Those that wait for the record of a whole contribution go on to wait."""
+        round_, replica.round = replica.round, None
+        if self.open is not None and replica.name in self.open.whole:
+            return
+        if self.open is not None:
+            self.open.withdraw(replica.name)
+        for place in replica.places:
+            if place.held and place.asked is None and (round_ is not None or place.presumed):
+                yield e.Suspended(place.name, place.term, replica.epoch, cause)
+
+    def _broken(self, event: e.Broken, now: float) -> Iterator[e.Effect]:
+        """Who cannot reach a neighbour that is there gets another term, so that its replica is formed anew."""
+        place = self.places[event.place]
+        replica = self.replicas[place.replica]
+        if not (yield from self._admits(place, event.term)):
+            return
+        if event.epoch == replica.epoch and replica.alive:
+            yield from self._end_term(place, event.cause)
+
+    # ---- work ----
+
+    def _asked(self, event: e.Asked, now: float) -> Iterator[e.Effect]:
+        place = self.places[event.place]
+        replica = self.replicas[place.replica]
+        if not (yield from self._admits(place, event.term)):
+            return
+        place.presumed = False
+        if replica.round is not None and event.holds < replica.round:
+            yield e.Assign(place.name, place.term, replica.round, replica.epoch)  # it was told, and has not heard
+            return
+        place.asked = event.holds
+        if event.holds > self.last_round:
+            yield e.Look(self.last_round + 1)
+        yield from self._form(replica, now)
+
+    def _form(self, replica: Replica, now: float) -> Iterator[e.Effect]:
+        """Give a replica a round, if all of it waits for one and one is to be had."""
+        if not replica.waits or self.rounds is None:
+            return
+        if max(place.asked or 0 for place in replica.places) > self.last_round:
+            return  # another coordinator has closed rounds that are not known here yet
+        if self.open is None:
+            yield from self._assign(replica, 0)
+        elif self._may_join(replica.name, now):
+            self.open.taking_part.add(replica.name)
+            yield from self._assign(replica, self.open.number)
+
+    def _may_join(self, replica: str, now: float) -> bool:
+        """Whether a replica takes part in the open round. Who comes late waits for the next, to stay in step."""
+        assert self.open is not None
+        if replica in self.open.taking_part or replica in self.open.whole:
+            return replica not in self.open.whole
+        there = len(self.open.whole) + len([one for one in self.waited_for if one != replica])
+        in_time = now - self.open.opened_at <= self.lateness.grace
+        return self.rules.joins_at_once or in_time or there < self.rules.needed
+
+    def _assign(self, replica: Replica, round_: int) -> Iterator[e.Effect]:
+        replica.round = round_ or None
+        for place in replica.places:
+            place.asked = None
+            yield e.Assign(place.name, place.term, round_, replica.epoch, place.differs)
+            place.differs = False
+
+    def _open_next(self, now: float, taking_part: set[str]) -> Iterator[e.Effect]:
+        """Open the round after the last one that is decided, for these replicas and those that wait."""
+        assert self.rounds is not None
+        self.open, self._look_at = None, None
+        if self.last_round < self.rounds:
+            self.open = OpenRound(self.last_round + 1, now, taking_part)
+            self._look_at = now + self.rules.limit
+        for replica in self.replicas.values():
+            yield from self._form(replica, now)
+
+    def _left(self, event: e.Left, now: float) -> Iterator[e.Effect]:
+        place = self.places[event.place]
+        if self.holds(event.place, event.term):
+            place.vacate()
+            place.through = True
+        yield from ()
+
+    # ---- rounds ----
+
+    def _deposited(self, event: e.Deposited, now: float) -> Iterator[e.Effect]:
+        place = self.places[event.place]
+        replica = self.replicas[place.replica]
+        if not (yield from self._admits(place, event.term)):
+            return
+        if event.round <= self.last_round:
+            yield from self._too_late(event, now)
+            return
+        if event.epoch == replica.epoch:
+            yield from self._adopt(place, event.round)
+        found, expected = (event.round, event.epoch), (replica.round, replica.epoch)
+        if self.open is None or event.round != self.open.number or found != expected:
+            yield e.Refused(place.name, f"found (round, epoch) {found}, expected {expected}", term=event.term)
+            return
+        self.open.taking_part.add(replica.name)
+        complaint = self.open.deposit(replica.name, event.epoch, event.block, event.entry, event.steps, self.rules, now)
+        if complaint is not None:
+            yield e.Refused(place.name, complaint, term=event.term)
+
+    def _too_late(self, event: e.Deposited, now: float) -> Iterator[e.Effect]:
+        """What comes after a round has closed is learnt from, once, and not counted."""
+        replica = self.places[event.place].replica
+        if event.round == self.last_round and replica in self._told_late:
+            self._told_late.discard(replica)
+            if self._last_quorum_at is not None:
+                self.lateness.came(now - self._last_quorum_at)
+            yield e.TooLate(replica, event.round)
+
+    def _closes_at(self) -> float | None:
+        """When the open round closes if nothing more comes; None while a quorum is missing."""
+        assert self.open is not None
+        closes = self.open.closes_at(bool(self.waited_for), self.lateness.grace, self.rules.limit)
+        return closes if closes is None or self.open.retry_at is None else max(closes, self.open.retry_at)
+
+    def _close_if_due(self, now: float) -> Iterator[e.Effect]:
+        """Decide the open round, if the time has come."""
+        if self.open is None or self.open.writing:
+            return
+        closes = self._closes_at()
+        if closes is not None and now >= closes:
+            self.open.writing = True
+            yield e.Write(self.open.record(self.rules))
+
+    def _recorded(self, event: e.Recorded, now: float) -> Iterator[e.Effect]:
+        record = event.record
+        if self.open is None or record.round != self.open.number:
+            return
+        closed, self.last_round = self.open, record.round
+        self._learn(closed, record)
+        yield e.Closed(record)
+        counted = {one.replica for one in record.contributions}
+        in_step = set(closed.whole) | counted
+        self._told_late = closed.taking_part - in_step
+        yield from (e.TooLate(replica, record.round) for replica in sorted(closed.whole.keys() - counted))
+        yield from self._open_next(now, {replica for replica in self.alive if replica in in_step})
+        if any(place.asked is not None and place.asked > self.last_round for place in self.places.values()):
+            yield e.Look(self.last_round + 1)
+
+    def _learn(self, closed: OpenRound, record: e.Record) -> None:
+        self._last_quorum_at = closed.quorum_at
+        if closed.quorum_at is not None:
+            for came in closed.whole.values():
+                if came >= closed.quorum_at:
+                    self.lateness.came(came - closed.quorum_at)
+
+    def _not_recorded(self, event: e.NotRecorded, now: float) -> Iterator[e.Effect]:
+        if self.open is not None and event.round == self.open.number:
+            self.open.writing, self.open.retry_at = False, now + RETRY_SECONDS
+        yield from ()
+
+    def _tell_of_quorum(self) -> Iterator[e.Effect]:
+        """Say once that no round can close, and once that it can again."""
+        if self.open is None:
+            return
+        there = tuple(sorted(set(self.alive) | self.open.whole.keys()))
+        if not self._paused and len(there) < self.rules.needed:
+            self._paused = True
+            yield e.Paused(self.open.number, there, self.rules.needed)
+        elif self._paused and len(there) >= self.rules.needed:
+            self._paused = False
+            yield e.WentOn(self.open.number)
+
+    # ---- agreement ----
+
+    def _confirmed(self, event: e.Confirmed, now: float) -> Iterator[e.Effect]:
+        if self.holds(event.place, event.term):
+            self._hashes.setdefault(event.round, {})[event.place] = event.hashes
+            _keep_newest(self._hashes)
+            yield from self._compare(event.round)
+
+    def _audit(self, event: e.Audited, now: float) -> Iterator[e.Effect]:
+        self._audited[event.round] = event.hashes
+        _keep_newest(self._audited)
+        yield from self._compare(event.round)
+
+    def _compare(self, round_: int) -> Iterator[e.Effect]:
+        """Hold what members have confirmed against what replay gives, each once."""
+        right = self._audited.get(round_)
+        if right is None:
+            return
+        for name, hashes in self._hashes.pop(round_, {}).items():
+            wrong = [parameter for parameter in sorted(hashes) if hashes[parameter] != right.get(parameter)]
+            if wrong:
+                yield from self._found_wrong(self.places[name], round_, wrong[0])
+
+    def _found_wrong(self, place: Place, round_: int, parameter: str) -> Iterator[e.Effect]:
+        differing = self._differing.setdefault(round_, set())
+        _keep_newest(self._differing)
+        differing.add(place.replica)
+        if 2 * len(differing) > len(self.replicas):
+            whom = ", ".join(sorted(differing))
+            yield e.Stop(f"after round {round_} {whom} hold another {parameter} than the log's contributions give")
+            return
+        place.differs = True
+        yield e.Heal(place.name, place.term, round_, parameter)
+
+    # ---- time ----
+
+    def _tick(self, event: e.Tick, now: float) -> Iterator[e.Effect]:
+        for place in self.places.values():
+            if place.held:
+                ends_at, cause = place.ends_at()
+                if now >= ends_at:
+                    yield from self._end_term(place, cause)
+        if self._look_at is not None and now >= self._look_at and self.open is not None and not self.open.writing:
+            self._look_at = now + LOOK_SECONDS
+            yield e.Look(self.open.number)
+
+
+def _keep_newest(by_round: dict[int, Any]) -> None:
+    while len(by_round) > REMEMBERED_HASHES:
+        del by_round[min(by_round)]

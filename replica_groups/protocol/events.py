@@ -1,0 +1,351 @@
+"""What the rules are told, and what they answer with. Data only; a blob's entry is whatever the caller keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+# ---- what is decided ----
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What was counted of one replica. `blobs`: block -> entry."""
+
+    replica: str
+    epoch: int
+    steps: int
+    weight: float
+    blobs: Mapping[str, Hashable]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was counted in a round, in the order of the replicas' names, and who was waited for in vain."""
+
+    round: int
+    contributions: tuple[Contribution, ...]
+    late: tuple[str, ...] = ()
+
+    def of(self, replica: str) -> Contribution | None:
+        """What it counts of a replica."""
+        return next((one for one in self.contributions if one.replica == replica), None)
+
+
+# ---- what happens ----
+
+
+@dataclass(frozen=True)
+class Began:
+    """The run begins (0), or goes on, after a round."""
+
+    round: int
+    rounds: int
+    """The last round that there will be."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A process wants a place. It names itself by `process`, so that asking twice is asking once."""
+
+    place: str
+    process: str
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """The store has noted, or not, that a process holds a place for the `term`-th time."""
+
+    place: str
+    term: int
+    process: str
+    won: bool
+
+
+@dataclass(frozen=True)
+class Noted:
+    """The highest term of a place that the store has noted."""
+
+    place: str
+    term: int
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Who holds a place is there. `round` and `epoch` say what it trains, `None` that it trains nothing."""
+
+    place: str
+    term: int
+    round: int | None = None
+    epoch: int = 0
+    progress: int = 0
+    """Another number whenever it has done something."""
+    computes: bool = False
+    """Whether it is busy, and waits for nobody."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The connection of who holds a place has ended: it may be gone, or come back."""
+
+    place: str
+    term: int
+
+
+@dataclass(frozen=True)
+class Died:
+    """Who holds a place is known to be gone."""
+
+    place: str
+    term: int | None = None
+    """None: whoever it was."""
+    cause: str = "it ended"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who holds a place holds theta after a round, and has nothing to do."""
+
+    place: str
+    term: int
+    holds: int
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Who holds a place cannot reach a neighbour that is there, as far as it knows."""
+
+    place: str
+    term: int
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Deposited:
+    """A blob of a place's contribution is in the store, durable."""
+
+    place: str
+    term: int
+    round: int
+    epoch: int
+    block: str
+    entry: Hashable
+    steps: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The store has this record of a round, whoever wrote it."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class NotRecorded:
+    """The record of a round could not be written; nobody knows whether it is there."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """Who holds a place holds parameters of these hashes after a round."""
+
+    place: str
+    term: int
+    round: int
+    hashes: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What replay gives after a round."""
+
+    round: int
+    hashes: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Left:
+    """Who holds a place is through with the run."""
+
+    place: str
+    term: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Began
+    | Applied
+    | Claimed
+    | Noted
+    | Heard
+    | Lost
+    | Died
+    | Asked
+    | Broken
+    | Deposited
+    | Recorded
+    | NotRecorded
+    | Confirmed
+    | Audited
+    | Left
+    | Tick
+)
+
+
+# ---- what is to be done ----
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Have the store note that a process holds a place for the `term`-th time, if nobody has been noted so; then say
+    Claimed."""
+
+    place: str
+    term: int
+    process: str
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Say Noted of a place: somebody holds it for a term that is not known here, as another coordinator let it in."""
+
+    place: str
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Tell a process that it holds a place."""
+
+    place: str
+    process: str
+    term: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Tell a process that asked for a place, or the holder of a term, that it is not let in, and why."""
+
+    place: str
+    reason: str
+    process: str | None = None
+    term: int | None = None
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """A term is over: what its holder sends changes nothing any more."""
+
+    place: str
+    term: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Tell who holds a place to train a round, with its replica formed so and so often; round 0: the run is over."""
+
+    place: str
+    term: int
+    round: int
+    epoch: int
+    heal: bool = False
+    """Whether it has to take theta from the log again, as it holds other bits than replay gives."""
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """Tell who holds a place to return to the start of the round: its replica has to be formed anew."""
+
+    place: str
+    term: int
+    epoch: int
+    """That is over."""
+    cause: str
+
+
+@dataclass(frozen=True)
+class Write:
+    """Have the store keep a record, unless it has one of that round; then say Recorded with the one it has."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class Look:
+    """If the store has a record of a round, say Recorded: another coordinator may have written it."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A round is decided."""
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class TooLate:
+    """A replica's contribution was whole after its round had closed: it goes back into error feedback."""
+
+    replica: str
+    round: int
+
+
+@dataclass(frozen=True)
+class Paused:
+    """No round can close: fewer replicas are there than a quorum is."""
+
+    round: int
+    there: tuple[str, ...]
+    needed: int
+
+
+@dataclass(frozen=True)
+class WentOn:
+    """A quorum is there again."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Heal:
+    """Who holds a place holds other bits than replay gives: told when it is found; it is healed with its next round."""
+
+    place: str
+    term: int
+    round: int
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The run must not go on: nobody knows which bits are right."""
+
+    cause: str
+
+
+Effect = (
+    Claim
+    | LookUp
+    | Welcome
+    | Refused
+    | Fenced
+    | Assign
+    | Suspended
+    | Write
+    | Look
+    | Closed
+    | TooLate
+    | Paused
+    | WentOn
+    | Heal
+    | Stop
+)

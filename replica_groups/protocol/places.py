@@ -1,0 +1,92 @@
+"""Who holds each place, for the how-manyeth time, whether it is there, and what it has to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from replica_groups.protocol.learnt import Silence
+from replica_groups.protocol.rules import Rules, Window
+
+_NO_WINDOW = Window(0.0, 0.0, 0.0)
+
+
+@dataclass
+class Place:
+    """A stage of a group, or a datacenter replica."""
+
+    name: str
+    replica: str
+    term: int = 0
+    """The highest that was claimed."""
+    held: bool = False
+    presumed: bool = False
+    """Held as far as is known from before; nothing was heard yet."""
+    process: str | None = None
+    """Who holds it, as far as it has named itself."""
+    applicant: str | None = None
+    """Who waits for it."""
+    claiming: bool = False
+    asked: int | None = None
+    """The round after which it holds theta, while it waits for work."""
+    through: bool = False
+    lost: bool = False
+    silence: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
+    stillness: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
+    progress: int = -1
+    computes: bool = False
+    differs: bool = False
+    """Whether it holds other bits than replay gives."""
+
+    def take(self, term: int, process: str | None, now: float, rules: Rules) -> None:
+        """Somebody holds it from now on."""
+        self.term, self.process = term, process
+        self.held, self.presumed, self.lost, self.through = True, False, False, False
+        self.asked, self.progress, self.computes, self.differs = None, -1, False, False
+        self.silence, self.stillness = Silence(rules.lease, now), Silence(rules.hang, now)
+
+    def vacate(self) -> None:
+        """Nobody holds it."""
+        self.held, self.presumed, self.process, self.asked, self.lost = False, False, None, None, False
+
+    def hear(self, now: float, progress: int, computes: bool) -> None:
+        """A sign of life, and perhaps of progress."""
+        self.presumed, self.lost = False, False
+        self.silence.sign(now)
+        if progress != self.progress and self.computes and computes:
+            self.stillness.sign(now)
+        elif progress != self.progress or not computes:
+            self.stillness.restart(now)
+        self.progress, self.computes = progress, computes
+
+    def ends_at(self) -> tuple[float, str]:
+        """When its term ends unless something is heard or done, and why."""
+        lease = self.silence.least if self.lost else self.silence.lease
+        silent = self.silence.since + lease, f"nothing was heard of it for {lease:.0f} s"
+        still = self.stillness.since + self.stillness.lease, f"it did nothing for {self.stillness.lease:.0f} s"
+        return min(silent, still) if self.computes else silent
+
+
+@dataclass
+class Replica:
+    """All places that hold one copy of the model together."""
+
+    name: str
+    places: list[Place]
+    round: int | None = None
+    """The one it trains, or has contributed to; None while it is formed anew, or waits for a round to open."""
+    whole_in: int = 0
+    """The last round to which its contribution is whole."""
+
+    @property
+    def epoch(self) -> int:
+        """How often it was formed: grows with every term of every place."""
+        return sum(place.term for place in self.places)
+
+    @property
+    def alive(self) -> bool:
+        return all(place.held for place in self.places)
+
+    @property
+    def waits(self) -> bool:
+        """Whether all of it has nothing to do."""
+        return self.alive and all(place.asked is not None for place in self.places)

@@ -1,0 +1,81 @@
+"""One open round: what was deposited, who is waited for, and when it closes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from replica_groups.protocol.events import Contribution, Record
+from replica_groups.protocol.rules import Rules
+
+
+@dataclass
+class Deposits:
+    """Of one replica, formed so and so often."""
+
+    epoch: int
+    steps: int
+    blobs: dict[str, Hashable] = field(default_factory=dict)
+
+
+@dataclass
+class OpenRound:
+    """The round that is not decided yet."""
+
+    number: int
+    opened_at: float
+    taking_part: set[str] = field(default_factory=set)
+    """Replicas that train it, or will at once."""
+    deposits: dict[str, Deposits] = field(default_factory=dict)
+    whole: dict[str, float] = field(default_factory=dict)
+    """When each replica's contribution was whole."""
+    quorum_at: float | None = None
+    """When a quorum had contributed."""
+    writing: bool = False
+    """Whether its record is on its way to the store."""
+    retry_at: float | None = None
+
+    def deposit(
+        self, replica: str, epoch: int, block: str, entry: Hashable, steps: int, rules: Rules, now: float
+    ) -> str | None:
+        """Note a blob; why not, if it contradicts what was noted. Depositing twice is depositing once."""
+        known = self.deposits.get(replica)
+        if known is None or known.epoch != epoch:
+            known = self.deposits[replica] = Deposits(epoch, steps)
+        if known.blobs.get(block, entry) != entry:
+            return f"a second, different `{block}` for round {self.number}"
+        if known.steps != steps:
+            return f"`{block}` of {steps} steps, expected {known.steps} as in the replica's other blobs"
+        known.blobs[block] = entry
+        if replica not in self.whole and known.blobs.keys() >= rules.blocks_of(replica):
+            self.whole[replica] = now
+            if self.quorum_at is None and len(self.whole) >= rules.needed:
+                self.quorum_at = now
+        return None
+
+    def withdraw(self, replica: str) -> None:
+        """Forget what a replica has deposited, which is not whole; it takes no part any more."""
+        self.taking_part.discard(replica)
+        self.deposits.pop(replica, None)
+
+    def waited_for(self, alive: Iterable[str]) -> list[str]:
+        """Of the replicas that are there, those that take part and have not contributed."""
+        return sorted(replica for replica in alive if replica in self.taking_part and replica not in self.whole)
+
+    def closes_at(self, waits: bool, grace: float, limit: float) -> float | None:
+        """When it closes if nothing more comes; None while a quorum is missing."""
+        if self.quorum_at is None:
+            return None
+        if not waits:
+            return self.quorum_at
+        return min(self.quorum_at + grace, max(self.quorum_at, self.opened_at + limit))
+
+    def record(self, rules: Rules) -> Record:
+        """What it comes to, as far as contributions are whole."""
+        counted = []
+        for replica in sorted(self.whole):
+            own = self.deposits[replica]
+            blobs = {block: own.blobs[block] for block in sorted(own.blobs)}
+            counted.append(Contribution(replica, own.epoch, own.steps, rules.weight(replica, own.steps), blobs))
+        late = tuple(sorted(self.taking_part - self.whole.keys()))
+        return Record(self.number, tuple(counted), late)

@@ -1,0 +1,66 @@
+"""What a run has decided about its rounds before it begins: who takes part, and when a round closes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Window:
+    """Seconds, learnt from what was seen: `factor` times that, never less than `least` nor more than `most`."""
+
+    factor: float
+    least: float
+    most: float
+
+    def of(self, seen: float | None) -> float:
+        """The window after `seen` seconds; the longest while nothing was seen."""
+        return self.most if seen is None else min(max(self.factor * seen, self.least), self.most)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Constant over a run; all times in seconds."""
+
+    places: Mapping[str, str]
+    """place -> replica"""
+    blocks: Mapping[str, frozenset[str]]
+    """place -> blocks that it contributes"""
+    quorum: float = 0.5
+    """Share of all replicas without which no round closes."""
+    grace: Window = field(default_factory=lambda: Window(3.0, 10.0, 600.0))
+    """How long those that are late are waited for once a quorum has contributed."""
+    limit: float = 6 * 3600.0
+    """After which a round closes as soon as a quorum has contributed."""
+    lease: Window = field(default_factory=lambda: Window(5.0, 15.0, 300.0))
+    """How long a member may be silent."""
+    hang: Window = field(default_factory=lambda: Window(20.0, 300.0, 3600.0))
+    """How long a member may compute without a sign of progress."""
+    joins_at_once: bool = False
+    """Whether who comes in the middle of a round takes part in it: where rounds are so much time and not so many
+    steps."""
+    tokens_a_step: Mapping[str, int] | None = None
+    """replica -> tokens, where contributions weigh by tokens; None: all weigh the same."""
+
+    @property
+    def replicas(self) -> list[str]:
+        return sorted(set(self.places.values()))
+
+    @property
+    def needed(self) -> int:
+        """How many replicas a quorum is."""
+        return max(1, math.ceil(self.quorum * len(self.replicas) - 1e-9))
+
+    def places_of(self, replica: str) -> list[str]:
+        """In the order of the stages."""
+        return [place for place, owner in self.places.items() if owner == replica]
+
+    def blocks_of(self, replica: str) -> frozenset[str]:
+        """All that a whole contribution has."""
+        return frozenset().union(*(self.blocks[place] for place in self.places_of(replica)))
+
+    def weight(self, replica: str, steps: int) -> float:
+        """Of a contribution that so many inner steps came to."""
+        return 1.0 if self.tokens_a_step is None else float(steps * self.tokens_a_step[replica])
