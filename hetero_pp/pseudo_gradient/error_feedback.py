@@ -3,6 +3,7 @@
     e <- beta e + Delta;  D = Q(TopK(e));  e <- e - D
 
 The value that is subtracted is the quantised one, so the receiver's loss of precision is made good later too.
+A contribution that no round counted goes back, whole or a share r of it: e <- e + r D.
 """
 
 from __future__ import annotations
@@ -64,6 +65,14 @@ def select(
     quantised = quantise_as(settings, values, kept, sum_over)
     flat.index_copy_(0, where, values - quantised.values)
     return Selection(positions, where, quantised)
+
+
+def give_back(error: Tensor, indices: Tensor, values: Tensor, share: float) -> None:
+    """Return to `error`, in place, `share` of what was sent and not counted: values [n] at flat indices [n], unique.
+
+    They are as receivers decode them. Without a decay (beta = 0) nothing is kept, and the next round forgets this too.
+    """
+    error.view(-1).index_add_(0, indices, values * share)
 
 
 def _advance(

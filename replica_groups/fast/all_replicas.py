@@ -16,9 +16,10 @@ from hetero_pp.ablations import AblationSettings, grassmann_step
 from hetero_pp.data.batches import Batches
 from hetero_pp.data.sources import Source
 from hetero_pp.model import EMBEDDING, build_filled
+from hetero_pp.outer.missed import missed_in
 from hetero_pp.outer.step import OuterOptimizer, WeightedMean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
-from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.first_snapshot import first_snapshot
@@ -136,19 +137,25 @@ class AllReplicas:
     @torch.no_grad()
     def _synchronise(self, round_: int) -> None:
         """The outer round, parameter by parameter."""
-        compression = self.outer.settings.compression
+        outer = self.outer.settings
+        names = [replica.name for replica in self.spec.config.replicas]
+        missed = missed_in(round_, names, outer.missed, self.spec.config.seed)
         for name, start in self.theta.items():
-            mean = WeightedMean(tuple(start.shape), self.outer.settings.divides_by, start.device)
+            mean = WeightedMean(tuple(start.shape), outer.divides_by, start.device)
             for index, replica in enumerate(self.replicas):
                 own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
                 delta = own_start - replica.parameters[name]
                 generator = generator_of(self.spec.run, round_, self.settings[index].name, name)
-                sent = select(self.errors[index][name], delta, compression, generator=generator)
-                mean.add(DecodedTensor(sent.indices, sent.values))
+                error = self.errors[index][name]
+                sent = select(error, delta, outer.compression, generator=generator)
+                if self.settings[index].name in missed:
+                    give_back(error, sent.indices, sent.values, outer.returned)
+                else:
+                    mean.add(DecodedTensor(sent.indices, sent.values))
             self.ranks.sum(mean.total)
             if mean.sent is not None:
                 self.ranks.sum(mean.sent)
-            self.outer.take(self.theta, name, mean.finish(self.count))
+            self.outer.take(self.theta, name, mean.finish(self.count - len(missed)))
             for replica in self.replicas:
                 replica.parameters[name].copy_(start)
 

@@ -122,6 +122,12 @@ def test_where_weights_lie_is_a_hosts_own_and_what_they_are_decides() -> None:
     assert meaning(one, NotPartOf.OUTCOME, defaults=False) != meaning(other, NotPartOf.OUTCOME, defaults=False)
 
 
+@pytest.mark.parametrize("change", ["outer.returned=0.25", "outer.missed=0.5"])
+def test_what_only_its_replicas_know_of_a_contribution_decides(change: str, run: Path) -> None:
+    """No replay depends on what goes back, and no run that is launched misses at random."""
+    assert _same(run, change) == {NotPartOf.RUN: True, NotPartOf.OUTCOME: False}
+
+
 @pytest.mark.parametrize("change", AROUND_A_RUN)
 def test_another_run_may_come_to_the_same(change: str, run: Path) -> None:
     assert _same(run, change) == {NotPartOf.RUN: False, NotPartOf.OUTCOME: True}

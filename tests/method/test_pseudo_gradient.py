@@ -13,10 +13,8 @@ from torch import Tensor
 
 from hetero_pp.pseudo_gradient.chunks import Group, as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.pseudo_gradient.contribution import (
-    kept_values,
-)
-from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, encode_blob, kept_values
+from hetero_pp.pseudo_gradient.error_feedback import Selection, give_back, select
 from hetero_pp.pseudo_gradient.quantise import dequantise, quantise, quantise_signs
 from hetero_pp.pseudo_gradient.random_k import generator_of, random_positions
 from hetero_pp.pseudo_gradient.top_k import top_k_positions
@@ -213,6 +211,28 @@ def test_what_is_subtracted_is_the_quantised_value() -> None:
     assert torch.equal(selection.values, selection.quantised.levels[selection.quantised.codes.long()])
     torch.testing.assert_close(error[where], delta[where] - selection.values, atol=0, rtol=0)
     assert (error[where] != 0).any()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("bits", [1, 2, 32])
+def test_what_receivers_decode_goes_back(bits: int, share: float) -> None:
+    """Of the whole tensor, and of the rows of a part of it: e + r D, where e + D was before D was taken."""
+    shape = (20, 13)
+    compression = CompressionSettings.model_validate({"density": 1 / 4, "tile": (8, 8), "value_bits": bits})
+    error, delta = _randn(shape, 1), _randn(shape, 2)
+    before = error.double() * compression.error_feedback_decay + delta.double()
+    selection = select(error, delta, compression)
+    kept, address = error.double(), BlobAddress("run", 3, "home", "block")
+    data = encode_blob(address, [("x", shape, selection)], compression)
+    sent = ReceivedBlob(data, address, {"x": shape}, compression).tensor("x")
+    parts = error[:8].clone(), error[8:].clone()
+    for part, start, stop in zip(parts, (0, 8), (8, 20), strict=True):
+        of_part = sent.part(start * 13, stop * 13)
+        give_back(part, of_part.indices, of_part.values, share)
+    give_back(error, sent.indices, sent.values, share)
+    torch.testing.assert_close(error.double(), share * before + (1 - share) * kept, atol=1e-6, rtol=1e-6)
+    assert torch.equal(torch.cat(parts), error)
+    assert (before - kept).abs().max() > 0.5  # something was taken
 
 
 # ---- signs, random-k ----

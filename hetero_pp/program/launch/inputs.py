@@ -128,6 +128,12 @@ def require_launchable(config: RunConfig) -> None:
             f"found {config.inner.steps}, expected 1: with method {config.outer.method} gradients are averaged after "
             "every step, so each is an outer round",
         )
+    if config.outer.missed > 0:
+        raise ConfigError(
+            ("outer", "missed"),
+            f"found {config.outer.missed:g}, expected 0: who is missed shows as contributions arrive; "
+            "`hetero-pp reproduce` draws it",
+        )
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch" and config.outer.source == "gradient":
             raise ConfigError(

@@ -1,0 +1,161 @@
+"""Rounds that do not count all contributions: the fast path against the rounds written out."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.errors import ConfigError
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.missed import missed_in
+from hetero_pp.program.launch.inputs import require_launchable
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+from replica_groups.fast.all_replicas import AllReplicas
+
+NAMES = ["a", "b", "c"]
+DENSITY, DECAY = 1 / 4, 0.9
+SPARSE: dict[str, Any] = {
+    "compression": {"density": DENSITY, "value_bits": 32, "error_feedback_decay": DECAY, "tile": [256, 64]}
+}
+"""Every tensor is one chunk."""
+DILOCO: dict[str, Any] = {"method": "diloco"}
+MISSED, ROUNDS, SEED = 0.5, 5, 3
+
+
+def _config(corpus: Path, outer: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "t",
+            "seed": SEED,
+            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
+            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+            "inner": {"steps": 2, "warmup_steps": 0, "learning_rate": 0.01},
+            "outer": {"rounds": ROUNDS, **outer},
+            "replicas": [{"name": name, "kind": "datacenter", "batch_size": 2} for name in NAMES],
+        }
+    )
+
+
+def _group(corpus: Path, folder: Path, outer: dict[str, Any]) -> AllReplicas:
+    torch.set_num_threads(1)
+    spec = RunSpec(_config(corpus, outer), 256)
+    store: TokenStore = prepare_tokens(spec.config.data, folder)
+    return AllReplicas(spec, store)
+
+
+def _deltas(group: AllReplicas, round_: int) -> list[dict[str, Tensor]]:
+    """How far copies of the replicas get in the round."""
+    found = []
+    for replica, batches in zip(group.replicas, group.batches, strict=True):
+        twin = copy.deepcopy(replica)
+        for step in ((round_ - 1) * 2, (round_ - 1) * 2 + 1):
+            twin.inner_step(batches.train(step), step)
+        found.append({name: group.theta[name] - twin.parameters[name].detach() for name in group.theta})
+    return found
+
+
+def _who_is_missed(round_: int) -> list[bool]:
+    missed = missed_in(round_, NAMES, MISSED, SEED)
+    return [name in missed for name in NAMES]
+
+
+def test_the_rounds_below_miss_none_some_and_nearly_all() -> None:
+    assert {sum(_who_is_missed(round_)) for round_ in range(1, ROUNDS + 1)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("returned", [1.0, 0.5, 0.0])
+def test_sparse_rounds_are_those_written_out(returned: float, corpus: Path, tmp_path: Path) -> None:
+    """e <- beta e + Delta, D = TopK(e), e <- e - D; theta <- theta - mean of counted D; of the others, e <- e + r D."""
+    group = _group(corpus, tmp_path, {**SPARSE, "missed": MISSED, "returned": returned})
+    theta = {name: tensor.clone() for name, tensor in group.theta.items()}
+    errors = [{name: torch.zeros_like(tensor) for name, tensor in theta.items()} for _ in NAMES]
+    for round_ in range(1, ROUNDS + 1):
+        deltas, missed = _deltas(group, round_), _who_is_missed(round_)
+        assert group.round(round_)
+        for name in theta:
+            total = torch.zeros_like(theta[name])
+            for error, delta, is_missed in zip(errors, deltas, missed, strict=True):
+                carried = (DECAY * error[name] + delta[name]).flatten()
+                kept = max(1, int(DENSITY * carried.numel() + 0.5))
+                sent = torch.zeros_like(carried)
+                where = carried.abs().argsort(descending=True, stable=True)[:kept]
+                sent[where] = carried[where]
+                error[name] = (carried - sent + (returned * sent if is_missed else 0)).view_as(total)
+                total += 0 if is_missed else sent.view_as(total)
+            theta[name] -= total / missed.count(False)
+            torch.testing.assert_close(group.theta[name], theta[name], rtol=0, atol=1e-6)
+            for found, error in zip(group.errors, errors, strict=True):
+                torch.testing.assert_close(found[name], error[name], rtol=0, atol=1e-6)
+        for replica in group.replicas:
+            assert all(replica.parameters[name].equal(group.theta[name]) for name in theta)
+
+
+@pytest.mark.parametrize("returned", [1.0, 0.0])
+def test_without_error_feedback_what_is_missed_is_gone(returned: float, corpus: Path, tmp_path: Path) -> None:
+    """DiLoCo, whatever is returned: b <- 0.9 b + mean, theta <- theta - 0.7 (mean + 0.9 b)."""
+    group = _group(corpus, tmp_path, {**DILOCO, "missed": MISSED, "returned": returned})
+    theta = {name: tensor.clone() for name, tensor in group.theta.items()}
+    momentum = {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
+    for round_ in range(1, ROUNDS + 1):
+        deltas, missed = _deltas(group, round_), _who_is_missed(round_)
+        assert group.round(round_)
+        counted = [delta for delta, is_missed in zip(deltas, missed, strict=True) if not is_missed]
+        for name in theta:
+            mean = torch.stack([delta[name] for delta in counted]).mean(0)
+            momentum[name] = 0.9 * momentum[name] + mean
+            theta[name] -= 0.7 * (mean + 0.9 * momentum[name])
+            torch.testing.assert_close(group.theta[name], theta[name], rtol=0, atol=1e-6)
+
+
+def test_a_mean_over_senders_is_over_those_that_count(corpus: Path, tmp_path: Path) -> None:
+    """Dense, all that count are senders."""
+    ends = []
+    for divides_by in ("senders", "replicas"):
+        dense = {"density": 1.0, "value_bits": 32}
+        group = _group(corpus, tmp_path, {"missed": MISSED, "divides_by": divides_by, "compression": dense})
+        assert all(group.round(round_) for round_ in range(1, ROUNDS + 1))
+        ends.append(group.theta)
+    assert all(tensor.equal(ends[1][name]) for name, tensor in ends[0].items())
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_each_is_missed_as_often_as_said_whatever_the_others_are(share: float) -> None:
+    names, rounds = [f"r{index}" for index in range(40)], range(1, 501)
+    found = [missed_in(round_, names, share, seed=7) for round_ in rounds]
+    counts = [len(missed) for missed in found]
+    mean = sum(counts) / len(counts)
+    variance = sum((count - mean) ** 2 for count in counts) / len(counts)
+    assert mean == pytest.approx(40 * share, rel=0.05)
+    assert variance == pytest.approx(40 * share * (1 - share), rel=0.25)  # as of independent draws
+    for name in names:
+        assert sum(name in missed for missed in found) == pytest.approx(500 * share, abs=60)
+
+
+def test_never_are_all_missed_and_more_at_a_larger_share() -> None:
+    for round_ in range(1, 101):
+        found = [missed_in(round_, NAMES, share, seed=1) for share in (0.0, 0.1, 0.3, 0.5, 1 - 1e-9)]
+        assert [len(found[0]), len(found[-1])] == [0, len(NAMES) - 1]
+        assert all(fewer <= more for fewer, more in pairwise(found))
+    assert not missed_in(1, ["alone"], 1 - 1e-9, seed=1)
+
+
+def test_draws_are_of_the_seed_and_the_round() -> None:
+    names = [f"r{index}" for index in range(60)]
+    assert missed_in(1, names, 0.5, seed=1) == missed_in(1, names[::-1], 0.5, seed=1)
+    assert len({missed_in(round_, names, 0.5, seed) for round_ in (1, 2) for seed in (1, 2)}) == 4
+
+
+def test_what_cannot_be_missed_is_refused(corpus: Path) -> None:
+    with pytest.raises(ValueError, match=r"found missed 0\.3 with averaged gradients, expected 0"):
+        OuterSettings.model_validate({"rounds": 1, "method": "adamw_ddp", "missed": 0.3})
+    with pytest.raises(ConfigError, match=r"found 0\.3, expected 0") as error:
+        require_launchable(_config(corpus, {"missed": 0.3}))
+    assert error.value.key == ("outer", "missed")
