@@ -42,8 +42,19 @@ class Connections(Protocol):
     def listen(self) -> str:
         """Be ready for the stage before; the address at which it finds this member (empty: it needs none)."""
 
-    def open(self) -> LinkEnds:
-        """The links to the stages beside this one. Called once this member has joined."""
+    def open(self, epoch: int = 0, downstream: str | None = None) -> LinkEnds:
+        """The links to the stages beside this one, of this epoch of its group; called once this member has joined.
+
+        May be called again for a newer epoch: the ends of older ones are then aborted, and the ledgers of the new ones
+        go on counting. `downstream` is where the stage after listens; without, the exchange is asked. Raises LinkClosed
+        if the epoch is over, LinkTimeout if a neighbour does not come.
+        """
+
+    def give_up(self, before: int, cause: str) -> None:
+        """Links of epochs before this one are over: who uses one, or waits in `open`, gets LinkClosed. From any thread.
+
+        `open` raises for such an epoch from then on.
+        """
 
 
 def take_part(

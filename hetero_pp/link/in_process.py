@@ -2,35 +2,91 @@
 
 from __future__ import annotations
 
+import threading
+
 from hetero_pp.errors import LinkClosed
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.protocol import END_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import Clock, ShapedQueue, busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.link.turns import StreamQueue
-from hetero_pp.links import LinkShape, LinkSpec
+from hetero_pp.links import Direction, LinkShape, LinkSpec
 
 Queue = ShapedQueue[Message] | StreamQueue[Message]
 
 
 def in_process_pair(
-    spec: LinkSpec, seed: int, clock: Clock | None = None, lines: Lines | None = None
+    spec: LinkSpec,
+    seed: int,
+    clock: Clock | None = None,
+    lines: Lines | None = None,
+    ledgers: tuple[Ledger, Ledger] | None = None,
 ) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
-    """Both ends of a link: the first sends forward, the second backward. All links of a machine share its `lines`."""
+    """Both ends of a link: the first sends forward, the second backward. All links of a machine share its `lines`.
+
+    `ledgers` go on counting, of what is sent forward and backward; without, each end begins one.
+    """
     lines = lines or Lines(clock=clock)
+    sent_forward, sent_backward = ledgers or (Ledger(), Ledger())
     forward: Queue = lines.crossing(spec, "forward", seed)
     backward: Queue = lines.crossing(spec, "backward", seed)
     return (
-        InProcessLinkEnd(spec.forward, forward, backward),
-        InProcessLinkEnd(spec.backward, backward, forward),
+        InProcessLinkEnd(spec.forward, forward, backward, sent_forward),
+        InProcessLinkEnd(spec.backward, backward, forward, sent_backward),
     )
+
+
+class InProcessLink:
+    """What two neighbouring stages of one process have between them: a pair of ends for each epoch of their group."""
+
+    def __init__(self, spec: LinkSpec, seed: int, lines: Lines) -> None:
+        self._spec, self._seed, self._lines = spec, seed, lines
+        self._ledgers = Ledger(), Ledger()
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._ends: tuple[InProcessLinkEnd, InProcessLinkEnd] | None = None
+        self._cause = ""
+
+    def end(self, direction: Direction, epoch: int) -> InProcessLinkEnd:
+        """The end that sends in a direction, of the link of this epoch; those of older epochs are over.
+
+        Raises LinkClosed if this epoch is over.
+        """
+        name = self._spec.source if direction == "forward" else self._spec.target
+        self.give_up(epoch, f"{name} is at epoch {epoch}")
+        with self._lock:
+            if epoch < self._epoch:
+                raise LinkClosed(self._cause)
+            return self._pair()[0 if direction == "forward" else 1]
+
+    def give_up(self, before: int, cause: str) -> None:
+        """Links of epochs before this one are over: whoever uses one gets LinkClosed(cause)."""
+        with self._lock:
+            if before <= self._epoch:
+                return
+            older, self._ends = self._ends, None
+            self._epoch, self._cause = before, cause
+        for end in older or ():
+            end.abort(cause)
+
+    def abort(self, cause: str) -> None:
+        """End the link of the newest epoch, also for who has not asked for it yet."""
+        with self._lock:
+            ends = self._pair()
+        for end in ends:
+            end.abort(cause)
+
+    def _pair(self) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
+        if self._ends is None:
+            self._ends = in_process_pair(self._spec, self._seed, lines=self._lines, ledgers=self._ledgers)
+        return self._ends
 
 
 class InProcessLinkEnd:
     """One end; implements LinkEnd. Messages pass by reference."""
 
-    def __init__(self, shape: LinkShape, outgoing: Queue, incoming: Queue) -> None:
-        self.ledger = Ledger()
+    def __init__(self, shape: LinkShape, outgoing: Queue, incoming: Queue, ledger: Ledger) -> None:
+        self.ledger = ledger
         self._shape = shape
         self._outgoing = outgoing
         self._incoming = incoming

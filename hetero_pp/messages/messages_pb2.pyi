@@ -47,16 +47,18 @@ class Frame(_message.Message):
     def __init__(self) -> None: ...
 
 class LinkHello(_message.Message):
-    __slots__ = ("version", "run", "link", "sender")
+    __slots__ = ("version", "run", "link", "sender", "epoch")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     version: int
     run: str
     link: str
     sender: str
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("dtype", "shape")

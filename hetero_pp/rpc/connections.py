@@ -12,7 +12,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import stage_link_name
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.rpc.exchange import ExchangeClient
-from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
+from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import ParticipantsReplica
 
@@ -54,6 +54,7 @@ class NetworkConnections:
         self.exchange = ExchangeClient(address, token, member.name, timeout=spec.config.exchange.timeout)
         self._spec, self._member, self._token = spec, member, token
         self._server: StageLinkServer | None = None
+        self._dialer = self._make_dialer()
         self._ends = LinkEnds()
 
     def __enter__(self) -> NetworkConnections:
@@ -84,19 +85,30 @@ class NetworkConnections:
         listen = (own and own.listen) or "127.0.0.1:0"
         return f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
 
-    def open(self) -> LinkEnds:
+    def open(self, epoch: int = 0, downstream: str | None = None) -> LinkEnds:
         """See Connections: dial the stage after, and wait for the stage before."""
-        replica, stage = self._member.replica, self._member.stage
-        downstream = None
-        if stage is not None and not stage.is_last:
-            link = self._spec.links[stage_link_name(replica.name, stage.index)]
-            address, seed = self.exchange.locate(link.target), self._spec.config.seed
-            name = self._member.name
-            downstream = open_stage_link(address, link, self._token, name, seed, CONNECT_TIMEOUT, lines=self.lines)
-            self._ends = LinkEnds(None, downstream)
+        below, above = None, None
+        if self._dialer is not None:
+            address = downstream or self.exchange.locate(self._dialer.target)
+            below = self._dialer.dial(address, epoch, CONNECT_TIMEOUT)
+            self._ends = LinkEnds(None, below)
         if self._server is not None:
-            self._ends = LinkEnds(self._server.accept(CONNECT_TIMEOUT), downstream)
+            above = self._server.accept(CONNECT_TIMEOUT, epoch)
+        self._ends = LinkEnds(above, below)
         return self._ends
+
+    def give_up(self, before: int, cause: str) -> None:
+        """See Connections."""
+        for links in (self._dialer, self._server):
+            if links is not None:
+                links.give_up(before, cause)
+
+    def _make_dialer(self) -> StageLinkDialer | None:
+        replica, stage = self._member.replica, self._member.stage
+        if stage is None or stage.is_last:
+            return None
+        link = self._spec.links[stage_link_name(replica.name, stage.index)]
+        return StageLinkDialer(link, self._token, self._member.name, self._spec.config.seed, self.lines)
 
     def report_failure(self, cause: str, is_consequence: bool = False) -> None:
         """Say why, before the connection's end says only that this member is gone."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
 from hetero_pp.link.ends import LinkEnds
-from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import stage_link_name
 from hetero_pp.messages.messages_pb2 import Report
@@ -58,21 +57,38 @@ def require_threads(spec: RunSpec) -> None:
             )
 
 
-@dataclass(frozen=True)
 class ThreadConnections:
     """Of a member to what is in this process. Implements Connections."""
 
-    exchange: Exchange
-    ends: LinkEnds
-    lines: Lines
+    def __init__(
+        self, exchange: Exchange, lines: Lines, upstream: InProcessLink | None, downstream: InProcessLink | None
+    ) -> None:
+        self.exchange, self.lines = exchange, lines
+        self._upstream, self._downstream = upstream, downstream
+        self._ends = LinkEnds()
 
     def listen(self) -> str:
         """See Connections: nobody has to find it."""
         return ""
 
-    def open(self) -> LinkEnds:
+    def open(self, epoch: int = 0, downstream: str | None = None) -> LinkEnds:
         """See Connections."""
-        return self.ends
+        above, below = self._upstream, self._downstream
+        self._ends = LinkEnds(
+            None if above is None else above.end("backward", epoch),
+            None if below is None else below.end("forward", epoch),
+        )
+        return self._ends
+
+    def give_up(self, before: int, cause: str) -> None:
+        """See Connections."""
+        for link in (self._upstream, self._downstream):
+            if link is not None:
+                link.give_up(before, cause)
+
+    def close(self) -> None:
+        """Close the links in use."""
+        self._ends.close()
 
 
 class MemberThreads:
@@ -89,7 +105,7 @@ class MemberThreads:
         self._resume = resume
         self._spec, self._folder = spec, folder
         self._lines = Lines()
-        self._ends = _connect(spec, self._lines)
+        self._links = _links(spec, self._lines)
         self._errors: list[Exception] = []
         self._auditor: Auditor | None = None
         self._watcher = Watcher(self.exchange.watch, on_report)
@@ -145,33 +161,34 @@ class MemberThreads:
         """End the run: whoever waits for the exchange, or for a neighbour, hears why."""
         self.exchange.fail(cause)
         self.gate.shut(cause)
-        for ends in self._ends.values():
-            ends.abort(links_cause)
+        for link in self._links.values():
+            link.abort(links_cause)
 
     def _run(self, member: MemberSpec) -> None:
         torch.set_num_threads(self._spec.config.threads)
-        ends = self._ends[member.name]
+        connections = self._connections(member)
         try:
-            connections = ThreadConnections(self.exchange, ends, self._lines)
             take_part(self._spec, member, connections, self._folder, gate=self.gate)
-            ends.close()
+            connections.close()
         except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
             self._errors.append(error)
             self.abort(f"{member.name}: {error}", str(error))
         finally:
             self.gate.leave(member.name)
 
+    def _connections(self, member: MemberSpec) -> ThreadConnections:
+        name, stage = member.replica.name, member.stage
+        hops = [] if stage is None else [stage.index - 1, stage.index]
+        links = [self._links.get(stage_link_name(name, hop)) for hop in hops] or [None, None]
+        return ThreadConnections(self.exchange, self._lines, *links)
 
-def _connect(spec: RunSpec, lines: Lines) -> Mapping[str, LinkEnds]:
-    """The link ends of every member."""
-    ends = dict.fromkeys(spec.members, LinkEnds())
-    for replica in spec.config.replicas:
-        if not isinstance(replica, ParticipantsReplica):
-            continue
-        for hop in range(replica.stage_count - 1):
-            link = spec.links[stage_link_name(replica.name, hop)]
-            first, second = in_process_pair(link, spec.config.seed, lines=lines)
-            above, below = replica.members[hop], replica.members[hop + 1]
-            ends[above] = LinkEnds(ends[above].upstream, first)
-            ends[below] = LinkEnds(second, ends[below].downstream)
-    return ends
+
+def _links(spec: RunSpec, lines: Lines) -> Mapping[str, InProcessLink]:
+    """The links between the stages of all groups, by name."""
+    names = [
+        stage_link_name(replica.name, hop)
+        for replica in spec.config.replicas
+        if isinstance(replica, ParticipantsReplica)
+        for hop in range(replica.stage_count - 1)
+    ]
+    return {name: InProcessLink(spec.links[name], spec.config.seed, lines) for name in names}
