@@ -41,6 +41,7 @@ from hetero_pp.run.hardware import CATALOG
 from hetero_pp.run.spec import Roster
 from hetero_pp.simulator.costs import Part, forward_flops
 from hetero_pp.snapshot import Snapshot
+from hetero_pp.store.folder import FolderStore
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.engines.build import build_engine, require_engine
 from replica_groups.engines.engine import Engine
@@ -182,7 +183,7 @@ def _serve(case: Case, folder: Path, told: Connection) -> None:
     torch.set_num_threads(1)
     parameters = _parameters(case)
     roster = Roster({"r": "r"}, {"r": frozenset(shapes_by_block({n: tuple(t.shape) for n, t in parameters.items()}))})
-    log = ContributionLog(folder / "log")
+    log = ContributionLog(FolderStore(folder / "log"))
     exchange = Exchange("run", roster, Snapshot(0, parameters, None), _outer_settings(), log)
     server, port = serve_exchange(exchange, "token", "127.0.0.1:0", 1)
     told.send(f"127.0.0.1:{port}")

@@ -11,6 +11,7 @@ HeteroPPError
 ├── Refused                the exchange refused a request: wrong run, wrong round
 │   └── WrongToken         a stranger's: without the run's token
 ├── ReplicasDiffer         two holders of one parameter do not hold the same bits
+├── StoreError             the store of a run cannot be read or written: it may be tried again
 └── RunFailed              some other member of the run failed; this one only stops
 """
 
@@ -74,6 +75,10 @@ class WrongToken(Refused):
 
 class ReplicasDiffer(HeteroPPError):
     """Two replicas hold different bits for one parameter after an outer round."""
+
+
+class StoreError(HeteroPPError):
+    """The place where a run keeps things cannot be read or written; the text names the object, and why."""
 
 
 class RunFailed(HeteroPPError):

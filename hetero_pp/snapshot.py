@@ -6,6 +6,8 @@ between machines.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,9 +75,9 @@ def save_snapshot(snapshot: Snapshot, path: Path) -> None:
         save_file(tensors, part, metadata)
 
 
-def load_snapshot(path: Path) -> Snapshot:
-    """Read a snapshot back. Raises DamagedFile if it is not what was written."""
-    with open_snapshot(path) as file:
+def load_snapshot(path: Path, called: str = "") -> Snapshot:
+    """Read a snapshot back. Raises DamagedFile if it is not what was written, and calls it by its path, or so."""
+    with open_snapshot(path, called) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         round_ = int(file.metadata()[ROUND])
     basis = tensors.pop(BASIS, None)
@@ -84,18 +86,19 @@ def load_snapshot(path: Path) -> Snapshot:
 
 
 @contextmanager
-def open_snapshot(path: Path) -> Iterator[safe_open]:
-    """A snapshot to read tensors from, one at a time. Raises DamagedFile if it is not what was written."""
+def open_snapshot(path: Path, called: str = "") -> Iterator[safe_open]:
+    """A snapshot to read tensors from, one at a time. Raises as `load_snapshot` does."""
+    called = called or str(path)
     try:
         with safe_open(path, "pt") as file:
             hashes = {name: parameter_sha256(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
     except FileNotFoundError:
-        raise
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), called) from None
     except (SafetensorError, OSError) as error:
-        raise DamagedFile(f"{path} is damaged: {error}") from None
+        raise DamagedFile(f"{called} is damaged: {error}") from None
     if metadata.get(DIGEST) != _digest(metadata.get(ROUND, ""), hashes):
-        raise DamagedFile(f"{path} is damaged: its tensors are not those of its digest")
+        raise DamagedFile(f"{called} is damaged: its tensors are not those of its digest")
     with safe_open(path, "pt") as file:
         yield file
 

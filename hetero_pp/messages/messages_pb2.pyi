@@ -101,26 +101,34 @@ class BlobEntry(_message.Message):
     def __init__(self, block: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., kept_values: _Optional[int] = ...) -> None: ...
 
 class ContributionEntry(_message.Message):
-    __slots__ = ("replica", "weight", "digest", "blobs")
+    __slots__ = ("replica", "weight", "digest", "blobs", "epoch", "steps", "tokens")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BLOBS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     weight: float
     digest: bytes
     blobs: _containers.RepeatedCompositeFieldContainer[BlobEntry]
-    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    steps: int
+    tokens: int
+    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
-    __slots__ = ("round", "contributions", "sha256")
+    __slots__ = ("round", "contributions", "sha256", "late")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
     round: int
     contributions: _containers.RepeatedCompositeFieldContainer[ContributionEntry]
     sha256: bytes
-    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+    late: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ..., sha256: _Optional[bytes] = ..., late: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AgreeRequest(_message.Message):
     __slots__ = ("configuration",)

@@ -14,7 +14,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.snapshot import open_snapshot
+from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import snapshot_after
 
@@ -42,13 +42,13 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
 @contextmanager
 def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[tuple[int, Parameters]]:
     """The round, and each parameter after it when asked for: from its snapshot, else replayed from an earlier one."""
-    log = ContributionLog(run.log)
+    log = ContributionLog(FolderStore(run.log))
     found = log.snapshots()
     if not found:
-        raise ConfigError((), f"{log.folder}: found no snapshot, expected at least the one that a run starts with")
+        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the one that a run starts with")
     wanted = max(found) if round_ is None else round_
     if wanted in found:
-        with open_snapshot(log.snapshot_path(wanted)) as file:
+        with log.open_snapshot(wanted) as file:
             yield wanted, file.get_tensor
     else:
         yield wanted, _replayed(spec, run, wanted)
@@ -56,9 +56,9 @@ def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[t
 
 def _replayed(spec: RunSpec, run: RunFolder, wanted: int) -> Parameters:
     """theta after round `wanted`, from an earlier snapshot and the log of the rounds between."""
-    damaged: list[str] = []
+    log, damaged = ContributionLog(FolderStore(run.log)), list[str]()
     try:
-        snapshot = snapshot_after(ContributionLog(run.log), spec.run, wanted, partial(round_optimizer, spec), damaged)
+        snapshot = snapshot_after(log, spec.run, wanted, partial(round_optimizer, spec), damaged)
     except FileNotFoundError as error:
         reasons = damaged or [str(error)]
         raise ConfigError((), f"--round {wanted}: {'; '.join(reasons)}") from None

@@ -9,7 +9,7 @@ import torch
 from hetero_pp.errors import RunFailed
 from hetero_pp.links import EXCHANGE
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
-from hetero_pp.snapshot import Snapshot, save_snapshot
+from hetero_pp.snapshot import Snapshot
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.replay import replay
 
@@ -38,7 +38,7 @@ class Auditor:
 
     def start(self) -> None:
         """Write the snapshot that the run begins or goes on with, and begin to follow the rounds."""
-        save_snapshot(self._start, self.exchange.log.snapshot_path(self._start.round))
+        self.exchange.log.write_snapshot(self._start)
         self._thread.start()
 
     def join(self, seconds: float | None = None) -> None:
@@ -57,16 +57,11 @@ class Auditor:
     @torch.no_grad()
     def _follow(self, round_: int) -> None:
         record = self.exchange.record(round_)
-
-        def fetch(replica: str, block: str) -> bytes:
-            return self.exchange.log.read_blob(round_, replica, block)
-
-        replay(self._theta, self.exchange.run, record, fetch, self._optimizer)
+        replay(self._theta, self.exchange.run, record, self.exchange.log.blobs_of(record), self._optimizer)
         hashes = {name: parameter_sha256(tensor) for name, tensor in self._theta.items()}
         self.exchange.confirm(EXCHANGE, round_, hashes)
         if round_ == self.rounds or round_ % self.snapshot_every == 0:
             self._save(round_)
 
     def _save(self, round_: int) -> None:
-        snapshot = Snapshot(round_, self._theta, self._basis, self._optimizer.state)
-        save_snapshot(snapshot, self.exchange.log.snapshot_path(round_))
+        self.exchange.log.write_snapshot(Snapshot(round_, self._theta, self._basis, self._optimizer.state))

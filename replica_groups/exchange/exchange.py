@@ -41,11 +41,14 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, co
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot
-from replica_groups.exchange.log import ContributionLog, record_digest
+from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.replay import Shapes
 
 _CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure")
+
+EPOCH = 1
+"""Of every replica: none is formed anew."""
 
 REMEMBERED_REPORTS = 10_000
 """How far back a watcher that comes late can see."""
@@ -253,7 +256,7 @@ class Exchange:
     def _write_and_count(self, address: BlobAddress, data: bytes, entry: BlobEntry) -> None:
         """Only for whom `_begins_to_write` said so. Nothing counts that is not on the disk, whatever fails."""
         try:
-            self.log.write_blob(address, data)
+            self.log.write_blob(address, EPOCH, data)
             with self._changed:
                 self._check_alive()
                 entries = self._entries[address.round]
@@ -276,10 +279,10 @@ class Exchange:
         """See ExchangeService."""
         with self._changed:
             self._check_alive()
-            known = round_ in self._records and (replica, block) in self._entries[round_]
-        if not known:
+            record = self._records.get(round_) if (replica, block) in self._entries[round_] else None
+        if record is None:
             raise self._refused(member, f"no `{block}` of {replica} in a closed round {round_}")
-        return self.log.read_blob(round_, replica, block)
+        return self.log.blobs_of(record)(replica, block)
 
     def _close(self, round_: int) -> None:
         """Close a round of which every blob is counted: none can be added or replaced any more."""
@@ -288,11 +291,12 @@ class Exchange:
         for replica in self.roster.replicas:
             blobs = [entries[replica, block] for block in self._shapes]
             record.contributions.append(
-                ContributionEntry(replica=replica, weight=1.0, digest=contribution_digest(blobs), blobs=blobs)
+                ContributionEntry(
+                    replica=replica, weight=1.0, digest=contribution_digest(blobs), blobs=blobs, epoch=EPOCH
+                )
             )
-        record.sha256 = record_digest(record)
         # On the disk before anybody is told: members go on from it, and a run that is resumed has to find it.
-        self.log.write_record(record)
+        record = self.log.create_record(record)
         with self._changed:
             self._records[round_] = record
             self._changed.notify_all()

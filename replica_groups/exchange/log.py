@@ -1,106 +1,222 @@
-"""The log of a run: snapshots, round records and the contributions they name, as files.
+"""The log of a run: snapshots, round records and the contributions they name, as objects of a store.
 
-    log/snapshot-000000.safetensors
-    log/round-000001/record.json
-    log/round-000001/<replica>/<block>.blob
+    snapshot-000000.safetensors
+    round-000001/record.json
+    round-000001/<replica>/<epoch>/<block>.blob
+    terms/<place>/<n>
 
 theta after any round follows from a snapshot and the records and contributions since, bit for bit. What is written is
-whole and on the disk before anybody is told of it; what is read is held against its digest.
+whole and durable before anybody is told of it; what is read is held against its digest.
+
+A record and a term belong to whoever was first, however many write them at once. So whoever acts for the run holds
+nothing that cannot be read here again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-import shutil
+import secrets
 import struct
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
+from safetensors import safe_open
 
 from hetero_pp.errors import DamagedFile
-from hetero_pp.files import remove_parts, write_whole
-from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
+from hetero_pp.snapshot import Snapshot, load_snapshot, open_snapshot, save_snapshot
+from hetero_pp.store.local import reading, writing
+from hetero_pp.store.store import Store
+
+TERMS = "terms"
 
 
 class ContributionLog:
-    """Reads and writes the log under one folder."""
+    """Reads and writes the log in one store. Safe to call from many threads, and from many machines at once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, store: Store) -> None:
+        self.store = store
 
-    def write_blob(self, address: BlobAddress, data: bytes) -> None:
-        """Keep one blob."""
-        write_whole(self._blob_path(address.round, address.replica, address.block), data)
+    # ---- contributions ----
 
-    def read_blob(self, round_: int, replica: str, block: str) -> bytes:
-        """One blob of a round; FileNotFoundError if there is none. Its digest is in the round's record."""
-        return self._blob_path(round_, replica, block).read_bytes()
+    def write_blob(self, address: BlobAddress, epoch: int, data: bytes) -> None:
+        """Keep one blob, of a replica in its so-manyeth epoch."""
+        self.store.put(blob_key(address.round, address.replica, epoch, address.block), data)
 
-    def write_record(self, record: RoundRecord) -> None:
-        """Keep a round record."""
+    def read_blob(self, round_: int, replica: str, epoch: int, block: str) -> bytes:
+        """One blob, as it is; FileNotFoundError if there is none. `blobs_of` holds it against a record."""
+        return self.store.get(blob_key(round_, replica, epoch, block))
+
+    def blobs_of(self, record: RoundRecord) -> Callable[[str, str], bytes]:
+        """Reads (replica, block) of what a record names.
+
+        Raises DamagedFile if it is not what was counted, FileNotFoundError if it is lost or was not counted.
+        """
+        named = {
+            (entry.replica, blob.block): (entry.epoch, blob) for entry in record.contributions for blob in entry.blobs
+        }
+
+        def read(replica: str, block: str) -> bytes:
+            if (replica, block) not in named:
+                raise FileNotFoundError(f"no `{block}` of {replica} was counted in round {record.round}")
+            epoch, blob = named[replica, block]
+            data = self.read_blob(record.round, replica, epoch, block)
+            if hashlib.sha256(data).digest() != blob.sha256:
+                where = self.store.url(blob_key(record.round, replica, epoch, block))
+                raise DamagedFile(f"{where} is damaged: not the blob that the round record names")
+            return data
+
+        return read
+
+    # ---- records ----
+
+    def create_record(self, record: RoundRecord) -> RoundRecord:
+        """Decide a round: the record that counts, which is this one or that of whoever was first.
+
+        Its digest is filled in. Raises DamagedFile if another was first and cannot be read.
+        """
+        record.sha256 = record_digest(record)
         text = MessageToJson(record, preserving_proto_field_name=True)
-        write_whole(self._record_path(record.round), text.encode())
+        if self.store.create(record_key(record.round), text.encode()):
+            return record
+        return self.read_record(record.round)
 
     def read_record(self, round_: int) -> RoundRecord:
         """A round's record; FileNotFoundError if the round is not closed.
 
         Raises DamagedFile if it is not what was written.
         """
-        path = self._record_path(round_)
+        where, data = self.store.url(record_key(round_)), self.store.get(record_key(round_))
         try:
-            record = Parse(path.read_text(), RoundRecord())
+            record = Parse(data, RoundRecord())
         except (ParseError, UnicodeDecodeError) as error:
-            raise DamagedFile(f"{path} is damaged: {error}") from None
+            raise DamagedFile(f"{where} is damaged: {error}") from None
         if record.round != round_ or record.sha256 != record_digest(record):
-            raise DamagedFile(f"{path} is damaged: it is not the record of its digest")
+            raise DamagedFile(f"{where} is damaged: it is not the record of its digest")
         return record
 
     def records(self) -> set[int]:
         """Which rounds are closed."""
-        return {number for path in self.folder.glob("round-*/record.json") if (number := _round_of(path.parent))}
+        found = (re.fullmatch(r"round-(\d{6,})/record\.json", key) for key in self.store.below())
+        return {int(match[1]) for match in found if match}
+
+    def last_record(self) -> int:
+        """The newest closed round, 0 if there is none. Looks at the newest rounds only."""
+        for round_ in sorted(self._rounds(), reverse=True):
+            if record_key(round_).rpartition("/")[2] in self.store.names(_round(round_)):
+                return round_
+        return 0
+
+    def _rounds(self) -> set[int]:
+        """Of which rounds there is anything."""
+        found = (re.fullmatch(r"round-(\d{6,})/", name) for name in self.store.names())
+        return {int(match[1]) for match in found if match}
+
+    # ---- terms ----
+
+    def claim_term(self, place: str, n: int) -> bool:
+        """Be the n-th holder of a place; whether this call made it so. Nobody else ever is."""
+        key, mine = f"{TERMS}/{place}/{n}", secrets.token_hex(16).encode()
+        # What is there may be this very claim, if the store's first answer was lost.
+        return self.store.create(key, mine) or self.store.get(key) == mine
+
+    def terms(self) -> dict[str, int]:
+        """How often each place was taken: the highest term of each that anybody has claimed."""
+        highest: dict[str, int] = {}
+        for key in self.store.below(TERMS):
+            match = re.fullmatch(rf"{TERMS}/(.+)/([1-9]\d*)", key)
+            if match:
+                highest[match[1]] = max(int(match[2]), highest.get(match[1], 0))
+        return highest
+
+    # ---- snapshots ----
+
+    def write_snapshot(self, snapshot: Snapshot) -> None:
+        """Keep the snapshot after its round."""
+        with writing(self.store, snapshot_key(snapshot.round)) as path:
+            save_snapshot(snapshot, path)
+
+    def read_snapshot(self, round_: int) -> Snapshot:
+        """The snapshot after a round; FileNotFoundError if there is none.
+
+        Raises DamagedFile if it is not what was written.
+        """
+        with reading(self.store, snapshot_key(round_)) as path:
+            snapshot = load_snapshot(path, self.store.url(snapshot_key(round_)))
+        self._expect_round(snapshot.round, round_)
+        return snapshot
+
+    @contextmanager
+    def open_snapshot(self, round_: int) -> Iterator[safe_open]:
+        """The same, to read tensors from, one at a time."""
+        with (
+            reading(self.store, snapshot_key(round_)) as path,
+            open_snapshot(path, self.store.url(snapshot_key(round_))) as file,
+        ):
+            yield file
+
+    def _expect_round(self, found: int, round_: int) -> None:
+        if found != round_:
+            raise DamagedFile(f"{self.store.url(snapshot_key(round_))} is the snapshot after round {found}")
 
     def snapshots(self) -> set[int]:
         """After which rounds there is a snapshot."""
-        numbers = (_round_of(path) for path in self.folder.glob("snapshot-*"))
-        return {number for number in numbers if number is not None}
+        found = (re.fullmatch(r"snapshot-(\d{6,})\.safetensors", name) for name in self.store.names())
+        return {int(match[1]) for match in found if match}
+
+    # ---- going on from an earlier round ----
 
     def forget_after(self, round_: int) -> None:
-        """Remove rounds and snapshots later than a round that a run goes on from, and files that are not whole."""
-        remove_parts(self.folder)
-        for path in [*self.folder.glob("round-*"), *self.folder.glob("snapshot-*")]:
-            number = _round_of(path)
-            if number is not None and number > round_:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        """Remove rounds and snapshots later than a round that a run goes on from, and files that are not whole.
 
-    def snapshot_path(self, round_: int) -> Path:
-        return self.folder / f"snapshot-{round_:06d}.safetensors"
+        Terms stay: who held a place before must never seem to hold it again. However this ends, what is left is a log.
+        """
+        self.store.forget_parts()
+        self.store.delete([snapshot_key(number) for number in self.snapshots() if number > round_])
+        for number in sorted(self._rounds(), reverse=True):
+            if number > round_:
+                self.store.delete([record_key(number)])
+                self.store.delete(self.store.below(_round(number)))
 
-    def _round(self, round_: int) -> Path:
-        return self.folder / f"round-{round_:06d}"
 
-    def _record_path(self, round_: int) -> Path:
-        return self._round(round_) / "record.json"
+def snapshot_key(round_: int) -> str:
+    """Of the snapshot after a round."""
+    return f"snapshot-{round_:06d}.safetensors"
 
-    def _blob_path(self, round_: int, replica: str, block: str) -> Path:
-        return self._round(round_) / replica / f"{block}.blob"
+
+def record_key(round_: int) -> str:
+    """Of a round's record."""
+    return f"{_round(round_)}/record.json"
+
+
+def blob_key(round_: int, replica: str, epoch: int, block: str) -> str:
+    """Of one blob of a contribution."""
+    return f"{_round(round_)}/{replica}/{epoch}/{block}.blob"
+
+
+def _round(round_: int) -> str:
+    return f"round-{round_:06d}"
 
 
 def record_digest(record: RoundRecord) -> bytes:
-    """sha256 over a record's round and what it says of every contribution, down to the digests of its blobs."""
-    digest = hashlib.sha256(struct.pack("<Q", record.round))
+    """sha256 over everything else that a record says, down to the digests of its blobs."""
+    digest = hashlib.sha256(struct.pack("<QQ", record.round, len(record.contributions)))
     for entry in record.contributions:
-        name = entry.replica.encode()
-        digest.update(struct.pack("<Qd", len(name), entry.weight) + name + entry.digest)
-        digest.update(contribution_digest(entry.blobs))
-        digest.update(
-            struct.pack(f"<{2 * len(entry.blobs)}Q", *(n for b in entry.blobs for n in (b.size, b.kept_values)))
-        )
+        _add_entry(digest.update, entry)
+    for replica in record.late:
+        digest.update(_text(replica))
     return digest.digest()
 
 
-def _round_of(path: Path) -> int | None:
-    """Of a file or folder that this log has written."""
-    found = re.fullmatch(r"round-(\d{6,})|snapshot-(\d{6,})\.safetensors", path.name)
-    return int(found[1] or found[2]) if found else None
+def _add_entry(add: Callable[[bytes], None], entry: ContributionEntry) -> None:
+    add(_text(entry.replica) + struct.pack("<d", entry.weight) + entry.digest)
+    add(struct.pack("<QQQ", entry.epoch, entry.steps, entry.tokens))
+    add(contribution_digest(entry.blobs))
+    add(struct.pack(f"<{2 * len(entry.blobs)}Q", *(n for b in entry.blobs for n in (b.size, b.kept_values))))
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution
 from hetero_pp.outer.exchange_service import AvailableStates, ExchangeService
 from hetero_pp.outer.step import RoundOptimizer
-from hetero_pp.snapshot import Snapshot, load_snapshot
+from hetero_pp.snapshot import Snapshot
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.replay import replay
 from replica_groups.saved_states import SavedStates
@@ -76,20 +75,21 @@ def snapshot_after(
     What is found damaged is added to `damaged`. Raises FileNotFoundError if what is left does not suffice.
     """
     snapshot = _newest_sound(log, round_, damaged)
-    theta = dict(snapshot.parameters)
+    theta, where = dict(snapshot.parameters), log.store.url()
     optimizer = optimizer_for(snapshot.basis)
     if snapshot.round > 0:
         optimizer.load(snapshot.momentum, snapshot.round)
     for number in range(snapshot.round + 1, round_ + 1):
         try:
-            replay(theta, run, log.read_record(number), partial(log.read_blob, number), optimizer)
+            record = log.read_record(number)
+            replay(theta, run, record, log.blobs_of(record), optimizer)
         except FileNotFoundError as error:
             if number in log.records():
                 damaged.append(f"{error.filename} is not there")
-            raise FileNotFoundError(f"the log in {log.folder} ends before round {number}") from None
+            raise FileNotFoundError(f"the log in {where} ends before round {number}") from None
         except (DamagedFile, MalformedContribution) as error:
-            damaged.append(str(error) if isinstance(error, DamagedFile) else f"{log.folder}, round {number}: {error}")
-            raise FileNotFoundError(f"the log in {log.folder} cannot be read beyond round {number - 1}") from None
+            damaged.append(str(error) if isinstance(error, DamagedFile) else f"{where}, round {number}: {error}")
+            raise FileNotFoundError(f"the log in {where} cannot be read beyond round {number - 1}") from None
     momentum = optimizer.state if snapshot.round < round_ else snapshot.momentum
     return Snapshot(round_, theta, snapshot.basis, momentum)
 
@@ -98,14 +98,10 @@ def _newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snap
     for number in sorted(log.snapshots(), reverse=True):
         if number <= round_:
             try:
-                snapshot = load_snapshot(log.snapshot_path(number))
+                return log.read_snapshot(number)
             except DamagedFile as error:
                 damaged.append(str(error))
-                continue
-            if snapshot.round == number:
-                return snapshot
-            damaged.append(f"{log.snapshot_path(number)} is the snapshot after round {snapshot.round}")
-    raise FileNotFoundError(f"found no sound snapshot up to round {round_} in {log.folder}")
+    raise FileNotFoundError(f"found no sound snapshot up to round {round_} in {log.store.url()}")
 
 
 def _listed(rounds: frozenset[int]) -> str:

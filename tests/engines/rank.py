@@ -23,6 +23,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.pseudo_gradient.rows import rows_of
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot
+from hetero_pp.store.folder import FolderStore
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.engine import Engine
@@ -104,7 +105,7 @@ class Round:
         blocks = frozenset(shapes_by_block(plain.shapes))
         roster = Roster({"engine": "engine", "plain": "plain"}, {"engine": blocks, "plain": blocks})
         self.exchange = Exchange(
-            "run", roster, Snapshot(0, start, None), self.settings, ContributionLog(folder / "log")
+            "run", roster, Snapshot(0, start, None), self.settings, ContributionLog(FolderStore(folder / "log"))
         )
         shared = CollectiveExchange(self.exchange if ranks.is_first else None, ranks)
         self.sharded = OuterRound("run", "engine", "engine", engine, start, shared, self.settings, ranks=ranks)
@@ -125,7 +126,7 @@ class Round:
         for block, shapes in shapes_by_block(self.shapes).items():
             ours, theirs = (
                 decode_blob(
-                    self.exchange.log.read_blob(round_, replica, block),
+                    self.exchange.log.read_blob(round_, replica, 1, block),
                     BlobAddress("run", round_, replica, block),
                     shapes,
                     self.settings.compression,

@@ -20,6 +20,7 @@ from hetero_pp.simulator.fleets import message_bytes
 from hetero_pp.simulator.loads import exchange_link_loads, snapshot_bytes, stage_link_loads
 from hetero_pp.simulator.prediction import predict
 from hetero_pp.snapshot import load_snapshot
+from hetero_pp.store.folder import FolderStore
 from hetero_pp.topology import ParticipantsReplica
 from replica_groups.exchange.log import ContributionLog
 
@@ -70,7 +71,7 @@ def test_losses_have_the_same_bits(both: dict[str, Path]) -> None:
 
 def test_contribution_digests_are_equal(both: dict[str, Path]) -> None:
     for round_ in (1, 2, 3):
-        records = [ContributionLog(run / "log").read_record(round_) for run in both.values()]
+        records = [ContributionLog(FolderStore(run / "log")).read_record(round_) for run in both.values()]
         assert len(records[0].contributions) == 2
         assert records[0] == records[1]
 

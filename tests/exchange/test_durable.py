@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from log_files import folder_of, snapshot_path
 
 import hetero_pp.snapshot
 from hetero_pp.files import PART, whole, write_whole
@@ -17,6 +18,7 @@ from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.model import ModelShape
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.snapshot import Snapshot, initial_snapshot, save_snapshot
+from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.reporter import Reporter
 from replica_groups.fast.checkpoint import Checkpoint
@@ -40,27 +42,31 @@ def _save_half(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str,
     _write_half(path, safetensors.torch.save(tensors, metadata))
 
 
-def _snapshot(round_: int) -> Snapshot:
-    return Snapshot(round_, initial_snapshot(SHAPE, None, seed=round_).parameters, None)
+def _snapshot(version: int) -> Snapshot:
+    return Snapshot(1, initial_snapshot(SHAPE, None, seed=version).parameters, None)
 
 
 def _blob(log: ContributionLog, version: int) -> None:
-    log.write_blob(BlobAddress("run", 1, "dc", "norm"), f"version {version}".encode())
+    log.write_blob(BlobAddress("run", 1, "dc", "norm"), 1, f"version {version}".encode())
 
 
 def _record(log: ContributionLog, version: int) -> None:
-    log.write_record(RoundRecord(round=1, sha256=f"version {version}".encode()))
+    log.create_record(RoundRecord(round=1, late=[f"version {version}"]))
 
 
 def _saved_snapshot(log: ContributionLog, version: int) -> None:
-    save_snapshot(_snapshot(version), log.snapshot_path(1))
+    log.write_snapshot(_snapshot(version))
 
 
-@pytest.mark.parametrize("write", [_blob, _record, _saved_snapshot])
+def _saved_alone(log: ContributionLog, version: int) -> None:
+    save_snapshot(_snapshot(version), snapshot_path(log, 1))
+
+
+@pytest.mark.parametrize("write", [_blob, _record, _saved_snapshot, _saved_alone])
 def test_a_torn_write_leaves_what_was_there(
     write: Callable[[ContributionLog, int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = ContributionLog(tmp_path)
+    log = ContributionLog(FolderStore(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", _write_half)
         patch.setattr(hetero_pp.snapshot, "save_file", _save_half)
@@ -95,10 +101,10 @@ def test_a_state_that_is_torn_is_none(tmp_path: Path) -> None:
 
 def test_who_goes_on_removes_what_a_kill_left(tmp_path: Path) -> None:
     """A snapshot that is not whole may be as large as the model, and every kill leaves another."""
-    log, checkpoint = ContributionLog(tmp_path / "log"), tmp_path / "rows" / "row.pt"
+    log, checkpoint = ContributionLog(FolderStore(tmp_path / "log")), tmp_path / "rows" / "row.pt"
     _blob(log, 1)
-    before = _files(log.folder)
-    killed = [path.with_name(f"{path.name}.0123abcd{PART}") for path in (before[0], log.snapshot_path(1), checkpoint)]
+    before = _files(folder_of(log))
+    killed = [path.with_name(f"{path.name}.0123abcd{PART}") for path in (before[0], snapshot_path(log, 1), checkpoint)]
     for path in killed:
         path.parent.mkdir(exist_ok=True)
         path.touch()

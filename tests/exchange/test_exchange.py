@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from log_files import folder_of, snapshot_path
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hetero_pp.errors import HeteroPPError, MalformedContribution, Refused, ReplicasDiffer, RunFailed
+from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution, Refused, ReplicasDiffer, RunFailed
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.model import ModelShape, block_of, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
@@ -26,6 +27,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_dig
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
+from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
@@ -61,7 +63,7 @@ def snapshot() -> Snapshot:
 
 @pytest.fixture
 def exchange(snapshot: Snapshot, tmp_path: Path) -> Exchange:
-    return Exchange("run", ROSTER, snapshot, SETTINGS, ContributionLog(tmp_path / "log"))
+    return Exchange("run", ROSTER, snapshot, SETTINGS, ContributionLog(FolderStore(tmp_path / "log")))
 
 
 def _address(replica: str, block: str, round_: int = 1) -> BlobAddress:
@@ -164,13 +166,13 @@ def test_the_next_round_opens_when_one_has_closed(exchange: Exchange, snapshot: 
 
 def test_the_log_holds_the_record_and_the_blobs(exchange: Exchange, snapshot: Snapshot) -> None:
     _deposit_all(exchange, snapshot)
-    folder = exchange.log.folder / "round-000001"
+    folder = folder_of(exchange.log) / "round-000001"
     assert exchange.log.read_record(1) == exchange.record(1)
     assert (folder / "record.json").read_text().startswith("{")
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert files == {"record.json"} | {f"{a.replica}/{a.block}.blob" for _, a in _deposits()}
+    assert files == {"record.json"} | {f"{a.replica}/1/{a.block}.blob" for _, a in _deposits()}
     for _, address in _deposits():
-        assert exchange.log.read_blob(1, address.replica, address.block) == _blob(snapshot, address)
+        assert exchange.log.read_blob(1, address.replica, 1, address.block) == _blob(snapshot, address)
 
 
 # ---- refusals ----
@@ -205,7 +207,7 @@ def test_deposits_that_are_refused_do_not_stop_the_run(exchange: Exchange, snaps
     assert len(told) == 11 and set(told) == {"dc", "home.0", "stranger"}
     _deposit_all(exchange, snapshot)
     assert len(exchange.record(1).contributions) == 2
-    assert {path.name for path in exchange.log.folder.iterdir()} == {"round-000001"}
+    assert {path.name for path in folder_of(exchange.log).iterdir()} == {"round-000001"}
 
 
 def test_a_blob_of_another_run_is_refused(exchange: Exchange, snapshot: Snapshot) -> None:
@@ -428,7 +430,7 @@ class _SlowLog(ContributionLog):
     """Writes at once, but for what is `held`: that waits, with `reached` released, until it is let."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(FolderStore(folder))
         self.held: BlobAddress | int | None = None
         """A blob, or the record of a round."""
         self.reached, self.lets = threading.Semaphore(0), threading.Event()
@@ -436,14 +438,14 @@ class _SlowLog(ContributionLog):
         """Whether there is no room for the next that was held."""
         self.written: list[BlobAddress] = []
 
-    def write_blob(self, address: BlobAddress, data: bytes) -> None:
+    def write_blob(self, address: BlobAddress, epoch: int, data: bytes) -> None:
         self._wait(address)
-        super().write_blob(address, data)
+        super().write_blob(address, epoch, data)
         self.written.append(address)
 
-    def write_record(self, record: RoundRecord) -> None:
+    def create_record(self, record: RoundRecord) -> RoundRecord:
         self._wait(record.round)
-        super().write_record(record)
+        return super().create_record(record)
 
     def _wait(self, what: BlobAddress | int) -> None:
         if what != self.held:
@@ -635,7 +637,7 @@ def _replayed(
     optimizer = OuterOptimizer(SETTINGS)
     for round_ in rounds:
         record = exchange.log.read_record(round_)
-        replay(theta, "run", record, partial(exchange.log.read_blob, round_), optimizer)
+        replay(theta, "run", record, exchange.log.blobs_of(record), optimizer)
     return theta
 
 
@@ -643,7 +645,7 @@ def test_the_log_replays_to_what_the_members_hold(
     trained: tuple[Exchange, dict[str, Tensor]], snapshot: Snapshot
 ) -> None:
     exchange, held = trained
-    first = load_snapshot(exchange.log.snapshot_path(0))
+    first = load_snapshot(snapshot_path(exchange.log, 0))
     for name, tensor in _replayed(exchange, first.parameters, range(1, 4)).items():
         assert tensor.equal(held[name]), name
         assert not tensor.equal(snapshot.parameters[name]), name
@@ -651,22 +653,22 @@ def test_the_log_replays_to_what_the_members_hold(
 
 def test_the_auditors_snapshots_read_back(trained: tuple[Exchange, dict[str, Tensor]], snapshot: Snapshot) -> None:
     exchange, held = trained
-    names = sorted(path.name for path in exchange.log.folder.glob("snapshot*"))
+    names = sorted(path.name for path in folder_of(exchange.log).glob("snapshot*"))
     assert names == [f"snapshot-00000{round_}.safetensors" for round_ in (0, 2, 3)]
-    first, second, last = (load_snapshot(exchange.log.snapshot_path(round_)) for round_ in (0, 2, 3))
+    first, second, last = (load_snapshot(snapshot_path(exchange.log, round_)) for round_ in (0, 2, 3))
     assert (first.round, second.round, last.round) == (0, 2, 3)
     for loaded, expected in ((first, snapshot.parameters), (last, held)):
         assert loaded.parameters.keys() == expected.keys()
         assert all(loaded.parameters[name].equal(tensor) for name, tensor in expected.items())
         assert loaded.basis is not None and snapshot.basis is not None and loaded.basis.equal(snapshot.basis)
-    with safe_open(exchange.log.snapshot_path(3), "pt") as file:
+    with safe_open(snapshot_path(exchange.log, 3), "pt") as file:
         whole = parameters_sha256({name: parameter_sha256(tensor) for name, tensor in held.items()})
         assert file.metadata()["parameters_sha256"] == whole.hex()
 
 
 def test_a_late_process_starts_from_a_later_snapshot(trained: tuple[Exchange, dict[str, Tensor]]) -> None:
     exchange, held = trained
-    second = load_snapshot(exchange.log.snapshot_path(2))
+    second = load_snapshot(snapshot_path(exchange.log, 2))
     for name, tensor in _replayed(exchange, second.parameters, range(3, 4)).items():
         assert tensor.equal(held[name]), name
 
@@ -684,9 +686,16 @@ def test_a_blob_that_was_changed_in_the_log_is_found(
 ) -> None:
     exchange, _ = trained
     address = _address("home", "norm", round_=2)
-    exchange.log.write_blob(address, _blob(snapshot, address, seed=77))
-    with pytest.raises(MalformedContribution, match="home, norm"):
+    exchange.log.write_blob(address, 1, _blob(snapshot, address, seed=77))
+    with pytest.raises(DamagedFile, match=r"/round-000002/home/1/norm\.blob is damaged: not the blob"):
         _replayed(exchange, snapshot.parameters, range(1, 4))
+    theta, record = dict(snapshot.parameters), exchange.record(2)
+
+    def as_it_is(replica: str, block: str) -> bytes:
+        return exchange.log.read_blob(2, replica, 1, block)
+
+    with pytest.raises(MalformedContribution, match="home, norm"):
+        replay(theta, "run", record, as_it_is, OuterOptimizer(SETTINGS))
 
 
 def test_every_round_is_verified_for_every_replica(trained: tuple[Exchange, dict[str, Tensor]]) -> None:
@@ -724,25 +733,25 @@ def test_the_auditor_fails_a_run_whose_members_agree_on_something_else(exchange:
     _deposit_all(exchange, snapshot)
     auditor.join()
     _expect_failure(exchange, r"\S+ differs between \S+ and exchange after round 1")
-    assert not exchange.log.snapshot_path(1).exists()
+    assert not snapshot_path(exchange.log, 1).exists()
 
 
 def test_a_blob_changed_before_the_auditor_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
     _deposit_all(exchange, snapshot)
     address = _address("dc", "norm")
-    exchange.log.write_blob(address, _blob(snapshot, address, seed=5))
+    exchange.log.write_blob(address, 1, _blob(snapshot, address, seed=5))
     auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)
     auditor.start()
     auditor.join()
-    cause = "the auditor cannot replay the log: dc, norm: not the blob that the round record names"
+    cause = r"the auditor cannot replay the log: .*/dc/1/norm\.blob is damaged: not the blob that the .* names"
     _expect_failure(exchange, cause)
 
 
 def test_a_blob_lost_before_the_auditor_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
     """A full disk or a lost file must not leave the run without its check and its snapshots unnoticed."""
     _deposit_all(exchange, snapshot)
-    (exchange.log.folder / "round-000001" / "dc" / "norm.blob").unlink()
+    (folder_of(exchange.log) / "round-000001" / "dc" / "1" / "norm.blob").unlink()
     auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)
     auditor.start()
     auditor.join()
-    _expect_failure(exchange, r"the auditor cannot replay the log: .*/round-000001/dc/norm\.blob'")
+    _expect_failure(exchange, r"the auditor cannot replay the log: .*/round-000001/dc/1/norm\.blob'")

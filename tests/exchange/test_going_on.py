@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from log_files import snapshot_path
 from torch import Tensor, nn
 
 from hetero_pp.errors import HeteroPPError
@@ -18,6 +19,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot
+from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
@@ -62,7 +64,7 @@ class Run:
         self.settings, self.first, self.folder = settings, snapshot.round, folder
         blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
         roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
-        self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(folder / "log"))
+        self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(FolderStore(folder / "log")))
         self.auditor = Auditor(self.exchange, snapshot, ROUNDS, 1, _optimizer(settings, snapshot))
         self.errors: list[HeteroPPError] = []
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
@@ -124,7 +126,7 @@ class Run:
 
     def snapshot(self, round_: int) -> Snapshot:
         """The auditor's."""
-        return load_snapshot(self.exchange.log.snapshot_path(round_))
+        return load_snapshot(snapshot_path(self.exchange.log, round_))
 
 
 def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.outer_round import OuterRound
@@ -159,7 +160,7 @@ class Replicas:
     def __init__(self, snapshot: Snapshot, settings: OuterSettings, folder: Path) -> None:
         blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
         roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
-        self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(folder))
+        self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(FolderStore(folder)))
         self.parameters = {name: {p: nn.Parameter(t.clone()) for p, t in snapshot.parameters.items()} for name in NAMES}
         self.outer = {
             name: OuterRound(
@@ -252,4 +253,4 @@ def test_a_member_that_diverged_says_so_and_sends_nothing(tmp_path: Path) -> Non
         replicas.parameters["alpha"]["norm.weight"][3] = float("nan")
     with pytest.raises(HeteroPPError, match=r"alpha diverged: norm\.weight is not finite after round 1"):
         replicas.outer["alpha"].synchronise(1)
-    assert not (tmp_path / "round-000001" / "alpha" / "norm.blob").exists()
+    assert not (tmp_path / "round-000001" / "alpha" / "1" / "norm.blob").exists()

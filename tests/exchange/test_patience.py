@@ -10,6 +10,7 @@ from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, Report
 from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.patience import NAMED, Expected, Patience, whom
@@ -74,7 +75,7 @@ def snapshot() -> Snapshot:
 
 @pytest.fixture
 def exchange(tmp_path: Path) -> Exchange:
-    return Exchange("run", ROSTER, None, SETTINGS, ContributionLog(tmp_path / "log"))
+    return Exchange("run", ROSTER, None, SETTINGS, ContributionLog(FolderStore(tmp_path / "log")))
 
 
 def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from log_files import folder_of, snapshot_path
 from torch import Tensor, nn
 
 import hetero_pp.snapshot
@@ -21,6 +22,7 @@ from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot, load_snapshot, open_snapshot, save_snapshot
+from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
@@ -48,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
     """The log of five rounds with snapshots after 0, 2, 4 and 5, and theta after each round."""
     folder = tmp_path_factory.mktemp("log")
     snapshot = initial_snapshot(SHAPE, rank=4, seed=1)
-    exchange = Exchange("run", _roster(snapshot, "dc"), snapshot, SETTINGS, ContributionLog(folder))
+    exchange = Exchange("run", _roster(snapshot, "dc"), snapshot, SETTINGS, ContributionLog(FolderStore(folder)))
     auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
     auditor.start()
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
@@ -68,7 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
 def log(trained: tuple[Path, Rounds], tmp_path: Path) -> ContributionLog:
     """A copy to damage."""
     shutil.copytree(trained[0], tmp_path / "log")
-    return ContributionLog(tmp_path / "log")
+    return ContributionLog(FolderStore(tmp_path / "log"))
 
 
 def _held(**rounds: set[int]) -> dict[str, AvailableStates]:
@@ -108,8 +110,8 @@ def test_the_newest_round_that_all_hold_is_taken(
 
 
 def test_a_replayed_round_has_the_momentum_of_its_snapshot(log: ContributionLog) -> None:
-    saved = load_snapshot(log.snapshot_path(4))
-    log.snapshot_path(4).unlink()
+    saved = load_snapshot(snapshot_path(log, 4))
+    snapshot_path(log, 4).unlink()
     replayed = _find(log, _held(dc={4})).snapshot
     assert saved.momentum.keys() == replayed.momentum.keys() == saved.parameters.keys()
     for name, tensor in saved.tensors().items():
@@ -128,7 +130,7 @@ def test_if_there_is_none_one_line_says_who_holds_what(log: ContributionLog) -> 
 
 def test_members_tell_and_the_exchange_chooses(log: ContributionLog, tmp_path: Path) -> None:
     """Through the exchange, as members do: nobody is told anything before all have joined."""
-    first = load_snapshot(log.snapshot_path(0))
+    first = load_snapshot(snapshot_path(log, 0))
     exchange = Exchange("run", _roster(first, "a", "b"), None, SETTINGS, log)
     states = {name: SavedStates(tmp_path / name, "run", 1) for name in ("a", "b")}
     for name, rounds in {"a": (3, 4), "b": (2, 3)}.items():
@@ -164,7 +166,7 @@ def test_a_run_that_goes_on_forgets_the_rounds_after(log: ContributionLog) -> No
 
 
 def test_a_damaged_snapshot_is_named_and_passed_over(trained: tuple[Path, Rounds], log: ContributionLog) -> None:
-    _flip(log.snapshot_path(4), 8 * (log.snapshot_path(4).stat().st_size - 100))
+    _flip(snapshot_path(log, 4), 8 * (snapshot_path(log, 4).stat().st_size - 100))
     found = _find(log, _held(dc={3, 4}))
     assert found.snapshot.round == 4  # from the snapshot after 2
     assert len(found.damaged) == 1
@@ -174,13 +176,13 @@ def test_a_damaged_snapshot_is_named_and_passed_over(trained: tuple[Path, Rounds
 
 
 def test_what_needs_a_damaged_record_or_contribution_is_not_taken(log: ContributionLog) -> None:
-    record = log.folder / "round-000004" / "record.json"
+    record = folder_of(log) / "round-000004" / "record.json"
     record.write_text(record.read_text().replace('"weight": 1.0', '"weight": 3.0'))
-    log.snapshot_path(4).unlink()
+    snapshot_path(log, 4).unlink()
     found = _find(log, _held(dc={3, 4}))
     assert found.snapshot.round == 3
     assert "round-000004/record.json is damaged" in found.damaged[0]
-    blob = next((log.folder / "round-000003").rglob("*.blob"))
+    blob = next((folder_of(log) / "round-000003").rglob("*.blob"))
     _flip(blob, 8 * 60)
     found = _find(log, _held(dc={2, 3}))
     assert found.snapshot.round == 2
@@ -219,7 +221,7 @@ def test_every_tensor_of_a_snapshot_is_in_its_digest(
 
 
 def test_a_record_is_its_digest(log: ContributionLog) -> None:
-    path = log.folder / "round-000002" / "record.json"
+    path = folder_of(log) / "round-000002" / "record.json"
     log.read_record(2)
     content = json.loads(path.read_text())
     changes = [("round", 3), ("weight", 2.0), ("replica", "other"), ("size", "1"), ("kept_values", "1")]
@@ -229,7 +231,7 @@ def test_a_record_is_its_digest(log: ContributionLog) -> None:
         part = changed if field in changed else entry if field in entry else entry["blobs"][0]
         assert field in part, content
         part[field] = value
-        (log.folder / "round-000001" / "record.json").write_text(path.read_text())
+        (folder_of(log) / "round-000001" / "record.json").write_text(path.read_text())
         path.write_text(json.dumps(changed))
         with pytest.raises(DamagedFile, match=r"round-000002/record\.json is damaged"):
             log.read_record(2)
@@ -242,8 +244,8 @@ def test_a_record_is_its_digest(log: ContributionLog) -> None:
 
 
 def test_a_snapshot_under_another_name_or_none_at_all(log: ContributionLog) -> None:
-    log.snapshot_path(2).replace(log.snapshot_path(4))
-    log.snapshot_path(2).mkdir()
+    snapshot_path(log, 2).replace(snapshot_path(log, 4))
+    snapshot_path(log, 2).touch()
     found = _find(log, _held(dc={4}))
     assert found.snapshot.round == 4
     assert [path for path in found.damaged if "is the snapshot after round 2" in path]
@@ -251,18 +253,18 @@ def test_a_snapshot_under_another_name_or_none_at_all(log: ContributionLog) -> N
 
 
 def test_a_contribution_that_is_lost_is_named(log: ContributionLog) -> None:
-    next((log.folder / "round-000003").rglob("*.blob")).unlink()
-    with pytest.raises(HeteroPPError, match=r"round-000003/dc/[\w.]+\.blob is not there"):
+    next((folder_of(log) / "round-000003").rglob("*.blob")).unlink()
+    with pytest.raises(HeteroPPError, match=r"round-000003/dc/1/[\w.]+\.blob is not there"):
         _find(log, _held(dc={3}))
 
 
 def test_copies_beside_the_log_are_left_alone(log: ContributionLog) -> None:
-    (log.folder / "round-000004-mine").mkdir()
-    (log.folder / "snapshot-000004.safetensors.bak").write_text("mine")
+    (folder_of(log) / "round-000004-mine").mkdir()
+    (folder_of(log) / "snapshot-000004.safetensors.bak").write_text("mine")
     log.forget_after(2)
     assert (log.records(), log.snapshots()) == ({1, 2}, {0, 2})
-    assert (log.folder / "round-000004-mine").exists()
-    assert (log.folder / "snapshot-000004.safetensors.bak").exists()
+    assert (folder_of(log) / "round-000004-mine").exists()
+    assert (folder_of(log) / "snapshot-000004.safetensors.bak").exists()
 
 
 # ---- states ----
@@ -320,7 +322,7 @@ def test_a_damaged_state_is_named_and_not_held(tmp_path: Path, damage: str) -> N
 
 
 def _joined(states: SavedStates, snapshot: Snapshot, folder: Path) -> int:
-    exchange = Exchange("run", _roster(snapshot, "dc"), snapshot, SETTINGS, ContributionLog(folder))
+    exchange = Exchange("run", _roster(snapshot, "dc"), snapshot, SETTINGS, ContributionLog(FolderStore(folder)))
     return join_run(exchange, "dc", "", states)
 
 

@@ -23,7 +23,8 @@ from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.settings import NotPartOf, meaning
 from hetero_pp.snapshot import load_snapshot
-from replica_groups.exchange.log import ContributionLog
+from hetero_pp.store.folder import FolderStore
+from replica_groups.exchange.log import ContributionLog, snapshot_key
 from replica_groups.exchange.restart import snapshot_after
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
@@ -97,11 +98,11 @@ def test_rounds_before_a_change_stay_as_they_were(finished: Path, extended: Path
 def test_the_outer_learning_rate_of_a_round_is_that_of_its_time(runs: Path) -> None:
     """Replayed from the first snapshot, over the change, to the bits of the last one."""
     folder = RunFolder(runs / "mixed")
-    spec, log = read_run(folder), ContributionLog(folder.log)
+    spec, log = read_run(folder), ContributionLog(FolderStore(folder.log))
     assert [spec.at(round_).outer.learning_rate for round_ in (0, 1, 3, 4, 6, 9)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
-    last = load_snapshot(log.snapshot_path(6))
+    last = load_snapshot(folder.log / snapshot_key(6))
     for round_ in log.snapshots() - {0}:
-        log.snapshot_path(round_).unlink()
+        (folder.log / snapshot_key(round_)).unlink()
     replayed = snapshot_after(log, spec.run, 6, partial(round_optimizer, spec), [])
     for name, tensor in last.parameters.items():
         assert tensor.equal(replayed.parameters[name]), name

@@ -31,6 +31,7 @@ from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 
@@ -366,7 +367,7 @@ def test_reports_that_cannot_be_followed_are_no_success(
 
 def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path) -> None:
     spec = _spec(finished)
-    exchange = Exchange(spec.run, spec.roster, None, spec.config.outer, ContributionLog(tmp_path))
+    exchange = Exchange(spec.run, spec.roster, None, spec.config.outer, ContributionLog(FolderStore(tmp_path)))
     server, port = serve_exchange(exchange, "token", "127.0.0.1:0", 1)
 
     def fails(report: Report) -> None:
@@ -402,7 +403,7 @@ def test_an_error_that_nobody_expects_is_in_the_summary(
     def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("replica_groups.exchange.auditor.save_snapshot", fails)
+    monkeypatch.setattr("replica_groups.exchange.log.save_snapshot", fails)
     with pytest.raises(OSError, match="No space left on device"):
         _train(corpus, tmp_path)
     assert "No space left on device" in _summary(tmp_path / "mixed")["failed"]

@@ -17,6 +17,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.store.folder import FolderStore
 from hetero_pp.topology import BoundarySettings, StageSpec
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
@@ -51,7 +52,9 @@ class Member:
         self.member = StageMember("home", worker, None, [], 0)
         settings = OuterSettings.model_validate({"rounds": 3, "learning_rate": RATE, "compression": EXACT})
         roster = Roster({"home.0": "home"}, {"home.0": frozenset(map(block_of, start))})
-        exchange = Exchange("run", roster, Snapshot(0, start, whole.basis), settings, ContributionLog(folder))
+        exchange = Exchange(
+            "run", roster, Snapshot(0, start, whole.basis), settings, ContributionLog(FolderStore(folder))
+        )
         with torch.no_grad():
             for name, parameter in stage.parameters.items():
                 parameter.copy_(start[name])

@@ -21,6 +21,7 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
+from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
 
 MOST_REFUSALS = 20
@@ -101,7 +102,7 @@ def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
 def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
     """The run in the folder as far as it is known before it goes on, and what is changed from there on."""
     agreement = require_same_run(prepared.spec.config, prepared.given, folder)
-    next_round = max(ContributionLog(folder.log).records(), default=0) + 1
+    next_round = ContributionLog(FolderStore(folder.log)).last_record() + 1
     for line in unheeded(prepared.spec.config, agreement):
         tell(standard_output(), f"{prepared.spec.config.name}: {line}")
     changes = agreement.changes.changed(agreement.first, next_round, agreement.wanted)

@@ -20,6 +20,7 @@ from hetero_pp.errors import DamagedFile
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.log import ContributionLog
 
 _KEPT = ("begun", "inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
@@ -39,7 +40,7 @@ def reports_until(folder: RunFolder, last: int, complain: Callable[[str], None])
             strange += 1
     if strange:
         complain(f"{strange} lines of {folder.metrics.name} that cannot be read are left out")
-    log, began = ContributionLog(folder.log), min((report.time for report in reports), default=time.time())
+    log, began = ContributionLog(FolderStore(folder.log)), min((report.time for report in reports), default=time.time())
     for round_ in range(1, last + 1):
         try:
             record = log.read_record(round_)

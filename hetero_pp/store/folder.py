@@ -1,0 +1,175 @@
+"""A store in a folder: each object is a file, written beside, flushed to the disk, and given its name.
+
+Whoever is first has the name by a hard link, which no file system gives twice. A name counts once the folder that holds
+it is on the disk, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from hetero_pp.errors import StoreError
+from hetero_pp.files import PART, flush, remove_parts, whole
+
+MOST_TRIES = 10
+
+T = TypeVar("T")
+
+
+class FolderStore:
+    """Implements Store on a file system that knows hard links."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get(self, key: str) -> bytes:
+        """See Store."""
+        with _told("read", self.path(key)):
+            return self.path(key).read_bytes()
+
+    def put(self, key: str, data: bytes) -> None:
+        """See Store."""
+        self._put(key, lambda part: part.write_bytes(data))
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See Store."""
+        path = self.path(key)
+        with _told("written", path):
+            return _retried(lambda: _create(path, data))
+
+    def below(self, folder: str = "") -> list[str]:
+        """See Store."""
+        top = self.path(folder) if folder else self.folder
+        with _told("listed", top):
+            found = (Path(here) / name for here, _, names in os.walk(top, onerror=_raise) for name in names)
+            return sorted(path.relative_to(self.folder).as_posix() for path in found if _is_whole(path.name))
+
+    def names(self, folder: str = "") -> list[str]:
+        """See Store."""
+        top = self.path(folder) if folder else self.folder
+        with _told("listed", top):
+            try:
+                with os.scandir(top) as found:
+                    return sorted(f"{one.name}/" if one.is_dir() else one.name for one in found if _is_whole(one.name))
+            except FileNotFoundError:
+                return []
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See Store. Folders that are empty then go, too."""
+        for path in map(self.path, keys):
+            with _told("removed", path):
+                path.unlink(missing_ok=True)
+            self._remove_empty(path.parent)
+
+    def put_file(self, key: str, path: Path) -> None:
+        """See Store."""
+        self._put(key, lambda part: shutil.copyfile(path, part))
+
+    def get_to(self, key: str, path: Path) -> None:
+        """See Store."""
+        with _told("read", self.path(key)), whole(path) as part:
+            shutil.copyfile(self.path(key), part)
+
+    def path(self, key: str) -> Path:
+        """See Store. A key that leads out of the folder is refused with ValueError."""
+        if any(word in ("", ".", "..") for word in key.split("/")):
+            raise ValueError(f"{key!r} is no key of a store")
+        return self.folder / key
+
+    def url(self, key: str = "") -> str:
+        """See Store."""
+        return str(self.folder / key)
+
+    def sign(self, method: str, key: str, seconds: float) -> str | None:
+        """See Store. Nobody reaches a folder by a URL."""
+        return None
+
+    def forget_parts(self) -> None:
+        """See Store."""
+        remove_parts(self.folder)
+
+    def _put(self, key: str, write: Callable[[Path], object]) -> None:
+        path = self.path(key)
+
+        def put() -> None:
+            make_folder(path.parent)
+            with whole(path) as part:
+                write(part)
+
+        with _told("written", path):
+            _retried(put)
+
+    def _remove_empty(self, folder: Path) -> None:
+        while folder != self.folder and self.folder in folder.parents:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            folder = folder.parent
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, with the name of each on the disk."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for one in reversed(missing):
+        try:
+            one.mkdir()
+        except FileExistsError:
+            if not one.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(one)) from None
+        flush(one.parent)
+
+
+def _create(path: Path, data: bytes) -> bool:
+    make_folder(path.parent)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART}")
+    try:
+        part.write_bytes(data)
+        flush(part)
+        os.link(part, path)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        part.unlink(missing_ok=True)
+        # Also by who lost: it goes on from what the winner wrote, whose name need not be on the disk yet.
+        flush(path.parent)
+
+
+def _retried(write: Callable[[], T]) -> T:
+    """Once more while somebody removes the folder that this one is about to write in, which was empty."""
+    for _ in range(MOST_TRIES - 1):
+        with suppress(FileNotFoundError):
+            return write()
+    return write()
+
+
+def _is_whole(name: str) -> bool:
+    return not name.endswith(PART)
+
+
+def _raise(error: OSError) -> None:
+    """What is removed while one looks is not there."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+@contextmanager
+def _told(done: str, path: Path) -> Iterator[None]:
+    """Have one line say which file cannot be used, and why; that one is not there stays what it is."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be {done} ({error.strerror})") from error

@@ -1,0 +1,158 @@
+"""What the log decides, and what it notices when it is read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+
+from hetero_pp.errors import DamagedFile
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
+from hetero_pp.store.folder import FolderStore
+from replica_groups.exchange.log import ContributionLog, record_digest
+
+BLOB = b"a blob of the norm"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> ContributionLog:
+    return ContributionLog(FolderStore(tmp_path / "log"))
+
+
+def _record(round_: int = 1, epoch: int = 2, steps: int = 50) -> RoundRecord:
+    blobs = [BlobEntry(block="norm", sha256=hashlib.sha256(BLOB).digest(), size=len(BLOB), kept_values=3)]
+    entry = ContributionEntry(replica="home", weight=1.0, digest=contribution_digest(blobs), blobs=blobs)
+    entry.epoch, entry.steps, entry.tokens = epoch, steps, steps * 256
+    return RoundRecord(round=round_, contributions=[entry], late=["dc"])
+
+
+def test_a_record_is_read_as_it_was_written(log: ContributionLog) -> None:
+    written = log.create_record(_record())
+    assert written.sha256 == record_digest(written)
+    assert log.read_record(1) == written
+
+
+def _change_epoch(record: RoundRecord) -> None:
+    record.contributions[0].epoch = 3
+
+
+def _change_steps(record: RoundRecord) -> None:
+    record.contributions[0].steps = 49
+
+
+def _change_tokens(record: RoundRecord) -> None:
+    record.contributions[0].tokens = 1
+
+
+def _change_late(record: RoundRecord) -> None:
+    record.late[0] = "DC"
+
+
+def _add_late(record: RoundRecord) -> None:
+    record.late.append("office")
+
+
+@pytest.mark.parametrize("change", [_change_epoch, _change_steps, _change_tokens, _change_late, _add_late])
+def test_everything_that_a_record_says_is_in_its_digest(change: Callable[[RoundRecord], None]) -> None:
+    record = _record()
+    before = record_digest(record)
+    change(record)
+    assert record_digest(record) != before
+
+
+def test_who_is_late_with_a_record_has_the_first(log: ContributionLog) -> None:
+    first = log.create_record(_record(steps=50))
+    assert log.create_record(_record(steps=49)) == first
+    assert log.read_record(1) == first
+
+
+def test_of_many_that_close_a_round_all_have_one_record(log: ContributionLog) -> None:
+    start = Barrier(8)
+
+    def close(steps: int) -> bytes:
+        start.wait()
+        return log.create_record(_record(steps=steps)).sha256
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(close, range(8)))) == 1
+
+
+def test_a_first_record_that_is_damaged_is_named(log: ContributionLog) -> None:
+    log.store.put("round-000001/record.json", b"{")
+    with pytest.raises(DamagedFile, match=r"/round-000001/record\.json is damaged"):
+        log.create_record(_record())
+
+
+def test_blobs_are_of_the_epoch_that_was_counted(log: ContributionLog) -> None:
+    """Of a group that redid the round, whichever of the two it was."""
+    address = BlobAddress("run", 1, "home", "norm")
+    log.write_blob(address, 2, BLOB)
+    log.write_blob(address, 3, b"another epoch's")
+    record = log.create_record(_record(epoch=2))
+    read = log.blobs_of(record)
+    assert read("home", "norm") == BLOB
+    with pytest.raises(FileNotFoundError, match="no `norm` of dc was counted in round 1"):
+        read("dc", "norm")
+    log.write_blob(address, 2, BLOB[:-1] + b"M")
+    with pytest.raises(DamagedFile, match=r"/round-000001/home/2/norm\.blob is damaged: not the blob"):
+        read("home", "norm")
+
+
+def test_which_rounds_are_closed(log: ContributionLog) -> None:
+    assert (log.records(), log.last_record()) == (set(), 0)
+    for round_ in (1, 2, 3):
+        log.create_record(_record(round_))
+    log.write_blob(BlobAddress("run", 4, "home", "norm"), 1, BLOB)
+    log.write_blob(BlobAddress("run", 5, "home", "norm"), 1, BLOB)
+    assert (log.records(), log.last_record()) == ({1, 2, 3}, 3)
+    log.forget_after(2)
+    assert (log.records(), log.last_record()) == ({1, 2}, 2)
+    assert log.store.names() == ["round-000001/", "round-000002/"]
+
+
+def test_a_term_is_had_once(log: ContributionLog) -> None:
+    assert log.terms() == {}
+    assert log.claim_term("home.0", 1)
+    assert not log.claim_term("home.0", 1)
+    assert log.claim_term("home.0", 2)
+    assert log.claim_term("dc", 10) and log.claim_term("dc", 9)
+    assert log.terms() == {"home.0": 2, "dc": 10}
+    log.forget_after(0)
+    assert log.terms() == {"home.0": 2, "dc": 10}
+
+
+def test_of_many_that_claim_a_term_one_has_it(log: ContributionLog) -> None:
+    start = Barrier(8)
+
+    def claim(_: int) -> bool:
+        start.wait()
+        return log.claim_term("home.0", 1)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(claim, range(8))) == 1
+
+
+class _AnswersGetLost(FolderStore):
+    """Does what it is asked to, and says that somebody else did: as over a network, where the first try was done."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        super().create(key, data)
+        return False
+
+
+def test_a_claim_whose_answer_was_lost_is_had(tmp_path: Path) -> None:
+    log = ContributionLog(_AnswersGetLost(tmp_path))
+    assert log.claim_term("home.0", 1)
+    assert not log.claim_term("home.0", 1)
+    assert log.create_record(_record()) == _record_with_digest()
+
+
+def _record_with_digest() -> RoundRecord:
+    record = _record()
+    record.sha256 = record_digest(record)
+    return record

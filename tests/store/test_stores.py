@@ -1,0 +1,179 @@
+"""One contract for every store."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hetero_pp.errors import StoreError
+from hetero_pp.store.folder import FolderStore
+from hetero_pp.store.local import reading, writing
+from hetero_pp.store.store import Store
+
+LARGE = 64_000_000
+
+
+@pytest.fixture(params=["folder"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """An empty one of each kind."""
+    return FolderStore(tmp_path / "store")
+
+
+def test_what_is_put_is_read_and_replaced(store: Store) -> None:
+    store.put("round-000001/dc/1/norm.blob", b"first")
+    assert store.get("round-000001/dc/1/norm.blob") == b"first"
+    store.put("round-000001/dc/1/norm.blob", b"")
+    assert store.get("round-000001/dc/1/norm.blob") == b""
+
+
+@pytest.mark.parametrize("key", ["nothing", "folder/nothing", "folder"])
+def test_what_is_missing_is_named(store: Store, tmp_path: Path, key: str) -> None:
+    store.put("folder/something", b"there")
+    if key != "folder":  # a folder is no object: a file system says so in words of its own
+        with pytest.raises(FileNotFoundError, match=f"{store.url(key)}'$"):
+            store.get(key)
+        with pytest.raises(FileNotFoundError, match=f"{store.url(key)}'$"):
+            store.get_to(key, tmp_path / "copy")
+    else:
+        with pytest.raises((FileNotFoundError, StoreError), match=f"{store.url(key)}"):
+            store.get(key)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_create_is_had_by_the_first(store: Store) -> None:
+    assert store.create("record.json", b"first")
+    assert not store.create("record.json", b"second")
+    assert store.get("record.json") == b"first"
+    store.delete(["record.json"])
+    assert store.create("record.json", b"third")
+    store.put("put", b"before")
+    assert not store.create("put", b"after")
+
+
+def test_of_many_that_race_one_has_created_it(store: Store) -> None:
+    """Everybody reads the bytes of whoever was told so."""
+    racers, keys = 8, [f"round-{number:06d}/record.json" for number in range(25)]
+    start = threading.Barrier(racers)
+
+    def race(racer: int) -> list[bool]:
+        start.wait()
+        return [store.create(key, f"of {racer}".encode() * 1000) for key in keys]
+
+    with ThreadPoolExecutor(racers) as pool:
+        won = list(pool.map(race, range(racers)))
+    for number, key in enumerate(keys):
+        (winner,) = [racer for racer in range(racers) if won[racer][number]]
+        assert store.get(key) == f"of {winner}".encode() * 1000
+    assert store.below() == keys
+
+
+def test_what_is_listed(store: Store) -> None:
+    assert store.below() == store.names() == store.below("round-000001") == store.names("round-000001") == []
+    for key in ("a", "round-000001/record.json", "round-000001/dc/1/norm.blob", "round-0000010/dc/1/norm.blob"):
+        store.put(key, b"x")
+    assert store.names() == ["a", "round-000001/", "round-0000010/"]
+    assert store.names("round-000001") == ["dc/", "record.json"]
+    assert store.below("round-000001") == ["round-000001/dc/1/norm.blob", "round-000001/record.json"]
+    assert len(store.below()) == 4 and store.below() == sorted(store.below())
+
+
+def test_more_than_a_page_of_a_list(store: Store) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: store.put(f"many/{number:04d}", b""), range(1050)))
+    assert store.below("many") == [f"many/{number:04d}" for number in range(1050)]
+    assert store.names("many") == [f"{number:04d}" for number in range(1050)]
+    store.delete(store.below("many"))
+    assert store.below() == []
+
+
+def test_what_is_deleted_is_gone_and_what_is_not_there_is_no_error(store: Store) -> None:
+    for key in ("round-000001/a", "round-000001/b/c", "kept"):
+        store.put(key, b"x")
+    store.delete(["round-000001/b/c", "never", "round-000001/never", "round-000001/a"])
+    assert store.names() == ["kept"]
+    store.delete([])
+    store.put("round-000001/a", b"again")
+    assert store.get("round-000001/a") == b"again"
+
+
+def test_a_large_file_comes_back(store: Store, tmp_path: Path) -> None:
+    data = b"".join(hashlib.sha256(number.to_bytes(4, "little")).digest() for number in range(1000))
+    path = tmp_path / "large"
+    path.write_bytes(data * (LARGE // len(data)))
+    store.put_file("snapshot-000001.safetensors", path)
+    store.get_to("snapshot-000001.safetensors", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == path.read_bytes()
+
+
+def test_files_for_as_long_as_a_block_runs(store: Store) -> None:
+    with writing(store, "round/file") as path:
+        path.write_bytes(b"content")
+        assert store.below() == []
+    with reading(store, "round/file") as path:
+        assert path.read_bytes() == b"content"
+    with pytest.raises(RuntimeError), writing(store, "round/torn") as path:
+        path.write_bytes(b"cont")
+        raise RuntimeError
+    assert store.below() == ["round/file"]
+    with pytest.raises(FileNotFoundError), reading(store, "never") as path:
+        path.read_bytes()
+
+
+def test_readers_see_the_old_or_the_new_and_nothing_else(store: Store) -> None:
+    """While one writes over and over, and writers come that lose."""
+    whole = {letter * 100_000 for letter in (b"a", b"b")}
+    store.put("key", b"a" * 100_000)
+    over = threading.Event()
+
+    def write() -> None:
+        for number in range(40):
+            store.put("key", (b"a", b"b")[number % 2] * 100_000)
+            store.create("key", b"c" * 100_000)
+        over.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = set()
+    while not over.is_set():
+        seen.add(store.get("key"))
+    writer.join()
+    assert seen <= whole
+
+
+def test_keys_that_lead_elsewhere_are_none(store: Store) -> None:
+    calls: list[Callable[[str], object]] = [
+        store.get,
+        lambda key: store.put(key, b""),
+        lambda key: store.create(key, b""),
+        lambda key: store.delete([key]),
+    ]
+    for key in ("../above", "a/../../above", "/absolute", "a//b", "", "."):
+        for call in calls:
+            with pytest.raises(ValueError, match="no key of a store"):
+                call(key)
+
+
+# ---- a folder ----
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store = FolderStore(tmp_path / "file")
+    for write in (store.put, store.create):
+        with pytest.raises(StoreError, match=rf"^{tmp_path}/file/key: cannot be written \(Not a directory\)$"):
+            write("key", b"data")
+
+
+def test_what_a_kill_left_is_no_object(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.put("round-000001/record.json", b"whole")
+    (tmp_path / "round-000001" / "record.json.0123abcd.part").write_bytes(b"wh")
+    assert store.below() == ["round-000001/record.json"]
+    assert store.names("round-000001") == ["record.json"]
+    store.forget_parts()
+    assert [path.name for path in (tmp_path / "round-000001").iterdir()] == ["record.json"]
