@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
+
+
+def checked(key: str) -> str:
+    """A key as it is; ValueError if it is none, as one that leads out of the store."""
+    if any(word in ("", ".", "..") for word in key.split("/")):
+        raise ValueError(f"{key!r} is no key of a store")
+    return key
 
 
 class Store(Protocol):
@@ -35,7 +42,10 @@ class Store(Protocol):
         """The keys of all objects in a folder and below, sorted."""
 
     def names(self, folder: str = "") -> list[str]:
-        """What is right in a folder, sorted: names of objects, and of folders with a slash at their end."""
+        """What is right in a folder, sorted: names of objects, and of folders with a slash at their end.
+
+        A folder that has just become empty may still be named.
+        """
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; nothing happens for one that is not there."""
@@ -52,7 +62,7 @@ class Store(Protocol):
     def url(self, key: str = "") -> str:
         """What messages call an object, or the store."""
 
-    def sign(self, method: str, key: str, seconds: float) -> str | None:
+    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
         """A URL that lets whoever has it GET or PUT this object, for so long; None where there is no such thing."""
 
     def forget_parts(self) -> None:

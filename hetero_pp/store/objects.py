@@ -1,0 +1,166 @@
+"""A store of objects by obstore, which only this file imports: S3 and what speaks it, Google's, Azure's, and memory.
+
+A write is whole or nothing there, and conditional where asked: S3's `If-None-Match: *`, and what the others have of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import MemoryStore, from_url
+
+from hetero_pp.errors import StoreError
+from hetero_pp.files import whole
+from hetero_pp.store.store import checked
+
+PART_BYTES, MOST_PARTS = 8 * 2**20, 9_000
+"""A large file goes up and comes down in parts, each of which may be tried again."""
+
+CONNECT_SECONDS, PART_SECONDS = 10, 120
+"""For a connection; for one request, or one part, on the slowest line that is of use."""
+
+RETRIES = 10
+"""After a lost connection or an error of the server, with pauses that grow."""
+
+
+class ObjectStore:
+    """Implements Store."""
+
+    def __init__(self, url: str, options: Mapping[str, str], patience: float = 60.0) -> None:
+        """`options` are obstore's for such a URL; what fails is tried again for so many seconds, of `patience`.
+
+        Raises StoreError if the URL, or what it needs beside it, is not known.
+        """
+        self._url = url.rstrip("/")
+        self._objects = _opened(url, options, patience)
+
+    def get(self, key: str) -> bytes:
+        """See Store."""
+        with self._told("read", key):
+            return bytes(obstore.get(self._objects, checked(key)).bytes())
+
+    def put(self, key: str, data: bytes) -> None:
+        """See Store."""
+        with self._told("written", key):
+            obstore.put(self._objects, checked(key), data, chunk_size=PART_BYTES)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See Store."""
+        with self._told("written", key):
+            try:
+                obstore.put(self._objects, checked(key), data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+            return True
+
+    def below(self, folder: str = "") -> list[str]:
+        """See Store."""
+        with self._told("listed", folder):
+            pages = obstore.list(self._objects, checked(folder) if folder else None)
+            return sorted(one["path"] for page in pages for one in page)
+
+    def names(self, folder: str = "") -> list[str]:
+        """See Store."""
+        with self._told("listed", folder):
+            found = obstore.list_with_delimiter(self._objects, checked(folder) if folder else None)
+        folders = [f"{_name(prefix)}/" for prefix in found["common_prefixes"]]
+        own = checked(folder) if folder else ""  # some services list a folder itself, too
+        return sorted([*folders, *(_name(one["path"]) for one in found["objects"] if one["path"] != own)])
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See Store."""
+        with self._told("removed", keys[0] if keys else ""):
+            try:
+                obstore.delete(self._objects, [checked(key) for key in keys])
+            except FileNotFoundError:  # where one that is not there is an error, others may be left
+                with ThreadPoolExecutor(8) as pool:
+                    list(pool.map(self._delete_one, keys))
+
+    def _delete_one(self, key: str) -> None:
+        try:
+            obstore.delete(self._objects, key)
+        except FileNotFoundError:
+            return
+
+    def put_file(self, key: str, path: Path) -> None:
+        """See Store."""
+        part = max(PART_BYTES, path.stat().st_size // MOST_PARTS + 1)
+        with self._told("written", key):
+            obstore.put(self._objects, checked(key), path, chunk_size=part)
+
+    def get_to(self, key: str, path: Path) -> None:
+        """See Store. Whose bytes change meanwhile is not noticed here: a digest does that."""
+        with self._told("read", key):
+            size = int(obstore.head(self._objects, checked(key))["size"])
+            with whole(path) as part, part.open("wb") as file:
+                for start in range(0, size, PART_BYTES):
+                    end = min(start + PART_BYTES, size)
+                    file.write(obstore.get_range(self._objects, key, start=start, end=end))
+
+    def path(self, key: str) -> Path | None:
+        """See Store. Objects are no files."""
+        return None
+
+    def url(self, key: str = "") -> str:
+        """See Store."""
+        return f"{self._url}/{key}".rstrip("/")
+
+    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
+        """See Store."""
+        if isinstance(self._objects, MemoryStore):
+            return None
+        with self._told("signed", key):
+            return obstore.sign(self._objects, method, checked(key), timedelta(seconds=seconds))
+
+    def forget_parts(self) -> None:
+        """See Store. What was sent of objects that are not whole goes as the bucket's rules say."""
+
+    @contextmanager
+    def _told(self, done: str, key: str) -> Iterator[None]:
+        """Have one line say which object cannot be used, and why."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if done == "read" and "NoSuchBucket" not in str(error):
+                raise FileNotFoundError(2, "No such object", self.url(key)) from error
+            raise StoreError(f"{self.url(key)}: cannot be {done} ({_reason(error)})") from error
+        except (BaseError, OSError) as error:
+            raise StoreError(f"{self.url(key)}: cannot be {done} ({_reason(error)})") from error
+
+
+def _opened(url: str, options: Mapping[str, str], patience: float) -> Any:
+    """Of the many kinds of obstore; each takes what `options` says in a type of its own."""
+    client = {
+        "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
+        "timeout": timedelta(seconds=PART_SECONDS),
+        "allow_http": options.get("endpoint", "").startswith("http://"),
+    }
+    retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=patience)}
+    if url.startswith("memory:"):
+        return MemoryStore()
+    try:
+        return from_url(url, client_options=cast(Any, client), retry_config=cast(Any, retry), **cast(Any, options))
+    except (BaseError, ValueError) as error:
+        raise StoreError(f"{url}: cannot be used ({_reason(error)})") from error
+
+
+def _name(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, of an error that tells it over many lines: the server's words, the system's, or the first line."""
+    text = str(error)
+    if "169.254.169.254" in text:  # where a machine of a cloud is given its credentials: asked last of all
+        return "found no credentials: see AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    said = re.search(r"<Message>(.+?)</Message>", text, re.DOTALL) or re.search(r'\bmessage: "(.+?)"', text)
+    first = text.split("\n", 1)[0]
+    return " ".join((said[1] if said else first.rpartition(" - ")[2]).split()).rstrip(".")

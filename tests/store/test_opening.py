@@ -1,0 +1,111 @@
+"""Which store a URL names, and what is said of one that names none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero_pp.errors import ConfigError, StoreError
+from hetero_pp.store.credentials import IN_PLACE_OF_THE_FILE, credentials_from_file
+from hetero_pp.store.folder import FolderStore
+from hetero_pp.store.objects import ObjectStore
+from hetero_pp.store.opening import open_store
+
+FILE = "[default]\naws_access_key_id = one\naws_secret_access_key = %two\n[work]\naws_access_key_id = three\n"
+
+
+@pytest.mark.parametrize("url", ["/a/b c", "file:///a/b%20c"])
+def test_a_path_is_a_folder(url: str) -> None:
+    store = open_store(url)
+    assert isinstance(store, FolderStore)
+    assert store.folder == Path("/a/b c")
+
+
+def test_urls_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    for url in ("s3://bucket/runs/one", "s3://bucket/runs/one/?region=eu-west-1&endpoint=http://127.0.0.1:1"):
+        store = open_store(url)
+        assert isinstance(store, ObjectStore)
+        assert store.url("round-000001/record.json") == "s3://bucket/runs/one/round-000001/record.json"
+    assert isinstance(open_store("gs://bucket"), ObjectStore)
+    one, other = open_store("memory://"), open_store("memory://")
+    one.put("key", b"1")
+    assert (one.below(), other.below(), one.url("key")) == (["key"], [], "memory:/key")
+
+
+def test_endpoint_and_region_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    for store in (
+        open_store("s3://bucket/runs", "http://127.0.0.1:1", "eu-west-1"),
+        open_store("s3://bucket/runs?region=eu-west-1&endpoint=http://127.0.0.1:1"),
+    ):
+        signed = store.sign("PUT", "key", 60)
+        assert signed is not None
+        assert signed.startswith("http://127.0.0.1:1/bucket/runs/key?") and "eu-west-1" in signed
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("ftp://host/runs", "ftp://host/runs: found `ftp:`, expected a path, or one of s3, gs, az, memory"),
+        ("s3://bucket?secret=1", "found `secret`, expected endpoint or region behind the question mark"),
+    ],
+)
+def test_what_names_no_store_is_one_line(url: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        open_store(url)
+
+
+def test_a_url_without_what_it_needs_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(StoreError, match=r"^az://bucket: cannot be used \(.*[Aa]ccount must be specified\)$"):
+        open_store("az://bucket")
+
+
+def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "hetero_pp.store.objects")
+    with pytest.raises(ConfigError, match=r"s3://bucket: .* pip install 'hetero-pp\[objects\]'"):
+        open_store("s3://bucket")
+    assert isinstance(open_store("runs"), FolderStore)
+
+
+# ---- credentials ----
+
+
+def _in_file(path: Path, **environment: str) -> dict[str, str]:
+    return credentials_from_file({"AWS_SHARED_CREDENTIALS_FILE": str(path)} | environment)
+
+
+def test_credentials_from_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "credentials"
+    path.write_text(FILE)
+    assert _in_file(path) == {"access_key_id": "one", "secret_access_key": "%two"}
+    assert _in_file(path, AWS_PROFILE="work") == {"access_key_id": "three"}
+    for name in IN_PLACE_OF_THE_FILE:
+        assert _in_file(path, **{name: "something"}) == {}
+
+
+def test_a_file_of_credentials_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "credentials"
+    with pytest.raises(ConfigError, match=f"AWS_SHARED_CREDENTIALS_FILE: found no file {path}"):
+        _in_file(path)
+    path.write_text(FILE)
+    with pytest.raises(ConfigError, match=f"AWS_PROFILE: found `home`, which is no profile of {path}"):
+        _in_file(path, AWS_PROFILE="home")
+    path.write_text("secret")
+    with pytest.raises(ConfigError, match=f"{path}: cannot be read, expected profiles") as raised:
+        _in_file(path)
+    assert "secret" not in str(raised.value)  # a file of secrets is not shown
+
+
+def test_no_file_at_all_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert credentials_from_file({}) == {}
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").write_text(FILE)
+    assert credentials_from_file({}) == {"access_key_id": "one", "secret_access_key": "%two"}
