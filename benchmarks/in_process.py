@@ -105,7 +105,7 @@ class PlainLoop:
         self.model = model.to(device)
         self.adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-2, betas=(0.9, 0.95), fused=True)
         self.batches = group.batches
-        self.steps = spec.config.inner.steps
+        self.steps = spec.inner_steps
         self.device = device
 
     def round(self, round_: int) -> None:

@@ -1,45 +1,102 @@
-"""The inner optimizer: AdamW with warm-up, cosine decay and clipping by the norm of the whole replica.
+"""The inner loop: how long it is, and AdamW with clipping by the norm of the whole replica.
 
 Source: Het-PP Table 9. Its state is kept across outer rounds. Steps are counted over the whole run, so the
-learning rate of a step is the same function of (round, step) in every process.
+learning rate of a step is the same function of (round, step) in every process (hetero_pp/learning_rates.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSecondMomentAdamW, project_weights
+from hetero_pp.errors import ConfigError
+from hetero_pp.learning_rates import ByRounds, BySteps, LearningRates
 from hetero_pp.model import EMBEDDING
-from hetero_pp.settings import NotPartOf, Settings
+from hetero_pp.settings import NotPartOf, Seconds, Settings
+from hetero_pp.units import format_count, format_seconds
 
 
 class InnerSettings(Settings):
-    """The inner loop of a round."""
+    """The inner loop of a round: so many steps, or as many as fit into so much time."""
 
-    steps: int = Field(10, ge=1, description="inner steps between outer rounds, H in the papers")
+    steps: int | None = Field(
+        10, ge=1, description="inner steps between outer rounds, H in the papers; or `seconds`, and then null"
+    )
+    seconds: Seconds | None = Field(
+        None, gt=0, description="instead of `steps`: every replica takes as many as fit, and at least one"
+    )
     learning_rate: Annotated[float, NotPartOf.PAST] = Field(1e-2, gt=0)
     final_learning_rate_share: Annotated[float, NotPartOf.PAST] = Field(
         0.1, ge=0, le=1, description="of the peak, at the end of the cosine"
     )
-    warmup_steps: Annotated[int, NotPartOf.PAST] = Field(10, ge=0)
+    warmup_steps: Annotated[int | None, NotPartOf.PAST] = Field(10, ge=0, description="with `steps`")
+    warmup_rounds: Annotated[float | None, NotPartOf.PAST] = Field(
+        None, ge=0, allow_inf_nan=False, description="the same with `seconds`, 1 if nothing is said"
+    )
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0, description="not applied to norms")
     clip_norm: float | None = Field(1.0, gt=0, description="of the whole replica's gradient; null for none")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_what_goes_with_seconds(cls, values: Any) -> Any:
+        """Where `seconds` is said, what counts steps is not."""
+        if not isinstance(values, dict) or values.get("seconds") is None:
+            return values
+        return {"steps": None, "warmup_steps": None, "warmup_rounds": 1.0, **values}
+
+    def check(self) -> None:
+        """Raise ConfigError unless a round has one length, and its warm-up goes with that."""
+        if self.steps is not None and self.seconds is not None:
+            both = f"found {self.seconds:g} s beside {self.steps} `steps`"
+            raise ConfigError(("inner", "seconds"), f"{both}, expected one of them: set the other to null")
+        if self.steps is None and self.seconds is None:
+            raise ConfigError(("inner", "steps"), "found nothing, expected `steps` or `seconds`")
+        length, wanted, other = ("steps", "warmup_steps", "warmup_rounds")
+        if self.seconds is not None:
+            length, wanted, other = ("seconds", "warmup_rounds", "warmup_steps")
+        if getattr(self, other) is not None:
+            raise ConfigError(("inner", other), f"found {getattr(self, other):g}, expected `{wanted}` with `{length}`")
+        if getattr(self, wanted) is None:
+            raise ConfigError(("inner", wanted), f"found nothing, expected a number with `{length}`")
+
+    @property
+    def length(self) -> str:
+        """Of a round's inner loop, in words."""
+        if self.steps is not None:
+            return format_count(self.steps, "inner step")
+        return f"as many inner steps as fit into {format_seconds(self.seconds or 0.0)}"
+
+    def require_steps(self, why: str) -> int:
+        """H. Raises ConfigError where a round is time, which is wrong for the reason that is given."""
+        if self.steps is None:
+            raise ConfigError(("inner", "seconds"), f"found {self.seconds:g} s, expected `steps`: {why}")
+        return self.steps
+
     def learning_rate_at(self, step: int, total_steps: int) -> float:
         """Linear warm-up, then a cosine down to the final share at `total_steps`; `step` counts from 0."""
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        share = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
-        floor = self.final_learning_rate_share
-        return self.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+        return self.rates(total_steps).at(step)
+
+    def rates(self, total_steps: int) -> LearningRates:
+        """Of a run of so many steps."""
+        assert self.warmup_steps is not None, "a round is time"
+        return BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_steps, total_steps)
+
+    def rates_in(self, round_: int, rounds: int, first: int, expected: int | None) -> LearningRates:
+        """In a round of so many whose rounds are time; see ByRounds."""
+        assert self.warmup_rounds is not None, "a round is so many steps"
+        share = self.final_learning_rate_share
+        return ByRounds(self.learning_rate, share, self.warmup_rounds, rounds, round_, first, expected)
+
+    def first_rates(self, total_steps: int | None) -> LearningRates:
+        """What an optimizer begins with: those of the run's steps, else of its first round."""
+        return self.rates_in(1, 1, 0, None) if total_steps is None else self.rates(total_steps)
 
 
 class InnerOptimizer:
@@ -57,12 +114,14 @@ class InnerOptimizer:
         self,
         parameters: Mapping[str, nn.Parameter],
         settings: InnerSettings,
-        total_steps: int,
+        total_steps: int | None,
         basis: Tensor | None = None,
         ablations: AblationSettings | None = None,
     ) -> None:
         self.settings = settings
         self.total_steps = total_steps
+        """None where it is not known: then each round has learning rates of its own, see `follow`."""
+        self.rates = settings.first_rates(total_steps)
         self.defers = False
         """Whether steps are left to the outer round, where gradients are what is averaged."""
         self._named = parameters
@@ -126,9 +185,9 @@ class InnerOptimizer:
             with torch.no_grad():
                 self._coefficients.copy_(self._embedding @ self.basis)
 
-    def follow(self, settings: InnerSettings, total_steps: int) -> None:
-        """From the next step on another learning rate; all else of the settings stays as it was."""
-        self.settings, self.total_steps = settings, total_steps
+    def follow(self, rates: LearningRates) -> None:
+        """From the next step on other learning rates."""
+        self.rates = rates
 
     def state(self) -> list[dict[str, Any]]:
         """Moments and counts of steps, as tensors that are still in use."""
@@ -149,10 +208,10 @@ class InnerOptimizer:
         If it `defers`, gradients stay as they are: the outer round takes the step.
         """
         if self.defers:
-            return self.settings.learning_rate_at(step, self.total_steps)
+            return self.rates.at(step)
         if self.settings.clip_norm is not None:
             self._clip(self.settings.clip_norm, replica_norm)
-        rate = self.settings.learning_rate_at(step, self.total_steps)
+        rate = self.rates.at(step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate

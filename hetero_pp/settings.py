@@ -80,8 +80,21 @@ def _quantity(units: dict[str, float], base_unit: str, example: str) -> tuple[ob
     )
 
 
+def _seconds(value: Any) -> float:
+    """A number as it is, as the key says its unit."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else parse_quantity(value, SECONDS, "5 min")
+
+
 Bandwidth = Annotated[float, *_quantity(BITS_PER_SECOND, "bit/s", "100 Mbit/s")]
 Duration = Annotated[float, *_quantity(SECONDS, "s", "20 ms")]
+Seconds = Annotated[
+    float,
+    BeforeValidator(_seconds),
+    PlainSerializer(lambda value: f"{value!r} s", return_type=str),
+    WithJsonSchema({"type": ["number", "string"], "examples": ["5 min"], "description": "seconds, or such as `5 min`"}),
+]
+"""Of a key whose name says the unit."""
 Size = Annotated[float, *_quantity(BYTES, "B", "512 MiB")]
 Speed = Annotated[float, *_quantity(FLOPS, "FLOP/s", "989 TFLOP/s")]
 Ratio = Annotated[

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches, load_position, save_position
-from hetero_pp.inner import InnerSettings
+from hetero_pp.learning_rates import LearningRates
 from hetero_pp.messages.messages_pb2 import InnerStep
 from replica_groups.engines.engine import Engine
 from replica_groups.outer_round import OuterRound
@@ -26,11 +26,11 @@ class DatacenterMember:
         self.validation = validation
         self._compute_seconds = 0.0
 
-    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+    def follow(self, rates: LearningRates) -> None:
         """See TrainingMember."""
-        self.engine.follow(inner, total_steps)
+        self.engine.follow(rates)
 
-    def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
+    def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
         """See TrainingMember."""
         started = time.perf_counter()
         tokens = self.batches.train(global_step)
@@ -44,6 +44,7 @@ class DatacenterMember:
             gradient_norm=norm,
             learning_rate=rate,
             tokens=tokens[:, 1:].numel(),
+            is_last=True if is_last else None,
         )
 
     def end_inner_loop(self, round_: int) -> None:

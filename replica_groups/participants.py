@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches, load_position, save_position
-from hetero_pp.inner import InnerSettings
+from hetero_pp.learning_rates import LearningRates
 from hetero_pp.messages.messages_pb2 import InnerStep
 from hetero_pp.model import EMBEDDING
 from replica_groups.outer_round import OuterRound
@@ -41,15 +41,17 @@ class StageMember:
         self.validation_count = count
         self.parameters = LocalParameters(worker.stage.parameters)
 
-    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+    def follow(self, rates: LearningRates) -> None:
         """See TrainingMember."""
-        self.worker.stage.optimizer.follow(inner, total_steps)
+        self.worker.stage.optimizer.follow(rates)
 
-    def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
+    def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
         """See TrainingMember. The loss is known on the last stage, norm and tokens are told by the first."""
         report = InnerStep(replica=self.replica, round=round_, step=step)
         tokens = None if self.batches is None else self.batches.train(global_step)
-        loss = self.worker.inner_step(round_, step, global_step, tokens)
+        loss = self.worker.inner_step(round_, step, global_step, tokens, is_last)
+        if self.worker.was_last:
+            report.is_last = True
         if loss is not None:
             report.loss = loss
         if tokens is not None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.shaping import MonotonicClock
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import exchange_link_name, stage_link_name
 from hetero_pp.model import EMBEDDING
@@ -24,7 +25,9 @@ from replica_groups.exchange.shaped import ShapedExchange
 from replica_groups.gate import Gate
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import ALONE, Ranks
+from replica_groups.round_length import StepsOf, round_length
 from replica_groups.saved_states import SavedStates
+from replica_groups.steps_taken import StepsTaken
 from replica_groups.training_loop import LedgerOf, TrainingLoop
 
 
@@ -64,12 +67,13 @@ def take_part(
     folder: RunFolder,
     ranks: Ranks = ALONE,
     gate: Gate | None = None,
+    steps_of: StepsOf | None = None,
 ) -> None:
     """Train all rounds that are left as one member of a run, or as one of the ranks that are a member together.
 
     The exchange says after which round the run goes on, if it does not begin. Whoever made the connections closes
     them, or aborts them if this raises HeteroPPError: the run has failed, here or elsewhere. With a gate each round
-    begins when that is open.
+    begins when that is open. With `steps_of` rounds that are time are as long as that says; see round_length.
     """
     config = spec.config
     link = spec.links[exchange_link_name(member.name)]
@@ -101,7 +105,9 @@ def take_part(
     reporter = Reporter(exchange, member.name)
     ledgers = list(_ledgers(member, shaped, ends))
     states = replace(states, every=spec.latest.snapshots.every)
-    loop = TrainingLoop(trainer, member.replica.name, outer, reporter, ledgers, states, gate)
+    length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
+    steps = StepsTaken(config.inner.steps)
+    loop = TrainingLoop(trainer, member.replica.name, outer, reporter, ledgers, states, length, steps, gate)
     try:
         loop.run(range(last_round + 1, spec.latest.outer.rounds + 1), spec)
     finally:

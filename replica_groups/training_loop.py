@@ -1,4 +1,4 @@
-"""The rounds of a member that trains: H inner steps, the outer round, evaluation; and again."""
+"""The rounds of a member that trains: inner steps, the outer round, evaluation; and again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hetero_pp.inner import InnerSettings
+from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.links import Direction
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
@@ -17,7 +17,9 @@ from replica_groups.exchange.reporter import Reporter
 from replica_groups.gate import Gate
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import ParameterStore
+from replica_groups.round_length import RoundLength
 from replica_groups.saved_states import SavedStates
+from replica_groups.steps_taken import StepsTaken
 
 
 class TrainingMember(Protocol):
@@ -27,11 +29,14 @@ class TrainingMember(Protocol):
     def parameters(self) -> ParameterStore:
         """The parameters that it trains."""
 
-    def follow(self, inner: InnerSettings, total_steps: int) -> None:
-        """From the next step on another learning rate; all else of the settings stays as it was."""
+    def follow(self, rates: LearningRates) -> None:
+        """From the next step on other learning rates."""
 
-    def inner_step(self, round_: int, step: int, global_step: int) -> InnerStep:
-        """One inner step; what is known here of loss, norm and learning rate."""
+    def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
+        """One inner step; what is known here of loss, norm and learning rate, and whether it was told to be the last.
+
+        `is_last`: who decides how long a round is says that no other step of it follows.
+        """
 
     def end_inner_loop(self, round_: int) -> None:
         """Make sure that every step has been applied."""
@@ -68,6 +73,8 @@ class TrainingLoop:
     reporter: Reporter
     ledgers: Sequence[LedgerOf]
     states: SavedStates
+    length: RoundLength
+    steps: StepsTaken
     gate: Gate | None = None
     """Asked before every inner step, by members that are threads; what was done before a round is told before."""
 
@@ -81,6 +88,7 @@ class TrainingLoop:
             self.states.require(before)
             self.member.load(self.states.path(before))
             self.outer.load(self.states.path(before), before)
+            self.steps.load(self.states.path(before))
         self.member.start_round(self.outer)
         self._evaluate(before)  # again, if the run goes on: it may have died before it was reported
         if before == 0:
@@ -88,8 +96,8 @@ class TrainingLoop:
         for round_ in rounds:
             if self.gate is not None:
                 self.reporter.flush()
-            self.member.follow(spec.at(round_).inner, spec.steps_planned_in(round_))
-            self._train(round_, spec.config.inner.steps)
+            self.member.follow(spec.rates_in(round_, self.steps.before(round_), self.steps.last))
+            self._train(round_)
             self._finish(round_)
             if self.states.is_due(round_) or round_ == rounds[-1]:  # from the last one the run may be extended
                 self.reporter.flush()  # a run that goes on from this state has lost no report from before it
@@ -98,19 +106,25 @@ class TrainingLoop:
         over.finished.SetInParent()
         self.reporter.send(over)
 
-    def _train(self, round_: int, inner_steps: int) -> None:
+    def _train(self, round_: int) -> None:
         """The inner steps of a round."""
         reported = time.monotonic()
-        for step in range(inner_steps):
+        first, steps, is_over = self.steps.before(round_), 0, False
+        while not is_over:
             if self.gate is not None:
                 self.gate.enter(self.reporter.member, round_)
             report = self.reporter.new()
-            report.inner_step.CopyFrom(self.member.inner_step(round_, step, (round_ - 1) * inner_steps + step))
+            is_last = self.length.is_last(round_, steps)
+            done = self.member.inner_step(round_, steps, first + steps, bool(is_last))
+            report.inner_step.CopyFrom(done)
             self.reporter.send(report)
+            is_over = self.length.is_over(steps, done.is_last)
+            steps += 1
             if time.monotonic() - reported > SECONDS_BETWEEN_LINK_REPORTS:
                 self._report_links(round_)
                 reported = time.monotonic()
         self.member.end_inner_loop(round_)
+        self.steps.end_round(steps)
 
     def _finish(self, round_: int) -> None:
         """The outer round, and the evaluation of what it comes to."""
@@ -137,6 +151,7 @@ class TrainingLoop:
     def _save(self, folder: Path) -> None:
         self.member.save(folder)
         self.outer.save(folder)
+        self.steps.save(folder)
 
     def _evaluate(self, round_: int) -> None:
         outcome = self.member.evaluate(round_)

@@ -27,7 +27,7 @@ class WholeReplica:
         name: str,
         module: Transformer,
         inner: InnerSettings,
-        total_steps: int,
+        total_steps: int | None,
         micro_batches: int = 1,
         boundary: Boundary | None = None,
         cuts: Sequence[int] = (),

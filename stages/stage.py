@@ -38,7 +38,7 @@ class Stage:
         module: Transformer,
         boundary: Boundary,
         inner: InnerSettings,
-        total_steps: int,
+        total_steps: int | None,
         ablations: AblationSettings | None = None,
     ) -> None:
         self.spec = spec

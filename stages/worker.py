@@ -53,6 +53,8 @@ class _Step:
     step: int
     global_step: int
     purpose: Purpose
+    is_last: bool = False
+    """Whether no other step of its round follows, where that is told."""
     tokens: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Message] = field(default_factory=dict)
     came: dict[int, Symbols] = field(default_factory=dict)
@@ -76,6 +78,8 @@ class StageWorker:
         self.gradient_norm = math.nan
         """Of the whole replica, in the last step that was applied here."""
         self.learning_rate = math.nan
+        self.was_last = False
+        """Whether the last step was told to be the last of its round."""
         self._upstream = upstream
         self._downstream = downstream
         self._pending_step: int | None = None
@@ -93,15 +97,21 @@ class StageWorker:
             Action.SEND_GRADIENT: self._send_gradient,
         }
 
-    def inner_step(self, round_: int, step: int, global_step: int, tokens: Tensor | None) -> float | None:
-        """One inner step; `tokens` [batch, L + 1] on the first stage. Returns the loss on the last stage."""
-        under_way = _Step(round_, step, global_step, ACTIVATION, backwards_left=self.settings.micro_batches)
+    def inner_step(
+        self, round_: int, step: int, global_step: int, tokens: Tensor | None, is_last: bool = False
+    ) -> float | None:
+        """One inner step; `tokens` [batch, L + 1] on the first stage. Returns the loss on the last stage.
+
+        With `is_last` the first stage tells all others that the inner loop ends with this step.
+        """
+        under_way = _Step(round_, step, global_step, ACTIVATION, is_last, backwards_left=self.settings.micro_batches)
         if tokens is not None:
             under_way.tokens = dict(enumerate(tokens.chunk(self.settings.micro_batches)))
         self._run(self._train_events, under_way)
         if self._downstream is not None and under_way.squared_norm_after is None:
             raise MalformedMessage("found no squared norm on the last gradient of a step")
         self._pending_step = global_step
+        self.was_last = under_way.is_last
         if self.stage.spec.is_first:
             own = self._own_squared_norm()
             self._apply(math.sqrt(own + (under_way.squared_norm_after or 0.0)))
@@ -192,6 +202,7 @@ class StageWorker:
         shape = (batch, length, self.stage.boundary.dimensions)
         under_way.came[index] = self.stage.boundary.format.from_wire(tuple(wire), shape)
         under_way.received[index] = message
+        under_way.is_last |= message.header.is_last
         if message.header.HasField("gradient_norm"):
             self._apply(_a_norm(message.header.gradient_norm))
         elif under_way.purpose == ACTIVATION and self._pending_step is not None:
@@ -203,6 +214,7 @@ class StageWorker:
         tokens = under_way.tokens[index] if under_way.purpose == ACTIVATION else under_way.tokens.pop(index)
         packed = pack_tokens(tokens, self.stage.module.shape.vocabulary)
         header.rows = len(tokens)
+        header.is_last = under_way.is_last and index == 0
         symbols = self.stage.boundary.encode_activation(under_way.outputs.pop(index))
         self._downstream.send(Message(header, (packed, *self.stage.boundary.format.to_wire(symbols))))
 

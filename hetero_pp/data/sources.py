@@ -37,8 +37,8 @@ class StreamedCorpus:
         """The number of ids, the separator among them."""
         return self.tokenizer.vocabulary
 
-    def describe(self, tokens: int) -> str:
-        """What there is to train `tokens` tokens on, in words."""
+    def describe(self, tokens: int | None) -> str:
+        """What there is to train `tokens` tokens on, in words; None where their number is not known."""
         return f"{tokens:,} tokens from a stream of {self._training.count:,} shards"
 
     def batches(self, sequence_length: int, seed: int, replica: int, replicas: int, batch_size: int) -> StreamBatches:

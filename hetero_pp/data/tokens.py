@@ -44,12 +44,10 @@ class TokenStore:
     path: Path
     digest: str
 
-    def describe(self, tokens: int) -> str:
-        """What there is to train `tokens` tokens on, in words."""
-        return (
-            f"{len(self.train):,} tokens to train on ({tokens / len(self.train):.2g} epochs), "
-            f"{len(self.validation):,} to validate on"
-        )
+    def describe(self, tokens: int | None) -> str:
+        """What there is to train `tokens` tokens on, in words; None where their number is not known."""
+        epochs = "" if tokens is None else f" ({tokens / len(self.train):.2g} epochs)"
+        return f"{len(self.train):,} tokens to train on{epochs}, {len(self.validation):,} to validate on"
 
 
 def prepare_tokens(

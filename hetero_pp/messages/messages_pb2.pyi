@@ -69,7 +69,7 @@ class TensorHeader(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LinkHeader(_message.Message):
-    __slots__ = ("purpose", "round", "step", "micro_batch", "squared_norm", "gradient_norm", "tensors", "rows")
+    __slots__ = ("purpose", "round", "step", "micro_batch", "squared_norm", "gradient_norm", "tensors", "rows", "is_last")
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class LinkHeader(_message.Message):
     GRADIENT_NORM_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
     purpose: Purpose
     round: int
     step: int
@@ -86,7 +87,8 @@ class LinkHeader(_message.Message):
     gradient_norm: float
     tensors: _containers.RepeatedCompositeFieldContainer[TensorHeader]
     rows: int
-    def __init__(self, purpose: _Optional[_Union[Purpose, str]] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., micro_batch: _Optional[int] = ..., squared_norm: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., rows: _Optional[int] = ...) -> None: ...
+    is_last: bool
+    def __init__(self, purpose: _Optional[_Union[Purpose, str]] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., micro_batch: _Optional[int] = ..., squared_norm: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., rows: _Optional[int] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class BlobEntry(_message.Message):
     __slots__ = ("block", "sha256", "size", "kept_values")
@@ -266,7 +268,7 @@ class HashReply(_message.Message):
     def __init__(self) -> None: ...
 
 class InnerStep(_message.Message):
-    __slots__ = ("replica", "round", "step", "loss", "gradient_norm", "learning_rate", "tokens")
+    __slots__ = ("replica", "round", "step", "loss", "gradient_norm", "learning_rate", "tokens", "is_last")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +276,7 @@ class InnerStep(_message.Message):
     GRADIENT_NORM_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
     replica: str
     round: int
     step: int
@@ -281,7 +284,8 @@ class InnerStep(_message.Message):
     gradient_norm: float
     learning_rate: float
     tokens: int
-    def __init__(self, replica: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
+    is_last: bool
+    def __init__(self, replica: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., loss: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., learning_rate: _Optional[float] = ..., tokens: _Optional[int] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class Evaluation(_message.Message):
     __slots__ = ("replica", "round", "loss", "tokens")

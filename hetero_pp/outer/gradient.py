@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hetero_pp.inner import InnerOptimizer, InnerSettings
+from hetero_pp.learning_rates import LearningRates
 from hetero_pp.model import EMBEDDING, Shapes
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.subspace import perpendicular
@@ -28,14 +29,15 @@ class GradientOptimizer:
         self,
         settings: OuterSettings,
         inner: InnerSettings,
-        total_steps: int,
+        total_steps: int | None,
         shapes: Mapping[str, tuple[int, ...]],
         basis: Tensor | None,
-        schedule: Callable[[int], tuple[InnerSettings, int]] | None = None,
+        schedule: Callable[[int], LearningRates] | None = None,
     ) -> None:
-        """`schedule` gives settings and total steps by round, where they are not the same in all."""
+        """`schedule` gives learning rates by round, where they are not the same in all."""
         self.settings = settings
         self._inner, self._total_steps = inner, total_steps
+        self._rates: LearningRates | None = None
         self._shapes = dict(shapes)
         self._basis = basis
         self._schedule = schedule
@@ -48,9 +50,7 @@ class GradientOptimizer:
     def begin(self, round_: int) -> None:
         """See RoundOptimizer."""
         if self._schedule is not None:
-            self._inner, self._total_steps = self._schedule(round_)
-            if self._adamw is not None:
-                self._adamw.follow(self._inner, self._total_steps)
+            self._rates = self._schedule(round_)
 
     def needs(self, theta: Mapping[str, Tensor]) -> Shapes:
         """The tensors whose mean has to be told in a round, by name."""
@@ -75,6 +75,8 @@ class GradientOptimizer:
             ordered = dict(sorted(self._parameters.items()))
             self._adamw = InnerOptimizer(ordered, self._inner, self._total_steps, self._basis)
             self._give_moments(self._adamw)
+        if self._rates is not None:
+            self._adamw.follow(self._rates)
         if self._basis is not None and EMBEDDING in theta:
             self._adamw.perpendicular = perpendicular(theta[EMBEDDING], self._basis)
         norm = sum(self._squares[name] for name in sorted(self._shapes)) ** 0.5

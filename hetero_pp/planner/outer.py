@@ -41,7 +41,7 @@ class OuterChoice:
 
     def departure(self, config: RunConfig) -> float:
         """From what the YAML says, in factors of two."""
-        return log2(self.steps / config.inner.steps) + log2(config.outer.compression.density / self.density)
+        return log2(self.steps / steps_of(config)) + log2(config.outer.compression.density / self.density)
 
 
 def choose_outer(config: RunConfig, vocabulary: int | None, allowed: float) -> tuple[OuterChoice, OuterChoice]:
@@ -56,7 +56,7 @@ def choose_outer(config: RunConfig, vocabulary: int | None, allowed: float) -> t
 
 def with_outer(config: RunConfig, steps: int, density: float) -> RunConfig:
     """Another H and density, with so many rounds that the number of steps stays about the same."""
-    total = config.outer.rounds * config.inner.steps
+    total = config.outer.rounds * steps_of(config)
     compression = config.outer.compression.model_copy(update={"density": density})
     rounds = config.outer.rounds if steps == config.inner.steps else ceil(total / steps)
     return config.model_copy(
@@ -67,9 +67,14 @@ def with_outer(config: RunConfig, steps: int, density: float) -> RunConfig:
     )
 
 
+def steps_of(config: RunConfig) -> int:
+    """H. Raises ConfigError where a round is time."""
+    return config.inner.require_steps("how many fit into a round is not known")
+
+
 def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]:
     """The YAML's own first. A prediction for each density; more steps only make the round longer by their time."""
-    own, compression = config.inner.steps, config.outer.compression
+    own, compression = steps_of(config), config.outer.compression
     may_change = config.outer.method == "sparseloco" and config.outer.source == "difference"
     densities = [one for one in TESTED_DENSITIES if one < compression.density] if may_change else []
     longer = [one for one in TESTED_STEPS if one > own] if config.outer.source == "difference" else []

@@ -64,7 +64,7 @@ class Schedule:
         forward = float(groups.activations.seconds.max(initial=0)) * activation
         backward = float(groups.gradients.seconds.max(initial=0)) * gradient
         lines = (seconds for _, _, seconds in self._line_seconds(rung))
-        return self.spec.config.inner.steps * groups.micro_batches * max(forward, backward, *lines, 0.0)
+        return self.spec.inner_steps * groups.micro_batches * max(forward, backward, *lines, 0.0)
 
     def slowest(self, rung: Rung) -> LinkSpec | tuple[LineSpec, Way] | None:
         """The link whose messages take longest, with latency, or the way of a line, if it has more to do; None if no
@@ -100,7 +100,7 @@ class Schedule:
 
     def _seconds(self, groups: Groups, evaluation: Hops) -> float:
         clock = GroupClock(groups, np.random.default_rng(self.spec.config.simulate.seed + 1))
-        steps = self.spec.config.inner.steps
+        steps = self.spec.inner_steps
         ends = clock.inner_loop(min(steps, TIMED_STEPS))
         if steps > TIMED_STEPS:
             clock.free += (steps - TIMED_STEPS) * (ends[-1] - ends[0]) / (TIMED_STEPS - 1)

@@ -48,15 +48,16 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
         "top. `takes` is the least time that a round's bytes occupy the link, or the line: what all links of a machine "
         "share, ↑ for what it sends and ↓ for what it receives."
     )
+    if prepared.spec.config.inner.steps is None:
+        notes += " How many steps fit into a round is not known here: `a round` and `takes` are without them."
     say(console, notes, style="dim")
 
 
 def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     spec = prepared.spec
     config, shape = spec.config, spec.shape
-    rounds, steps = config.outer.rounds, config.inner.steps
     per_step = sum(replica.batch_size for replica in config.replicas) * config.data.sequence_length
-    tokens = spec.total_steps * per_step
+    tokens = None if spec.total_steps is None else spec.total_steps * per_step
     compression = config.outer.compression
     say(console, f"{path}: the run `{config.name}` is valid.", bold=str(path))
     say(
@@ -66,8 +67,8 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     )
     say(
         console,
-        f"Schedule: {format_count(rounds, 'outer round')} of {format_count(steps, 'inner step')}, {per_step:,} tokens "
-        f"a step over all replicas, {tokens:,} in all.",
+        f"Schedule: {format_count(config.outer.rounds, 'outer round')} of {config.inner.length}, {per_step:,} tokens "
+        f"a step over all replicas{'' if tokens is None else f', {tokens:,} in all'}.",
     )
     if prepared.source is not None:
         say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
@@ -135,7 +136,7 @@ _LOADS = ("bandwidth", "latency", "a step", "a round", "takes")
 
 def _links_table(spec: RunSpec) -> PlainTable:
     table = PlainTable(["link", ""], _LOADS)
-    steps = spec.config.inner.steps
+    steps = spec.config.inner.steps or 0
     for name, loads in _loads(spec):
         link = spec.links[name]
         shapes: list[LinkShape] = [link.forward, link.backward]
@@ -156,7 +157,7 @@ def _links_table(spec: RunSpec) -> PlainTable:
 def _lines_table(spec: RunSpec) -> PlainTable:
     """What all links that pass a line bring it."""
     table = PlainTable(["line", ""], [one for one in _LOADS if one != "latency"])
-    steps = spec.config.inner.steps
+    steps = spec.config.inner.steps or 0
     for line in spec.lines.values():
         step: dict[Way, int] = dict.fromkeys(WAYS, 0)
         round_ = step.copy()

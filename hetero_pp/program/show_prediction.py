@@ -29,7 +29,7 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     say(console, f"{path}: {parameters:,} parameters, {replicas}, {members}.", bold=str(path))
     times = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
     step, round_, outer = map(format_seconds, times)
-    steps, rounds = format_count(spec.config.inner.steps, "step"), format_count(round(prediction.rounds), "outer round")
+    steps, rounds = spec.config.inner.length, format_count(round(prediction.rounds), "outer round")
     say(console, f"A step takes {step}, a round of {steps} {round_}, of which the outer round {outer}.")
     say(
         console,

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hetero_pp.data.batches import Batches, StoreBatches, validation_batches
 from hetero_pp.data.sources import Source, StreamedCorpus
+from hetero_pp.errors import ConfigError
 from hetero_pp.run.spec import MemberSpec, RunSpec
 
 
@@ -29,5 +30,8 @@ def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[
         batch_size=replica.batch_size,
     )
     if not data.repeat:
+        if spec.total_steps is None:
+            why = "how many steps a replica takes is not known beforehand"
+            raise ConfigError(("data", "repeat"), f"found false, expected true with `inner.seconds`: {why}")
         batches.require_one_epoch(spec.total_steps)
     return batches, validation_batches(source, data.sequence_length, data.validation_sequences, rows)

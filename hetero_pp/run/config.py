@@ -59,6 +59,7 @@ class RunConfig(Settings):
 
     def check(self) -> None:
         """Raise ConfigError for what no single field can see. Reads no files."""
+        self.inner.check()
         values = self.model.resolve(self.model.vocabulary or 256)
         if not self.replicas and not self.plan.participants:
             raise ConfigError(("replicas",), "found nothing, expected at least one replica")

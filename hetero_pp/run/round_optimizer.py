@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hetero_pp.inner import InnerSettings
+from hetero_pp.learning_rates import LearningRates
 from hetero_pp.outer.gradient import GradientOptimizer
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer
 from hetero_pp.run.spec import RunSpec
@@ -21,7 +21,7 @@ def round_optimizer(spec: RunSpec, basis: Tensor | None) -> RoundOptimizer:
     if isinstance(first, ParticipantsReplica) and first.stage_count > 1:
         own = columns_of(basis, first.boundary.dimensions(spec.shape.width))
 
-    def schedule(round_: int) -> tuple[InnerSettings, int]:
-        return spec.at(round_).inner, spec.steps_planned_in(round_)
+    def schedule(round_: int) -> LearningRates:
+        return spec.rates_in(round_, round_ - 1, 1)
 
     return GradientOptimizer(config.outer, config.inner, spec.total_steps, spec.parameter_shapes, own, schedule)

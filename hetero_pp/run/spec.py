@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
+from hetero_pp.learning_rates import LearningRates
 from hetero_pp.lines import LineSpec, line_specs
 from hetero_pp.links import LinkSpec
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
@@ -83,7 +84,8 @@ class RunSpec:
         """Names the run in its contributions: the same on all hosts, wherever they keep their files."""
         self.latest = changes.at(config, None)
         """The configuration of the last round."""
-        self.total_steps = self.latest.outer.rounds * config.inner.steps
+        self.total_steps = None if config.inner.steps is None else self.latest.outer.rounds * config.inner.steps
+        """Of each replica; None where a round is time."""
         own_lines = lines_of_members(config.replicas, config.exchange)
         self.lines: dict[str, LineSpec] = {
             line.name: line for line in line_specs(own_lines, config.sites, config.lines)
@@ -96,6 +98,11 @@ class RunSpec:
             for member in self._members_of(replica, index)
         }
 
+    @property
+    def inner_steps(self) -> int:
+        """H. Raises ConfigError where a round is time."""
+        return self.config.inner.require_steps("how many fit into a round is not known")
+
     def with_changes(self, changes: Changes) -> RunSpec:
         """The same run, with other changes."""
         return RunSpec(self.config, self.shape.vocabulary, changes)
@@ -106,7 +113,15 @@ class RunSpec:
 
     def steps_planned_in(self, round_: int) -> int:
         """Of all inner steps of the run, as many as were planned when this round was trained."""
+        assert self.config.inner.steps is not None, "a round is time"
         return self.at(round_).outer.rounds * self.config.inner.steps
+
+    def rates_in(self, round_: int, first: int, expected: int | None) -> LearningRates:
+        """The learning rates of a round whose first step has this number; see ByRounds for the `expected` steps."""
+        config = self.at(round_)
+        if config.inner.steps is None:
+            return config.inner.rates_in(round_, config.outer.rounds, first, expected)
+        return config.inner.rates(self.steps_planned_in(round_))
 
     def _members_of(self, replica: ReplicaSettings, index: int) -> list[MemberSpec]:
         if isinstance(replica, DatacenterReplica):

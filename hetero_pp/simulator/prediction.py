@@ -162,15 +162,17 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
     timed = _run(spec, fleets, True, watch)
     ideal = _run(spec, fleets, False, None)
     tokens_per_round = sum(
-        _tokens_per_step(spec, fleet) * int(fleet.stays.sum()) * spec.config.inner.steps for fleet in fleets
+        _tokens_per_step(spec, fleet) * int(fleet.stays.sum()) * spec.inner_steps for fleet in fleets
     )
-    total = simulate.tokens or sum(_tokens_per_step(spec, fleet) * fleet.count for fleet in fleets) * spec.total_steps
+    total = simulate.tokens or sum(_tokens_per_step(spec, fleet) * fleet.count for fleet in fleets) * (
+        spec.total_steps or 0
+    )
     rate = tokens_per_round / timed.round_seconds
     members = sum(len(fleet.members) * fleet.count for fleet in fleets)
     accelerators = sum(sum(fleet.accelerators) * fleet.count for fleet in fleets)
     trained = sum(float(_training_seconds(spec, fleet).sum()) for fleet in fleets)
     replicas = [_replica(spec, fleet, timed, ideal, index) for index, fleet in enumerate(fleets)]
-    rounds = total / sum(_tokens_per_step(spec, fleet) * fleet.count * spec.config.inner.steps for fleet in fleets)
+    rounds = total / sum(_tokens_per_step(spec, fleet) * fleet.count * spec.inner_steps for fleet in fleets)
     count = sum(replica.count for replica in replicas)
     found = Prediction(
         step_seconds=max(float(steps.max()) for steps in timed.step_seconds),
@@ -206,7 +208,7 @@ def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Call
         )
         for fleet in fleets
     ]
-    steps, ends = spec.config.inner.steps, [0.0]
+    steps, ends = spec.inner_steps, [0.0]
     for _ in range(ROUNDS):
         starts = [clock.free[0].copy() for clock in clocks]
         step_ends = inner_loops(spec, fleets, clocks, steps)
@@ -231,7 +233,7 @@ def _tokens_per_step(spec: RunSpec, fleet: Fleet) -> int:
 def _training_seconds(spec: RunSpec, fleet: Fleet) -> Array:
     """[S, G] of a round."""
     groups = fleet.groups
-    return spec.config.inner.steps * (groups.micro_batches * (groups.forward + groups.backward) + groups.update)
+    return spec.inner_steps * (groups.micro_batches * (groups.forward + groups.backward) + groups.update)
 
 
 def _replica(spec: RunSpec, fleet: Fleet, timed: _Timed, ideal: _Timed, index: int) -> ReplicaPrediction:
@@ -267,7 +269,7 @@ def _replica(spec: RunSpec, fleet: Fleet, timed: _Timed, ideal: _Timed, index: i
 def _links(spec: RunSpec, fleet: Fleet, round_seconds: float) -> Iterator[LinkPrediction]:
     """Between neighbouring stages, then to the exchange."""
     groups, size = fleet.groups, fleet.message_bytes
-    messages = spec.config.inner.steps * groups.micro_batches
+    messages = spec.inner_steps * groups.micro_batches
     for hop in range(groups.stages - 1):
         evaluation = fleet.evaluation_batches * float(fleet.evaluation_hops.seconds[hop].mean())
         yield LinkPrediction(

@@ -22,7 +22,7 @@ def build_engine(
     shape: ModelShape,
     parameters: Parameters,
     inner: InnerSettings,
-    total_steps: int,
+    total_steps: int | None,
     ranks: Ranks,
 ) -> Engine:
     """The engine of a replica on these ranks, which starts from the whole model's parameters.

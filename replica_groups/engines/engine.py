@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hetero_pp.inner import InnerSettings
+from hetero_pp.learning_rates import LearningRates
 from replica_groups.parameter_store import ParameterStore
 
 
@@ -19,8 +19,8 @@ class Engine(ParameterStore, Protocol):
     does not depend on how many ranks it has. Losses and norms are the whole replica's, on every rank.
     """
 
-    def follow(self, inner: InnerSettings, total_steps: int) -> None:
-        """From the next step on another learning rate; all else of the settings stays as it was."""
+    def follow(self, rates: LearningRates) -> None:
+        """From the next step on other learning rates."""
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """One inner step on tokens [B, L + 1]: (loss, gradient norm, learning rate). `step` counts over the run."""

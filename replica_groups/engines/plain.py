@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hetero_pp.inner import InnerSettings
+from hetero_pp.learning_rates import LearningRates
 from replica_groups.parameter_store import LocalParameters
 from replica_groups.whole import WholeReplica
 
@@ -22,9 +22,9 @@ class PlainEngine(LocalParameters):
         super().__init__(whole.parameters)
         self.whole = whole
 
-    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+    def follow(self, rates: LearningRates) -> None:
         """See Engine."""
-        self.whole.optimizer.follow(inner, total_steps)
+        self.whole.optimizer.follow(rates)
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """See Engine."""

@@ -33,6 +33,7 @@ from torchtitan.distributed.utils import clip_grad_norm_
 
 from hetero_pp.engine_settings import TorchtitanSettings
 from hetero_pp.inner import InnerSettings
+from hetero_pp.learning_rates import LearningRates
 from hetero_pp.model import ModelShape, Transformer, next_token_loss
 from replica_groups.engines.engine import Parameters
 from replica_groups.engines.schedule import Schedule
@@ -48,7 +49,7 @@ class TitanEngine:
         shape: ModelShape,
         parameters: Parameters,
         inner: InnerSettings,
-        total_steps: int,
+        total_steps: int | None,
         micro_batches: int,
         settings: TorchtitanSettings,
         ranks: Ranks,
@@ -71,9 +72,9 @@ class TitanEngine:
         self.rates = LRSchedulersContainer(self.optimizers, lambda step: self._schedule.share(step))
         self._is_local: dict[str, bool] = {}
 
-    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+    def follow(self, rates: LearningRates) -> None:
         """See Engine."""
-        self._schedule.follow(inner, total_steps, self.rates.schedulers)
+        self._schedule.follow(rates, self.rates.schedulers)
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """See Engine."""

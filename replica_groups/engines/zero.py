@@ -16,6 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_s
 from torch import Tensor, nn
 
 from hetero_pp.inner import InnerSettings
+from hetero_pp.learning_rates import LearningRates
 from hetero_pp.model import ModelShape, build_filled, next_token_loss
 from replica_groups.engines.engine import Parameters
 from replica_groups.engines.schedule import Schedule
@@ -31,7 +32,7 @@ class ZeroEngine:
         shape: ModelShape,
         parameters: Parameters,
         inner: InnerSettings,
-        total_steps: int,
+        total_steps: int | None,
         micro_batches: int,
         micro_batch_size: int,
         settings: Mapping[str, Any],
@@ -60,9 +61,9 @@ class ZeroEngine:
         self._knows_no_norm = not hasattr(self.optimizer, "_global_grad_norm")
         """Plain data parallelism in fp32: gradients are whole on every rank, and DeepSpeed tells no norm of them."""
 
-    def follow(self, inner: InnerSettings, total_steps: int) -> None:
+    def follow(self, rates: LearningRates) -> None:
         """See Engine."""
-        self._schedule.follow(inner, total_steps, [self.rates])
+        self._schedule.follow(rates, [self.rates])
 
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """See Engine."""

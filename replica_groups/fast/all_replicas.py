@@ -71,7 +71,8 @@ class AllReplicas:
         self.bias: list[tuple[int, float]] = []
         self.own_embeddings: dict[int, Tensor] = {}
         """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
-        self.tokens_per_round = spec.config.inner.steps * sum(
+        self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
+        self.tokens_per_round = self.inner_steps * sum(
             replica.batch_size * spec.config.data.sequence_length for replica in spec.config.replicas
         )
         """On all ranks."""
@@ -106,8 +107,7 @@ class AllReplicas:
 
     def round(self, round_: int) -> bool:
         """H inner steps on every replica, and the outer round; False if it diverged."""
-        count = self.spec.config.inner.steps
-        steps = range((round_ - 1) * count, round_ * count)
+        steps = range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
         measures = self.bias_every is not None and round_ % self.bias_every == 0
         meter = BiasMeter(self.replicas, self.batches, steps) if measures else None
         if not all(self.ranks.gather(self._inner_steps(steps))):

@@ -45,7 +45,11 @@ class PlainLoop:
 
     def learning_rate(self, step: int) -> float:
         """Warm-up, then half a cosine down to the final share."""
-        peak, warmup, floor = self.inner.learning_rate, self.inner.warmup_steps, self.inner.final_learning_rate_share
+        peak, warmup, floor = (
+            self.inner.learning_rate,
+            self.inner.warmup_steps or 0,
+            self.inner.final_learning_rate_share,
+        )
         if step < warmup:
             return peak * (step + 1) / warmup
         share = (step - warmup) / (self.total_steps - warmup)

@@ -184,11 +184,11 @@ def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: R
     found["following"] = [following, [plain.inner_step(tokens_of(step), step) for step in range(3, 6)]]
     again = build(name, settings, ranks)
     again.load(folder / "saved")
-    again.follow(INNER, STEPS)
+    again.follow(INNER.rates(STEPS))
     found["resumed"] = [following, [again.inner_step(tokens_of(step), step) for step in range(3, 6)]]
     found["outer"] = _outer_rounds(engine, plain, folder, ranks)
     found["evaluation after"] = [engine.evaluate(validation), plain.evaluate(validation)]
-    engine.follow(CHANGED, 2 * STEPS)
+    engine.follow(CHANGED.rates(2 * STEPS))
     plain.inner, plain.total_steps = CHANGED, 2 * STEPS
     found["step after"] = [engine.inner_step(tokens_of(7), 6), plain.inner_step(tokens_of(7), 6)]
     found["changed"] = _apart(engine, plain, ranks)

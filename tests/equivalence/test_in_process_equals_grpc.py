@@ -145,7 +145,7 @@ def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
     spec = RunSpec(ConfigFile(both["grpc"] / "config.yaml").config, 256)
     summary = json.loads((both["grpc"] / "summary.json").read_text())
     measured = {link["name"]: link["payload_bytes"] for link in summary["links"]}
-    rounds, steps = spec.config.outer.rounds, spec.config.inner.steps
+    rounds, steps = spec.config.outer.rounds, spec.inner_steps
     for replica in spec.config.replicas:
         if isinstance(replica, ParticipantsReplica):
             for direction, load in stage_link_loads(spec, replica).items():
@@ -161,7 +161,7 @@ def test_links_carried_what_check_predicts(both: dict[str, Path]) -> None:
 
 def _stage_messages(spec: RunSpec, replica: ParticipantsReplica) -> dict[Direction, Iterator[Message]]:
     """Every message between two of its stages in a whole run, with tensors of the size alone."""
-    data, rounds, steps = spec.config.data, spec.config.outer.rounds, spec.config.inner.steps
+    data, rounds, steps = spec.config.data, spec.config.outer.rounds, spec.inner_steps
     rows, length = replica.batch_size // replica.micro_batches, data.sequence_length
     assert rows == 1  # so that validation has no smaller batch
     rank = replica.boundary.dimensions(spec.shape.width)

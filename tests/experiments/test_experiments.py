@@ -64,7 +64,7 @@ def test_the_papers_models_are_those_of_its_table_9() -> None:
     for name in ("table1", "table1_178m", "table7", "table4"):
         experiment = CATALOG.experiment(f"het-pp/{name}")
         config = Setting(CATALOG.scale("paper"), experiment).config(experiment.rows[0])
-        tokens = config.outer.rounds * config.inner.steps * config.data.sequence_length
+        tokens = config.outer.rounds * (config.inner.steps or 0) * config.data.sequence_length
         tokens *= sum(replica.batch_size for replica in config.replicas)
         length, rate = config.data.sequence_length, config.inner.learning_rate
         found[name] = (config.model.preset, len(config.replicas), length, rate, round(tokens / 1e9))

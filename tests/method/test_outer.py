@@ -146,7 +146,8 @@ def test_averaged_gradients_are_adamws() -> None:
     adamw = torch.optim.AdamW(groups, betas=inner.betas, eps=inner.epsilon)
     shapes = {name: tuple(tensor.shape) for name, tensor in theta.items()}
     settings = OuterSettings(rounds=steps, method="adamw_ddp")
-    ours = GradientOptimizer(settings, inner, steps, shapes, None, lambda round_: planned[round_ - 1])
+    rates = [settings_then.rates(total) for settings_then, total in planned]
+    ours = GradientOptimizer(settings, inner, steps, shapes, None, lambda round_: rates[round_ - 1])
     for step in range(steps):
         for group in adamw.param_groups:
             group["lr"] = planned[step][0].learning_rate_at(step, planned[step][1])

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
+from hetero_pp.run.yaml_file import ConfigFile
 
 GOOD = """\
 name: t
@@ -119,6 +120,59 @@ def test_gradients_averaged_after_many_steps_are_refused(steps: int, tmp_path: P
     assert result.exit_code == 2
     assert f"inner.steps: found {steps}, expected 1: with method adamw_ddp" in result.stderr
     assert not (tmp_path / "runs" / "good").exists()
+
+
+LENGTHS = {
+    "both": ("{steps: 5, seconds: 5 min}", "inner.seconds: found 300 s beside 5 `steps`, expected one of them"),
+    "neither": ("{steps: null}", "inner.steps: found nothing, expected `steps` or `seconds`"),
+    "no time": ("{seconds: 0}", "inner.seconds: found `0`, expected greater than 0"),
+    "no unit that is known": ("{seconds: 5 weeks}", "inner.seconds: found `5 weeks` with the unknown unit `weeks`"),
+    "not a number": ("{seconds: true}", "inner.seconds: found `True`, expected a number and a unit such as `5 min`"),
+    "warm-up in steps": (
+        "{seconds: 9, warmup_steps: 3}",
+        "inner.warmup_steps: found 3, expected `warmup_rounds` with `seconds`",
+    ),
+    "warm-up in rounds": ("{warmup_rounds: 2}", "inner.warmup_rounds: found 2, expected `warmup_steps` with `steps`"),
+    "no warm-up": ("{warmup_steps: null}", "inner.warmup_steps: found nothing, expected a number with `steps`"),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_a_round_has_one_length(case: str, tmp_path: Path, corpus: Path) -> None:
+    inner, message = LENGTHS[case]
+    code, errors, path = _invoke(GOOD.replace("outer:", f"inner: {inner}\nouter:"), tmp_path, corpus)
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert errors.startswith(f"hetero-pp: {path}:3: {message}"), errors
+
+
+@pytest.mark.parametrize("seconds", ["300", "5 min", "300 s"])
+def test_a_round_may_be_time(seconds: str, tmp_path: Path, corpus: Path) -> None:
+    yaml = GOOD.replace("outer:", f"inner: {{seconds: {seconds}}}\nouter:")
+    assert _invoke(yaml, tmp_path, corpus)[:2] == (0, "")
+    found = ConfigFile(tmp_path / "run.yaml").config.inner
+    assert (found.steps, found.seconds, found.warmup_steps, found.warmup_rounds) == (None, 300.0, None, 1.0)
+
+
+def test_a_length_is_changed_by_taking_the_other_back(tmp_path: Path, corpus: Path) -> None:
+    yaml = GOOD.replace("outer:", "inner: {steps: 5}\nouter:")
+    seconds = ("--set", "inner.seconds=1 min")
+    assert _invoke(yaml, tmp_path, corpus, *seconds)[0] == 2
+    assert _invoke(yaml, tmp_path, corpus, *seconds, "--set", "inner.steps=null")[:2] == (0, "")
+
+
+TIMED = {
+    "gradients": (["outer.method=adamw_ddp"], "inner.seconds: found as many inner steps as fit into 9 s, expected 1"),
+    "read once": (["data.repeat=false"], "data.repeat: found false, expected true with `inner.seconds`"),
+}
+
+
+@pytest.mark.parametrize("case", TIMED)
+def test_what_a_round_of_time_cannot_be(case: str, tmp_path: Path, corpus: Path) -> None:
+    changes, message = TIMED[case]
+    sets = [part for change in changes for part in ("--set", change)]
+    code, errors, _ = _invoke(GOOD.replace("outer:", "inner: {seconds: 9}\nouter:"), tmp_path, corpus, *sets)
+    assert (code, len(errors.splitlines())) == (2, 1), errors
+    assert message in errors
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_parts_of_an_inner_step_merge_in_any_order() -> None:
     ]
     for order in (parts, parts[::-1]):
         replica = state_of(order).replicas["home"]
-        step = replica.steps[3]
+        step = replica.rounds[2][1]
         assert (step.loss, step.gradient_norm, step.learning_rate, step.tokens) == (3.0, 2.5, 0.1, 100)
         assert (replica.steps_done, replica.loss, replica.tokens) == (4, 3.0, 100)
 
@@ -228,9 +228,9 @@ def test_until_it_trains_again_a_run_that_goes_on_pauses() -> None:
 
 def test_progress_is_that_of_the_slowest_replica() -> None:
     state = state_of([inner_step(START, "dc", "dc", 1, 0, loss=1.0)])
-    assert state.steps_of_open_round == 0
+    assert state.progress_of_open_round(START) == (0, STEPS)
     state.apply(inner_step(START, "home.1", "home", 1, 0, loss=1.0))
-    assert (state.rounds, state.steps_of_open_round, state.is_over) == (0, 1, False)
+    assert (state.rounds, state.progress_of_open_round(START), state.is_over) == (0, (1, STEPS), False)
     assert state_of(made_up_reports()).is_over
 
 

@@ -317,6 +317,23 @@ def test_a_second_round_goes_on_where_the_first_ended() -> None:
         torch.testing.assert_close(parameter, whole.named[name].detach(), atol=1e-5, rtol=0, msg=name)
 
 
+@pytest.mark.parametrize("setup", [Setup(), Setup(cuts=(0, 1, 2, 3, 4))], ids=str)
+def test_all_stages_hear_from_the_first_which_step_is_the_last(setup: Setup) -> None:
+    """None is told how many steps there are, and all stop after the same."""
+    group, steps = Group(setup), 3
+
+    def work(worker: StageWorker) -> list[bool]:
+        heard: list[bool] = []
+        while not (heard and heard[-1]):
+            is_first, step = worker.stage.spec.is_first, len(heard)
+            worker.inner_step(1, step, step, _batch(step) if is_first else None, is_first and step + 1 == steps)
+            heard.append(worker.was_last)
+        worker.flush(1)
+        return heard
+
+    assert group.together(work) == [[False, False, True]] * (len(setup.cuts) - 1)
+
+
 COMPRESSED = [
     Setup(rank=8),
     Setup(rank=1),

@@ -30,7 +30,7 @@ class Corpus:
 
     def tokens_needed(self, config: RunConfig) -> int:
         """How many tokens a run reads."""
-        steps = config.outer.rounds * config.inner.steps
+        steps = config.outer.rounds * config.inner.require_steps("rows are compared after as many steps")
         return steps * (config.data.sequence_length + 1) * sum(replica.batch_size for replica in config.replicas)
 
     def epochs(self, config: RunConfig) -> float:

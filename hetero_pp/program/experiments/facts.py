@@ -46,7 +46,8 @@ def parameter_count(spec: RunSpec) -> int:
 def token_count(spec: RunSpec) -> int:
     """That all replicas train on."""
     sequences = sum(replica.batch_size for replica in spec.config.replicas)
-    return sequences * spec.config.data.sequence_length * spec.total_steps
+    steps = spec.config.inner.require_steps("rows are compared after as many steps")
+    return sequences * spec.config.data.sequence_length * steps * spec.latest.outer.rounds
 
 
 def _size(count: int) -> str:

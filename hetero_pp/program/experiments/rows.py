@@ -49,6 +49,7 @@ class Setting:
         try:
             config = RunConfig.model_validate(self._values(row, seed))
             config.check()
+            config.inner.require_steps("rows are compared after as many steps")
         except ValidationError as error:
             raise self._told(row, complaint(error, RunConfig)) from None
         except ConfigError as error:

@@ -23,18 +23,25 @@ from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import begin_run, make_exchange
 from replica_groups.gate import Gate
+from replica_groups.round_length import StepsOf
 from replica_groups.take_part import take_part
 
 
 def run_in_process(
-    spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: Values | None = None
+    spec: RunSpec,
+    folder: RunFolder,
+    on_report: Callable[[Report], None],
+    resume: Values | None = None,
+    steps_of: StepsOf | None = None,
 ) -> None:
     """Train the whole topology, or go on with the run in the folder (see crew.launch).
+
+    Where rounds are time, `steps_of` may say how many steps they had: a run with the same is the same, to the bit.
 
     Raises the first member's error, if any fails, ConfigError for replicas that need processes of their own, RunFailed
     if reports could not be followed.
     """
-    members = MemberThreads(spec, folder, on_report, resume)
+    members = MemberThreads(spec, folder, on_report, resume, steps_of)
     try:
         members.begin()
         members.gate.open(spec.latest.outer.rounds)
@@ -95,7 +102,12 @@ class MemberThreads:
     """The members of a run, each a thread, and who watches and audits them. They train as far as the gate is open."""
 
     def __init__(
-        self, spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: Values | None = None
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        on_report: Callable[[Report], None],
+        resume: Values | None = None,
+        steps_of: StepsOf | None = None,
     ) -> None:
         """`resume`: see crew.launch. Raises ConfigError for replicas that need processes of their own."""
         require_threads(spec)
@@ -103,6 +115,7 @@ class MemberThreads:
         self.exchange = make_exchange(spec, folder, resume)
         self.gate = Gate(spec.members)
         self._resume = resume
+        self._steps_of = steps_of
         self._spec, self._folder = spec, folder
         self._lines = Lines()
         self._links = _links(spec, self._lines)
@@ -168,7 +181,7 @@ class MemberThreads:
         torch.set_num_threads(self._spec.config.threads)
         connections = self._connections(member)
         try:
-            take_part(self._spec, member, connections, self._folder, gate=self.gate)
+            take_part(self._spec, member, connections, self._folder, gate=self.gate, steps_of=self._steps_of)
             connections.close()
         except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
             self._errors.append(error)

@@ -123,10 +123,11 @@ def require_launchable(config: RunConfig) -> None:
     """Raise ConfigError for parts that only the fast path has: they need what members do not exchange."""
     expected = "expected a part that members can keep equal; `hetero-pp reproduce` runs this one"
     if config.outer.source == "gradient" and config.inner.steps != 1:
+        key, found = ("steps", config.inner.steps) if config.inner.seconds is None else ("seconds", config.inner.length)
         raise ConfigError(
-            ("inner", "steps"),
-            f"found {config.inner.steps}, expected 1: with method {config.outer.method} gradients are averaged after "
-            "every step, so each is an outer round",
+            ("inner", key),
+            f"found {found}, expected 1: with method {config.outer.method} gradients are averaged after every step, "
+            "so each is an outer round",
         )
     if config.outer.missed > 0:
         raise ConfigError(

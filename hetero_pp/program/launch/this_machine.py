@@ -106,7 +106,8 @@ def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
     cores = min(usable_cores(), spec.config.threads * sum(_processes(member) for member in computing))
     speed = CATALOG[ASSUMED].achieved_flops
     step = sum(_step_flops(spec, member) for member in computing) / (speed * cores)
-    whole = step * spec.total_steps
+    inner, rounds = spec.config.inner, spec.latest.outer.rounds
+    whole = rounds * (step * inner.steps if inner.steps is not None else max(step, inner.seconds or 0.0))
     if step > LONG_STEP or whole > LONG_RUN:
         yield Limit(
             ("replicas",),

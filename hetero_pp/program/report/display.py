@@ -21,7 +21,7 @@ from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.line_tables import live_lines, result_lines
 from hetero_pp.program.report.output import say, tell
 from hetero_pp.program.report.reading import now_and_then, reading_line
-from hetero_pp.program.report.state import RunState, format_share
+from hetero_pp.program.report.state import ReplicaState, RunState, format_share
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_two, heads_of
 from hetero_pp.topology import DatacenterReplica
 from hetero_pp.units import format_bytes, format_count, format_seconds
@@ -137,7 +137,7 @@ def start_line(state: RunState) -> str:
     replicas, members = format_count(len(state.replicas), "replica"), format_count(len(spec.members), "member")
     return (
         f"{spec.config.name}: {replicas}, {members}, "
-        f"{format_count(state.rounds_planned, 'outer round')} of {format_count(state.inner_steps, 'inner step')}"
+        f"{format_count(state.rounds_planned, 'outer round')} of {spec.config.inner.length}"
     )
 
 
@@ -184,7 +184,7 @@ def live_view(state: RunState, now: float, height: int) -> Group:
     """Title, progress, replicas and links, of which only the busiest are shown if not all fit into `height`."""
     links, lines = list(state.links.values()), list(state.lines.values())
     room = max(3, height - ROWS_BESIDE_LINKS - len(state.replicas) - (len(lines) + ROWS_OF_A_HEAD if lines else 0))
-    parts: list[RenderableType] = [_title(state, now), _progress(state), *_status(state, now)]
+    parts: list[RenderableType] = [_title(state, now), _progress(state, now), *_status(state, now)]
     parts.append(_live_replicas(state, now))
     if lines:
         parts.append(live_lines(lines, state.training_seconds(now), now))
@@ -208,16 +208,17 @@ def _title(state: RunState, now: float) -> Table:
     return grid
 
 
-def _progress(state: RunState) -> Table:
+def _progress(state: RunState, now: float) -> Table:
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True)
-    for label, done, total in (
-        (" outer rounds", state.rounds, state.rounds_planned),
-        (" inner steps of this round", state.steps_of_open_round, state.inner_steps),
+    what = "inner steps" if state.inner_steps is not None else "seconds"
+    for label, (done, total) in (
+        (" outer rounds", (state.rounds, state.rounds_planned)),
+        (f" {what} of this round", state.progress_of_open_round(now)),
     ):
-        grid.add_row(label, ProgressBar(total=total, completed=done), f"{done}/{total} ")
+        grid.add_row(label, ProgressBar(total=total, completed=done), f"{done:.4g}/{total:.4g} ")
     return grid
 
 
@@ -238,12 +239,18 @@ def _live_replicas(state: RunState, now: float) -> PlainTable:
         table.add_row(
             replica.name,
             replica.kind,
-            f"{replica.steps_done}/{state.rounds_planned * state.inner_steps}",
+            _steps(state, replica),
             _loss(replica.loss),
             _loss(validation[max(validation)] if validation else None),
             f"{state.tokens_per_second(replica, now):,.0f}",
         )
     return table
+
+
+def _steps(state: RunState, replica: ReplicaState) -> str:
+    """That it has done; of how many, where that is known."""
+    planned = "" if state.inner_steps is None else f"/{state.rounds_planned * state.inner_steps}"
+    return f"{replica.steps_done}{planned}"
 
 
 def _live_links(state: RunState, links: list[LinkState], now: float) -> PlainTable:

@@ -12,7 +12,7 @@ from hetero_pp.files import whole
 from hetero_pp.lines import WAYS, Way
 from hetero_pp.links import DIRECTIONS, Direction
 from hetero_pp.program.report.carried import LinkState
-from hetero_pp.program.report.state import RunState, format_share
+from hetero_pp.program.report.state import ReplicaState, RunState, format_share
 from hetero_pp.program.report.tables import ARROWS
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count
 
@@ -71,9 +71,30 @@ def draw_losses(state: RunState, path: Path) -> None:
                 axes.legend(loc="upper right", ncols=1 + (len(state.replicas) > 8))
             _mark_rounds(state, axes)
         marks = "" if (every := _marked_rounds(state)) == 1 else f", one line in {every} rounds"
-        below.set_xlabel(f"inner steps of each replica; dotted: outer rounds of {state.inner_steps} steps{marks}")
+        below.set_xlabel(f"{_what_is_below(state)}{marks}")
         below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         _save(figure, path)
+
+
+def _what_is_below(state: RunState) -> str:
+    if state.inner_steps is None:
+        return "outer rounds, dotted; between them the inner steps of each replica"
+    return f"inner steps of each replica; dotted: outer rounds of {state.inner_steps} steps"
+
+
+def _after(state: RunState, round_: int) -> int:
+    """Where a round ends: in inner steps, or in rounds where that is no number of steps."""
+    return round_ * (state.inner_steps or 1)
+
+
+def _training_losses(replica: ReplicaState) -> Iterator[tuple[float, float]]:
+    """(where its step ends, training loss) in the order of steps."""
+    for round_, steps in sorted(replica.rounds.items()):
+        for number, step in sorted(steps.items()):
+            if step.loss is not None:
+                known = replica.inner_steps is not None
+                end = replica.index(round_, number) + 1 if known else round_ - 1 + (number + 1) / (max(steps) + 1)
+                yield end, step.loss
 
 
 def _colours(state: RunState) -> dict[str, Any]:
@@ -87,7 +108,7 @@ def _colours(state: RunState) -> dict[str, Any]:
 def _draw_training(state: RunState, axes: Axes) -> None:
     colours = _colours(state)
     for name, replica in state.replicas.items():
-        losses = [(i + 1, step.loss) for i, step in sorted(replica.steps.items()) if step.loss is not None]
+        losses = list(_training_losses(replica))
         if losses:
             marker = "o" if len(losses) <= 60 else ""
             label = f"{name} ({replica.kind})"
@@ -100,12 +121,12 @@ def _draw_validation(state: RunState, axes: Axes) -> None:
     """Round 0 is the initial weights."""
     colours = _colours(state)
     for name, replica in state.replicas.items():
-        losses = [(round_ * state.inner_steps, loss) for round_, loss in sorted(replica.validation_loss.items())]
+        losses = [(_after(state, round_), loss) for round_, loss in sorted(replica.validation_loss.items())]
         if losses:
             marker = "o" if len(losses) <= MOST_MARKS else ""
             axes.plot(*zip(*losses, strict=True), color=colours[name], lw=1.5, marker=marker, ms=5, label=name)
     rounds = range(state.rounds_planned + 1)
-    means = [(r * state.inner_steps, m) for r in rounds if (m := state.mean_validation_loss(r)) is not None]
+    means = [(_after(state, r), m) for r in rounds if (m := state.mean_validation_loss(r)) is not None]
     if means and len(state.replicas) > 1:
         axes.plot(*zip(*means, strict=True), color="black", lw=2.5, ls="--", label="mean", zorder=3)
     if means and math.isfinite(means[-1][1]):
@@ -122,7 +143,7 @@ def _marked_rounds(state: RunState) -> int:
 def _mark_rounds(state: RunState, axes: Axes) -> None:
     for round_ in sorted(state.closed):
         if round_ % _marked_rounds(state) == 0:
-            axes.axvline(round_ * state.inner_steps, color="#b5b5b5", lw=1, ls=":", zorder=0)
+            axes.axvline(_after(state, round_), color="#b5b5b5", lw=1, ls=":", zorder=0)
 
 
 @dataclass(frozen=True)

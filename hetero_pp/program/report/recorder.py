@@ -47,7 +47,7 @@ class Recorder:
         self._has_begun = not resume
         self._path = folder.metrics.with_name(folder.metrics.name + PART) if resume else folder.metrics
         self._metrics = self._path.open("w", buffering=1)  # by line: a killed run keeps what it wrote
-        self._board = _Board(spec, folder.path / "tensorboard", state)
+        self._board = _Board(folder.path / "tensorboard", state)
 
     def go_on(self) -> None:
         """Take the place of what an earlier start wrote: all that is to be kept of it was reported again.
@@ -182,8 +182,7 @@ def _fields(event: Message) -> dict[str, Any]:
 class _Board:
     """Scalars for TensorBoard: inner steps over the global step, everything else over the round; one value a step."""
 
-    def __init__(self, spec: RunSpec, folder: Path, state: RunState) -> None:
-        self._inner_steps = spec.config.inner.steps
+    def __init__(self, folder: Path, state: RunState) -> None:
         self._folder = folder
         self._state = state
         self._before = list(folder.glob("events.*"))
@@ -221,7 +220,8 @@ class _Board:
         self._writer.add_scalar(tag, value, step, walltime=time)
 
     def _inner_step(self, time: float, step: InnerStep) -> None:
-        index = (step.round - 1) * self._inner_steps + step.step
+        replica = self._state.replicas.get(step.replica)
+        index = 0 if replica is None else replica.index(step.round, step.step)
         for field, tag in (("loss", "training_loss"), ("gradient_norm",) * 2, ("learning_rate",) * 2):
             if step.HasField(field):
                 self._scalar(time, f"{tag}/{step.replica}", getattr(step, field), index)

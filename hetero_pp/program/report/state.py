@@ -44,43 +44,53 @@ class Step:
 
 @dataclass
 class ReplicaState:
-    """What is known of one replica. Steps are counted over the whole run, from 0."""
+    """What is known of one replica."""
 
     name: str
     kind: str
-    inner_steps: int
-    steps: dict[int, Step] = field(default_factory=dict)
+    inner_steps: int | None
+    """Of every round, where they are known beforehand."""
+    rounds: dict[int, dict[int, Step]] = field(default_factory=dict)
+    """By round, its steps by number, from 0."""
     tokens: int = 0
     steps_done: int = 0
+    """Over the whole run."""
     loss: float | None = None
     """Of the latest step."""
+    _latest: tuple[int, int] = (0, 0)
+    """Its round and number."""
     validation_loss: dict[int, float] = field(default_factory=dict)
     """By round: of the synced model, in this replica's own forward."""
     sha256: dict[int, str] = field(default_factory=dict)
 
     def apply(self, report: InnerStep) -> None:
         """Merge one part of an inner step; a part that is told again replaces itself."""
-        index = (report.round - 1) * self.inner_steps + report.step
-        step = self.steps.setdefault(index, Step())
+        step = self.rounds.setdefault(report.round, {}).setdefault(report.step, Step())
         for name in ("loss", "gradient_norm", "learning_rate"):
             if report.HasField(name):
                 setattr(step, name, getattr(report, name))
         if report.tokens:
             self.tokens += report.tokens - step.tokens
             step.tokens = report.tokens
-        if report.HasField("loss") and index + 1 > self.steps_done:
-            self.steps_done, self.loss = index + 1, report.loss
+        if report.HasField("loss") and (report.round, report.step) >= self._latest:
+            self._latest = report.round, report.step
+            self.steps_done, self.loss = self.index(report.round, report.step) + 1, report.loss
+
+    def index(self, round_: int, step: int) -> int:
+        """Of a step of a round, over the whole run, from 0."""
+        if self.inner_steps is not None:
+            return (round_ - 1) * self.inner_steps + step
+        return sum(max(steps) + 1 for before, steps in self.rounds.items() if before < round_) + step
 
     def round_loss(self, round_: int) -> float | None:
         """Mean training loss over the inner steps of a round."""
-        steps = range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
-        losses = [self.steps[i].loss for i in steps if i in self.steps]
+        losses = [step.loss for step in self.rounds.get(round_, {}).values()]
         known = [loss for loss in losses if loss is not None]
         return fmean(known) if known else None
 
     def last_round_loss(self) -> float | None:
         """The same of the last round that has any."""
-        return self.round_loss(-(-self.steps_done // self.inner_steps))
+        return self.round_loss(self._latest[0])
 
 
 @dataclass(frozen=True)
@@ -182,7 +192,8 @@ class RunState:
 
     def _step(self, time: float, step: InnerStep) -> None:
         replica = self.replicas.get(step.replica)
-        if replica is not None and 1 <= step.round <= self.rounds_planned and step.step < self.inner_steps:
+        fits = self.inner_steps is None or step.step < self.inner_steps
+        if replica is not None and 1 <= step.round <= self.rounds_planned and fits:
             replica.apply(step)
             self.first_step = time if self.first_step is None else min(self.first_step, time)
 
@@ -222,11 +233,14 @@ class RunState:
         """Rounds closed."""
         return len(self.closed)
 
-    @property
-    def steps_of_open_round(self) -> int:
-        """Inner steps that the slowest replica has done in the open round."""
+    def progress_of_open_round(self, now: float) -> tuple[float, float]:
+        """How much of its inner loop is over, and how long that is: steps of the slowest replica, or seconds."""
+        if self.inner_steps is None:
+            whole = self.spec.config.inner.seconds or 0.0
+            before = self.closed[self.rounds].time if self.rounds in self.closed else self.first_step
+            return min(self._seconds(before, now), whole), whole
         done = min(replica.steps_done for replica in self.replicas.values()) - self.rounds * self.inner_steps
-        return max(0, min(done, self.inner_steps))
+        return max(0, min(done, self.inner_steps)), self.inner_steps
 
     def elapsed(self, now: float | None = None) -> float:
         """Seconds since the first report; until the last one, unless `now` says otherwise. Pauses do not count."""
@@ -360,6 +374,7 @@ def _replica_summary(replica: ReplicaState) -> dict[str, Any]:
         "name": replica.name,
         "kind": replica.kind,
         "tokens": replica.tokens,
+        "steps": [len(replica.rounds.get(round_, ())) for round_ in range(1, max(replica.rounds, default=0) + 1)],
         "loss": replica.last_round_loss(),
         "initial_validation_loss": replica.validation_loss.get(0),
         "validation_loss": _from_first_round(replica.validation_loss),

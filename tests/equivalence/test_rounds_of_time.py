@@ -1,0 +1,102 @@
+"""Rounds that are time: a run over gRPC takes as many steps as fit, and one in process with the same has its bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from started import run_program
+
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
+from hetero_pp.store.folder import FolderStore
+from replica_groups.exchange.log import ContributionLog
+
+YAML = Path(__file__).with_name("mixed.yaml")
+ROUNDS = 3
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def over_grpc(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The group's batch is larger, so that it takes fewer steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    changes = ["inner={seconds: 0.5}", f"data.corpus={corpus}", "replicas.1.batch_size=16"]
+    changes += ["replicas.1.micro_batches=8", f"outer.rounds={ROUNDS}"]
+    done = run_program("launch", str(YAML), "--runs", str(folder), *(f"--set={change}" for change in changes))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 outer rounds of as many inner steps as fit into 500 ms" in done.stdout
+    return folder / "mixed"
+
+
+def _steps(run: Path) -> dict[tuple[str, int], int]:
+    """By replica and round, as its summary says."""
+    summary = json.loads((run / "summary.json").read_text())
+    return {
+        (replica["name"], round_): steps
+        for replica in summary["replicas"]
+        for round_, steps in enumerate(replica["steps"], start=1)
+    }
+
+
+@pytest.mark.starts_processes
+def test_a_run_with_the_steps_of_another_has_its_bits(over_grpc: Path, tmp_path: Path) -> None:
+    taken = _steps(over_grpc)
+    assert set(taken) == {(name, round_) for name in ("dc", "home") for round_ in range(1, ROUNDS + 1)}
+    assert taken["dc", ROUNDS] != taken["home", ROUNDS]
+    spec, reports = read_run(RunFolder(over_grpc)), list[Report]()
+    folder = RunFolder(tmp_path)
+    run_in_process(spec, folder, reports.append, steps_of=lambda replica, round_: taken[replica, round_])
+    for round_ in range(1, ROUNDS + 1):
+        records = [
+            ContributionLog(FolderStore(where.log)).read_record(round_) for where in (RunFolder(over_grpc), folder)
+        ]
+        assert records[0] == records[1], f"round {round_}"
+    expected = {
+        (line["replica"], line["round"]): line["parameters_sha256"]
+        for line in _metrics(over_grpc)
+        if line["event"] == "round_verified"
+    }
+    found = {
+        (one.replica, one.round): one.parameters_sha256.hex()
+        for report in reports
+        if report.HasField("round_verified")
+        for one in [report.round_verified]
+    }
+    assert found == expected
+    assert len(found) == 2 * ROUNDS
+
+
+@pytest.mark.starts_processes
+def test_a_run_that_goes_on_knows_how_many_steps_it_took(over_grpc: Path, tmp_path: Path) -> None:
+    """Which batch comes next, and at which learning rate, depend on it."""
+    taken, run = _steps(over_grpc), tmp_path / "mixed"
+    shutil.copytree(over_grpc, run)
+    for state in run.glob(f"state/*/round-{ROUNDS:06d}"):
+        shutil.rmtree(state)
+    shutil.rmtree(run / "log" / f"round-{ROUNDS:06d}")
+    (run / "log" / f"snapshot-{ROUNDS:06d}.safetensors").unlink()
+    folder = RunFolder(run)
+    spec = read_run(folder)
+    run_in_process(spec, folder, lambda _: None, {}, lambda replica, round_: taken[replica, round_])
+    records = [ContributionLog(FolderStore(where / "log")).read_record(ROUNDS) for where in (over_grpc, run)]
+    assert records[0] == records[1]
+
+
+@pytest.mark.starts_processes
+def test_the_last_step_of_a_round_is_told_as_such(over_grpc: Path) -> None:
+    """By the datacenter and by every stage, each once a round; the rate of the last round has fallen."""
+    steps = [line for line in _metrics(over_grpc) if line["event"] == "inner_step"]
+    last = [(line["member"], line["round"], line["step"] + 1) for line in steps if line.get("is_last")]
+    taken, members = _steps(over_grpc), ("dc", "home.0", "home.1", "home.2")
+    assert sorted(last) == sorted(
+        (member, round_, taken[member.split(".")[0], round_]) for member in members for round_ in range(1, ROUNDS + 1)
+    )
