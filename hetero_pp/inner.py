@@ -17,7 +17,7 @@ from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSeco
 from hetero_pp.errors import ConfigError
 from hetero_pp.learning_rates import ByRounds, BySteps, LearningRates
 from hetero_pp.model import EMBEDDING
-from hetero_pp.settings import NotPartOf, Seconds, Settings
+from hetero_pp.settings import AddedLater, NotPartOf, Seconds, Settings
 from hetero_pp.units import format_count, format_seconds
 
 
@@ -27,7 +27,7 @@ class InnerSettings(Settings):
     steps: int | None = Field(
         10, ge=1, description="inner steps between outer rounds, H in the papers; or `seconds`, and then null"
     )
-    seconds: Seconds | None = Field(
+    seconds: Annotated[Seconds | None, AddedLater()] = Field(
         None, gt=0, description="instead of `steps`: every replica takes as many as fit, and at least one"
     )
     learning_rate: Annotated[float, NotPartOf.PAST] = Field(1e-2, gt=0)
@@ -35,7 +35,7 @@ class InnerSettings(Settings):
         0.1, ge=0, le=1, description="of the peak, at the end of the cosine"
     )
     warmup_steps: Annotated[int | None, NotPartOf.PAST] = Field(10, ge=0, description="with `steps`")
-    warmup_rounds: Annotated[float | None, NotPartOf.PAST] = Field(
+    warmup_rounds: Annotated[float | None, NotPartOf.PAST, AddedLater()] = Field(
         None, ge=0, allow_inf_nan=False, description="the same with `seconds`, 1 if nothing is said"
     )
     betas: tuple[float, float] = (0.9, 0.95)

@@ -29,6 +29,11 @@ class NotPartOf(Flag):
     EITHER = RUN | OUTCOME
 
 
+class AddedLater:
+    """Marks a field, in its annotation, without which settings meant what they mean with its default: runs that do not
+    say it keep their names."""
+
+
 class WhomItConcerns:
     """Marks a mapping by names, in its annotation: its entries concern members or replicas, by their keys or by what
     they say. Entries of others are kinds, of links for example, and do nothing unless something else names them."""
@@ -38,7 +43,8 @@ def meaning(settings: Settings, without: NotPartOf, defaults: bool = True) -> di
     """What settings say, as JSON, without the fields that are marked so (or with one of several marks).
 
     Without `defaults`, fields that say what they would say if they were left out are left out. A field that is added
-    to a section later, with a default that changes nothing, then changes no meaning.
+    to a section later, with a default that changes nothing, then changes no meaning. With them, it does unless it is
+    marked as AddedLater.
     """
     return _without(without, defaults, settings, settings.model_dump(mode="json"))
 
@@ -49,7 +55,8 @@ def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
         return {
             name: _without(marked, defaults, getattr(value, name), dumped[name])
             for name, field in type(value).model_fields.items()
-            if not _is_marked(field, marked) and (defaults or not _is_default(field, getattr(value, name), marked))
+            if not _is_marked(field, marked)
+            and ((defaults and not _is_added_later(field)) or not _is_default(field, getattr(value, name), marked))
         }
     if isinstance(value, dict):
         parts = zip(value.items(), dumped.values(), strict=True)
@@ -61,6 +68,10 @@ def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
 
 def _is_marked(field: FieldInfo, mark: NotPartOf) -> bool:
     return any(isinstance(one, NotPartOf) and mark & one for one in field.metadata)
+
+
+def _is_added_later(field: FieldInfo) -> bool:
+    return any(isinstance(one, AddedLater) for one in field.metadata)
 
 
 def _is_default(field: FieldInfo, value: Any, marked: NotPartOf) -> bool:

@@ -107,7 +107,7 @@ def take_part(
     states = replace(states, every=spec.latest.snapshots.every)
     length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
     steps = StepsTaken(config.inner.steps)
-    loop = TrainingLoop(trainer, member.replica.name, outer, reporter, ledgers, states, length, steps, gate)
+    loop = TrainingLoop(trainer, member.replica.name, outer, reporter, ledgers, states, length, steps, gate=gate)
     try:
         loop.run(range(last_round + 1, spec.latest.outer.rounds + 1), spec)
     finally:

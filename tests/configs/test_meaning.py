@@ -72,6 +72,7 @@ OF_A_RUN = [
     "data.sequence_length=64",
     "data.validation_share=0.1",
     "inner.steps=5",
+    "inner={seconds: 5 min}",
     "inner.clip_norm=null",
     "outer.rounds=3",
     "outer.divides_by=senders",

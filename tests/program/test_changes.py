@@ -247,7 +247,6 @@ def test_only_what_shapes_rounds_to_come_may_change() -> None:
         "inner.learning_rate",
         "inner.final_learning_rate_share",
         "inner.warmup_steps",
-        "inner.warmup_rounds",
         "outer.rounds",
         "outer.learning_rate",
         "snapshots.every",
