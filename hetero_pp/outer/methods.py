@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.settings import NotPartOf, Ratio, Settings
+from hetero_pp.settings import AddedLater, NotPartOf, Ratio, Settings
 
 _DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
 
@@ -38,10 +38,10 @@ class OuterSettings(Settings):
     divides_by: Literal["replicas", "senders"] = Field(
         "replicas", description="the mean of a coordinate is over all replicas, or over those that sent it"
     )
-    returned: Annotated[Ratio, NotPartOf.RUN] = Field(
+    returned: Annotated[Ratio, AddedLater()] = Field(
         1.0, ge=0, le=1, description="how much of a contribution that no round counted goes back into error feedback"
     )
-    missed: Annotated[Ratio, NotPartOf.RUN] = Field(
+    missed: Annotated[Ratio, AddedLater()] = Field(
         0.0, ge=0, lt=1, description="share of the contributions that `reproduce` does not count, drawn at random"
     )
     compression: CompressionSettings = CompressionSettings()
