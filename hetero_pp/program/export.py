@@ -14,8 +14,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.store.folder import FolderStore
-from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.open_log import open_log
 from replica_groups.exchange.restart import snapshot_after
 
 
@@ -42,7 +41,7 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
 @contextmanager
 def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[tuple[int, Parameters]]:
     """The round, and each parameter after it when asked for: from its snapshot, else replayed from an earlier one."""
-    log = ContributionLog(FolderStore(run.log))
+    log = open_log(spec.config, run)
     found = log.snapshots()
     if not found:
         raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the one that a run starts with")
@@ -56,7 +55,7 @@ def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[t
 
 def _replayed(spec: RunSpec, run: RunFolder, wanted: int) -> Parameters:
     """theta after round `wanted`, from an earlier snapshot and the log of the rounds between."""
-    log, damaged = ContributionLog(FolderStore(run.log)), list[str]()
+    log, damaged = open_log(spec.config, run), list[str]()
     try:
         snapshot = snapshot_after(log, spec.run, wanted, partial(round_optimizer, spec), damaged)
     except FileNotFoundError as error:

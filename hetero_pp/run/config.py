@@ -17,6 +17,7 @@ from hetero_pp.run.check_topology import check_lines, check_topology
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.settings import NotPartOf, Settings, WhomItConcerns
+from hetero_pp.store.settings import StoreSettings
 from hetero_pp.topology import ExchangeSettings, ReplicaSettings
 
 
@@ -54,6 +55,7 @@ class RunConfig(Settings):
     replicas: list[ReplicaSettings] = Field([], description="at least one, unless `plan` has participants to group")
     exchange: Annotated[ExchangeSettings, NotPartOf.EITHER] = ExchangeSettings()
     snapshots: Annotated[SnapshotSettings, NotPartOf.OUTCOME] = SnapshotSettings()
+    store: Annotated[StoreSettings, NotPartOf.EITHER] = StoreSettings()
     simulate: Annotated[SimulateSettings, NotPartOf.EITHER] = SimulateSettings()
     plan: Annotated[PlanSettings, NotPartOf.EITHER] = PlanSettings()
 
@@ -79,5 +81,9 @@ class RunConfig(Settings):
     def with_absolute_paths(self) -> RunConfig:
         """The same, with paths that mean the same from any folder."""
         return self.model_copy(
-            update={"data": self.data.with_absolute_paths(), "model": self.model.with_absolute_paths()}
+            update={
+                "data": self.data.with_absolute_paths(),
+                "model": self.model.with_absolute_paths(),
+                "store": self.store.with_absolute_paths(),
+            }
         )

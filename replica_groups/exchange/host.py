@@ -14,17 +14,17 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.open_log import open_log
 from replica_groups.exchange.restart import Restart, find_restart
 
 
 def make_exchange(spec: RunSpec, folder: RunFolder, resume: Values | None = None) -> Exchange:
     """An exchange that members can join; `begin_run` lets them train. `resume`: see `begin_run`."""
     agreement = Agreement(spec.config, read_changes(folder.changes), resume or {})
-    return Exchange(spec.run, spec.roster, None, spec.config.outer, ContributionLog(FolderStore(folder.log)), agreement)
+    return Exchange(spec.run, spec.roster, None, spec.config.outer, open_log(spec.config, folder), agreement)
 
 
 def begin_run(exchange: Exchange, spec: RunSpec, folder: RunFolder, resume: Values | None) -> Auditor:

@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from hetero_pp.errors import ConfigError, StoreError
 from hetero_pp.store.credentials import IN_PLACE_OF_THE_FILE, credentials_from_file
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.objects import ObjectStore
 from hetero_pp.store.opening import open_store
+from hetero_pp.store.settings import StoreSettings
 
 FILE = "[default]\naws_access_key_id = one\naws_secret_access_key = %two\n[work]\naws_access_key_id = three\n"
 
@@ -109,3 +111,31 @@ def test_no_file_at_all_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "credentials").write_text(FILE)
     assert credentials_from_file({}) == {"access_key_id": "one", "secret_access_key": "%two"}
+
+
+# ---- the section of the YAML ----
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"url": "ftp://host"}, "found `ftp:`, expected a path, or one of s3, gs, az, memory"),
+        ({"url": "s3:///runs"}, "found no bucket, expected s3://BUCKET/FOLDER"),
+        ({"url": "s3://key:secret@bucket"}, "found credentials in a URL, expected them in variables or a file"),
+        ({"url": "runs", "endpoint": "http://127.0.0.1:1"}, "found `endpoint` with the url runs"),
+        ({"region": "eu-central-1"}, "found `region` with the url None"),
+    ],
+)
+def test_a_section_that_names_no_store_is_one_line(section: dict[str, str], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected) as raised:
+        StoreSettings.model_validate(section)
+    assert "secret" not in raised.value.errors()[0]["msg"]
+
+
+def test_the_section_opens_the_store_of_a_run(tmp_path: Path) -> None:
+    inside = StoreSettings().open("mine", tmp_path / "runs" / "mine" / "log")
+    below = StoreSettings(url=str(tmp_path / "logs")).open("mine", tmp_path)
+    assert (inside.url(), below.url()) == (str(tmp_path / "runs" / "mine" / "log"), str(tmp_path / "logs" / "mine"))
+    assert StoreSettings(url="logs").with_absolute_paths().url == str(Path.cwd() / "logs")
+    for url in ("s3://bucket", None):
+        assert StoreSettings(url=url).with_absolute_paths().url == url

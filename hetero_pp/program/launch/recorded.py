@@ -21,8 +21,7 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
-from hetero_pp.store.folder import FolderStore
-from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.open_log import open_log, require_unused
 
 MOST_REFUSALS = 20
 """That are shown; all are in metrics.jsonl."""
@@ -55,7 +54,7 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
 
     def on_report(report: Report) -> None:
         if report.HasField("begun") and report.member == EXCHANGE and resume:
-            _go_on(folder, report, state, recorder, say)
+            _go_on(spec, folder, report, state, recorder, say)
         if report.HasField("refusal"):
             refuse(report.refusal)
         state.apply(report)
@@ -94,6 +93,8 @@ def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
     """A new folder for the run, with its configuration."""
     folder = RunFolder(runs / spec.config.name)
     with claim_all(runs, spec.config.name):
+        if spec.config.store.url is not None:
+            require_unused(open_log(spec.config, folder))
         new_run_folder(runs, spec.config.name)
     save_config(spec.config, folder.config)
     return folder
@@ -102,14 +103,16 @@ def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
 def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
     """The run in the folder as far as it is known before it goes on, and what is changed from there on."""
     agreement = require_same_run(prepared.spec.config, prepared.given, folder)
-    next_round = ContributionLog(FolderStore(folder.log)).last_record() + 1
+    next_round = open_log(prepared.spec.config, folder).last_record() + 1
     for line in unheeded(prepared.spec.config, agreement):
         tell(standard_output(), f"{prepared.spec.config.name}: {line}")
     changes = agreement.changes.changed(agreement.first, next_round, agreement.wanted)
     return RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes), agreement.wanted
 
 
-def _go_on(folder: RunFolder, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]) -> None:
+def _go_on(
+    spec: RunSpec, folder: RunFolder, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]
+) -> None:
     """Tell again what had been reported of the rounds before."""
     last_round = report.begun.last_round
     for damaged in report.begun.damaged:
@@ -117,7 +120,7 @@ def _go_on(folder: RunFolder, report: Report, state: RunState, recorder: Recorde
     say(f"going on after round {last_round}")
     for change in _changed_at(Changes.from_json(report.begun.changes), last_round + 1):
         say(change)
-    for one in reports_until(folder, last_round, say):
+    for one in reports_until(spec.config, folder, last_round, say):
         state.apply(one)
         recorder.on_report(one)
     recorder.go_on()

@@ -19,15 +19,15 @@ from google.protobuf.message import Message
 from hetero_pp.errors import DamagedFile
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.store.folder import FolderStore
-from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.open_log import open_log
 
 _KEPT = ("begun", "inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
 """Events that a run which goes on tells again; closed rounds are in the log."""
 
 
-def reports_until(folder: RunFolder, last: int, complain: Callable[[str], None]) -> list[Report]:
+def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Callable[[str], None]) -> list[Report]:
     """What was reported of a run's rounds up to this one: closed rounds by its log, the rest as far as it was noted."""
     reports, closed, strange = [], {}, 0
     for line in _lines(folder.metrics):
@@ -40,7 +40,7 @@ def reports_until(folder: RunFolder, last: int, complain: Callable[[str], None])
             strange += 1
     if strange:
         complain(f"{strange} lines of {folder.metrics.name} that cannot be read are left out")
-    log, began = ContributionLog(FolderStore(folder.log)), min((report.time for report in reports), default=time.time())
+    log, began = open_log(config, folder), min((report.time for report in reports), default=time.time())
     for round_ in range(1, last + 1):
         try:
             record = log.read_record(round_)

@@ -1,0 +1,59 @@
+"""The `store` section of the YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.settings import Settings
+from hetero_pp.store.opening import folder_of, open_store, parsed
+from hetero_pp.store.store import Store
+
+
+class StoreSettings(Settings):
+    """Where the log lies: snapshots, round records, contributions. Credentials are never in the YAML."""
+
+    url: str | None = Field(
+        None,
+        description="a folder, or s3://BUCKET/FOLDER, gs://..., az://...: the log lies there under the run's name; "
+        "by default in the run's own folder, on the host of the exchange",
+        examples=["s3://runs/mine"],
+    )
+    endpoint: str | None = Field(
+        None, description="where a service that is not Amazon's speaks S3", examples=["http://127.0.0.1:8333"]
+    )
+    region: str | None = Field(None, description="of an S3 bucket", examples=["eu-central-1"])
+
+    @field_validator("url")
+    @classmethod
+    def _names_a_store(cls, url: str | None) -> str | None:
+        try:
+            if url is not None:
+                parsed(url)
+        except ConfigError as error:
+            raise ValueError(error.message) from None
+        return url
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        for key in ("endpoint", "region"):
+            if getattr(self, key) is not None and not (self.url or "").startswith("s3:"):
+                raise ValueError(f"found `{key}` with the url {self.url}, expected it with an s3: url only")
+        return self
+
+    def with_absolute_paths(self) -> StoreSettings:
+        """The same, with a path that means the same from any folder."""
+        folder = None if self.url is None else folder_of(self.url)
+        return self if folder is None else self.model_copy(update={"url": str(folder.absolute())})
+
+    def open(self, name: str, otherwise: Path) -> Store:
+        """The store of the run of this name; a folder otherwise. Raises ConfigError or StoreError."""
+        if self.url is None:
+            return open_store(str(otherwise))
+        try:
+            return open_store(self.url, self.endpoint, self.region, name)
+        except ConfigError as error:
+            raise ConfigError(("store", "url"), error.message) from None

@@ -1,0 +1,22 @@
+"""The log of a run, wherever its configuration says that it lies."""
+
+from __future__ import annotations
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from replica_groups.exchange.log import ContributionLog
+
+
+def open_log(config: RunConfig, folder: RunFolder) -> ContributionLog:
+    """Raises ConfigError or StoreError, one line, if there is no such store."""
+    return ContributionLog(config.store.open(config.name, folder.log))
+
+
+def require_unused(log: ContributionLog) -> None:
+    """Raise ConfigError if there is a run in a store that one is about to begin in: nothing is ever written over it."""
+    if log.last_record() or log.snapshots():
+        raise ConfigError(
+            ("store", "url"),
+            f"found a run in {log.store.url()}, expected nothing: `--resume` goes on with it; or give another `name`",
+        )

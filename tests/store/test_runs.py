@@ -1,0 +1,52 @@
+"""Runs whose log lies in a store of its own: the same bits, going on, and nothing written over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.export import export
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.exchange.log import record_key, snapshot_key
+from replica_groups.exchange.open_log import open_log
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+ROUNDS = 2
+
+
+def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> dict[str, Any]:
+    given = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1", *settings]
+    run_topology(MIXED, given, runs, in_process=True, resume=resume)
+    return json.loads((runs / "mixed" / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def expected(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the same run comes to with its log in its own folder."""
+    found: dict[str, str] = _train(corpus, tmp_path_factory.mktemp("expected"))["parameters_sha256"]
+    return found
+
+
+def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Path, expected: dict[str, str]) -> None:
+    runs, url = tmp_path / "runs", f"store.url={lasting}"
+    assert _train(corpus, runs, url)["parameters_sha256"] == expected
+    folder = RunFolder(runs / "mixed")
+    log = open_log(ConfigFile(folder.config).config, folder)
+    assert log.store.url().endswith("/mixed")
+    assert not folder.log.exists()
+    assert (log.records(), log.snapshots()) == ({1, 2}, {0, 1, 2})
+
+    with pytest.raises(ConfigError, match=r"store\.url: found a run in .*/mixed, expected nothing"):
+        _train(corpus, runs, url)
+    assert folder.config.is_file()  # nor is its folder moved away
+
+    log.store.delete([snapshot_key(2), record_key(2)])
+    assert _train(corpus, runs, url, resume=True)["parameters_sha256"] == expected
+    export(folder.path, tmp_path / "model", "fp32", 1)
+    assert (tmp_path / "model" / "config.json").is_file()
