@@ -58,7 +58,7 @@ def _build_datacenter(
     engine = build_engine(replica, spec.shape, start.parameters, config.inner, spec.total_steps, ranks)
     if isinstance(engine, PlainEngine):
         engine.whole.optimizer.defers = config.outer.source == "gradient"
-    return DatacenterMember(replica.name, engine, batches, validation)
+    return DatacenterMember(replica.name, engine, batches, validation, config.states.undo)
 
 
 def _build_stage(
@@ -85,7 +85,8 @@ def _build_stage(
         seed=config.seed,
     )
     worker = StageWorker(stage, settings, ends.upstream, ends.downstream)
-    return StageMember(replica.name, worker, batches, validation, -(-config.data.validation_sequences // rows))
+    count = -(-config.data.validation_sequences // rows)
+    return StageMember(replica.name, worker, batches, validation, count, config.states.undo)
 
 
 def device_of(replica: DatacenterReplica) -> torch.device:

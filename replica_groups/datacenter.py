@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches, load_position, save_position
 from hetero_pp.learning_rates import LearningRates
+from hetero_pp.link.ends import LinkEnds
 from hetero_pp.messages.messages_pb2 import InnerStep
 from replica_groups.engines.engine import Engine
 from replica_groups.outer_round import OuterRound
@@ -18,12 +20,17 @@ from replica_groups.outer_round import OuterRound
 class DatacenterMember:
     """Trains the whole model with an engine. Implements TrainingMember; on several ranks, on every one."""
 
-    def __init__(self, name: str, engine: Engine, batches: Batches, validation: Sequence[Tensor]) -> None:
+    def __init__(
+        self, name: str, engine: Engine, batches: Batches, validation: Sequence[Tensor], keeps_moments: bool = True
+    ) -> None:
+        """`keeps_moments`: whether `undo` brings back the moments of the round's start, or leaves them as they are."""
         self.name = name
         self.parameters = engine
         self.engine = engine
         self.batches = batches
         self.validation = validation
+        self._keeps_moments = keeps_moments
+        self._position: Any = None
         self._compute_seconds = 0.0
 
     def follow(self, rates: LearningRates) -> None:
@@ -52,6 +59,21 @@ class DatacenterMember:
 
     def start_round(self, outer: OuterRound) -> None:
         """See TrainingMember. Nothing is compressed within a datacenter."""
+
+    def remember(self) -> None:
+        """See TrainingMember."""
+        self.engine.remember(self._keeps_moments)
+        self._position = self.batches.state()
+
+    def undo(self, outer: OuterRound) -> None:
+        """See TrainingMember."""
+        outer.restore()
+        self.engine.undo()
+        self.batches.load(self._position)
+        self.start_round(outer)
+
+    def relink(self, ends: LinkEnds) -> None:
+        """See TrainingMember. It has no links to stages."""
 
     def evaluate(self, round_: int) -> tuple[float, int]:
         """See TrainingMember."""

@@ -105,6 +105,14 @@ class OuterRound:
         self.parameters.finish_writing()
         self.exchange.confirm(self.member, round_, hashes)
 
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write theta at the start of the round into the parameters again. Error feedback stays what it is."""
+        for name in self.parameters.shapes:
+            part = self.theta[name].to(self.ranks.device)
+            self.parameters.write(name, self.ranks.gather_rows(part, self.shapes[name][0]))
+        self.parameters.finish_writing()
+
     def save(self, folder: Path) -> None:
         """Write this rank's error feedback and what the outer optimizer keeps; theta is in the run's snapshots."""
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}

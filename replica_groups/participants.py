@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches, load_position, save_position
 from hetero_pp.learning_rates import LearningRates
+from hetero_pp.link.ends import LinkEnds
 from hetero_pp.messages.messages_pb2 import InnerStep
 from hetero_pp.model import EMBEDDING
+from replica_groups.moments import Moments
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import LocalParameters
 from stages.worker import StageWorker, Timing
@@ -33,13 +36,17 @@ class StageMember:
         batches: Batches | None,
         validation: Sequence[Tensor],
         count: int,
+        keeps_moments: bool = True,
     ) -> None:
+        """`keeps_moments`: whether `undo` brings back the moments of the round's start, or leaves them as they are."""
         self.replica = replica
         self.worker = worker
         self.batches = batches
         self.validation = validation
         self.validation_count = count
         self.parameters = LocalParameters(worker.stage.parameters)
+        self._moments, self._keeps_moments = Moments(worker.stage.optimizer.optimizers), keeps_moments
+        self._position: Any = None
 
     def follow(self, rates: LearningRates) -> None:
         """See TrainingMember."""
@@ -71,6 +78,25 @@ class StageMember:
             stage.split_embedding(outer.theta[EMBEDDING])
             if stage.boundary.discards and EMBEDDING in stage.parameters:
                 outer.starts[EMBEDDING] = stage.parameters[EMBEDDING].detach().clone()
+
+    def remember(self) -> None:
+        """See TrainingMember."""
+        self._moments.remember(self._keeps_moments)
+        if self.batches is not None:
+            self._position = self.batches.state()
+
+    def undo(self, outer: OuterRound) -> None:
+        """See TrainingMember. Links are not what they were: `relink` comes next."""
+        self.worker.drop()
+        outer.restore()
+        self._moments.restore()
+        if self.batches is not None:
+            self.batches.load(self._position)
+        self.start_round(outer)
+
+    def relink(self, ends: LinkEnds) -> None:
+        """Go on with other links to the stages beside this one."""
+        self.worker.relink(ends.upstream, ends.downstream)
 
     def evaluate(self, round_: int) -> tuple[float, int] | None:
         """See TrainingMember."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hetero_pp.learning_rates import LearningRates
+from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.links import Direction
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
@@ -40,6 +41,18 @@ class TrainingMember(Protocol):
 
     def end_inner_loop(self, round_: int) -> None:
         """Make sure that every step has been applied."""
+
+    def remember(self) -> None:
+        """Where a round starts: copy what `undo` brings back. Synced parameters are in the outer round."""
+
+    def undo(self, outer: OuterRound) -> None:
+        """Go back to what was remembered and to theta of the outer round: the round can be trained again, to its bits.
+
+        May be called again. A step that was under way is dropped, wherever it was.
+        """
+
+    def relink(self, ends: LinkEnds) -> None:
+        """Go on with other links to the stages beside this one, after `undo` or between two inner loops."""
 
     def start_round(self, outer: OuterRound) -> None:
         """Derive what follows from the synced parameters: the split of the token embedding."""

@@ -76,6 +76,11 @@ class WholeReplica:
         rate = self.optimizer.step(step, norm)
         return loss, norm.item(), rate
 
+    def drop(self) -> None:
+        """Forget the gradients of a step that does not end."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def state(self) -> dict[str, Any]:
         """All that its next step depends on, between an outer round and that step, as tensors that are still in use."""
         boundary = self.boundary

@@ -88,6 +88,12 @@ class Stage:
             return None
         return self.boundary.encode_gradient(kept.received.grad, key)
 
+    def drop(self) -> None:
+        """Forget micro-batches and gradients of a step that does not end."""
+        self._in_flight.clear()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def state(self) -> dict[str, Any]:
         """What its next step depends on beside the synced parameters, as tensors that are still in use."""
         perpendicular = self.boundary.perpendicular if self.boundary.is_stale else None

@@ -97,6 +97,15 @@ class StageWorker:
             Action.SEND_GRADIENT: self._send_gradient,
         }
 
+    def drop(self) -> None:
+        """Forget a step that does not end, and one that waits for its norm. Not while one is under way."""
+        self._pending_step = self._norm_to_announce = None
+        self.stage.drop()
+
+    def relink(self, upstream: LinkEnd | None, downstream: LinkEnd | None) -> None:
+        """Go on with other links between the same stages, between two inner loops or after `drop`."""
+        self._upstream, self._downstream = upstream, downstream
+
     def inner_step(
         self, round_: int, step: int, global_step: int, tokens: Tensor | None, is_last: bool = False
     ) -> float | None:

@@ -29,6 +29,16 @@ class SnapshotSettings(Settings):
     )
 
 
+class StateSettings(Settings):
+    """What a member keeps of its own, which no snapshot has."""
+
+    undo: Annotated[bool, NotPartOf.EITHER] = Field(
+        True,
+        description="copy Adam's moments to CPU memory where a round starts, 8 bytes a parameter, for a replica that "
+        "has to take the round again; else it goes on with those that it has by then",
+    )
+
+
 class RunConfig(Settings):
     """One training run."""
 
@@ -56,6 +66,7 @@ class RunConfig(Settings):
     exchange: Annotated[ExchangeSettings, NotPartOf.EITHER] = ExchangeSettings()
     snapshots: Annotated[SnapshotSettings, NotPartOf.OUTCOME] = SnapshotSettings()
     store: Annotated[StoreSettings, NotPartOf.EITHER] = StoreSettings()
+    states: Annotated[StateSettings, NotPartOf.EITHER] = StateSettings()
     simulate: Annotated[SimulateSettings, NotPartOf.EITHER] = SimulateSettings()
     plan: Annotated[PlanSettings, NotPartOf.EITHER] = PlanSettings()
 

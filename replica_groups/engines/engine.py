@@ -25,6 +25,12 @@ class Engine(ParameterStore, Protocol):
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """One inner step on tokens [B, L + 1]: (loss, gradient norm, learning rate). `step` counts over the run."""
 
+    def remember(self, moments: bool) -> None:
+        """Copy what the next steps depend on beside the parameters, the moments of Adam only if `moments` says so."""
+
+    def undo(self) -> None:
+        """Between two steps: go back to what was copied; whoever calls writes the parameters."""
+
     def evaluate(self, validation: Sequence[Tensor]) -> float:
         """Mean loss over batches [b, L + 1], by rows."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.learning_rates import LearningRates
+from replica_groups.moments import Moments
 from replica_groups.parameter_store import LocalParameters
 from replica_groups.whole import WholeReplica
 
@@ -21,6 +22,7 @@ class PlainEngine(LocalParameters):
     def __init__(self, whole: WholeReplica) -> None:
         super().__init__(whole.parameters)
         self.whole = whole
+        self._moments = Moments(whole.optimizer.optimizers)
 
     def follow(self, rates: LearningRates) -> None:
         """See Engine."""
@@ -29,6 +31,15 @@ class PlainEngine(LocalParameters):
     def inner_step(self, tokens: Tensor, step: int) -> tuple[float, float, float]:
         """See Engine."""
         return self.whole.inner_step(tokens, step)
+
+    def remember(self, moments: bool) -> None:
+        """See Engine."""
+        self._moments.remember(moments)
+
+    def undo(self) -> None:
+        """See Engine."""
+        self.whole.drop()
+        self._moments.restore()
 
     def evaluate(self, validation: Sequence[Tensor]) -> float:
         """See Engine."""

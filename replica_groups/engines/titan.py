@@ -37,6 +37,7 @@ from hetero_pp.learning_rates import LearningRates
 from hetero_pp.model import ModelShape, Transformer, next_token_loss
 from replica_groups.engines.engine import Parameters
 from replica_groups.engines.schedule import Schedule
+from replica_groups.moments import Moments
 from replica_groups.parameter_store import Shape
 from replica_groups.ranks import Ranks
 
@@ -71,6 +72,8 @@ class TitanEngine:
         self._schedule = Schedule(inner, total_steps)
         self.rates = LRSchedulersContainer(self.optimizers, lambda step: self._schedule.share(step))
         self._is_local: dict[str, bool] = {}
+        self._moments = Moments(self.optimizers.optimizers, _here)
+        self._rates_before: dict = {}
 
     def follow(self, rates: LearningRates) -> None:
         """See Engine."""
@@ -87,6 +90,17 @@ class TitanEngine:
         self.rates.step()
         self.optimizers.zero_grad()
         return loss, norm.item(), rate
+
+    def remember(self, moments: bool) -> None:
+        """See Engine. Every rank copies its shards."""
+        self._rates_before = self.rates.state_dict()
+        self._moments.remember(moments)
+
+    def undo(self) -> None:
+        """See Engine."""
+        self.optimizers.zero_grad()
+        self.rates.load_state_dict(self._rates_before)
+        self._moments.restore()
 
     def backward(self, micro_batch: Tensor, targets: int) -> float:
         """Accumulate the gradient of a micro-batch [b, L + 1]; its loss, as a share of a step of so many targets."""
@@ -256,6 +270,11 @@ def _optimizers(module: nn.Module, inner: InnerSettings, device: torch.device) -
     implementation = "fused" if device.type == "cuda" else "foreach"
     config = OptimizersContainer.Config(param_groups=groups, implementation=implementation)
     return OptimizersContainer(config, model_parts=[module])
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """The shard of this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _plain(name: str) -> str:

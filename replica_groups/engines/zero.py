@@ -20,6 +20,7 @@ from hetero_pp.learning_rates import LearningRates
 from hetero_pp.model import ModelShape, build_filled, next_token_loss
 from replica_groups.engines.engine import Parameters
 from replica_groups.engines.schedule import Schedule
+from replica_groups.moments import Moments
 from replica_groups.parameter_store import Shape
 from replica_groups.ranks import Ranks
 
@@ -58,6 +59,8 @@ class ZeroEngine:
         for name, tensor in parameters.items():  # into fp32 master weights, as those made from bf16 are rounded
             self.write(name, tensor)
         self.finish_writing()
+        self._moments = Moments([getattr(self.optimizer, "optimizer", self.optimizer)])
+        self._before: tuple[dict, dict] = ({}, {})
         self._knows_no_norm = not hasattr(self.optimizer, "_global_grad_norm")
         """Plain data parallelism in fp32: gradients are whole on every rank, and DeepSpeed tells no norm of them."""
 
@@ -76,6 +79,21 @@ class ZeroEngine:
             self.engine.step()
         norm = self.engine.get_global_grad_norm() if norm is None else norm
         return loss, float(norm), rate
+
+    def remember(self, moments: bool) -> None:
+        """See Engine. Every rank copies its part of the moments; of fp16 the scale of the loss, too."""
+        scaler = getattr(self.optimizer, "loss_scaler", None)
+        self._before = dict(self.rates.state_dict()), {} if scaler is None else dict(vars(scaler))
+        self._moments.remember(moments)
+
+    def undo(self) -> None:
+        """See Engine."""
+        rates, scale = self._before
+        self.optimizer.zero_grad()
+        self.rates.load_state_dict(rates)
+        if scale:
+            vars(self.optimizer.loss_scaler).update(scale)
+        self._moments.restore()
 
     def backward(self, micro_batch: Tensor) -> float:
         """Accumulate the gradient of a micro-batch [b, L + 1]; returns its mean loss."""

@@ -167,6 +167,23 @@ def _outer_rounds(engine: Engine, plain: PlainLoop, folder: Path, ranks: Ranks) 
     return found
 
 
+def _undone(engine: Engine, steps: range, ranks: Ranks) -> list[list[tuple[float, float, float]]]:
+    """The same steps, undone and taken again, undone once more and taken again."""
+    wholes = {
+        name: ranks.gather_rows(engine.read(name, rows_of(shape, TILE, ranks.rank, ranks.world)).clone(), shape[0])
+        for name, shape in engine.shapes.items()
+    }
+    engine.remember(True)
+    found = []
+    for last in (steps.stop - 1, steps.stop, steps.stop):
+        found.append([engine.inner_step(tokens_of(step), step) for step in range(steps.start, last)])
+        for name, whole in wholes.items():
+            engine.write(name, whole)
+        engine.finish_writing()
+        engine.undo()
+    return found
+
+
 def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: Ranks) -> dict[str, object]:
     """Start, gradients, steps, evaluation, saving and loading, writing, outer rounds, and a step after them."""
     engine = build(name, settings, ranks)
@@ -179,6 +196,7 @@ def _contract(name: EngineName, settings: dict[str, Any], folder: Path, ranks: R
     found["steps"] = pairs
     found["trained"] = _apart(engine, plain, ranks)
     found["evaluation"] = [engine.evaluate(validation), plain.evaluate(validation)]
+    found["undone"] = [_undone(build(name, settings, ranks), range(2), ranks), _undone(engine, range(3, 6), ranks)]
     engine.save(folder / "saved")
     following = [engine.inner_step(tokens_of(step), step) for step in range(3, 6)]
     found["following"] = [following, [plain.inner_step(tokens_of(step), step) for step in range(3, 6)]]

@@ -72,6 +72,10 @@ def _check_training(everyone: list[dict[str, Any]], tolerance: float) -> None:
         for ours, theirs in [*found["steps"], *zip(*found["following"], strict=True), found["step after"]]:
             assert ours == pytest.approx(theirs, rel=tolerance)  # loss, norm, learning rate
         assert found["evaluation"][0] == pytest.approx(found["evaluation"][1], rel=tolerance)
+        for fewer, again, once_more in found["undone"]:  # from before the first step, and from the midst
+            assert fewer == again[:-1]
+            assert again == once_more
+        assert found["undone"][1][1] == found["resumed"][0]
         following, resumed = found["resumed"]
         assert following == resumed
         assert found["steps"] == everyone[0]["steps"]  # every rank tells the whole replica's loss and norm

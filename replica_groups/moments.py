@@ -1,0 +1,76 @@
+"""What optimizers keep of each parameter, copied to CPU memory, so that a round can be taken again from its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Moments:
+    """A copy of the moments, counts of steps and options of some optimizers: 8 bytes a parameter with AdamW.
+
+    Nothing is copied before `remember`; memory of one copy is used again for the next.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], local: Callable[[Tensor], Tensor] = _itself) -> None:
+        """`local` gives the part of a tensor that is here, where that is not all of it."""
+        self._optimizers = optimizers
+        self._local = local
+        self._has_states = False
+        self._states: list[dict[Tensor, dict[str, Any]]] = [{} for _ in optimizers]
+        self._options: list[list[dict[str, Any]]] = []
+
+    @torch.no_grad()
+    def remember(self, states: bool = True) -> None:
+        """Copy what there is now; without `states` the options only, which are a few numbers."""
+        self._options = [[self._options_of(group) for group in one.param_groups] for one in self._optimizers]
+        self._has_states = states
+        if not states:
+            return
+        for optimizer, kept in zip(self._optimizers, self._states, strict=True):
+            for gone in kept.keys() - optimizer.state.keys():
+                del kept[gone]
+            for parameter, values in optimizer.state.items():
+                old = kept.get(parameter, {})
+                kept[parameter] = {name: self._copy(value, old.get(name)) for name, value in values.items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Go back to what was copied; the copy stays."""
+        for optimizer, options in zip(self._optimizers, self._options, strict=True):
+            for group, before in zip(optimizer.param_groups, options, strict=True):
+                group.update({name: self._copy(value, group.get(name)) for name, value in before.items()})
+        if not self._has_states:
+            return
+        for optimizer, kept in zip(self._optimizers, self._states, strict=True):
+            for gone in optimizer.state.keys() - kept.keys():
+                del optimizer.state[gone]
+            for parameter, values in kept.items():
+                self._put_back(optimizer.state[parameter], values)
+
+    def _options_of(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._copy(value, None) for name, value in group.items() if name != "params"}
+
+    def _copy(self, value: Any, room: Any) -> Any:
+        """A value as it is now: a tensor's in `room` if there is some, else in new CPU memory."""
+        if not isinstance(value, Tensor):
+            return value
+        local = self._local(value)
+        room = room if isinstance(room, Tensor) else torch.empty_like(local, device="cpu")
+        room.copy_(local)
+        return room
+
+    def _put_back(self, state: dict[str, Any], kept: dict[str, Any]) -> None:
+        for name, value in kept.items():
+            if isinstance(value, Tensor):
+                self._local(state[name]).copy_(value)
+            else:
+                state[name] = value

@@ -1,0 +1,169 @@
+"""The stages of one group as members of a run, a thread each, over links that a test gives them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hetero_pp.errors import LinkClosed
+from hetero_pp.link.ends import LinkEnds
+from hetero_pp.links import LinkSpec, stage_link_name
+from hetero_pp.messages.messages_pb2 import InnerStep, RoundRecord
+from hetero_pp.model import EMBEDDING
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.first_snapshot import first_snapshot
+from hetero_pp.run.spec import RunSpec
+from replica_groups.build_member import Start, build_member
+from replica_groups.outer_round import OuterRound
+from replica_groups.participants import StageMember
+from replica_groups.ranks import ALONE
+
+T = TypeVar("T")
+SECONDS = 120.0
+
+
+def group_spec(corpus: str, ablations: Mapping[str, Any] | None = None, **changes: Any) -> RunSpec:
+    """A group of three uneven stages, compressed in few bits, four micro-batches and three steps a round."""
+    boundary = {"rank": "1/4", "bits": 4, "ablations": ablations or {}}
+    home = {"name": "home", "kind": "participants", "stages": [{"layers": 1}, {"layers": 2}, {"layers": 1}]}
+    config: dict[str, Any] = {
+        "name": "t",
+        "seed": 5,
+        "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 24, "layers": 4},
+        "data": {"corpus": corpus, "sequence_length": 16, "validation_sequences": 4},
+        "inner": {"steps": 3, "warmup_steps": 2, "learning_rate": 0.01},
+        "outer": {"rounds": 4},
+        "replicas": [{**home, "batch_size": 4, "micro_batches": 4, "boundary": boundary}],
+    }
+    return RunSpec(RunConfig.model_validate(config | changes), 256)
+
+
+class NoExchange:
+    """Implements Contributions: nobody asks it for anything."""
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+        raise AssertionError
+
+    def record(self, round_: int) -> RoundRecord:
+        raise AssertionError
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        raise AssertionError
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        raise AssertionError
+
+
+class StageMembers:
+    """The members, what each starts a round with, and what they hold."""
+
+    def __init__(self, spec: RunSpec, ends: Sequence[LinkEnds], cache: Path) -> None:
+        self.spec, self.ends = spec, list(ends)
+        snapshot = first_snapshot(spec)
+        self.members: list[StageMember] = []
+        self.outers: list[OuterRound] = []
+        for one, own in zip(spec.members.values(), ends, strict=True):
+            names = [*one.owned, *([EMBEDDING] if one.follows_embedding else [])]
+            start = Start({name: snapshot.parameters[name] for name in names}, snapshot.basis)
+            member = build_member(spec, one, start, own, cache, ALONE)
+            assert isinstance(member, StageMember)
+            self.members.append(member)
+            settings = spec.config.outer
+            self.outers.append(
+                OuterRound(spec.run, one.name, "home", member.parameters, start.parameters, NoExchange(), settings)
+            )
+        self.start_round()
+
+    def start_round(self) -> None:
+        """As after an outer round: what a round begins with is derived and remembered."""
+        for member, outer in zip(self.members, self.outers, strict=True):
+            member.start_round(outer)
+            member.remember()
+
+    def keep_what_was_trained(self) -> None:
+        """In place of an outer round: theta is what the group has come to."""
+        trained = self.parameters()
+        for outer in self.outers:
+            for name, tensor in outer.theta.items():
+                tensor.copy_(trained[name])
+
+    def undo(self, ends: Sequence[LinkEnds]) -> None:
+        """All go back to the round's start, and go on over other links."""
+        self.ends = list(ends)
+        for member, outer, own in zip(self.members, self.outers, ends, strict=True):
+            member.undo(outer)
+            member.relink(own)
+
+    def train(self, round_: int) -> list[list[InnerStep]]:
+        """The inner loop of a round; what every stage reports of each step.
+
+        If a stage fails its links are aborted, so that its neighbours' fail as well; the first error that is not
+        LinkClosed is then raised, or else LinkClosed.
+        """
+        steps = self.spec.config.inner.steps
+
+        def work(member: StageMember) -> list[InnerStep]:
+            first = (round_ - 1) * steps
+            reports = [member.inner_step(round_, step, first + step) for step in range(steps)]
+            member.end_inner_loop(round_)
+            return reports
+
+        return self._together(work)
+
+    def evaluate(self, round_: int) -> tuple[float, int]:
+        """What the last stage tells."""
+        outcome = self._together(lambda member: member.evaluate(round_))[-1]
+        assert outcome is not None
+        return outcome
+
+    def parameters(self) -> dict[str, Tensor]:
+        """A copy of those of all stages."""
+        return {
+            name: parameter.detach().clone()
+            for member in self.members
+            for name, parameter in member.parameters.parameters.items()
+        }
+
+    def moments(self) -> list[Tensor]:
+        """A copy of those of all stages, in the order of the parameters."""
+        return [
+            torch.as_tensor(value).clone()
+            for member in self.members
+            for optimizer in member.worker.stage.optimizer.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for value in optimizer.state[parameter].values()
+        ]
+
+    def _together(self, work: Callable[[StageMember], T]) -> list[T]:
+        outcomes: dict[int, T] = {}
+        errors: list[Exception] = []
+
+        def run(index: int) -> None:
+            torch.set_num_threads(1)
+            try:
+                outcomes[index] = work(self.members[index])
+            except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+                errors.append(error)
+                self.ends[index].abort(str(error))
+
+        threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(self.members))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        if errors:
+            raise next((error for error in errors if not isinstance(error, LinkClosed)), errors[0])
+        assert len(outcomes) == len(threads), "some stage still waits"
+        return [outcomes[index] for index in range(len(threads))]
+
+
+def links_of(spec: RunSpec) -> list[LinkSpec]:
+    """Between the stages of the group, in their order."""
+    return [spec.links[stage_link_name("home", hop)] for hop in range(len(spec.members) - 1)]
