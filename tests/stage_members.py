@@ -26,6 +26,7 @@ from replica_groups.ranks import ALONE
 
 T = TypeVar("T")
 SECONDS = 120.0
+STEPS = 3
 
 
 def group_spec(corpus: str, ablations: Mapping[str, Any] | None = None, **changes: Any) -> RunSpec:
@@ -37,7 +38,7 @@ def group_spec(corpus: str, ablations: Mapping[str, Any] | None = None, **change
         "seed": 5,
         "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 24, "layers": 4},
         "data": {"corpus": corpus, "sequence_length": 16, "validation_sequences": 4},
-        "inner": {"steps": 3, "warmup_steps": 2, "learning_rate": 0.01},
+        "inner": {"steps": STEPS, "warmup_steps": 2, "learning_rate": 0.01},
         "outer": {"rounds": 4},
         "replicas": [{**home, "batch_size": 4, "micro_batches": 4, "boundary": boundary}],
     }
@@ -106,11 +107,9 @@ class StageMembers:
         If a stage fails its links are aborted, so that its neighbours' fail as well; the first error that is not
         LinkClosed is then raised, or else LinkClosed.
         """
-        steps = self.spec.config.inner.steps
-
         def work(member: StageMember) -> list[InnerStep]:
-            first = (round_ - 1) * steps
-            reports = [member.inner_step(round_, step, first + step) for step in range(steps)]
+            first = (round_ - 1) * STEPS
+            reports = [member.inner_step(round_, step, first + step) for step in range(STEPS)]
             member.end_inner_loop(round_)
             return reports
 
