@@ -2,7 +2,8 @@
 
 Both are one for the whole run. Candidates are the YAML's own values and those that the papers tested beyond them; of
 those whose outer round is quick enough the nearest to the YAML is taken, by the factor that H grows times the factor
-that the density falls. What either costs in loss is in no table here: the papers tune the density for each H.
+that the density falls. Where a round is so much time, that takes the place of H, and may be some times as long. What
+either costs in loss is in no table here: the papers tune the density for each H.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from hetero_pp.simulator.prediction import Prediction, predict
 
 TESTED_STEPS = (15, 30, 50, 100, 250)
 """H in SparseLoCo figure 1 and table 8."""
+TIMES_AS_LONG = (2, 4, 8)
+"""Rounds that are time, of which no paper says anything."""
 TESTED_DENSITIES = (1 / 16, 1 / 32, 1 / 64, 1 / 128)
 """SparseLoCo tables 1 and 5; Het-PP section 3."""
 
@@ -25,7 +28,8 @@ TESTED_DENSITIES = (1 / 16, 1 / 32, 1 / 64, 1 / 128)
 class OuterChoice:
     """H, density, and what the outer round then adds to a round with free links between stages."""
 
-    steps: int
+    length: float
+    """H, or seconds."""
     density: float
     free_seconds: float
     """A round with links that cost nothing."""
@@ -41,7 +45,7 @@ class OuterChoice:
 
     def departure(self, config: RunConfig) -> float:
         """From what the YAML says, in factors of two."""
-        return log2(self.steps / steps_of(config)) + log2(config.outer.compression.density / self.density)
+        return log2(self.length / length_of(config)) + log2(config.outer.compression.density / self.density)
 
 
 def choose_outer(config: RunConfig, vocabulary: int | None, allowed: float) -> tuple[OuterChoice, OuterChoice]:
@@ -54,37 +58,41 @@ def choose_outer(config: RunConfig, vocabulary: int | None, allowed: float) -> t
     return min(found, key=lambda one: one.share), own
 
 
-def with_outer(config: RunConfig, steps: int, density: float) -> RunConfig:
-    """Another H and density, with so many rounds that the number of steps stays about the same."""
-    total = config.outer.rounds * steps_of(config)
+def with_outer(config: RunConfig, length: float, density: float) -> RunConfig:
+    """Another length of rounds and density, with so many rounds that all of them stay about as long."""
+    own = length_of(config)
+    total = config.outer.rounds * own
     compression = config.outer.compression.model_copy(update={"density": density})
-    rounds = config.outer.rounds if steps == config.inner.steps else ceil(total / steps)
+    rounds = config.outer.rounds if length == own else ceil(total / length)
+    changed = {"steps": int(length)} if config.inner.steps is not None else {"seconds": length}
     return config.model_copy(
         update={
-            "inner": config.inner.model_copy(update={"steps": steps}),
+            "inner": config.inner.model_copy(update=changed),
             "outer": config.outer.model_copy(update={"rounds": rounds, "compression": compression}),
         }
     )
 
 
-def steps_of(config: RunConfig) -> int:
-    """H. Raises ConfigError where a round is time."""
-    return config.inner.require_steps("how many fit into a round is not known")
+def length_of(config: RunConfig) -> float:
+    """H, or the seconds of a round."""
+    return config.inner.steps if config.inner.steps is not None else config.inner.seconds or 0.0
 
 
 def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]:
     """The YAML's own first. A prediction for each density; more steps only make the round longer by their time."""
-    own, compression = steps_of(config), config.outer.compression
+    own, compression = length_of(config), config.outer.compression
+    candidates = TESTED_STEPS if config.inner.steps is not None else [times * own for times in TIMES_AS_LONG]
     may_change = config.outer.method == "sparseloco" and config.outer.source == "difference"
     densities = [one for one in TESTED_DENSITIES if one < compression.density] if may_change else []
-    longer = [one for one in TESTED_STEPS if one > own] if config.outer.source == "difference" else []
+    longer = [one for one in candidates if one > own] if config.outer.source == "difference" else []
     most = max(own, config.outer.rounds * own)
     for density in (compression.density, *densities):
         found = predict(RunSpec(with_outer(config, own, density), vocabulary), stage_links=False)
         free = found.utilization["relative"] * found.round_seconds
-        for steps in (own, *(one for one in longer if one <= most)):
-            seconds = free + (steps - own) * found.step_seconds
-            yield OuterChoice(steps, density, seconds, max(0.0, found.round_seconds - free), _slowest(found))
+        unit = found.step_seconds if config.inner.steps is not None else 1.0
+        for length in (own, *(one for one in longer if one <= most)):
+            seconds = free + (length - own) * unit
+            yield OuterChoice(length, density, seconds, max(0.0, found.round_seconds - free), _slowest(found))
 
 
 def _slowest(prediction: Prediction) -> str:

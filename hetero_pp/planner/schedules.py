@@ -22,6 +22,7 @@ from hetero_pp.simulator.fleets import Fleet, fleets_of, limited_lines
 from hetero_pp.simulator.loads import stage_link_loads
 from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
+from hetero_pp.simulator.round_steps import round_steps
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_seconds
 
@@ -41,6 +42,8 @@ class Schedule:
     spec: RunSpec
     """Of this replica alone."""
     fleet: Fleet
+    steps: int
+    """H; where a round is time, as many as fit into it with links that cost nothing, in the quickest way to run it."""
 
     @cached_property
     def free_seconds(self) -> float:
@@ -64,7 +67,7 @@ class Schedule:
         forward = float(groups.activations.seconds.max(initial=0)) * activation
         backward = float(groups.gradients.seconds.max(initial=0)) * gradient
         lines = (seconds for _, _, seconds in self._line_seconds(rung))
-        return self.spec.inner_steps * groups.micro_batches * max(forward, backward, *lines, 0.0)
+        return self.steps * groups.micro_batches * max(forward, backward, *lines, 0.0)
 
     def slowest(self, rung: Rung) -> LinkSpec | tuple[LineSpec, Way] | None:
         """The link whose messages take longest, with latency, or the way of a line, if it has more to do; None if no
@@ -100,10 +103,9 @@ class Schedule:
 
     def _seconds(self, groups: Groups, evaluation: Hops) -> float:
         clock = GroupClock(groups, np.random.default_rng(self.spec.config.simulate.seed + 1))
-        steps = self.spec.inner_steps
-        ends = clock.inner_loop(min(steps, TIMED_STEPS))
-        if steps > TIMED_STEPS:
-            clock.free += (steps - TIMED_STEPS) * (ends[-1] - ends[0]) / (TIMED_STEPS - 1)
+        ends = clock.inner_loop(min(self.steps, TIMED_STEPS))
+        if self.steps > TIMED_STEPS:
+            clock.free += (self.steps - TIMED_STEPS) * (ends[-1] - ends[0]) / (TIMED_STEPS - 1)
         clock.evaluate(self.fleet.evaluation_batches, self.fleet.evaluation_forward, evaluation)
         return float(clock.free.max())
 
@@ -141,7 +143,8 @@ def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Seque
             f"found no split of the layers over the {replica.stage_count} stages that fits their memory, expected more "
             "or larger machines" + (f"; {assumed}" if assumed else ""),
         )
-    return found
+    most = max(one.steps for one in found)
+    return [replace(one, steps=most) for one in found]
 
 
 def is_measured(config: RunConfig, replica: ReplicaSettings) -> bool:
@@ -205,7 +208,8 @@ def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSetting
         replica = replica.model_copy(update={"boundary": full})
     spec = RunSpec(config.model_copy(update={"replicas": [replica], "simulate": own}), vocabulary)
     [fleet] = fleets_of(spec, np.random.default_rng(simulate.seed))
-    return Schedule(replica, spec, fleet)
+    [steps] = round_steps(spec, [fleet], [GroupClock(fleet.without_communication())])
+    return Schedule(replica, spec, fleet, int(steps.counts.max()))
 
 
 def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | None, index: int) -> str:

@@ -1,8 +1,10 @@
 """From a target to a topology that reaches it: groups, then H and density, then boundaries, each confirmed in the end.
 
-The utilization is the relative one of `simulate`: the time of a round with links that cost nothing over its time. What
-the target leaves is shared: the exchange may take half, and the boundaries get what the exchange leaves. A replica that
-waits for a slower one anyway may use that time for a boundary that loses less.
+The utilization is the relative one of `simulate`: the time of a round with links that cost nothing over its time, and
+where a round is time, its tokens over those with such links. What the target leaves is shared: the exchange may take
+half, and the boundaries get what the exchange leaves. A replica that waits for a slower one anyway may use that time
+for a boundary that loses less. Where a round is time none waits: every replica has to do in the time that the target
+allows as many steps as fit into a round with links that cost nothing.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
     schedules = [schedules_of(asked, vocabulary, index) for index in range(len(asked.replicas))]
     base = _with_replicas(asked, [_quickest(ways).replica for ways in schedules])
     outer, own_outer = choose_outer(base, vocabulary, (1 - target) / 2)
-    asked = with_outer(asked, outer.steps, outer.density)
+    asked = with_outer(asked, outer.length, outer.density)
     schedules = [schedules_of(asked, vocabulary, index) for index in range(len(asked.replicas))]
     free = max(_quickest(ways).free_seconds for ways in schedules)
     boundaries = _fit_boundaries(asked, vocabulary, schedules, outer, free, target)
@@ -127,7 +129,10 @@ def _fit_boundaries(
         prediction = predict(RunSpec(_with_boundaries(config, found), vocabulary))
         if left <= 0 or _utilization(prediction, outer) >= target or any(one.seconds > allowed for one in found):
             break
-        allowed -= 1.05 * max(prediction.round_seconds - aim, 0.001 * (allowed - free))
+        taken = prediction.round_seconds  # in as much time fewer steps were done: what as many would take
+        if config.inner.steps is None:
+            taken = outer.free_seconds / _utilization(prediction, outer)
+        allowed -= 1.05 * max(taken - aim, 0.001 * (allowed - free))
     return found
 
 
@@ -208,11 +213,16 @@ def _outer_choices(
     uplink = f"{link.name} ({up} up, {down} down)"
     why = f"{uplink} decides: the exchange adds {outer.share:.2%} to a round"
     if outer is not own:
-        why += f"; H = {own.steps}, density {format_ratio(own.density)} would add {own.share:.2%}"
-    chosen = f"H = {outer.steps}, density {format_ratio(outer.density)}"
+        why += f"; {_length(asked, own)}, density {format_ratio(own.density)} would add {own.share:.2%}"
+    chosen = f"{_length(asked, outer)}, density {format_ratio(outer.density)}"
     if planned.outer.rounds != asked.outer.rounds:
         chosen += f", {planned.outer.rounds} rounds"
     yield Choice("outer round", chosen, why)
+
+
+def _length(config: RunConfig, choice: OuterChoice) -> str:
+    is_time = config.inner.steps is None
+    return f"rounds of {format_seconds(choice.length)}" if is_time else f"H = {choice.length:g}"
 
 
 def _replica_choices(

@@ -30,7 +30,7 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     times = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
     step, round_, outer = map(format_seconds, times)
     steps, rounds = spec.config.inner.length, format_count(round(prediction.rounds), "outer round")
-    say(console, f"A step takes {step}, a round of {steps} {round_}, of which the outer round {outer}.")
+    say(console, f"A step takes {step}; a round of {steps} takes {round_}, of which the outer round {outer}.")
     say(
         console,
         f"Members train {format_percent(use['absolute'])} of the time, {format_percent(use['relative'])} of what links "
@@ -68,11 +68,13 @@ def _numbers(shape: tuple[int, ...]) -> int:
 
 
 def _print_replicas(console: Console, prediction: Prediction) -> None:
-    table = PlainTable(["replica"], ["count", "lost", "a step", "inner loop", "bubble", "exposed communication"])
+    columns = ["count", "lost", "steps", "tokens", "a step", "inner loop", "of a round"]
+    table = PlainTable(["replica"], [*columns, "bubble", "exposed communication"])
     for replica in prediction.replicas:
         times = format_seconds(replica.step_seconds), format_seconds(replica.inner_seconds)
-        shares = format_percent(replica.bubble), format_percent(replica.exposed_communication)
-        table.add_row(replica.name, f"{replica.count:,}", f"{replica.lost:,}", *times, *shares)
+        shares = map(format_percent, (replica.training, replica.bubble, replica.exposed_communication))
+        trained = f"{replica.steps:,.1f}".removesuffix(".0"), f"{replica.tokens:,.0f}"
+        table.add_row(replica.name, f"{replica.count:,}", f"{replica.lost:,}", *trained, *times, *shares)
     console.print(table)
 
 

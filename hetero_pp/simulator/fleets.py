@@ -159,6 +159,10 @@ def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.ra
     )
 
 
+_SOME_STEPS = 100
+"""Of a round that is time: a header is a byte longer in its steps from the 129th on."""
+
+
 def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
     """On the wire, of one message between stages: what links count of an empty one of the same shapes."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
@@ -170,7 +174,7 @@ def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
     empty = torch.zeros(rows, length, rank, device="meta" if replica.boundary.bits is None else "cpu")
     ids = torch.empty(packed_tokens_bytes(rows, length, spec.shape.vocabulary), dtype=torch.uint8, device="meta")
     header = LinkHeader(rows=rows)
-    header.round, header.step = config.outer.rounds // 2, spec.inner_steps // 2
+    header.round, header.step = config.outer.rounds // 2, (config.inner.steps or _SOME_STEPS) // 2
     header.micro_batch = replica.micro_batches // 2
     activation = (ids, *format_.to_wire(format_.activation(empty)))
     gradient = format_.to_wire(format_.gradient(empty, noise_key(0, replica.name, 0, 0, 0)))

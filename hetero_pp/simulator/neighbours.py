@@ -16,8 +16,11 @@ from hetero_pp.simulator.fluid import Network, Path, Run, Stream, Wires, Work
 from hetero_pp.simulator.pipeline import DRAWN_WITH_LINES, Array, GroupClock, Hops, step_programs
 
 
-def inner_loops(spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupClock], steps: int) -> list[list[Array]]:
-    """Advance all clocks by H inner steps and the flush; when each group's first stage had made each optimizer step.
+def inner_loops(
+    spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupClock], steps: Sequence[int]
+) -> list[list[Array]]:
+    """Advance all clocks by so many inner steps, of each fleet, and the flush; when each group's first stage had made
+    each optimizer step.
 
     Of groups that share a line so many steps are timed as are drawn of others (DRAWN_WITH_LINES); the rest take their
     mean, as if all went on for as long as the slowest.
@@ -25,10 +28,10 @@ def inner_loops(spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupCl
     found: dict[int, list[Array]] = {}
     for cluster in _clusters(spec, fleets, clocks):
         if len(cluster) == 1:
-            found[cluster[0]] = clocks[cluster[0]].inner_loop(steps)
+            found[cluster[0]] = clocks[cluster[0]].inner_loop(steps[cluster[0]])
         else:
             together = _Together(spec, [fleets[one].replica.name for one in cluster], [clocks[one] for one in cluster])
-            found |= zip(cluster, together.inner_loops(steps), strict=True)
+            found |= zip(cluster, together.inner_loops([steps[one] for one in cluster]), strict=True)
     return [found[index] for index in range(len(clocks))]
 
 
@@ -79,20 +82,20 @@ class _Together:
         self._places = {name: place for place, name in enumerate(every)}
         self._capacities = list(every.values())
 
-    def inner_loops(self, steps: int) -> list[list[Array]]:
+    def inner_loops(self, steps: Sequence[int]) -> list[list[Array]]:
         """See the function of that name."""
-        timed = min(steps, DRAWN_WITH_LINES)
+        timed = min(*steps, DRAWN_WITH_LINES)
         run = self._run(timed)
         run.to_the_end()
         found = []
-        for group in self._groups:
+        for group, own_steps in zip(self._groups, steps, strict=True):
             clock, own = group.clock, slice(group.offset, group.offset + group.clock.groups.stages)
             clock.free[:, 0] = run.free[own]
             for stream, kind, hop, _ in group.streams():
                 clock.link_free[kind][hop, 0] = run.left[stream]
             ends = run.step_ends[group.offset]
             mean = (ends[-1] - ends[0]) / (timed - 1) if timed > 1 else 0.0
-            ends += [ends[-1] + mean * (step + 1) for step in range(steps - timed)]
+            ends += [ends[-1] + mean * (step + 1) for step in range(own_steps - timed)]
             clock.free[0] = ends[-1]
             clock.flush()
             found.append([np.array([end]) for end in ends])

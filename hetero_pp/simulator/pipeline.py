@@ -309,6 +309,11 @@ class GroupClock:
         """The optimizer step."""
         self._compute(stage, "update", 0, self.groups.update[stage])
 
+    def shift(self, seconds: Array) -> None:
+        """Let everything have happened so much later, [G]."""
+        for rows in (self.free, *self.link_free.values(), *self._last.values()):
+            rows += seconds
+
     def flush(self) -> None:
         """Pass the last norm on, in a message too small to occupy a link, so that every stage has stepped."""
         hops = self.groups.activations

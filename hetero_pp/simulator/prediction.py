@@ -1,8 +1,8 @@
 """Some rounds of a topology on a clock of its own, and what they say of times, utilization, bytes and memory.
 
-A round is what `launch` runs: every replica's inner loop, contributions to the exchange, which closes the round when
-the last has arrived, what others sent, an evaluation. Rounds overlap a little, as a stage goes on as soon as it can,
-so times are those of a later round, not of the first.
+A round is what `launch` runs: every replica's inner loop (where it is time, the steps that fit), contributions to the
+exchange, which closes the round when the last has arrived, what others sent, an evaluation. Rounds overlap a little, as
+a stage goes on as soon as it can, so times are those of a later round, not of the first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hetero_pp.simulator.neighbours import inner_loops
 from hetero_pp.simulator.outer_round import run_outer_round
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.simulator.published import Comparison, compared
+from hetero_pp.simulator.round_steps import RoundSteps, round_steps
 
 ROUNDS = 2
 """That are timed; the last one counts, as those after it are the same."""
@@ -75,8 +76,14 @@ class ReplicaPrediction:
     count: int
     lost: int
     """Of those, how many had a member leave within the round, so that their contribution is missing."""
+    steps: float
+    """Inner steps of a round."""
+    tokens: float
+    """That one replica trains on in a round."""
     step_seconds: float
     inner_seconds: float
+    training: float
+    """Share of a round that is its inner loop."""
     bubble: float
     """Share of the inner loop that stages would stand still with links that cost nothing."""
     exposed_communication: float
@@ -98,8 +105,8 @@ class Prediction:
     outer_seconds: float
     """From the end of the slowest inner loop until the last member goes on, without the evaluation."""
     utilization: dict[str, float]
-    """absolute: share of a round that members train, over all of them; relative: round time with links that cost
-    nothing over the round time."""
+    """absolute: share of a round that members train, over all of them; relative: tokens a second over those with
+    links that cost nothing."""
     tokens_per_second: float
     tokens: int
     rounds: float
@@ -146,6 +153,7 @@ class _Timed:
     outer_seconds: float
     inner_seconds: list[Array]
     step_seconds: list[Array]
+    steps: list[RoundSteps]
 
 
 def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stage_links: bool = True) -> Prediction:
@@ -161,18 +169,18 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
         fleets = [fleet.without_stage_links() for fleet in fleets]
     timed = _run(spec, fleets, True, watch)
     ideal = _run(spec, fleets, False, None)
-    tokens_per_round = sum(
-        _tokens_per_step(spec, fleet) * int(fleet.stays.sum()) * spec.inner_steps for fleet in fleets
-    )
-    total = simulate.tokens or sum(_tokens_per_step(spec, fleet) * fleet.count for fleet in fleets) * (
-        spec.total_steps or 0
-    )
+    tokens_per_round = _tokens(spec, fleets, timed, only_counted=True)
+    all_tokens_per_round = _tokens(spec, fleets, timed)
+    total = simulate.tokens or all_tokens_per_round * spec.latest.outer.rounds
     rate = tokens_per_round / timed.round_seconds
     members = sum(len(fleet.members) * fleet.count for fleet in fleets)
     accelerators = sum(sum(fleet.accelerators) * fleet.count for fleet in fleets)
-    trained = sum(float(_training_seconds(spec, fleet).sum()) for fleet in fleets)
+    trained = sum(
+        float(_training_seconds(fleet, own.counts).sum()) for fleet, own in zip(fleets, timed.steps, strict=True)
+    )
+    ideal_tokens = _tokens(spec, fleets, ideal, only_counted=True)
     replicas = [_replica(spec, fleet, timed, ideal, index) for index, fleet in enumerate(fleets)]
-    rounds = total / sum(_tokens_per_step(spec, fleet) * fleet.count * spec.inner_steps for fleet in fleets)
+    rounds = total / all_tokens_per_round
     count = sum(replica.count for replica in replicas)
     found = Prediction(
         step_seconds=max(float(steps.max()) for steps in timed.step_seconds),
@@ -180,7 +188,7 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
         outer_seconds=timed.outer_seconds,
         utilization={
             "absolute": trained / members / timed.round_seconds,
-            "relative": ideal.round_seconds / timed.round_seconds,
+            "relative": ideal.round_seconds / timed.round_seconds * (tokens_per_round / ideal_tokens),
         },
         tokens_per_second=rate,
         tokens=total,
@@ -199,19 +207,13 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
 
 
 def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None) -> _Timed:
-    random = np.random.default_rng(spec.config.simulate.seed + 1) if communicates else None
-    clocks = [
-        GroupClock(
-            fleet.groups if communicates else fleet.without_communication(),
-            random,
-            None if watch is None else watch(fleet.replica.name),
-        )
-        for fleet in fleets
-    ]
-    steps, ends = spec.inner_steps, [0.0]
+    steps = round_steps(spec, fleets, _clocks(spec, fleets, communicates, None))
+    clocks, ends = _clocks(spec, fleets, communicates, watch), [0.0]
     for _ in range(ROUNDS):
         starts = [clock.free[0].copy() for clock in clocks]
-        step_ends = inner_loops(spec, fleets, clocks, steps)
+        step_ends = inner_loops(spec, fleets, clocks, [own.of_first for own in steps])
+        for own, clock in zip(steps, clocks, strict=True):
+            own.finish(clock)
         inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
         trained = max(float(clock.free.max()) for clock in clocks)
         run_outer_round(spec, list(zip(fleets, clocks, strict=True)), communicates)
@@ -220,33 +222,65 @@ def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Call
             hops = fleet.evaluation_hops if communicates else clock.groups.activations
             clock.evaluate(fleet.evaluation_batches, fleet.evaluation_forward, hops)
         ends.append(max(float(clock.free.max()) for clock in clocks))
-    step_seconds = [(one[-1] - one[0]) / (steps - 1) if steps > 1 else one[0] for one in step_ends]
-    if steps == 1:
-        step_seconds = inner
-    return _Timed(ends[-1] - ends[-2], outer, inner, step_seconds)
+    step_seconds = [_step_seconds(*one) for one in zip(steps, step_ends, inner, strict=True)]
+    return _Timed(ends[-1] - ends[-2], outer, inner, step_seconds, steps)
+
+
+def _clocks(
+    spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None
+) -> list[GroupClock]:
+    """All at 0."""
+    random = np.random.default_rng(spec.config.simulate.seed + 1) if communicates else None
+    return [
+        GroupClock(
+            fleet.groups if communicates else fleet.without_communication(),
+            random,
+            None if watch is None else watch(fleet.replica.name),
+        )
+        for fleet in fleets
+    ]
+
+
+def _step_seconds(steps: RoundSteps, ends: Sequence[Array], inner: Array) -> Array:
+    """Of each group, from when its first stage had made each optimizer step."""
+    if steps.a_step is not None:
+        return steps.a_step
+    return inner if len(ends) == 1 else (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def _tokens(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, only_counted: bool = False) -> int:
+    """That all groups train on in a round, or those whose contribution counts, as none of their members leaves."""
+    return sum(
+        _tokens_per_step(spec, fleet) * int(own.counts[fleet.stays if only_counted else slice(None)].sum())
+        for fleet, own in zip(fleets, timed.steps, strict=True)
+    )
 
 
 def _tokens_per_step(spec: RunSpec, fleet: Fleet) -> int:
     return fleet.replica.batch_size * spec.config.data.sequence_length
 
 
-def _training_seconds(spec: RunSpec, fleet: Fleet) -> Array:
-    """[S, G] of a round."""
+def _training_seconds(fleet: Fleet, steps: Array) -> Array:
+    """[S, G] of a round of so many steps, [G]."""
     groups = fleet.groups
-    return spec.inner_steps * (groups.micro_batches * (groups.forward + groups.backward) + groups.update)
+    return steps * (groups.micro_batches * (groups.forward + groups.backward) + groups.update)
 
 
 def _replica(spec: RunSpec, fleet: Fleet, timed: _Timed, ideal: _Timed, index: int) -> ReplicaPrediction:
-    trained = _training_seconds(spec, fleet)
+    steps, free_steps = timed.steps[index].counts, ideal.steps[index].counts
+    trained, free_trained = _training_seconds(fleet, steps), _training_seconds(fleet, free_steps)
     inner, free = timed.inner_seconds[index], ideal.inner_seconds[index]
     return ReplicaPrediction(
         name=fleet.replica.name,
         count=fleet.count,
         lost=fleet.count - int(fleet.stays.sum()),
+        steps=float(steps.mean()),
+        tokens=float(steps.mean()) * _tokens_per_step(spec, fleet),
         step_seconds=float(timed.step_seconds[index].mean()),
         inner_seconds=float(inner.mean()),
-        bubble=float((1 - trained.mean(axis=0) / free).mean()),
-        exposed_communication=float((1 - free / inner).mean()),
+        training=float(inner.mean()) / timed.round_seconds,
+        bubble=float((1 - free_trained.mean(axis=0) / free).mean()),
+        exposed_communication=float((1 - free / inner * (steps / free_steps)).mean()),
         sent_bytes=float(fleet.up.n_bytes.sum()),
         received_bytes=float(fleet.down.n_bytes.sum()),
         stages=[
@@ -262,14 +296,14 @@ def _replica(spec: RunSpec, fleet: Fleet, timed: _Timed, ideal: _Timed, index: i
             )
             for stage, member in enumerate(fleet.members)
         ],
-        links=list(_links(spec, fleet, timed.round_seconds)),
+        links=list(_links(fleet, float(steps.mean()), timed.round_seconds)),
     )
 
 
-def _links(spec: RunSpec, fleet: Fleet, round_seconds: float) -> Iterator[LinkPrediction]:
-    """Between neighbouring stages, then to the exchange."""
+def _links(fleet: Fleet, steps: float, round_seconds: float) -> Iterator[LinkPrediction]:
+    """Between neighbouring stages, in a round of so many steps, then to the exchange."""
     groups, size = fleet.groups, fleet.message_bytes
-    messages = spec.inner_steps * groups.micro_batches
+    messages = steps * groups.micro_batches
     for hop in range(groups.stages - 1):
         evaluation = fleet.evaluation_batches * float(fleet.evaluation_hops.seconds[hop].mean())
         yield LinkPrediction(

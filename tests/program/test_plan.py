@@ -169,6 +169,38 @@ def test_a_slow_uplink_asks_for_more_steps(tmp_path: Path, corpus: Path) -> None
     assert slow["config"]["outer"]["rounds"] * steps[1] >= 200
 
 
+def test_rounds_of_time_stay_so(tmp_path: Path, corpus: Path) -> None:
+    """Every group's links get what they need, though the datacenter alone does most of what is possible."""
+    path = _yaml(tmp_path, corpus, REPLICAS)
+    seconds = ("--set", "inner={seconds: 2 s}")
+    content = _plan(path, 0.8, *seconds)
+    assert content["reached"]
+    assert content["utilization"]["before"] < content["utilization"]["relative"]
+    inner = content["config"]["inner"]
+    assert (inner["steps"], inner["seconds"]) == (None, "2.0 s")
+    [choice] = [one for one in content["choices"] if one["what"] == "outer round"]
+    assert choice["chosen"].startswith("rounds of 2 s, density ")
+    written = path.with_suffix(".plan.yaml")
+    code, _, errors = _invoke("simulate", written, "--json", tmp_path / "s.json")
+    assert code == 0, errors
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert found["utilization"]["relative"] >= 0.8
+    dc, home = found["replicas"]
+    assert dc["steps"] > home["steps"] > 1
+    assert home["exposed_communication"] < 0.2
+    assert min(dc["training"], home["training"]) > 0.9
+
+
+def test_a_slow_uplink_asks_for_longer_rounds(tmp_path: Path, corpus: Path) -> None:
+    path = _yaml(tmp_path, corpus, REPLICAS)
+    seconds = ("--set", "inner={seconds: 1 s}", "--set", "outer.rounds=100")
+    quick, slow = (_plan(path, 0.8, *seconds, "--set", f"replicas.1.uplink={kind}") for kind in ("fast", "slow"))
+    lengths = [float(one["config"]["inner"]["seconds"].split()[0]) for one in (quick, slow)]
+    assert lengths[0] == 1.0 < lengths[1]
+    assert slow["reached"]
+    assert slow["config"]["outer"]["rounds"] * lengths[1] >= 100
+
+
 def test_a_target_out_of_reach_is_one_line_and_no_file(tmp_path: Path, corpus: Path) -> None:
     path = _yaml(tmp_path, corpus, REPLICAS)
     written = tmp_path / "no.yaml"

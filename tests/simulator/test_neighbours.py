@@ -79,7 +79,7 @@ def test_groups_that_share_nothing_are_timed_together_as_alone(steps: int) -> No
 
     alone, together = clocks(), clocks()
     expected = [clock.inner_loop(steps) for clock in alone]
-    found = _Together(spec, ["a", "b"], together).inner_loops(steps)
+    found = _Together(spec, ["a", "b"], together).inner_loops([steps] * 2)
     for one, other in zip(found, expected, strict=True):
         assert np.array(one) == pytest.approx(np.array(other))
     for clock, own in zip(together, alone, strict=True):
@@ -95,7 +95,7 @@ def test_who_shares_a_line_with_whom_is_found() -> None:
     }
     spec = _spec(replicas, sites=sites)
     fleets = list(fleets_of(spec, np.random.default_rng(0)))
-    ends = inner_loops(spec, fleets, [GroupClock(fleet.groups) for fleet in fleets], 3)
+    ends = inner_loops(spec, fleets, [GroupClock(fleet.groups) for fleet in fleets], [3] * len(fleets))
     a, b, c, d = (float(own[-1][0]) for own in ends)
     assert d == pytest.approx(predict(_spec([_group("d")])).replicas[0].step_seconds * 3, rel=0.05)
     assert 1.1 * d < min(a, b, c)

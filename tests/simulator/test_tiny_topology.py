@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hetero_pp.errors import ConfigError
@@ -11,8 +12,10 @@ from hetero_pp.model import block_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.schedule import Action, one_forward_one_backward
-from hetero_pp.simulator.fleets import message_bytes
+from hetero_pp.simulator.fleets import fleets_of, message_bytes
+from hetero_pp.simulator.pipeline import GroupClock
 from hetero_pp.simulator.prediction import Prediction, predict
+from hetero_pp.simulator.round_steps import round_steps
 
 WIDTH, FEED_FORWARD, VOCABULARY, LENGTH, ROWS = 8, 12, 200, 64, 2
 STEPS = 3
@@ -110,6 +113,80 @@ def test_links_are_busy_with_what_crosses_them() -> None:
     assert link.backward_bytes == STEPS * gradient
     assert link.forward_busy == pytest.approx(link.forward_bytes * 8 / 1000 / found.round_seconds)
     assert link.backward_busy == pytest.approx(link.backward_bytes * 8 / 400 / found.round_seconds)
+
+
+def _timed(seconds: float) -> dict[str, Any]:
+    return {"inner": {"seconds": seconds}}
+
+
+@pytest.mark.parametrize("steps", [2, 3, 40])
+def test_in_a_round_of_time_each_does_what_fits(steps: int) -> None:
+    """A group beside a datacenter whose steps take 0.03 s; the first step of a group has no update before it."""
+    costs = GROUP | {"dc": _cost(*QUICK)}
+    counted = predict(_spec([HOME, DC], measured=costs, top={"inner": {"steps": steps}}))
+    a_step = _step(*_messages(_spec([HOME], measured=GROUP)))
+    seconds = steps * a_step - LAST[2] + 0.4 * a_step
+    found = predict(_spec([HOME, DC], measured=costs, top=_timed(seconds)))
+    home, dc = found.replicas
+    assert (home.steps, dc.steps) == (steps, int(seconds / 0.03))
+    assert (home.tokens, dc.tokens) == (home.steps * ROWS * LENGTH, dc.steps * ROWS * LENGTH)
+    assert home.step_seconds == found.step_seconds == pytest.approx(a_step)
+    assert home.inner_seconds == pytest.approx(counted.replicas[0].inner_seconds)
+    for link, same in zip(home.links, counted.replicas[0].links, strict=True):
+        assert (link.forward_bytes, link.backward_bytes) == (same.forward_bytes, same.backward_bytes)
+    assert dc.inner_seconds == pytest.approx(0.03 * dc.steps)
+    assert dc.training == pytest.approx(dc.inner_seconds / found.round_seconds)
+    assert found.tokens_per_second == pytest.approx((home.tokens + dc.tokens) / found.round_seconds)
+    assert found.tokens == 4 * (home.tokens + dc.tokens)
+    assert found.rounds == 4
+
+
+def test_at_least_one_step_is_done_however_short_a_round() -> None:
+    spec = _spec([HOME, DC], measured=GROUP | {"dc": _cost(*QUICK)}, top=_timed(1.0))
+    home, dc = predict(spec).replicas
+    assert (home.steps, dc.steps) == (1, 33)
+    assert home.inner_seconds > 30
+
+
+def test_links_that_cost_nothing_would_give_more_steps() -> None:
+    """In as much time: the share of what is possible is that of the tokens a second."""
+    a_step, top = _step(*_messages(_spec([HOME], measured=GROUP))), _timed(2000.0)
+    found = predict(_spec([HOME], measured=GROUP, top=top))
+    without = {key: value for key, value in HOME.items() if key not in ("link", "uplink")}
+    free = predict(_spec([without], measured=GROUP, top=top))
+    free_step = sum(FIRST[:3]) + sum(LAST[:3])
+    [home], [free_home] = found.replicas, free.replicas
+    assert (home.steps, free_home.steps) == (int((2000.0 + LAST[2]) / a_step), int((2000.0 + LAST[2]) / free_step))
+    assert found.utilization["relative"] == pytest.approx(found.tokens_per_second / free.tokens_per_second)
+    assert home.exposed_communication == pytest.approx(1 - free_step / a_step, rel=0.01)
+    trained = home.steps * free_step / 2 / found.round_seconds
+    assert found.utilization["absolute"] == pytest.approx(trained)
+
+
+def test_groups_of_a_fleet_have_steps_of_their_own() -> None:
+    """Drawn links, so that each group's steps take another time: together what they do alone."""
+    drawn = {"home": {"count": 5, "bandwidth": ["300 bit/s", "3 kbit/s"]}}
+    spec = _spec([HOME], measured=GROUP, fleets=drawn, top=_timed(5000.0))
+    fleets = list(fleets_of(spec, np.random.default_rng(spec.config.simulate.seed)))
+    [own] = round_steps(spec, fleets, [GroupClock(fleet.groups) for fleet in fleets])
+    assert len(set(own.counts.tolist())) > 2
+    for index, count in enumerate(own.counts):
+        clock = GroupClock(fleets[0].groups.columns(slice(index, index + 1), 1))
+        *_, before, last = clock.inner_loop(int(count) + 1)
+        assert before[0] <= 5000.0 < last[0], f"group {index}"
+    together = GroupClock(fleets[0].groups)
+    together.inner_loop(own.of_first)
+    own.finish(together)
+    for index, count in enumerate(own.counts):
+        clock = GroupClock(fleets[0].groups.columns(slice(index, index + 1), 1))
+        clock.inner_loop(int(count))
+        assert together.free[:, index] == pytest.approx(clock.free[:, 0])
+
+
+def test_steps_that_take_no_time_are_refused() -> None:
+    free = {"dc": _cost(0, 0, 0, 1, 1, 1)}
+    with pytest.raises(ConfigError, match="found steps that take no time"):
+        predict(_spec([DC], measured=free, top=_timed(1.0)))
 
 
 def _exchange_seconds(found: Prediction, member: str) -> tuple[float, float]:

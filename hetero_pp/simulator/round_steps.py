@@ -1,0 +1,56 @@
+"""How many inner steps a round has in each group: as many as the YAML says, or as fit into the time that it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.fleets import Fleet
+from hetero_pp.simulator.neighbours import inner_loops
+from hetero_pp.simulator.pipeline import Array, GroupClock
+
+PROBED = 17
+"""Steps of which the first is timed alone, as nothing of another precedes it, and of the rest the mean."""
+
+
+@dataclass(frozen=True)
+class RoundSteps:
+    """Of the groups of a fleet, [G] each."""
+
+    counts: Array
+    """Whole numbers, at least 1."""
+    a_step: Array | None
+    """Seconds of a step after the first; None where all groups have as many."""
+
+    @property
+    def of_first(self) -> int:
+        """Of the group that a timeline shows, for which all are timed."""
+        return int(self.counts[0])
+
+    def finish(self, clock: GroupClock) -> None:
+        """Bring groups that have another number of steps than the first to where theirs end."""
+        if self.a_step is not None:
+            clock.shift((self.counts - self.of_first) * self.a_step)
+
+
+def round_steps(spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupClock]) -> list[RoundSteps]:
+    """Of every fleet. Where a round is time, some steps are timed on the clocks, which must be new.
+
+    Raises ConfigError for steps that take no time, of which any number fits.
+    """
+    inner = spec.config.inner
+    if inner.steps is not None:
+        return [RoundSteps(np.full(fleet.count, inner.steps), None) for fleet in fleets]
+    assert inner.seconds is not None
+    found = []
+    for ends in inner_loops(spec, fleets, clocks, [PROBED] * len(fleets)):
+        first, a_step = ends[0], (ends[-1] - ends[0]) / (PROBED - 1)
+        if not np.all(a_step > 0):
+            raise ConfigError(("inner", "seconds"), "found steps that take no time, expected some that do")
+        counts = 1 + np.floor((inner.seconds - first) / a_step + 1e-9)
+        found.append(RoundSteps(np.maximum(counts, 1).astype(np.int64), a_step))
+    return found
