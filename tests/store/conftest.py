@@ -104,3 +104,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def lasting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of an empty store that other processes see, too."""
     return _bucket(request, monkeypatch) if request.param == "s3" else str(tmp_path / "store")
+
+
+@pytest.fixture(params=S3)
+def signing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty store that signs URLs."""
+    return open_store(_bucket(request, monkeypatch))

@@ -13,6 +13,8 @@ from hetero_pp.program.export import export
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.store.lease import acting_for
+from hetero_pp.store.settings import StoreSettings
 from replica_groups.exchange.log import record_key, snapshot_key
 from replica_groups.exchange.open_log import open_log
 
@@ -31,6 +33,20 @@ def expected(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """What the same run comes to with its log in its own folder."""
     found: dict[str, str] = _train(corpus, tmp_path_factory.mktemp("expected"))["parameters_sha256"]
     return found
+
+
+def test_a_second_launch_is_refused(lasting: str, corpus: Path, tmp_path: Path) -> None:
+    """From another machine too, which does not see this one's folder of runs."""
+
+    def ignore(_: str) -> None:
+        """Nobody is told."""
+
+    with (
+        acting_for(StoreSettings(url=lasting).open("mixed", tmp_path), ignore, ignore, 3.0),
+        pytest.raises(ConfigError, match="another launch acts for this run"),
+    ):
+        _train(corpus, tmp_path / "runs", f"store.url={lasting}")
+    assert not (tmp_path / "runs" / "mixed").exists()
 
 
 def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Path, expected: dict[str, str]) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.store.lease import acting_for
 
 LOCKS = ".locks"
 """Beside the runs: a run's folder may be moved, its locks may not."""
@@ -35,6 +40,20 @@ def claim_all(runs: Path, name: str) -> Iterator[None]:
     with ExitStack() as held:
         for path in sorted((runs / LOCKS / name).glob("*")):
             _take(held, runs, name, path.name, is_new=False)
+        yield
+
+
+@contextmanager
+def claim_store(config: RunConfig, folder: RunFolder) -> Iterator[None]:
+    """Act alone for a run whose log lies in a store of its own, while the block runs; else its folder is claimed.
+
+    Raises ConfigError if somebody else does.
+    """
+    if config.store.url is None:
+        yield
+        return
+    say = partial(tell, standard_output())
+    with acting_for(config.store.open(config.name, folder.log), say, say):
         yield
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError
 from hetero_pp.links import EXCHANGE
-from hetero_pp.program.launch.claim import claim
+from hetero_pp.program.launch.claim import claim, claim_store
 from hetero_pp.program.launch.crew import launch
 from hetero_pp.program.launch.hosts import (
     Exchange,
@@ -54,7 +54,12 @@ def run_topology(
     """
     prepared = _prepare(path, overrides, runs, None, resume)
     name = prepared.spec.config.name
-    with claim(runs.absolute(), name, prepared.names), told_how_to_go_on(prepared, RunFolder(runs / name), typed):
+    folder = RunFolder(runs.absolute() / name)
+    with (
+        claim(runs.absolute(), name, prepared.names),
+        claim_store(prepared.spec.config, folder),
+        told_how_to_go_on(prepared, RunFolder(runs / name), typed),
+    ):
         run_and_record(prepared, runs, run_in_process if in_process else launch, resume)
 
 
@@ -83,7 +88,9 @@ def run_on_this_host(
             tell(standard_output(), needed)
             launch_exchange(folder, token, resume, on_report)
 
-        with claim(runs.absolute(), prepared.spec.config.name, [EXCHANGE]), told:
+        config = prepared.spec.config
+        folder = RunFolder(runs.absolute() / config.name)
+        with claim(runs.absolute(), config.name, [EXCHANGE]), claim_store(config, folder), told:
             run_and_record(prepared, runs, start, resume)
         return
     if host.exchange is None or host.token is None:
