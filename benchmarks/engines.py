@@ -36,7 +36,8 @@ from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, next_token_loss, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.experiments.provenance import commit, machine
-from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
+from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.hardware import CATALOG
 from hetero_pp.run.spec import Roster
 from hetero_pp.simulator.costs import Part, forward_flops

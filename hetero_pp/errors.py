@@ -5,6 +5,7 @@ HeteroPPError
 ├── DamagedFile            a file of a run that is not what was written
 ├── LinkError
 │   ├── LinkClosed         the other end is gone (a dead peer)
+│   │   └── ExchangeLost   the exchange is gone, or was for a moment
 │   └── LinkTimeout        nothing came in time (a slow link, or a peer that hangs)
 ├── MalformedMessage       bytes from the network that no honest peer sends
 │   └── MalformedContribution
@@ -12,6 +13,8 @@ HeteroPPError
 │   └── WrongToken         a stranger's: without the run's token
 ├── ReplicasDiffer         two holders of one parameter do not hold the same bits
 ├── StoreError             the store of a run cannot be read or written: it may be tried again
+├── TermOver               somebody else holds this member's place, or will: it has to join again
+├── Suspended              the member's replica has to be formed anew, and train the round again
 └── RunFailed              some other member of the run failed; this one only stops
 """
 
@@ -53,6 +56,10 @@ class LinkClosed(LinkError):
     """The other end of a link is gone."""
 
 
+class ExchangeLost(LinkClosed):
+    """The connection to the exchange broke; it may be there again, and not know what it was told."""
+
+
 class LinkTimeout(LinkError):
     """Nothing arrived on a link within its time limit."""
 
@@ -79,6 +86,14 @@ class ReplicasDiffer(HeteroPPError):
 
 class StoreError(HeteroPPError):
     """The place where a run keeps things cannot be read or written; the text names the object, and why."""
+
+
+class TermOver(HeteroPPError):
+    """A member's term is over: what it sends changes nothing, until it has joined again."""
+
+
+class Suspended(HeteroPPError):
+    """A member of the replica is gone: the others return to the start of the round, until it is formed anew."""
 
 
 class RunFailed(HeteroPPError):

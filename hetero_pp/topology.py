@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from hetero_pp.ablations import AblationSettings
 from hetero_pp.engine_settings import EngineName, TorchtitanSettings
-from hetero_pp.settings import Duration, NotPartOf, Settings
+from hetero_pp.settings import Duration, NotPartOf, Ratio, Settings
 from hetero_pp.units import parse_fraction
 
 
@@ -216,8 +216,24 @@ class ParticipantsReplica(_Replica):
 ReplicaSettings = Annotated[DatacenterReplica | ParticipantsReplica, Field(discriminator="kind")]
 
 
+class GraceSettings(Settings):
+    """How long a round waits for the others once a quorum has contributed: so many times as late as they came."""
+
+    factor: float = Field(3.0, gt=0)
+    least: Duration = Field(10.0, gt=0)
+    most: Duration = Field(600.0, gt=0, description="and until it is known how late they come")
+
+
+class LeaseSettings(Settings):
+    """How long a member may be silent: so many times as long as it was before."""
+
+    factor: float = Field(5.0, gt=0)
+    least: Duration = Field(15.0, gt=0)
+    most: Duration = Field(300.0, gt=0)
+
+
 class ExchangeSettings(Settings):
-    """Where contributions are exchanged."""
+    """Where contributions are exchanged, and when a round closes."""
 
     listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0 takes any free one")
     timeout: Duration = Field(
@@ -227,6 +243,12 @@ class ExchangeSettings(Settings):
         "comes; then the run ends and names who was waited for",
     )
     line: str | None = Field(None, description="the kind of line that all members reach it by, from `lines`")
+    quorum: Ratio = Field(0.5, gt=0, le=1, description="share of the replicas without which no round closes")
+    grace: GraceSettings = GraceSettings()
+    limit: Duration = Field(
+        6 * 3600.0, gt=0, description="after so long a round closes as soon as a quorum has contributed"
+    )
+    lease: LeaseSettings = LeaseSettings()
 
 
 @dataclass(frozen=True)

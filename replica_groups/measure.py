@@ -150,7 +150,8 @@ def _measure_outer(
     )
     contribute = median_seconds(lambda: outer.contribute(1))
     own = outer.contribute(1)
-    return contribute, median_seconds(lambda: outer.apply(1, own))
+    record = exchange.record(1)
+    return contribute, median_seconds(lambda: outer.apply(record, own))
 
 
 class _Echo:
@@ -160,11 +161,11 @@ class _Echo:
         self._replica, self._replicas = replica, replicas
         self._blobs: dict[str, BlobEntry] = {}
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         """See ExchangeService."""
         self._blobs[address.block] = entry_of(address, data, kept_values=0)
 
-    def record(self, round_: int) -> RoundRecord:
+    def record(self, round_: int, member: str | None = None) -> RoundRecord:
         """See ExchangeService."""
         entry = ContributionEntry(replica=self._replica, weight=1.0, blobs=self._blobs.values())
         return RoundRecord(round=round_, contributions=[entry] * self._replicas)

@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hetero_pp.errors import HeteroPPError
+from hetero_pp.errors import ExchangeLost, HeteroPPError
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model import Shapes, block_of, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
-from hetero_pp.pseudo_gradient.error_feedback import Selection, select
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import Selection, give_back, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.pseudo_gradient.rows import join, packed, rows_of
-from replica_groups.exchange.replay import replay
+from replica_groups.exchange.replay import FetchBlob, cut_rows, replay
 from replica_groups.parameter_store import ParameterStore
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.saved_parts import read_part, write_part
@@ -33,9 +33,11 @@ from replica_groups.saved_parts import read_part, write_part
 class Contributions(Protocol):
     """What an outer round asks of the exchange; see ExchangeService."""
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None: ...
+    def deposit(
+        self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0
+    ) -> None: ...
 
-    def record(self, round_: int) -> RoundRecord: ...
+    def record(self, round_: int, member: str | None = None) -> RoundRecord: ...
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes: ...
 
@@ -60,8 +62,13 @@ class OuterRound:
         settings: OuterSettings,
         optimizer: RoundOptimizer | None = None,
         ranks: Ranks = ALONE,
+        keeps_undo: bool = True,
     ) -> None:
-        """`start` is what the run starts from: all held parameters, whole, and the followed ones."""
+        """`start` is what the run starts from: all held parameters, whole, and the followed ones.
+
+        With `keeps_undo` error feedback is kept twice while a round is not decided, so that `undo` is exact.
+        """
+        self.keeps_undo = keeps_undo
         self.run, self.member, self.replica = run, member, replica
         self.parameters, self.exchange, self.ranks = parameters, exchange, ranks
         self.settings = settings
@@ -77,54 +84,141 @@ class OuterRound:
         is_pinned = ranks.device.type == "cuda"
         self.theta = {name: _kept(_cut(tensor, self.rows[name]), is_pinned) for name, tensor in start.items()}
         self.error = {name: _kept(torch.zeros_like(self.theta[name]), is_pinned) for name in parameters.shapes}
+        self._before: dict[str, Tensor] = {}
+        """Error feedback as it was before the contribution whose round is not decided yet."""
         self.starts: dict[str, Tensor] = {}
         """What this replica starts the round with, where that is not theta (an ablation of the embedding's split)."""
 
-    def synchronise(self, round_: int) -> None:
-        """Bring this member's parameters to what all replicas hold after the round."""
-        self.apply(round_, self.contribute(round_))
+    def synchronise(self, round_: int, epoch: int | None = None, steps: int = 0) -> RoundRecord:
+        """Bring this member's parameters to what all replicas hold after the round, `steps` inner steps after it began.
+
+        Raises Suspended or TermOver if the round has to be trained again: see `undo`.
+        """
+        own = self.contribute(round_, epoch, steps)
+        record = self._await_record(round_, own, epoch, steps)
+        is_counted = self._take_back_uncounted(record, own, epoch)
+        self.apply(record, own if is_counted else None)
+        return record
+
+    def _await_record(self, round_: int, own: Mapping[str, bytes], epoch: int | None, steps: int) -> RoundRecord:
+        """Once the round is closed. An exchange that was gone for a while may have to be told again."""
+        while True:
+            try:
+                return self.exchange.record(round_, self.member)
+            except ExchangeLost:
+                self._deposit(round_, own, epoch, steps)
+
+    def undo(self) -> None:
+        """Return to the round's start: error feedback is what it was before what was contributed and not decided."""
+        for name, before in self._before.items():
+            self.error[name].copy_(before)
+        self._before = {}
 
     @torch.no_grad()
-    def apply(self, round_: int, own: Mapping[str, bytes]) -> None:
-        """Once the round is closed, what was counted in it; `own` is what this member contributed, by block."""
-        record = self.exchange.record(round_)
+    def restore(self) -> None:
+        """Overwrite this member's parameters with theta."""
+        for name in self.parameters.shapes:
+            self.parameters.write(name, self._whole(name))
+        self.parameters.finish_writing()
+
+    def reset(self, start: Mapping[str, Tensor], momentum: Mapping[str, Tensor], round_: int) -> None:
+        """Take theta after a round, whole, from a snapshot, with the outer optimizer's state; see `restore`."""
+        for name, theta in self.theta.items():
+            theta.copy_(_cut(start[name], self.rows[name]))
+        kept = {name: _cut(one, self.rows[name]) if name in self.rows else one for name, one in momentum.items()}
+        self.optimizer.load(kept, round_)
+
+    def catch_up(self, rounds: range, stale: range = range(0)) -> None:
+        """Apply rounds that were closed without this member.
+
+        Error feedback that was saved before the rounds of `stale` still holds what its replica was counted for since:
+        there it is set to zero, elsewhere it decays as if nothing had come (it did, and is lost).
+        """
+        for round_ in sorted({*rounds, *stale}):
+            record = self.exchange.record(round_, self.member)
+            if round_ in stale:
+                self._forget_counted(record)
+            if round_ in rounds:
+                self.apply(record, None)
+
+    @torch.no_grad()
+    def _forget_counted(self, record: RoundRecord) -> None:
+        for name, decoded in self._counted(record, self._fetches(record, None)):
+            error = self.error[name].view(-1).mul_(self.settings.compression.error_feedback_decay)
+            error.index_fill_(0, decoded.indices.to(error.device), 0.0)
+
+    @torch.no_grad()
+    def _take_back_uncounted(self, record: RoundRecord, own: Mapping[str, bytes], epoch: int | None) -> bool:
+        """What this member has contributed and the record does not name goes back into error feedback: whether it does.
+
+        It may name what was contributed before the replica was formed anew: to another coordinator, which was first.
+        """
+        self._before = {}
+        counted = next((one for one in record.contributions if one.replica == self.replica), None)
+        if counted is not None and (epoch is None or counted.epoch == epoch):
+            return True
+        mine = RoundRecord(round=record.round)
+        mine.contributions.add(replica=self.replica, weight=1.0)
+        for name, decoded in self._counted(mine, lambda replica, block: self.ranks.broadcast_bytes(own.get(block))):
+            give_back(self.error[name], decoded.indices, decoded.values, self.settings.returned)
+        if counted is not None:
+            for name, decoded in self._counted(record, self._fetches(record, None)):
+                self.error[name].view(-1).index_fill_(0, decoded.indices, 0.0)
+        return False
+
+    def _counted(self, record: RoundRecord, fetch: FetchBlob) -> Iterator[tuple[str, DecodedTensor]]:
+        """What a record counts of this replica, of each parameter that is trained here: this rank's rows."""
+        if all(one.replica != self.replica for one in record.contributions):
+            return
+        for block, shapes in shapes_by_block(self.parameters.shapes).items():
+            address = BlobAddress(self.run, record.round, self.replica, block)
+            blob = ReceivedBlob(fetch(self.replica, block), address, shapes, self.settings.compression)
+            for name, shape in shapes.items():
+                yield name, cut_rows(blob.tensor(name), shape, self.rows[name])
+
+    def _fetches(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> FetchBlob:
+        """What a record names; `own`, on the first rank, is at hand, unless it is None on all of them."""
 
         def fetch(replica: str, block: str) -> bytes:
-            if replica == self.replica and block in self.blocks:
+            if own is not None and replica == self.replica and block in self.blocks:
                 return self.ranks.broadcast_bytes(own.get(block))
-            return self.exchange.fetch(self.member, round_, replica, block)
+            return self.exchange.fetch(self.member, record.round, replica, block)
 
-        replay(self.theta, self.run, record, fetch, self.optimizer)
+        return fetch
+
+    @torch.no_grad()
+    def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
+        """What was counted in a round; `own` is what this member contributed, by block, if that was counted."""
+        replay(self.theta, self.run, record, self._fetches(record, own), self.optimizer)
         hashes = {}
-        for name, part in self.theta.items():
-            whole = self.ranks.gather_rows(part.to(self.ranks.device), self.shapes[name][0])
+        for name in self.theta:
+            whole = self._whole(name)
             if name in self.parameters.shapes:
                 self.parameters.write(name, whole)
             if self.ranks.is_first:
                 hashes[name] = parameter_sha256(whole)
         self.parameters.finish_writing()
-        self.exchange.confirm(self.member, round_, hashes)
+        self.exchange.confirm(self.member, record.round, hashes)
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Write theta at the start of the round into the parameters again. Error feedback stays what it is."""
-        for name in self.parameters.shapes:
-            part = self.theta[name].to(self.ranks.device)
-            self.parameters.write(name, self.ranks.gather_rows(part, self.shapes[name][0]))
-        self.parameters.finish_writing()
+    def _whole(self, name: str) -> Tensor:
+        return self.ranks.gather_rows(self.theta[name].to(self.ranks.device), self.shapes[name][0])
 
     def save(self, folder: Path) -> None:
         """Write this rank's error feedback and what the outer optimizer keeps; theta is in the run's snapshots."""
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
         write_part(folder, self.ranks, tensors | {f"optimizer:{name}": t for name, t in self.optimizer.state.items()})
 
-    def load(self, folder: Path, round_: int) -> None:
-        """Go on after a round, in a member that started from its snapshot, on any number of ranks."""
+    def load(self, folder: Path, round_: int, snapshot: int | None = None) -> None:
+        """Go on after a round, on any number of ranks, in a member that started from the snapshot after `snapshot`.
+
+        If that is another one, the outer optimizer keeps what it has from there.
+        """
         tensors = read_part(folder, self.ranks, self.shapes, self.settings.compression.tile)
         for name, error in self.error.items():
             error.copy_(tensors[f"error:{name}"])
-        kept = {name.split(":")[1]: tensor for name, tensor in tensors.items() if name.startswith("optimizer:")}
-        self.optimizer.load(kept, round_)
+        if snapshot in (None, round_):
+            kept = {name.split(":")[1]: tensor for name, tensor in tensors.items() if name.startswith("optimizer:")}
+            self.optimizer.load(kept, round_)
 
     def _contributed(self, name: str) -> Tensor:
         """This rank's rows of the pseudo-gradient, or of the gradient, which is then used up."""
@@ -134,9 +228,10 @@ class OuterRound:
         return self.starts.get(name, self.theta[name]).to(now.device) - now
 
     @torch.no_grad()
-    def contribute(self, round_: int) -> dict[str, bytes]:
+    def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> dict[str, bytes]:
         """Compress and hand in every block; returns the blobs, on the first rank."""
         blobs: dict[str, bytes] = {}
+        self._before = {name: error.clone() for name, error in self.error.items()} if self.keeps_undo else {}
         for block, shapes in shapes_by_block(self.parameters.shapes).items():
             selections = self._selections(round_, shapes)
             if not self.ranks.is_first:
@@ -144,8 +239,12 @@ class OuterRound:
                 continue
             address = BlobAddress(self.run, round_, self.replica, block)
             blobs[block] = encode_blob(address, selections, self.settings.compression)
-            self.exchange.deposit(self.member, address, blobs[block])
+            self._deposit(round_, {block: blobs[block]}, epoch, steps)
         return blobs
+
+    def _deposit(self, round_: int, blobs: Mapping[str, bytes], epoch: int | None, steps: int) -> None:
+        for block, data in blobs.items():
+            self.exchange.deposit(self.member, BlobAddress(self.run, round_, self.replica, block), data, epoch, steps)
 
     def _selections(self, round_: int, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...], Selection]]:
         """What is sent of each parameter, made when it is asked for; whole on the first rank, else this rank's part."""

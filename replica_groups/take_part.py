@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -11,16 +11,17 @@ from hetero_pp.link.shaping import MonotonicClock
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import exchange_link_name, stage_link_name
 from hetero_pp.model import EMBEDDING
-from hetero_pp.outer.exchange_service import ExchangeService
+from hetero_pp.outer.exchange_service import Assignment, ExchangeService
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.snapshot import BASIS
+from hetero_pp.snapshot import BASIS, MOMENTUM
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.build_member import Start, build_member, device_of
 from replica_groups.exchange.collective import CollectiveExchange
+from replica_groups.exchange.pulse import Pulse
 from replica_groups.exchange.reporter import Reporter
-from replica_groups.exchange.restart import join_run
+from replica_groups.exchange.restart import states_to_go_on_from
 from replica_groups.exchange.shaped import ShapedExchange
 from replica_groups.gate import Gate
 from replica_groups.outer_round import OuterRound
@@ -28,7 +29,7 @@ from replica_groups.ranks import ALONE, Ranks
 from replica_groups.round_length import StepsOf, round_length
 from replica_groups.saved_states import SavedStates
 from replica_groups.steps_taken import StepsTaken
-from replica_groups.training_loop import LedgerOf, TrainingLoop
+from replica_groups.training_loop import LedgerOf, TrainingLoop, TrainingMember, momentum_of
 
 
 class Connections(Protocol):
@@ -83,13 +84,56 @@ def take_part(
     )
     run = exchange.agree(member.name, spec.agreed)
     states = SavedStates(folder.state(member.name), run, config.snapshots.every, ranks)
-    last_round = join_run(exchange, member.name, connections.listen(), states)
-    spec = spec.with_changes(exchange.changes())
-    ends = connections.open()
-    start = _fetch_start(spec, member, exchange)
-    if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
-        ranks = Ranks(device=device_of(member.replica))
-    trainer = build_member(spec, member, start, ends, folder.cache, ranks)
+    available, address = states.check(), connections.listen()
+    exchange.join(member.name, address, available)
+    links = _Links(member, connections, shaped)
+    pulse = Pulse(exchange, member.name, links.give_up)
+    with pulse.beating():
+        stale = states_to_go_on_from(exchange, member.name, states, available)
+        spec = spec.with_changes(exchange.changes())
+        if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
+            ranks = Ranks(device=device_of(member.replica))
+        trainer, outer, holds = _build(spec, run, member, exchange, folder, ranks)
+        states = replace(states, every=spec.latest.snapshots.every)
+        length, steps = round_length(spec, member, MonotonicClock(), ranks, steps_of), StepsTaken(config.inner.steps)
+        if stale is not None:
+            states.require(stale)
+            trainer.load(states.path(stale))
+            outer.load(states.path(stale), stale, holds)
+            steps.load(states.path(stale))
+            outer.restore()
+        reporter = Reporter(exchange, member.name)
+        loop = TrainingLoop(
+            trainer,
+            member.replica.name,
+            outer,
+            exchange,
+            links,
+            reporter,
+            states,
+            length,
+            steps,
+            pulse,
+            address,
+            lambda: exchange.join(member.name, address, available),
+            gate,
+        )
+        try:
+            loop.run(holds, stale, spec)
+        finally:
+            reporter.close()
+
+
+def _build(
+    spec: RunSpec, run: str, member: MemberSpec, exchange: ExchangeService, folder: RunFolder, ranks: Ranks
+) -> tuple[TrainingMember, OuterRound, int]:
+    """What trains, what meets the others, and after which round: that of the run's newest snapshot."""
+    held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
+    basis = [] if spec.largest_rank is None else [BASIS]
+    round_, names = exchange.newest_snapshot()
+    tensors = exchange.snapshot([*held, *basis, *momentum_of(names, held)], round_)
+    start = Start({name: tensors[name] for name in held}, tensors.get(BASIS))
+    trainer = build_member(spec, member, start, LinkEnds(), folder.cache, ranks)
     outer = OuterRound(
         run,
         member.name,
@@ -97,29 +141,37 @@ def take_part(
         trainer.parameters,
         start.parameters,
         exchange,
-        config.outer,
+        spec.config.outer,
         optimizer=round_optimizer(spec, start.basis),
         ranks=ranks,
+        keeps_undo=member.stage is not None,
     )
-    del start  # a whole model
-    reporter = Reporter(exchange, member.name)
-    ledgers = list(_ledgers(member, shaped, ends))
-    states = replace(states, every=spec.latest.snapshots.every)
-    length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
-    steps = StepsTaken(config.inner.steps)
-    loop = TrainingLoop(trainer, member.replica.name, outer, reporter, ledgers, states, length, steps, gate=gate)
-    try:
-        loop.run(range(last_round + 1, spec.latest.outer.rounds + 1), spec)
-    finally:
-        reporter.close()
+    if round_ > 0:
+        momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in momentum_of(names, held)}
+        outer.reset(start.parameters, momentum, round_)
+    return trainer, outer, round_
 
 
-def _fetch_start(spec: RunSpec, member: MemberSpec, exchange: ExchangeService) -> Start:
-    """From the snapshot that the run begins or goes on with."""
-    names = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
-    basis = [] if spec.largest_rank is None else [BASIS]
-    tensors = exchange.snapshot([*names, *basis])
-    return Start({name: tensors[name] for name in names}, tensors.get(BASIS))
+class _Links:
+    """Of a member to the stages beside it, and what it sent over them and to the exchange. Implements Links."""
+
+    def __init__(self, member: MemberSpec, connections: Connections, shaped: ShapedExchange) -> None:
+        self._member, self._connections, self._shaped = member, connections, shaped
+        self._ends = LinkEnds()
+
+    def form(self, work: Assignment) -> LinkEnds:
+        """See Links."""
+        self._ends = self._connections.open(work.epoch, work.downstream or None)
+        return self._ends
+
+    def give_up(self, before: int, cause: str) -> None:
+        """See Links."""
+        self._connections.give_up(before, cause)
+
+    @property
+    def ledgers(self) -> Sequence[LedgerOf]:
+        """See Links."""
+        return list(_ledgers(self._member, self._shaped, self._ends))
 
 
 def _ledgers(member: MemberSpec, shaped: ShapedExchange, ends: LinkEnds) -> Iterator[LedgerOf]:

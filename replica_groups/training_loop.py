@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from hetero_pp.errors import LinkError, Suspended, TermOver
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.links import Direction
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
+from hetero_pp.outer.exchange_service import Assignment, ExchangeService
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.snapshot import MOMENTUM
+from replica_groups.exchange.pulse import Pulse
 from replica_groups.exchange.reporter import Reporter
 from replica_groups.gate import Gate
 from replica_groups.outer_round import OuterRound
@@ -76,51 +81,149 @@ LedgerOf = tuple[str, Direction, Ledger]
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
 
 
-@dataclass(frozen=True)
+class Links(Protocol):
+    """Of a member to the stages beside it, and what it counts; see take_part."""
+
+    def form(self, work: Assignment) -> LinkEnds:
+        """Links of the assignment's epoch. Raises LinkError."""
+
+    def give_up(self, before: int, cause: str) -> None:
+        """Links of epochs before this one are over; see Connections."""
+
+    @property
+    def ledgers(self) -> Sequence[LedgerOf]:
+        """What was sent, by link and direction."""
+
+
 class TrainingLoop:
-    """What a member's rounds are made of."""
+    """A member's rounds, and how it goes on when its replica is formed anew, or its term is over."""
 
-    member: TrainingMember
-    replica: str
-    outer: OuterRound
-    reporter: Reporter
-    ledgers: Sequence[LedgerOf]
-    states: SavedStates
-    length: RoundLength
-    steps: StepsTaken
-    gate: Gate | None = None
-    """Asked before every inner step, by members that are threads; what was done before a round is told before."""
+    def __init__(
+        self,
+        member: TrainingMember,
+        replica: str,
+        outer: OuterRound,
+        exchange: ExchangeService,
+        links: Links,
+        reporter: Reporter,
+        states: SavedStates,
+        length: RoundLength,
+        steps: StepsTaken,
+        pulse: Pulse,
+        address: str,
+        join: Callable[[], object],
+        gate: Gate | None = None,
+    ) -> None:
+        """`address`: where the member listens for the stage before. `join` takes the member's place again.
 
-    def run(self, rounds: range, spec: RunSpec) -> None:
-        """Train these rounds, after what the member starts with was evaluated. They go on from the state before them.
-
-        Raises HeteroPPError if a run goes on after a round of which there is no state here.
+        `gate`: asked before every inner step, by members that are threads; what was done before a round is told before.
         """
-        before = rounds.start - 1
-        if before > 0:
-            self.states.require(before)
-            self.member.load(self.states.path(before))
-            self.outer.load(self.states.path(before), before)
-            self.steps.load(self.states.path(before))
-        self.member.start_round(self.outer)
-        self._evaluate(before)  # again, if the run goes on: it may have died before it was reported
-        if before == 0:
-            self._report_links(0)
-        for round_ in rounds:
-            if self.gate is not None:
-                self.reporter.flush()
-            self.member.follow(spec.rates_in(round_, self.steps.before(round_), self.steps.last))
-            self._train(round_)
-            self._finish(round_)
-            if self.states.is_due(round_) or round_ == rounds[-1]:  # from the last one the run may be extended
-                self.reporter.flush()  # a run that goes on from this state has lost no report from before it
-                self.states.save(round_, self._save)
+        self.member, self.replica, self.outer = member, replica, outer
+        self.exchange, self.links, self.reporter, self.states = exchange, links, reporter, states
+        self.length, self.steps = length, steps
+        self.pulse, self.address, self.join, self.gate = pulse, address, join, gate
+        self.holds = 0
+        """The round after which the member holds theta."""
+        self._epoch: int | None = None
+        """Of its links; None if they have to be formed."""
+        self._has_started = False
+        self._under_way = False
+        """Whether a round was begun that `undo` brings back to its start."""
+
+    def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
+        """Train until the run is over, from theta after round `holds`; what else it has is from after round `saved`."""
+        self.holds = holds
+        while (work := self._ask()).round:
+            try:
+                self._reach(work, saved)
+                saved = None
+                self._train_round(work, spec)
+            except (Suspended, TermOver, LinkError) as error:
+                self._return(error)
         over = self.reporter.new()
         over.finished.SetInParent()
         self.reporter.send(over)
 
-    def _train(self, round_: int) -> None:
-        """The inner steps of a round."""
+    # ---- what to do ----
+
+    def _ask(self) -> Assignment:
+        """What to train next; takes the member's place again as often as it was lost."""
+        while True:
+            try:
+                return self.exchange.assign(self.reporter.member, self.holds, self.address)
+            except TermOver:
+                self._epoch = None
+                self.join()
+
+    def _reach(self, work: Assignment, saved: int | None) -> None:
+        """Come to where the assigned round starts, with all of the replica."""
+        if work.heals:
+            self._heal()
+        before = work.round - 1
+        missed = range(self.holds + 1, work.round)
+        self.outer.catch_up(missed, range(0) if saved is None else range(saved + 1, work.round))
+        self.holds = before
+        if missed or not self._has_started:
+            self.member.start_round(self.outer)
+            self._has_started = True
+        if work.epoch != self._epoch:
+            self._epoch = work.epoch
+            self.member.relink(self.links.form(work))
+        if work.is_first:
+            self._evaluate(before)  # again, if the run goes on: it may have died before it was reported
+            if before == 0:
+                self._report_links(0)
+
+    def _heal(self) -> None:
+        """Take theta from the log again, and the outer optimizer's state."""
+        round_, names = self.exchange.newest_snapshot()
+        kept = momentum_of(names, self.outer.theta)
+        tensors = self.exchange.snapshot([*self.outer.theta, *kept], round_)
+        momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in kept}
+        self.outer.reset({name: tensors[name] for name in self.outer.theta}, momentum, round_)
+        self.outer.catch_up(range(round_ + 1, self.holds + 1))
+        self.outer.restore()
+        self.member.start_round(self.outer)
+
+    def _return(self, error: Exception) -> None:
+        """To where the round that was under way started. Whoever cannot reach a neighbour says so."""
+        print(f"{self.reporter.member}: back to round {self.holds}: {error}", file=sys.stderr, flush=True)
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            self.links.give_up(epoch + 1, str(error))
+        if self._under_way:
+            self.outer.undo()
+            self.member.undo(self.outer)
+            self._under_way = False
+        if isinstance(error, LinkError) and epoch is not None:
+            with suppress(TermOver):
+                self.exchange.broken(self.reporter.member, epoch, str(error))
+
+    # ---- a round ----
+
+    def _train_round(self, work: Assignment, spec: RunSpec) -> None:
+        round_ = work.round
+        if self.gate is not None:
+            self.reporter.flush()
+        self.member.follow(spec.rates_in(round_, self.steps.before(round_), self.steps.last))
+        self.member.remember()
+        self._under_way = True
+        self.pulse.trains(round_, work.epoch)
+        steps = self._train(round_)
+        compute, wait = self.member.timing()
+        started = time.monotonic()
+        self.outer.synchronise(round_, work.epoch, steps)
+        self._under_way, self.holds = False, round_
+        self.steps.end_round(steps)
+        self.pulse.trains(None, work.epoch)
+        self.member.start_round(self.outer)
+        self._finish(round_, MemberRound(round=round_, compute_seconds=compute, wait_seconds=wait), started)
+        if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:  # from the last the run may be extended
+            self.reporter.flush()  # a run that goes on from this state has lost no report from before it
+            self.states.save(round_, self._save)
+
+    def _train(self, round_: int) -> int:
+        """The inner steps of a round: how many there were."""
         reported = time.monotonic()
         first, steps, is_over = self.steps.before(round_), 0, False
         while not is_over:
@@ -133,30 +236,24 @@ class TrainingLoop:
             self.reporter.send(report)
             is_over = self.length.is_over(steps, done.is_last)
             steps += 1
+            self.pulse.progressed()
             if time.monotonic() - reported > SECONDS_BETWEEN_LINK_REPORTS:
                 self._report_links(round_)
                 reported = time.monotonic()
         self.member.end_inner_loop(round_)
-        self.steps.end_round(steps)
+        return steps
 
-    def _finish(self, round_: int) -> None:
-        """The outer round, and the evaluation of what it comes to."""
-        compute, wait = self.member.timing()
-        started = time.monotonic()
-        self.outer.synchronise(round_)
-        self.member.start_round(self.outer)
+    def _finish(self, round_: int, times: MemberRound, started: float) -> None:
+        """The evaluation of what a round came to, if all of the replica is still there for it, and what it took."""
         synchronised = time.monotonic()
-        self._evaluate(round_)
+        try:
+            self._evaluate(round_)
+        except LinkError as error:
+            self._return(error)
+        times.outer_seconds = synchronised - started
+        times.evaluation_seconds = time.monotonic() - synchronised
         report = self.reporter.new()
-        report.member_round.CopyFrom(
-            MemberRound(
-                round=round_,
-                compute_seconds=compute,
-                wait_seconds=wait,
-                outer_seconds=synchronised - started,
-                evaluation_seconds=time.monotonic() - synchronised,
-            )
-        )
+        report.member_round.CopyFrom(times)
         self.member.timing()
         self._report_links(round_)  # first: whoever hears that the round is over knows what it sent
         self.reporter.send(report)
@@ -177,7 +274,7 @@ class TrainingLoop:
         self.reporter.send(report)
 
     def _report_links(self, round_: int) -> None:
-        for link, direction, ledger in self.ledgers:
+        for link, direction, ledger in self.links.ledgers:
             count = ledger.of_round(round_)
             report = self.reporter.new()
             use = report.link_use
@@ -185,3 +282,14 @@ class TrainingLoop:
             use.messages, use.busy_seconds = count.messages, count.busy_seconds
             use.payload_bytes, use.wire_bytes = count.payload_bytes, count.wire_bytes
             self.reporter.send(report)
+
+
+def momentum_of(names: Sequence[str], parameters: Collection[str]) -> list[str]:
+    """Which tensors of a snapshot are the outer optimizer's, of these parameters."""
+    found = (name for name in names if name.startswith(MOMENTUM))
+    return [name for name in found if any(_is_of(name.removeprefix(MOMENTUM), one) for one in parameters)]
+
+
+def _is_of(state: str, parameter: str) -> bool:
+    """Whether what an optimizer keeps is of a parameter: under its name, or its name and what it is."""
+    return state == parameter or state.rpartition(".")[0] == parameter

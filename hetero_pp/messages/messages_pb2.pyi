@@ -22,6 +22,19 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BF16: _ClassVar[DType]
     UINT8: _ClassVar[DType]
 
+class Happened(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HAPPENED_UNSPECIFIED: _ClassVar[Happened]
+    TERM_OVER: _ClassVar[Happened]
+    SUSPENDED: _ClassVar[Happened]
+    LATE: _ClassVar[Happened]
+    PAUSED: _ClassVar[Happened]
+    WENT_ON: _ClassVar[Happened]
+    HEALED: _ClassVar[Happened]
+    RESTARTED: _ClassVar[Happened]
+    GIVEN_UP: _ClassVar[Happened]
+    SILENT: _ClassVar[Happened]
+
 class Awaited(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     AWAITED_UNSPECIFIED: _ClassVar[Awaited]
@@ -37,6 +50,16 @@ DTYPE_UNSPECIFIED: DType
 FP32: DType
 BF16: DType
 UINT8: DType
+HAPPENED_UNSPECIFIED: Happened
+TERM_OVER: Happened
+SUSPENDED: Happened
+LATE: Happened
+PAUSED: Happened
+WENT_ON: Happened
+HEALED: Happened
+RESTARTED: Happened
+GIVEN_UP: Happened
+SILENT: Happened
 AWAITED_UNSPECIFIED: Awaited
 JOINING: Awaited
 CONTRIBUTING: Awaited
@@ -145,20 +168,24 @@ class AgreeReply(_message.Message):
     def __init__(self, run: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("version", "address", "rounds", "damaged")
+    __slots__ = ("version", "address", "rounds", "damaged", "process")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     version: int
     address: str
     rounds: _containers.RepeatedScalarFieldContainer[int]
     damaged: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[int] = ..., address: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., damaged: _Optional[_Iterable[str]] = ...) -> None: ...
+    process: str
+    def __init__(self, version: _Optional[int] = ..., address: _Optional[str] = ..., rounds: _Optional[_Iterable[int]] = ..., damaged: _Optional[_Iterable[str]] = ..., process: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("term",)
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    def __init__(self, term: _Optional[int] = ...) -> None: ...
 
 class LastRoundRequest(_message.Message):
     __slots__ = ()
@@ -169,6 +196,86 @@ class LastRoundReply(_message.Message):
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     last_round: int
     def __init__(self, last_round: _Optional[int] = ...) -> None: ...
+
+class AssignRequest(_message.Message):
+    __slots__ = ("holds", "address")
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    holds: int
+    address: str
+    def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class AssignReply(_message.Message):
+    __slots__ = ("round", "epoch", "downstream", "heals", "is_first")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DOWNSTREAM_FIELD_NUMBER: _ClassVar[int]
+    HEALS_FIELD_NUMBER: _ClassVar[int]
+    IS_FIRST_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    epoch: int
+    downstream: str
+    heals: bool
+    is_first: bool
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ...) -> None: ...
+
+class BeatRequest(_message.Message):
+    __slots__ = ("round", "epoch", "progress", "computes")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    epoch: int
+    progress: int
+    computes: bool
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., progress: _Optional[int] = ..., computes: _Optional[bool] = ...) -> None: ...
+
+class BeatReply(_message.Message):
+    __slots__ = ("is_over", "suspended", "cause")
+    IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    SUSPENDED_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    is_over: bool
+    suspended: int
+    cause: str
+    def __init__(self, is_over: _Optional[bool] = ..., suspended: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class BrokenRequest(_message.Message):
+    __slots__ = ("epoch", "cause")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    cause: str
+    def __init__(self, epoch: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class BrokenReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DiedRequest(_message.Message):
+    __slots__ = ("member", "cause")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    member: str
+    cause: str
+    def __init__(self, member: _Optional[str] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class DiedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NewestSnapshotRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NewestSnapshotReply(_message.Message):
+    __slots__ = ("round", "names")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChangesRequest(_message.Message):
     __slots__ = ()
@@ -203,10 +310,12 @@ class LocateReply(_message.Message):
     def __init__(self, address: _Optional[str] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
-    __slots__ = ("names",)
+    __slots__ = ("names", "round")
     NAMES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
+    round: int
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., round: _Optional[int] = ...) -> None: ...
 
 class SnapshotHeader(_message.Message):
     __slots__ = ("names", "tensors")
@@ -217,16 +326,20 @@ class SnapshotHeader(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
 
 class BlobHeader(_message.Message):
-    __slots__ = ("round", "replica", "block", "size")
+    __slots__ = ("round", "replica", "block", "size", "epoch", "steps")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     round: int
     replica: str
     block: str
     size: int
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+    epoch: int
+    steps: int
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class DepositReply(_message.Message):
     __slots__ = ()
@@ -358,10 +471,28 @@ class RoundVerified(_message.Message):
     def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., parameters_sha256: _Optional[bytes] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("address",)
+    __slots__ = ("address", "term")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     address: str
-    def __init__(self, address: _Optional[str] = ...) -> None: ...
+    term: int
+    def __init__(self, address: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("what", "place", "replica", "term", "round", "cause")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    what: Happened
+    place: str
+    replica: str
+    term: int
+    round: int
+    cause: str
+    def __init__(self, what: _Optional[_Union[Happened, str]] = ..., place: _Optional[str] = ..., replica: _Optional[str] = ..., term: _Optional[int] = ..., round: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("last_round", "damaged", "changes")
@@ -406,7 +537,7 @@ class Missing(_message.Message):
     def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -422,6 +553,7 @@ class Report(_message.Message):
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     READING_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     time: float
     member: str
     inner_step: InnerStep
@@ -437,7 +569,8 @@ class Report(_message.Message):
     begun: Begun
     waiting: Waiting
     reading: Reading
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ...) -> None: ...
+    standing: Standing
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)

@@ -109,7 +109,7 @@ class StageLink:
 
 class ExchangeStub:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run`.
+    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run` and `term`.
 
     """
 
@@ -143,6 +143,31 @@ class ExchangeStub:
                 '/hetero_pp.Exchange/Locate',
                 request_serializer=hetero__pp_dot_messages_dot_messages__pb2.LocateRequest.SerializeToString,
                 response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.LocateReply.FromString,
+                _registered_method=True)
+        self.Assign = channel.unary_unary(
+                '/hetero_pp.Exchange/Assign',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.AssignRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.AssignReply.FromString,
+                _registered_method=True)
+        self.Beat = channel.unary_unary(
+                '/hetero_pp.Exchange/Beat',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.BeatRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.BeatReply.FromString,
+                _registered_method=True)
+        self.Broken = channel.unary_unary(
+                '/hetero_pp.Exchange/Broken',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.BrokenRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.BrokenReply.FromString,
+                _registered_method=True)
+        self.Died = channel.unary_unary(
+                '/hetero_pp.Exchange/Died',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.DiedRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.DiedReply.FromString,
+                _registered_method=True)
+        self.NewestSnapshot = channel.unary_unary(
+                '/hetero_pp.Exchange/NewestSnapshot',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.NewestSnapshotRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.NewestSnapshotReply.FromString,
                 _registered_method=True)
         self.Snapshot = channel.unary_stream(
                 '/hetero_pp.Exchange/Snapshot',
@@ -188,7 +213,7 @@ class ExchangeStub:
 
 class ExchangeServicer:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run`.
+    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run` and `term`.
 
     """
 
@@ -217,6 +242,36 @@ class ExchangeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Assign(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Beat(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Broken(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Died(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def NewestSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -302,6 +357,31 @@ def add_ExchangeServicer_to_server(servicer, server):
                     request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.LocateRequest.FromString,
                     response_serializer=hetero__pp_dot_messages_dot_messages__pb2.LocateReply.SerializeToString,
             ),
+            'Assign': grpc.unary_unary_rpc_method_handler(
+                    servicer.Assign,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.AssignRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.AssignReply.SerializeToString,
+            ),
+            'Beat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Beat,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.BeatRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.BeatReply.SerializeToString,
+            ),
+            'Broken': grpc.unary_unary_rpc_method_handler(
+                    servicer.Broken,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.BrokenRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.BrokenReply.SerializeToString,
+            ),
+            'Died': grpc.unary_unary_rpc_method_handler(
+                    servicer.Died,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.DiedRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.DiedReply.SerializeToString,
+            ),
+            'NewestSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.NewestSnapshot,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.NewestSnapshotRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.NewestSnapshotReply.SerializeToString,
+            ),
             'Snapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.Snapshot,
                     request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.SnapshotRequest.FromString,
@@ -352,7 +432,7 @@ def add_ExchangeServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Exchange:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run`.
+    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run` and `term`.
 
     """
 
@@ -481,6 +561,141 @@ class Exchange:
             '/hetero_pp.Exchange/Locate',
             hetero__pp_dot_messages_dot_messages__pb2.LocateRequest.SerializeToString,
             hetero__pp_dot_messages_dot_messages__pb2.LocateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Assign(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Exchange/Assign',
+            hetero__pp_dot_messages_dot_messages__pb2.AssignRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.AssignReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Beat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Exchange/Beat',
+            hetero__pp_dot_messages_dot_messages__pb2.BeatRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.BeatReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Broken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Exchange/Broken',
+            hetero__pp_dot_messages_dot_messages__pb2.BrokenRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.BrokenReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Died(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Exchange/Died',
+            hetero__pp_dot_messages_dot_messages__pb2.DiedRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.DiedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NewestSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Exchange/NewestSnapshot',
+            hetero__pp_dot_messages_dot_messages__pb2.NewestSnapshotRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.NewestSnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,7 +40,7 @@ def add_StageLinkServicer_to_server(servicer: StageLinkServicer, server: _grpc.S
 
 class ExchangeStub:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run`.
+    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run` and `term`.
     """
 
     def __init__(self, channel: _grpc.Channel) -> None: ...
@@ -49,6 +49,11 @@ class ExchangeStub:
     LastRound: _grpc.UnaryUnaryMultiCallable[_messages_pb2.LastRoundRequest, _messages_pb2.LastRoundReply]
     Changes: _grpc.UnaryUnaryMultiCallable[_messages_pb2.ChangesRequest, _messages_pb2.ChangesReply]
     Locate: _grpc.UnaryUnaryMultiCallable[_messages_pb2.LocateRequest, _messages_pb2.LocateReply]
+    Assign: _grpc.UnaryUnaryMultiCallable[_messages_pb2.AssignRequest, _messages_pb2.AssignReply]
+    Beat: _grpc.UnaryUnaryMultiCallable[_messages_pb2.BeatRequest, _messages_pb2.BeatReply]
+    Broken: _grpc.UnaryUnaryMultiCallable[_messages_pb2.BrokenRequest, _messages_pb2.BrokenReply]
+    Died: _grpc.UnaryUnaryMultiCallable[_messages_pb2.DiedRequest, _messages_pb2.DiedReply]
+    NewestSnapshot: _grpc.UnaryUnaryMultiCallable[_messages_pb2.NewestSnapshotRequest, _messages_pb2.NewestSnapshotReply]
     Snapshot: _grpc.UnaryStreamMultiCallable[_messages_pb2.SnapshotRequest, _messages_pb2.Frame]
     """SnapshotHeader and the tensors"""
     Deposit: _grpc.StreamUnaryMultiCallable[_messages_pb2.Frame, _messages_pb2.DepositReply]
@@ -64,7 +69,7 @@ class ExchangeStub:
 
 class ExchangeServicer(metaclass=_abc_1.ABCMeta):
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run`.
+    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run` and `term`.
     """
 
     @_abc_1.abstractmethod
@@ -101,6 +106,41 @@ class ExchangeServicer(metaclass=_abc_1.ABCMeta):
         request: _messages_pb2.LocateRequest,
         context: _grpc.ServicerContext,
     ) -> _messages_pb2.LocateReply: ...
+
+    @_abc_1.abstractmethod
+    def Assign(
+        self,
+        request: _messages_pb2.AssignRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.AssignReply: ...
+
+    @_abc_1.abstractmethod
+    def Beat(
+        self,
+        request: _messages_pb2.BeatRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.BeatReply: ...
+
+    @_abc_1.abstractmethod
+    def Broken(
+        self,
+        request: _messages_pb2.BrokenRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.BrokenReply: ...
+
+    @_abc_1.abstractmethod
+    def Died(
+        self,
+        request: _messages_pb2.DiedRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.DiedReply: ...
+
+    @_abc_1.abstractmethod
+    def NewestSnapshot(
+        self,
+        request: _messages_pb2.NewestSnapshotRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.NewestSnapshotReply: ...
 
     @_abc_1.abstractmethod
     def Snapshot(

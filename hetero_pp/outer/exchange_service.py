@@ -27,10 +27,38 @@ class AvailableStates:
 NO_STATES = AvailableStates()
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """What a member has to do next."""
+
+    round: int
+    """To train, from theta after the round before; 0: the run is over."""
+    epoch: int
+    """How often its replica was formed: of its links, and of what it contributes."""
+    downstream: str = ""
+    """Where the stage after it listens."""
+    heals: bool = False
+    """Whether it has to take theta from the log again: it holds other bits than the others."""
+    is_first: bool = False
+    """Whether this is the first round since the run began, or went on."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What the exchange thinks of a member."""
+
+    is_over: bool = False
+    """Its term: it has to join again."""
+    suspended: int | None = None
+    """The epoch that is over, if it has to return to the start of the round."""
+    cause: str = ""
+
+
 class ExchangeService(Protocol):
     """The exchange of contributions, as one member sees it.
 
-    Every call may raise Refused (the request is wrong) or RunFailed (another member failed, the run is over).
+    Every call may raise Refused (the request is wrong) or RunFailed (the run is over); every call after `join` also
+    TermOver (somebody else may hold this member's place: it has to join again).
     """
 
     def agree(self, member: str, configuration: str) -> str:
@@ -39,11 +67,17 @@ class ExchangeService(Protocol):
         Refused, with the keys that differ, if it is not of this run.
         """
 
-    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
-        """Tell that this member is here, what it holds, and where it listens for the stage before (empty: nowhere)."""
+    def join(
+        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
+    ) -> int:
+        """Take the place of this name: tell where the member listens for the stage before (empty: nowhere), and what
+        it holds. Waits until the place is vacant. `process` names the caller, so that it may ask again.
+
+        Returns for the how-manyeth time the place is held.
+        """
 
     def last_round(self) -> int:
-        """The round after which the run goes on: 0 if it begins. Waits until that is decided: until all have joined."""
+        """The last round that is decided, 0 if there is none. Waits until the run begins: until all have joined."""
 
     def changes(self) -> Changes:
         """Keys that were changed as the run went on. Waits as `last_round` does."""
@@ -51,20 +85,45 @@ class ExchangeService(Protocol):
     def locate(self, member: str) -> str:
         """The address of another member; waits until it has joined."""
 
-    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Tensors of the newest snapshot: parameters by name, and the subspace's basis."""
+    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
+        """After which round the newest snapshot is, and its tensors' names. Waits as `last_round` does."""
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
-        """Hand in one blob of this member's replica for the current round."""
+    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
+        """Tensors of a snapshot, by default the newest: parameters by name, the basis, the outer momentum."""
 
-    def record(self, round_: int) -> RoundRecord:
-        """What was counted in a round; waits until it is closed."""
+    def assign(self, member: str, holds: int, address: str = "") -> Assignment:
+        """What to do next, for a member that holds theta after round `holds`, and listens at an address for the stage
+        before; waits until all of its replica asks.
+        """
+
+    def beat(
+        self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
+    ) -> Standing:
+        """Tell that the member is there, what it trains, and that it does something (another `progress`).
+
+        `computes`: it is busy, and waits for nobody.
+        """
+
+    def broken(self, member: str, epoch: int, cause: str) -> None:
+        """Tell that the member cannot reach a neighbour: its replica has to be formed anew, if it is not already."""
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+        """Hand in one blob of this member's replica for a round, of so many inner steps. May be repeated.
+
+        Raises Suspended if the replica is formed anew.
+        """
+
+    def record(self, round_: int, member: str | None = None) -> RoundRecord:
+        """What was counted in a round; waits until it is closed. Names the member that waits, if it is one.
+
+        Raises Suspended if its replica has to train the round again.
+        """
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """One blob of a closed round."""
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """Tell the hashes of the parameters held after a round. Raises ReplicasDiffer if another holder's differ."""
+        """Tell the hashes of the parameters held after a round."""
 
     def report(self, reports: Sequence[Report]) -> None:
         """Tell what happened."""

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from hetero_pp.errors import HeteroPPError, LinkClosed
+from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import stage_link_name
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
-from hetero_pp.rpc.exchange import ExchangeClient
+from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import ParticipantsReplica
@@ -20,10 +20,30 @@ CONNECT_TIMEOUT = 120.0
 
 
 def reports_of(address: str, token: str) -> Iterator[Report]:
-    """Every report of the run whose exchange is at an address, until it is over; see ExchangeClient.watch."""
+    """Every report of the run whose exchange is at an address, until it is over; see ExchangeClient.watch.
+
+    An exchange that is gone is waited for: another may take its place.
+    """
     with closing(ExchangeClient(address, token, "launcher")) as exchange:
         exchange.wait_until_ready(CONNECT_TIMEOUT)  # on a busy machine the first attempt may fail
-        yield from exchange.watch()
+        has_begun = False
+        while True:
+            try:
+                for report in exchange.watch():
+                    if not (has_begun and report.HasField("begun")):  # what takes over begins in its own way
+                        yield report
+                    has_begun = has_begun or report.HasField("begun")
+                return
+            except ExchangeLost:
+                exchange.wait_until_ready(CONNECT_TIMEOUT)
+
+
+def tell_died(address: str, token: str, member: str, cause: str) -> None:
+    """Tell the exchange at an address that a member's process has ended; in vain if it is gone, too."""
+    client = ExchangeClient(address, token, "launcher", timeout=CONNECT_TIMEOUT)
+    with closing(client) as exchange, suppress(HeteroPPError):
+        exchange.wait_until_ready(CONNECT_TIMEOUT)
+        exchange.died(member, cause)
 
 
 def reports_to_members(

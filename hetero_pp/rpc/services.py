@@ -13,7 +13,16 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDesc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from hetero_pp.errors import HeteroPPError, MalformedMessage, Refused, ReplicasDiffer, RunFailed, WrongToken
+from hetero_pp.errors import (
+    HeteroPPError,
+    MalformedMessage,
+    Refused,
+    ReplicasDiffer,
+    RunFailed,
+    Suspended,
+    TermOver,
+    WrongToken,
+)
 from hetero_pp.messages.messages_pb2 import Frame
 
 Admit = Callable[[grpc.ServicerContext], None]
@@ -25,12 +34,16 @@ _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
     MalformedMessage: grpc.StatusCode.INVALID_ARGUMENT,
     RunFailed: grpc.StatusCode.ABORTED,
     ReplicasDiffer: grpc.StatusCode.DATA_LOSS,
+    TermOver: grpc.StatusCode.FAILED_PRECONDITION,
+    Suspended: grpc.StatusCode.OUT_OF_RANGE,
 }
 ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
     grpc.StatusCode.PERMISSION_DENIED: Refused,
     grpc.StatusCode.INVALID_ARGUMENT: Refused,
     grpc.StatusCode.ABORTED: RunFailed,
     grpc.StatusCode.DATA_LOSS: ReplicasDiffer,
+    grpc.StatusCode.FAILED_PRECONDITION: TermOver,
+    grpc.StatusCode.OUT_OF_RANGE: Suspended,
 }
 """As what a caller raises an error of the other side."""
 

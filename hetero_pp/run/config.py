@@ -16,7 +16,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.check_topology import check_lines, check_topology
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
-from hetero_pp.settings import NotPartOf, Settings, WhomItConcerns
+from hetero_pp.settings import Duration, NotPartOf, Settings, WhomItConcerns
 from hetero_pp.store.settings import StoreSettings
 from hetero_pp.topology import ExchangeSettings, ReplicaSettings
 
@@ -37,6 +37,13 @@ class StateSettings(Settings):
         description="copy Adam's moments to CPU memory where a round starts, 8 bytes a parameter, for a replica that "
         "has to take the round again; else it goes on with those that it has by then",
     )
+
+
+class RestartSettings(Settings):
+    """How often `launch` starts a process again that dies on its machine."""
+
+    count: int = Field(3, ge=0, description="of each process; then the run goes on without it")
+    within: Duration = Field(600.0, gt=0)
 
 
 class RunConfig(Settings):
@@ -67,6 +74,7 @@ class RunConfig(Settings):
     snapshots: Annotated[SnapshotSettings, NotPartOf.OUTCOME] = SnapshotSettings()
     store: Annotated[StoreSettings, NotPartOf.EITHER] = StoreSettings()
     states: Annotated[StateSettings, NotPartOf.EITHER] = StateSettings()
+    restarts: Annotated[RestartSettings, NotPartOf.EITHER] = RestartSettings()
     simulate: Annotated[SimulateSettings, NotPartOf.EITHER] = SimulateSettings()
     plan: Annotated[PlanSettings, NotPartOf.EITHER] = PlanSettings()
 

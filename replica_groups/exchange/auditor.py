@@ -65,3 +65,4 @@ class Auditor:
 
     def _save(self, round_: int) -> None:
         self.exchange.log.write_snapshot(Snapshot(round_, self._theta, self._basis, self._optimizer.state))
+        self.exchange.snapshot_kept(round_)

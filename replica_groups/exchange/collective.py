@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 
 from safetensors.torch import load, save
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import HeteroPPError, RunFailed
+from hetero_pp.errors import ExchangeLost, HeteroPPError, RunFailed, Suspended, TermOver
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates, ExchangeService
+from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, ExchangeService, Standing
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from replica_groups.ranks import Ranks
 
-_ANSWER, _ERROR = b"\0", b"\1"
+_ANSWER = b"\0"
+_ERRORS: tuple[type[HeteroPPError], ...] = (RunFailed, TermOver, Suspended, ExchangeLost)
+"""What all ranks have to go on from in the same way; any other error of the first is RunFailed to the others."""
 
 
 class CollectiveExchange:
@@ -26,19 +30,18 @@ class CollectiveExchange:
     def __init__(self, exchange: ExchangeService | None, ranks: Ranks) -> None:
         self._exchange = exchange
         self._ranks = ranks
+        self._deferred: HeteroPPError | None = None
+        """What went wrong with a deposit, of which the other ranks do not know yet."""
 
     def agree(self, member: str, configuration: str) -> str:
         """See ExchangeService. All ranks were started with one configuration."""
         return self._ask(lambda exchange: exchange.agree(member, configuration).encode()).decode()
 
-    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
+    def join(
+        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
+    ) -> int:
         """See ExchangeService. The first rank speaks for all: they see one file system."""
-
-        def join(exchange: ExchangeService) -> bytes:
-            exchange.join(member, address, available)
-            return b""
-
-        self._ask(join)
+        return int(self._ask(lambda exchange: str(exchange.join(member, address, available, process)).encode()))
 
     def last_round(self) -> int:
         """See ExchangeService."""
@@ -52,21 +55,56 @@ class CollectiveExchange:
         """See ExchangeService."""
         return self._ask(lambda exchange: exchange.locate(member).encode()).decode()
 
-    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
+        """See ExchangeService."""
+        round_, names = json.loads(self._ask(lambda exchange: json.dumps(exchange.newest_snapshot()).encode()))
+        return round_, names
+
+    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
         """See ExchangeService. Tensor by tensor, as all of a large model would be twice in memory."""
-        return {name: self._tensor(name) for name in names}
+        return {name: self._tensor(name, round_) for name in names}
 
-    def _tensor(self, name: str) -> Tensor:
-        return load(self._ask(lambda exchange: save(exchange.snapshot([name]))))[name]
+    def _tensor(self, name: str, round_: int | None) -> Tensor:
+        return load(self._ask(lambda exchange: save(exchange.snapshot([name], round_))))[name]
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+    def assign(self, member: str, holds: int, address: str = "") -> Assignment:
         """See ExchangeService."""
+        answer = self._ask(lambda exchange: json.dumps(asdict(exchange.assign(member, holds, address))).encode())
+        return Assignment(**json.loads(answer))
+
+    def beat(
+        self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
+    ) -> Standing:
+        """See ExchangeService. Asked by the first rank alone, beside what all of them do."""
+        return Standing() if self._exchange is None else self._exchange.beat(member, round_, epoch, progress, computes)
+
+    def broken(self, member: str, epoch: int, cause: str) -> None:
+        """See ExchangeService."""
+
+        def tell(exchange: ExchangeService) -> bytes:
+            exchange.broken(member, epoch, cause)
+            return b""
+
+        self._ask(tell)
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+        """See ExchangeService. Called by the first rank alone; all hear from `record` if the round is trained again."""
         if self._exchange is not None:
-            self._exchange.deposit(member, address, data)
+            try:
+                self._exchange.deposit(member, address, data, epoch, steps)
+            except (TermOver, Suspended) as error:
+                self._deferred = error
 
-    def record(self, round_: int) -> RoundRecord:
+    def record(self, round_: int, member: str | None = None) -> RoundRecord:
         """See ExchangeService."""
-        return RoundRecord.FromString(self._ask(lambda exchange: exchange.record(round_).SerializeToString()))
+
+        def ask(exchange: ExchangeService) -> bytes:
+            error, self._deferred = self._deferred, None
+            if error is not None:
+                raise error
+            return exchange.record(round_, member).SerializeToString()
+
+        return RoundRecord.FromString(self._ask(ask))
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangeService."""
@@ -88,10 +126,11 @@ class CollectiveExchange:
             try:
                 answer = _ANSWER + question(self._exchange)
             except HeteroPPError as error:
-                answer, failure = _ERROR + str(error).encode(), error
+                kind = next((index for index, one in enumerate(_ERRORS) if isinstance(error, one)), 0)
+                answer, failure = bytes([1 + kind]) + str(error).encode(), error
         told = self._ranks.broadcast_bytes(answer)
         if failure is not None:
             raise failure
-        if told[:1] == _ERROR:
-            raise RunFailed(told[1:].decode())
+        if told[:1] != _ANSWER:
+            raise _ERRORS[told[0] - 1](told[1:].decode())
         return told[1:]

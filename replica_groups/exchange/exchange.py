@@ -1,22 +1,22 @@
 """The exchange of contributions: takes blobs in, closes rounds with a record, hands blobs out, compares hashes.
 
-One object serves every member, over the network or in process, and is safe to call from many threads. A round closes
-when every replica's contribution is whole. What members report is passed on to whoever watches.
+One object serves every member, over the network or in process, and is safe to call from many threads. When a round
+closes, who holds which place, and what becomes of who is gone, the rules decide (replica_groups.protocol); here is what
+members ask, what may be let in, and what is told to whoever watches.
 """
 
 from __future__ import annotations
 
 import json
-import queue
-import threading
+import secrets
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
-from hetero_pp.errors import MalformedContribution, Refused, ReplicasDiffer, RunFailed
+from hetero_pp.errors import MalformedContribution, Refused, Suspended
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import (
     CONTRIBUTING,
@@ -24,7 +24,6 @@ from hetero_pp.messages.messages_pb2 import (
     JOINING,
     Begun,
     BlobEntry,
-    ContributionEntry,
     Failure,
     Reading,
     Refusal,
@@ -33,29 +32,32 @@ from hetero_pp.messages.messages_pb2 import (
     RoundVerified,
     Waiting,
 )
-from hetero_pp.model import shapes_by_block, shapes_of
-from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates
+from hetero_pp.model import Shapes, shapes_by_block, shapes_of
+from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, Standing
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, contribution_digest, entry_of
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot
+from replica_groups.exchange.decisions import Decisions
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.patience import Expected
-from replica_groups.exchange.replay import Shapes
+from replica_groups.exchange.standing import reports_of
+from replica_groups.exchange.watchers import Watchers
+from replica_groups.protocol import events as e
+from replica_groups.protocol.rules import Rules
 
-_CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure")
-
-EPOCH = 1
-"""Of every replica: none is formed anew."""
-
-REMEMBERED_REPORTS = 10_000
-"""How far back a watcher that comes late can see."""
+_REMEMBERED_CONFIRMATIONS = 4
+"""Of how many rounds it is known who has confirmed what."""
 
 
 class Exchange:
-    """State of a run as the exchange sees it. Implements ExchangeService."""
+    """State of a run as the exchange sees it. Implements ExchangeService.
+
+    A member that is a process of its own says in every call which term it holds; without one, it is whoever holds the
+    place.
+    """
 
     def __init__(
         self,
@@ -65,39 +67,42 @@ class Exchange:
         settings: OuterSettings,
         log: ContributionLog,
         agreement: Agreement | None = None,
+        rules: Rules | None = None,
+        goes_on: bool = False,
+        tokens_a_step: Mapping[str, int] | None = None,
     ) -> None:
         """Without a snapshot members can join, but nothing else can be asked until `begin` brings one.
 
-        Without an agreement members are not asked what they were started with.
+        Without an agreement members are not asked what they were started with. `goes_on`: another process was this
+        run's exchange a moment ago, and members may be there still.
         """
         self.run = run
         self.roster = roster
         self.settings = settings
         self.log = log
         self.refusals = 0
-        self.reported = 0
-        """How many reports there were."""
+        self.watchers = Watchers()
+        rules = rules or Rules(roster.members, roster.blocks)
+        self.decisions = Decisions(rules, log, self._told, goes_on, tokens_a_step)
+        self.coordinator = self.decisions.coordinator
         self._agreement = agreement
+        self._goes_on = goes_on
         self._rounds = settings.rounds
         self._changes = NO_CHANGES
-        self._changed = threading.Condition()
-        self._begun: Snapshot | None = None
+        self._changed = self.decisions.changed
+        self._held: Snapshot | None = None
+        self._newest = 0
+        self._begun_after = 0
         self._shapes: dict[str, Shapes] = {}
         self._names: frozenset[str] = frozenset()
-        self._failure: str | None = None
         self._addresses: dict[str, str] = {}
         self._available: dict[str, AvailableStates] = {}
-        self._entries: dict[int, dict[tuple[str, str], BlobEntry]] = defaultdict(dict)
-        self._being_written: set[BlobAddress] = set()
-        self._records: dict[int, RoundRecord] = {}
-        self._hashes: dict[int, dict[str, tuple[bytes, str]]] = defaultdict(dict)
+        self._being_written: set[tuple[BlobAddress, int]] = set()
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
         self._finished: set[str] = set()
         self._here: set[str] = set()
         self._heard: dict[str, float] = {}
         self._steps_told = 0
-        self._watchers: list[queue.SimpleQueue[Report | None]] = []
-        self._reports: deque[Report] = deque(maxlen=REMEMBERED_REPORTS)
         if snapshot is not None:
             self.begin(snapshot)
 
@@ -105,40 +110,76 @@ class Exchange:
 
     def wait_until_joined(self) -> Mapping[str, AvailableStates]:
         """Wait until every member has joined; what each holds."""
+        self.decisions.wait_until(lambda: self._available.keys() >= self.roster.members.keys())
         with self._changed:
-            self._wait_until(lambda: self._available.keys() >= self.roster.members.keys())
             return dict(self._available)
 
-    def begin(self, snapshot: Snapshot, damaged: Sequence[str] = (), spec: RunSpec | None = None) -> None:
-        """Open the round after a snapshot's; `damaged` files were passed over to find it.
+    def begin(
+        self,
+        snapshot: Snapshot,
+        damaged: Sequence[str] = (),
+        spec: RunSpec | None = None,
+        last_round: int | None = None,
+    ) -> None:
+        """Open the round after a snapshot's, or after a later one that is closed; `damaged` files were passed over.
 
         `spec` is the run's as it goes on, if something was changed since it began.
         """
+        last_round = snapshot.round if last_round is None else last_round
         with self._changed:
             self._shapes = shapes_by_block(shapes_of(snapshot.parameters))
             self._names = frozenset(snapshot.parameters)
             if spec is not None:
                 self._rounds, self._changes = spec.latest.outer.rounds, spec.changes
-            self._begun = snapshot
-        begun = Begun(last_round=snapshot.round, damaged=damaged, changes=self._changes.to_json())
+            self._held, self._newest, self._begun_after = snapshot, snapshot.round, last_round
+        self.decisions.tell(e.Began(last_round, self._rounds))
+        begun = Begun(last_round=last_round, damaged=damaged, changes=self._changes.to_json())
         self.report([Report(time=time.time(), member=EXCHANGE, begun=begun)])
+
+    def _require_begun(self, member: str) -> None:
+        """Members of a run that is under way wait for an exchange that takes over."""
+        if self._goes_on:
+            self.last_round()
+        if self.coordinator.rounds is None:
+            raise self._refused(member, "the run has not begun: not all members have joined")
 
     def last_round(self) -> int:
         """See ExchangeService."""
-        with self._changed:
-            self._wait_until(lambda: self._begun is not None and self._available.keys() >= self.roster.members.keys())
-        return self._snapshot("a member").round
+        self.decisions.wait_until(lambda: self.coordinator.rounds is not None)
+        return self.coordinator.last_round
 
     def changes(self) -> Changes:
         """See ExchangeService."""
         self.last_round()
         return self._changes
 
-    def _snapshot(self, sender: str) -> Snapshot:
-        """Of the last round before the run began, or went on."""
-        if self._begun is None:
+    def snapshot_kept(self, round_: int) -> None:
+        """A newer snapshot is in the log."""
+        with self._changed:
+            self._newest = round_
+
+    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
+        """See ExchangeService."""
+        self.last_round()
+        with self._changed:
+            return self._newest, list(self._snapshot("a member", self._newest).tensors())
+
+    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
+        """See ExchangeService."""
+        with self._changed:
+            tensors = self._snapshot("a member", self._newest if round_ is None else round_).tensors()
+        unknown = [name for name in names if name not in tensors]
+        if unknown:
+            raise self._refused("a member", f"no tensors {unknown} in the snapshot")
+        return {name: tensors[name] for name in names}
+
+    def _snapshot(self, sender: str, round_: int) -> Snapshot:
+        """After a round, from the log unless it is the one that was asked for last."""
+        if self._held is None:
             raise self._refused(sender, "the run has not begun: not all members have joined")
-        return self._begun
+        if self._held.round != round_:
+            self._held = self.log.read_snapshot(round_)
+        return self._held
 
     # ---- whom it waits for ----
 
@@ -151,22 +192,22 @@ class Exchange:
     def expected(self) -> Expected:
         """What it waits for now. While nobody has contributed to a round, inner steps are progress, too."""
         with self._changed:
-            members, begun, heard = self.roster.members, self._begun, dict(self._heard)
-            absent = [member for member in members if member not in self._addresses]
-            if absent or begun is None:
+            members, heard, open_round = self.roster.members, dict(self._heard), self.coordinator.open
+            if self.coordinator.rounds is None:
+                absent = [member for member in members if member not in self._addresses]
                 return Expected(JOINING, 0, absent, len(absent), heard)
-            open_round = begun.round + len(self._records) + 1
-            if open_round > self._rounds:
-                left = [member for member in members if member not in self._finished]
+            if open_round is None:
+                left = [member for member in members if self.coordinator.places[member].held]
                 return Expected(FINISHING, self._rounds, left, len(left), heard)
-            counted = self._entries.get(open_round, {})
+            counted = {replica: own.blobs for replica, own in open_round.deposits.items()}
             missing = [
                 member
                 for member, replica in members.items()
-                if any((replica, block) not in counted for block in self.roster.blocks[member])
+                if not self.roster.blocks[member] <= counted.get(replica, {}).keys()
             ]
-            progress = (open_round, len(counted), None if counted else self._steps_told)
-            return Expected(CONTRIBUTING, open_round, missing, progress, heard)
+            deposited = sum(map(len, counted.values()))
+            progress = (open_round.number, deposited, None if deposited else self._steps_told)
+            return Expected(CONTRIBUTING, open_round.number, missing, progress, heard)
 
     def tell_waiting(self, waiting: Waiting) -> None:
         """Tell whoever watches whom it waits for."""
@@ -186,37 +227,90 @@ class Exchange:
             raise self._refused(member, f"was started with another configuration than the exchange: {complaint}")
         return self.run
 
-    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
+    def join(
+        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
+    ) -> int:
         """See ExchangeService. A second process under one name is refused."""
         self._expect_member(member)
+        process = process or secrets.token_hex(8)
+        for answer in self.decisions.tell(e.Applied(member, process)):
+            if isinstance(answer, e.Refused):
+                raise self._refused(member, answer.reason)
+        term = self.decisions.wait_for_term(member, process)
         with self._changed:
-            if member in self._addresses:
-                raise self._refused(member, f"found a second `{member}`")
             self._addresses[member] = address
             self._available[member] = available
+            self._finished.discard(member)
             self._changed.notify_all()
         report = Report(time=time.time(), member=member)
-        report.joined.address = address
+        report.joined.address, report.joined.term = address, term
         self.report([report])
+        return term
 
     def locate(self, member: str) -> str:
         """See ExchangeService."""
         self._expect_member(member)
+        self.decisions.wait_until(lambda: member in self._addresses)
         with self._changed:
-            self._wait_until(lambda: member in self._addresses)
             return self._addresses[member]
 
-    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def beat(
+        self,
+        member: str,
+        round_: int | None = None,
+        epoch: int = 0,
+        progress: int = 0,
+        computes: bool = False,
+        term: int | None = None,
+    ) -> Standing:
         """See ExchangeService."""
-        tensors = self._snapshot("a member").tensors()
-        unknown = [name for name in names if name not in tensors]
-        if unknown:
-            raise self._refused("a member", f"no tensors {unknown} in the snapshot")
-        return {name: tensors[name] for name in names}
+        term = self._term(member, term)
+        self.heard(member)
+        self.decisions.tell(e.Heard(member, term, round_, epoch, progress, computes))
+        self.decisions.require_alive()
+        found = self.decisions.suspension(member, term)
+        is_over = not self.coordinator.holds(member, term)
+        return Standing(is_over, None if found is None else found.epoch, "" if found is None else found.cause)
+
+    def broken(self, member: str, epoch: int, cause: str, term: int | None = None) -> None:
+        """See ExchangeService."""
+        self.decisions.tell(e.Broken(member, self._term(member, term), epoch, cause))
+
+    def died(self, member: str, cause: str) -> None:
+        """Who started a member's process knows that it has ended, however that was."""
+        self._expect_member(member)
+        self.decisions.tell(e.Died(member, cause=cause))
+
+    def assign(self, member: str, holds: int, address: str = "", term: int | None = None) -> Assignment:
+        """See ExchangeService."""
+        term = self._term(member, term)
+        with self._changed:
+            self._addresses[member] = address
+        self.decisions.asks(member, term)
+        self.decisions.tell(e.Asked(member, term, holds))
+        work = self.decisions.wait_for_work(member, term)
+        after = self._after(member)
+        with self._changed:
+            address = self._addresses.get(after, "") if after else ""
+            return Assignment(work.round, work.epoch, address, work.heal, work.round == self._begun_after + 1)
+
+    def _after(self, member: str) -> str | None:
+        """The stage after a stage."""
+        places = self.decisions.coordinator.rules.places_of(self.roster.members[member])
+        index = places.index(member) + 1
+        return places[index] if index < len(places) else None
 
     # ---- contributions ----
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+    def deposit(
+        self,
+        member: str,
+        address: BlobAddress,
+        data: bytes,
+        epoch: int | None = None,
+        steps: int = 0,
+        term: int | None = None,
+    ) -> None:
         """See ExchangeService. The blob is decoded before it is kept, so no receiver meets a malformed one.
 
         It counts once it is on the disk. That is waited for by who deposits the blob, and by nobody else.
@@ -226,110 +320,109 @@ class Exchange:
             raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's")
         if address.run != self.run:
             raise self._refused(member, "a contribution to another run")
-        open_round = self._snapshot(member).round + len(self._records) + 1
-        if address.round != open_round:
-            raise self._refused(member, f"found round {address.round}, expected {open_round}")
+        self._require_begun(member)
+        term, epoch = self._term(member, term), self._epoch(address.replica, epoch)
+        if not self._is_awaited(member, address, epoch, term):
+            return
+        entry = self._checked(member, address, data)
+        if self._begins_to_write(member, address, epoch, entry):
+            try:
+                self.log.write_blob(address, epoch, data)
+                self._count(member, address, epoch, entry, steps, term)
+            finally:
+                with self._changed:
+                    self._being_written.discard((address, epoch))
+                    self._changed.notify_all()
+
+    def _is_awaited(self, member: str, address: BlobAddress, epoch: int, term: int) -> bool:
+        """Whether a blob may still count: False in a round that is closed, where its sender finds that it was late."""
+        with self._changed:
+            self.decisions.require_alive()
+            self.decisions.require_term(member, term)
+            last_round, current = self.coordinator.last_round, self._epoch(address.replica, None)
+        if not 1 <= address.round <= last_round + 1:
+            raise self._refused(member, f"found round {address.round}, expected {last_round + 1}")
+        if address.round > last_round and epoch != current:
+            raise Suspended(f"{address.replica} was formed anew since")
+        return address.round > last_round
+
+    def _checked(self, member: str, address: BlobAddress, data: bytes) -> BlobEntry:
         shapes = self._shapes[address.block]
         try:
             blob = ReceivedBlob(data, address, shapes, self.settings.compression)
-            kept = sum(len(blob.tensor(name).values) for name in shapes)
+            return entry_of(address, data, sum(len(blob.tensor(name).values) for name in shapes))
         except MalformedContribution as error:
             raise self._refused(member, str(error)) from None
-        entry = entry_of(address, data, kept)
-        if self._begins_to_write(member, address, entry):
-            self._write_and_count(address, data, entry)
 
-    def _begins_to_write(self, member: str, address: BlobAddress, entry: BlobEntry) -> bool:
+    def _begins_to_write(self, member: str, address: BlobAddress, epoch: int, entry: BlobEntry) -> bool:
         """Whether the blob is new, and the caller the only one who writes it; False if it is counted already.
 
         Waits for another deposit of the same blob: until that is over, it is not known whether it counts.
         """
+        key = (address, epoch)
         with self._changed:
-            self._wait_until(lambda: address not in self._being_written)
-            known = self._entries[address.round].get((address.replica, address.block))
-            if known is not None and known != entry:
-                raise self._refused(member, f"a second, different `{address.block}` for round {address.round}")
+            self.decisions.wait_until(lambda: key not in self._being_written)
+            open_round = self.coordinator.open
+            own = None if open_round is None else open_round.deposits.get(address.replica)
+            known = None if own is None or own.epoch != epoch else own.blobs.get(address.block)
             if known is None:
-                self._being_written.add(address)
-            return known is None
+                self._being_written.add(key)
+                return True
+        if known != entry:
+            raise self._refused(member, f"a second, different `{address.block}` for round {address.round}")
+        return False
 
-    def _write_and_count(self, address: BlobAddress, data: bytes, entry: BlobEntry) -> None:
-        """Only for whom `_begins_to_write` said so. Nothing counts that is not on the disk, whatever fails."""
-        try:
-            self.log.write_blob(address, EPOCH, data)
-            with self._changed:
-                self._check_alive()
-                entries = self._entries[address.round]
-                entries[address.replica, address.block] = entry
-                is_whole = len(entries) == len(self.roster.replicas) * len(self._shapes)
-        finally:
-            with self._changed:
-                self._being_written.discard(address)
-                self._changed.notify_all()
-        if is_whole:  # by this blob, so nobody else closes the round
-            self._close(address.round)
+    def _count(self, member: str, address: BlobAddress, epoch: int, entry: BlobEntry, steps: int, term: int) -> None:
+        event = e.Deposited(member, term, address.round, epoch, address.block, entry, steps)
+        for answer in self.decisions.tell(event):
+            if isinstance(answer, e.Refused) and answer.place == member:
+                raise self._refused(member, answer.reason)
+        self.decisions.require_alive()
 
-    def record(self, round_: int) -> RoundRecord:
+    def record(self, round_: int, member: str | None = None, term: int | None = None) -> RoundRecord:
         """See ExchangeService."""
-        with self._changed:
-            self._wait_until(lambda: round_ in self._records)
-            return self._records[round_]
+        if member is not None:
+            term = self._term(member, term)
+        return self.decisions.wait_for_record(round_, member, term)
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangeService."""
-        with self._changed:
-            self._check_alive()
-            record = self._records.get(round_) if (replica, block) in self._entries[round_] else None
-        if record is None:
-            raise self._refused(member, f"no `{block}` of {replica} in a closed round {round_}")
-        return self.log.blobs_of(record)(replica, block)
-
-    def _close(self, round_: int) -> None:
-        """Close a round of which every blob is counted: none can be added or replaced any more."""
-        entries = self._entries[round_]
-        record = RoundRecord(round=round_)
-        for replica in self.roster.replicas:
-            blobs = [entries[replica, block] for block in self._shapes]
-            record.contributions.append(
-                ContributionEntry(
-                    replica=replica, weight=1.0, digest=contribution_digest(blobs), blobs=blobs, epoch=EPOCH
-                )
-            )
-        # On the disk before anybody is told: members go on from it, and a run that is resumed has to find it.
-        record = self.log.create_record(record)
-        with self._changed:
-            self._records[round_] = record
-            self._changed.notify_all()
-            self.report([Report(time=time.time(), member=EXCHANGE, round_closed=record)])
+        self.decisions.require_alive()
+        self._require_begun(member)
+        if 1 <= round_ <= self.coordinator.last_round:
+            for one in self.decisions.wait_for_record(round_).contributions:
+                if one.replica == replica and any(blob.block == block for blob in one.blobs):
+                    return self.log.read_blob(round_, replica, one.epoch, block)
+        raise self._refused(member, f"no `{block}` of {replica} in a closed round {round_}")
 
     # ---- agreement ----
 
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        """See ExchangeService. The first holder of a parameter sets what the others must equal."""
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes], term: int | None = None) -> None:
+        """See ExchangeService. Of members they are held against what replay gives, once the auditor has told that."""
         if member != EXCHANGE:
             self._expect_member(member)
-        with self._changed:
-            self._check_alive()
-            if not 1 <= round_ <= self._rounds or not sha256.keys() <= self._names:
-                raise self._refused(member, f"hashes of unknown parameters, or of the unknown round {round_}")
-            known = self._hashes[round_]
-            for name, value in sha256.items():
-                first, holder = known.setdefault(name, (value, member))
-                if first != value:
-                    cause = f"{name} differs between {holder} and {member} after round {round_}"
-                    self._fail(cause)
-                    raise ReplicasDiffer(cause)
-            self._confirmed[round_][member] = sha256
-            if member != EXCHANGE:
-                self._report_verified(round_, self.roster.members[member])
+        self._require_begun(member)
+        if not 1 <= round_ <= self._rounds or not sha256.keys() <= self._names:
+            raise self._refused(member, f"hashes of unknown parameters, or of the unknown round {round_}")
+        if member == EXCHANGE:
+            self.decisions.tell(e.Audited(round_, sha256))
+        else:
+            self.decisions.tell(e.Confirmed(member, self._term(member, term), round_, sha256))
+            self._note_confirmed(member, round_, sha256)
+        self.decisions.require_alive()
 
-    def _report_verified(self, round_: int, replica: str) -> None:
-        """Once all members of a replica have confirmed, tell the replica's hash. Call with the lock held."""
-        members = [member for member, owner in self.roster.members.items() if owner == replica]
-        confirmed = self._confirmed[round_]
-        if not all(member in confirmed for member in members):
-            return
-        hashes = {name: value for member in members for name, value in confirmed[member].items()}
+    def _note_confirmed(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        """Once all members of a replica have confirmed, tell the replica's hash."""
+        replica = self.roster.members[member]
+        with self._changed:
+            confirmed = self._confirmed[round_]
+            confirmed[member] = sha256
+            while len(self._confirmed) > _REMEMBERED_CONFIRMATIONS:
+                del self._confirmed[min(self._confirmed)]
+            members = [one for one, owner in self.roster.members.items() if owner == replica]
+            if not all(one in confirmed for one in members):
+                return
+            hashes = {name: value for one in members for name, value in confirmed[one].items()}
         missing = self._names - hashes.keys()
         if missing:
             self.fail(f"nobody in {replica} confirmed {sorted(missing)} in round {round_}")
@@ -340,41 +433,47 @@ class Exchange:
     # ---- reports, failure and the end ----
 
     def report(self, reports: Sequence[Report]) -> None:
-        """See ExchangeService."""
+        """See ExchangeService. A failure that is another's consequence ends nothing: its member joins again."""
+        self.watchers.tell(reports)
+        for report in reports:
+            self.heard(report.member)
+            if report.HasField("inner_step"):
+                with self._changed:
+                    self._steps_told += 1
+            if report.HasField("finished"):
+                self._leaves(report.member)
+            if report.HasField("failure") and not report.failure.consequence:
+                cause = report.failure.cause
+                self.decisions.fail(cause if report.member == EXCHANGE else f"{report.member}: {cause}")
+
+    def _leaves(self, member: str) -> None:
         with self._changed:
-            self._reports.extend(reports)
-            self.reported += len(reports)
-            for report in reports:
-                self.heard(report.member)
-                for watcher in self._watchers:
-                    watcher.put(report)
-                self._steps_told += report.HasField("inner_step")
-                if report.HasField("finished"):
-                    self._finished.add(report.member)
-                if report.HasField("failure"):
-                    cause = report.failure.cause
-                    self._fail(cause if report.member == EXCHANGE else f"{report.member}: {cause}")
+            self._finished.add(member)
             self._changed.notify_all()
+        if member in self.coordinator.places:
+            self.decisions.tell(e.Left(member, self.coordinator.places[member].term))
+
+    def _told(self, effect: e.Effect) -> None:
+        """What the rules decide is told to whoever watches."""
+        if isinstance(effect, e.Closed):
+            closed = self.decisions.kept(effect.record.round)
+            self.watchers.tell([Report(time=time.time(), member=EXCHANGE, round_closed=closed)])
+        else:
+            self.watchers.tell(list(reports_of(effect, self.roster.members)))
+
+    @property
+    def reported(self) -> int:
+        """How many reports there were."""
+        return self.watchers.reported
 
     def watch(self, members: Collection[str] = ()) -> Iterator[Report]:
-        """Every report from the start of the run on, until the run is over.
-
-        Of some members only what they tell, and what concerns everybody: who has joined, waits, begins and failures.
-        """
-        watcher: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
-        with self._changed:
-            for report in self._reports:
-                watcher.put(report)
-            self._watchers.append(watcher)
-        while (report_or_end := watcher.get()) is not None:
-            if not members or report_or_end.member in members or report_or_end.WhichOneof("event") in _CONCERN_ALL:
-                yield report_or_end
+        """See Watchers."""
+        return self.watchers.watch(members)
 
     def end_watching(self) -> None:
-        """No report will come any more."""
-        with self._changed:
-            for watcher in self._watchers:
-                watcher.put(None)
+        """No report will come any more, and nothing is decided."""
+        self.watchers.end()
+        self.decisions.end()
 
     def fail(self, cause: str) -> None:
         """End the run: every call that waits, and every later one, raises RunFailed."""
@@ -382,34 +481,28 @@ class Exchange:
         self.report([Report(time=time.time(), member=EXCHANGE, failure=failure)])
 
     def wait_until_finished(self) -> None:
-        """Wait until every member is through all its rounds."""
-        with self._changed:
-            self._wait_until(self._is_through)
+        """Wait until every round is decided, and whoever is there is through."""
+        self.decisions.wait_until(lambda: self.coordinator.is_through)
 
     def stay(self, member: str) -> None:
         """A member is there. Wait until it has left, or every member is through all its rounds."""
         self._expect_member(member)
         with self._changed:
             self._here.add(member)
-            self._changed.wait_for(lambda: member not in self._here or self._is_through())
+            self._changed.wait_for(lambda: member not in self._here or self.coordinator.is_through)
 
-    def left(self, member: str, node: str = "") -> None:
-        """A member's connection has ended, or that of one of its nodes. Before its last round that ends the run."""
+    def left(self, member: str, node: str = "", term: int | None = None) -> None:
+        """A member's connection has ended, or that of one of its nodes: it may be gone, or come back."""
         with self._changed:
             self._here.discard(member)
             self._changed.notify_all()
-            is_early = member in self._addresses and member not in self._finished and self._failure is None
-        if is_early:
-            where = f" on {node}" if node else ""
-            self.fail(f"{member}{where} is gone: its connection to the exchange ended")
+        if member in self.roster.members:
+            self.decisions.tell(e.Lost(member, self._term(member, term)))
 
     def wait_until_left(self, seconds: float) -> None:
         """Give members that are still there time to hear why the run has ended."""
         with self._changed:
             self._changed.wait_for(lambda: not self._here, seconds)
-
-    def _is_through(self) -> bool:
-        return self._finished >= set(self.roster.members)
 
     def refuse(self, sender: str, reason: str) -> None:
         """Count and tell a message that was not let in."""
@@ -426,15 +519,9 @@ class Exchange:
         if member not in self.roster.members:
             raise self._refused(member, "is no member of this run")
 
-    def _fail(self, cause: str) -> None:
-        if self._failure is None:
-            self._failure = cause
-        self._changed.notify_all()
+    def _term(self, member: str, term: int | None) -> int:
+        self._expect_member(member)
+        return self.coordinator.places[member].term if term is None else term
 
-    def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise RunFailed(self._failure)
-
-    def _wait_until(self, condition: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: self._failure is not None or condition())
-        self._check_alive()
+    def _epoch(self, replica: str, epoch: int | None) -> int:
+        return self.coordinator.replicas[replica].epoch if epoch is None else epoch

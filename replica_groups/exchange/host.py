@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 
@@ -14,29 +15,64 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.topology import ReplicaSettings
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import open_log
-from replica_groups.exchange.restart import Restart, find_restart
+from replica_groups.exchange.restart import Restart, find_restart, newest_sound
+from replica_groups.protocol.rules import Rules, Window
 
 
-def make_exchange(spec: RunSpec, folder: RunFolder, resume: Values | None = None) -> Exchange:
-    """An exchange that members can join; `begin_run` lets them train. `resume`: see `begin_run`."""
+def make_exchange(
+    spec: RunSpec, folder: RunFolder, resume: Values | None = None, goes_on: bool = False, lonely: bool = False
+) -> Exchange:
+    """An exchange that members can join; `begin_run` lets them train. `resume`: see `begin_run`.
+
+    `goes_on`: it takes the place of one that has ended under its members. `lonely`: all members are threads of this
+    process, which cannot be gone without it.
+    """
     agreement = Agreement(spec.config, read_changes(folder.changes), resume or {})
-    return Exchange(spec.run, spec.roster, None, spec.config.outer, open_log(spec.config, folder), agreement)
+    log, rules = open_log(spec.config, folder), rules_of(spec, lonely)
+    tokens = {replica.name: tokens_a_step(spec, replica) for replica in spec.config.replicas}
+    return Exchange(spec.run, spec.roster, None, spec.config.outer, log, agreement, rules, goes_on, tokens)
 
 
-def begin_run(exchange: Exchange, spec: RunSpec, folder: RunFolder, resume: Values | None) -> Auditor:
-    """Begin, with an auditor that follows. A run that goes on waits until all members have told what they hold.
+def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
+    """What a run's configuration says of its rounds."""
+    own = spec.config.exchange
+    lease = Window(1.0, math.inf, math.inf) if lonely else Window(own.lease.factor, own.lease.least, own.lease.most)
+    return Rules(
+        spec.roster.members,
+        spec.roster.blocks,
+        quorum=own.quorum,
+        grace=Window(own.grace.factor, own.grace.least, own.grace.most),
+        limit=own.limit,
+        lease=lease,
+    )
+
+
+def tokens_a_step(spec: RunSpec, replica: ReplicaSettings) -> int:
+    """That a replica trains on."""
+    return replica.batch_size * spec.config.data.sequence_length
+
+
+def begin_run(
+    exchange: Exchange, spec: RunSpec, folder: RunFolder, resume: Values | None, goes_on: bool = False
+) -> Auditor:
+    """Begin, with an auditor that follows, once all members have joined and told what they hold.
 
     `resume` is None for a run that begins, else what is changed from where it goes on; that is kept in its folder.
+    With `goes_on` the exchange takes the place of one that has ended: nothing is waited for, and no round forgotten.
 
     Raises HeteroPPError if there is no round from which all of them can go on, RunFailed if a member is gone before.
     """
     try:
-        if resume is None:
+        if goes_on:
+            start, spec = _take_over(exchange, spec.with_changes(read_changes(folder.changes)))
+        elif resume is None:
             start = Restart(first_snapshot(spec, NowAndThen(exchange.tell_reading, 1.0, lambda _: 1.0, time.monotonic)))
+            exchange.wait_until_joined()
         else:
             start, spec = _go_on(exchange, spec.with_changes(read_changes(folder.changes)), folder, resume)
     except HeteroPPError as error:
@@ -45,8 +81,19 @@ def begin_run(exchange: Exchange, spec: RunSpec, folder: RunFolder, resume: Valu
     optimizer, now = round_optimizer(spec, start.snapshot.basis), spec.latest
     auditor = Auditor(exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer)
     auditor.start()
-    exchange.begin(start.snapshot, start.damaged, spec)
+    exchange.begin(start.snapshot, start.damaged, spec, start.last_round)
     return auditor
+
+
+def _take_over(exchange: Exchange, spec: RunSpec) -> tuple[Restart, RunSpec]:
+    """After the last round that is decided, whoever holds it. Without a snapshot nobody has begun yet."""
+    damaged: list[str] = []
+    last_round = exchange.log.last_record()
+    try:
+        snapshot = newest_sound(exchange.log, last_round, damaged)
+    except FileNotFoundError:
+        return Restart(first_snapshot(spec)), spec
+    return Restart(snapshot, tuple(damaged), last_round), spec
 
 
 def _go_on(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:

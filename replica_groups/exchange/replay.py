@@ -33,7 +33,7 @@ def replay(
         blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
             rows = optimizer.rows(name, shape)
-            weighted = ((weight, _cut(blob.tensor(name), shape, rows)) for weight, blob in blobs)
+            weighted = ((weight, cut_rows(blob.tensor(name), shape, rows)) for weight, blob in blobs)
             of_rows = (len(rows), *shape[1:])
             optimizer.take(theta, name, mean_of(of_rows, weighted, optimizer.settings.divides_by))
     optimizer.finish(theta)
@@ -51,7 +51,7 @@ def _fetch_all(
         yield entry.weight, ReceivedBlob(data, address, shapes, settings)
 
 
-def _cut(decoded: DecodedTensor, shape: tuple[int, ...], rows: range) -> DecodedTensor:
+def cut_rows(decoded: DecodedTensor, shape: tuple[int, ...], rows: range) -> DecodedTensor:
     """Of the rows only, counted from the first of them."""
     if len(rows) == shape[0]:
         return decoded

@@ -21,18 +21,19 @@ OptimizerFor = Callable[[Tensor | None], RoundOptimizer]
 """The run's outer optimizer, by the run's basis."""
 
 
-def join_run(exchange: ExchangeService, member: str, address: str, states: SavedStates) -> int:
-    """A member's part: tell which sound states it has, and hear after which round the run goes on (0: it begins).
+def states_to_go_on_from(
+    exchange: ExchangeService, member: str, states: SavedStates, available: AvailableStates
+) -> int | None:
+    """The newest round that is decided of which a member has a sound state; None if there is none.
 
     States that this run has no use for are moved aside: they may be all that is left of another one.
     """
-    available = states.check()
-    exchange.join(member, address, available)
     last_round = exchange.last_round()
-    aside = states.set_aside_all_but(frozenset(round_ for round_ in available.rounds if round_ <= last_round))
+    useful = frozenset(round_ for round_ in available.rounds if round_ <= last_round)
+    aside = states.set_aside_all_but(useful)
     if aside is not None:
         print(f"{member}: states that the run does not go on from were moved to {aside}", file=sys.stderr, flush=True)
-    return last_round
+    return max(useful, default=None)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Restart:
     snapshot: Snapshot
     damaged: tuple[str, ...] = ()
     """Files that were passed over, each with what is wrong with it."""
+    last_round: int | None = None
+    """The last that is decided, if that is a later one."""
 
 
 def find_restart(
@@ -74,7 +77,7 @@ def snapshot_after(
 
     What is found damaged is added to `damaged`. Raises FileNotFoundError if what is left does not suffice.
     """
-    snapshot = _newest_sound(log, round_, damaged)
+    snapshot = newest_sound(log, round_, damaged)
     theta, where = dict(snapshot.parameters), log.store.url()
     optimizer = optimizer_for(snapshot.basis)
     if snapshot.round > 0:
@@ -94,7 +97,7 @@ def snapshot_after(
     return Snapshot(round_, theta, snapshot.basis, momentum)
 
 
-def _newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snapshot:
+def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snapshot:
     for number in sorted(log.snapshots(), reverse=True):
         if number <= round_:
             try:

@@ -12,7 +12,7 @@ from hetero_pp.link.shaper import Shaper
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import DIRECTIONS, LinkSpec
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
-from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates, ExchangeService
+from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, ExchangeService, Standing
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 
 
@@ -36,9 +36,11 @@ class ShapedExchange:
         """See ExchangeService."""
         return self._exchange.agree(member, configuration)
 
-    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
+    def join(
+        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
+    ) -> int:
         """See ExchangeService."""
-        self._exchange.join(member, address, available)
+        return self._exchange.join(member, address, available, process)
 
     def last_round(self) -> int:
         """See ExchangeService."""
@@ -52,21 +54,39 @@ class ShapedExchange:
         """See ExchangeService."""
         return self._exchange.locate(member)
 
-    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         """See ExchangeService."""
-        tensors = self._exchange.snapshot(names)
+        return self._exchange.newest_snapshot()
+
+    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
+        """See ExchangeService."""
+        tensors = self._exchange.snapshot(names, round_)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         _carry(self._down, self.backward, 0, size)
         return tensors
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+    def assign(self, member: str, holds: int, address: str = "") -> Assignment:
+        """See ExchangeService."""
+        return self._exchange.assign(member, holds, address)
+
+    def beat(
+        self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
+    ) -> Standing:
+        """See ExchangeService."""
+        return self._exchange.beat(member, round_, epoch, progress, computes)
+
+    def broken(self, member: str, epoch: int, cause: str) -> None:
+        """See ExchangeService."""
+        self._exchange.broken(member, epoch, cause)
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         """See ExchangeService."""
         _carry(self._up, self.forward, address.round, len(data))
-        self._exchange.deposit(member, address, data)
+        self._exchange.deposit(member, address, data, epoch, steps)
 
-    def record(self, round_: int) -> RoundRecord:
+    def record(self, round_: int, member: str | None = None) -> RoundRecord:
         """See ExchangeService."""
-        return self._exchange.record(round_)
+        return self._exchange.record(round_, member)
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangeService."""

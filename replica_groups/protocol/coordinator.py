@@ -65,6 +65,7 @@ class Coordinator:
             e.Began: self._began,
             e.Applied: self._applied,
             e.Claimed: self._claimed,
+            e.NotClaimed: self._not_claimed,
             e.Noted: self._noted,
             e.Heard: self._heard,
             e.Lost: self._lost,
@@ -78,6 +79,7 @@ class Coordinator:
             e.Audited: self._audit,
             e.Left: self._left,
             e.Tick: self._tick,
+            e.Woke: self._woke,
         }
 
     def step(self, event: e.Event, now: float) -> list[e.Effect]:
@@ -90,6 +92,7 @@ class Coordinator:
     def deadline(self) -> float | None:
         """When to say Tick, if nothing else happens before."""
         times = [place.ends_at()[0] for place in self.places.values() if place.held]
+        times += [place.claim_at for place in self.places.values() if place.claim_at is not None]
         if self.open is not None and not self.open.writing:
             times += [time for time in (self._closes_at(), self._look_at) if time is not None]
         return min(times, default=None)
@@ -134,7 +137,7 @@ class Coordinator:
     def _let_in(self, place: Place) -> Iterator[e.Effect]:
         """Who waits for a place that is vacant."""
         if place.applicant is not None and not place.held and not place.claiming:
-            place.claiming = True
+            place.claiming, place.claim_at = True, None
             yield e.Claim(place.name, place.term + 1, place.applicant)
 
     def _claimed(self, event: e.Claimed, now: float) -> Iterator[e.Effect]:
@@ -148,6 +151,11 @@ class Coordinator:
         elif not place.held:
             place.term = max(place.term, event.term)
             yield from self._let_in(place)
+
+    def _not_claimed(self, event: e.NotClaimed, now: float) -> Iterator[e.Effect]:
+        place = self.places[event.place]
+        place.claiming, place.claim_at = False, now + RETRY_SECONDS
+        yield from ()
 
     def _noted(self, event: e.Noted, now: float) -> Iterator[e.Effect]:
         """Whoever holds a later term than is known here has ended the one that is."""
@@ -171,7 +179,7 @@ class Coordinator:
         if term > place.term:
             yield e.LookUp(place.name)
         elif not self.holds(place.name, term):
-            yield e.Fenced(place.name, term, "its term is over")
+            yield e.Fenced(place.name, term)
         return self.holds(place.name, term)
 
     def _adopt(self, place: Place, round_: int) -> Iterator[e.Effect]:
@@ -196,10 +204,10 @@ class Coordinator:
         if place.held and event.term in (None, place.term):
             yield from self._end_term(place, event.cause)
 
-    def _end_term(self, place: Place, cause: str) -> Iterator[e.Effect]:
+    def _end_term(self, place: Place, cause: str, silent: bool = False) -> Iterator[e.Effect]:
         """Nobody holds the place any more. What its replica has not contributed whole is void."""
         place.vacate()
-        yield e.Fenced(place.name, place.term, cause)
+        yield e.Fenced(place.name, place.term, cause, silent)
         yield from self._suspend(self.replicas[place.replica], f"{place.name}: {cause}")
         yield from self._let_in(place)
 
@@ -241,15 +249,22 @@ class Coordinator:
 
     def _form(self, replica: Replica, now: float) -> Iterator[e.Effect]:
         """Give a replica a round, if all of it waits for one and one is to be had."""
-        if not replica.waits or self.rounds is None:
+        if self.rounds is None:
             return
-        if max(place.asked or 0 for place in replica.places) > self.last_round:
-            return  # another coordinator has closed rounds that are not known here yet
         if self.open is None:
-            yield from self._assign(replica, 0)
+            yield from self._let_go(replica)
+        elif not replica.waits or max(place.asked or 0 for place in replica.places) > self.last_round:
+            return  # or another coordinator has closed rounds that are not known here yet
         elif self._may_join(replica.name, now):
             self.open.taking_part.add(replica.name)
             yield from self._assign(replica, self.open.number)
+
+    def _let_go(self, replica: Replica) -> Iterator[e.Effect]:
+        """The run is over, also for those whose replica is not whole any more."""
+        for place in replica.places:
+            if place.held and place.asked is not None:
+                place.asked = None
+                yield e.Assign(place.name, place.term, 0, replica.epoch)
 
     def _may_join(self, replica: str, now: float) -> bool:
         """Whether a replica takes part in the open round. Who comes late waits for the next, to stay in step."""
@@ -261,7 +276,7 @@ class Coordinator:
         return self.rules.joins_at_once or in_time or there < self.rules.needed
 
     def _assign(self, replica: Replica, round_: int) -> Iterator[e.Effect]:
-        replica.round = round_ or None
+        replica.round = round_
         for place in replica.places:
             place.asked = None
             yield e.Assign(place.name, place.term, round_, replica.epoch, place.differs)
@@ -409,10 +424,19 @@ class Coordinator:
             if place.held:
                 ends_at, cause = place.ends_at()
                 if now >= ends_at:
-                    yield from self._end_term(place, cause)
+                    yield from self._end_term(place, cause, silent=True)
+            if place.claim_at is not None and now >= place.claim_at:
+                place.claim_at = None
+                yield from self._let_in(place)
         if self._look_at is not None and now >= self._look_at and self.open is not None and not self.open.writing:
             self._look_at = now + LOOK_SECONDS
             yield e.Look(self.open.number)
+
+    def _woke(self, event: e.Woke, now: float) -> Iterator[e.Effect]:
+        for place in self.places.values():
+            place.silence.restart(now)
+            place.stillness.restart(now)
+        yield from ()
 
 
 def _keep_newest(by_round: dict[int, Any]) -> None:

@@ -63,6 +63,13 @@ class Claimed:
 
 
 @dataclass(frozen=True)
+class NotClaimed:
+    """The store has failed to note it; nobody knows whether it did."""
+
+    place: str
+
+
+@dataclass(frozen=True)
 class Noted:
     """The highest term of a place that the store has noted."""
 
@@ -179,10 +186,16 @@ class Tick:
     """Time has passed."""
 
 
+@dataclass(frozen=True)
+class Woke:
+    """The coordinator itself did nothing for a while: that it heard nobody says nothing."""
+
+
 Event = (
     Began
     | Applied
     | Claimed
+    | NotClaimed
     | Noted
     | Heard
     | Lost
@@ -196,6 +209,7 @@ Event = (
     | Audited
     | Left
     | Tick
+    | Woke
 )
 
 
@@ -244,7 +258,10 @@ class Fenced:
 
     place: str
     term: int
-    cause: str
+    cause: str = ""
+    """Why it has ended now; empty in an answer to who holds one that has ended before."""
+    silent: bool = False
+    """Whether it has ended as nothing was heard of its holder, who may be there."""
 
 
 @dataclass(frozen=True)

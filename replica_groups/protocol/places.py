@@ -26,6 +26,8 @@ class Place:
     applicant: str | None = None
     """Who waits for it."""
     claiming: bool = False
+    claim_at: float | None = None
+    """When to try again, if the store has failed."""
     asked: int | None = None
     """The round after which it holds theta, while it waits for work."""
     through: bool = False

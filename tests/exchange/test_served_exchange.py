@@ -22,7 +22,8 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of, reports_to_members
-from hetero_pp.rpc.exchange import ExchangeClient, serve_exchange
+from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
 
 TIMEOUT = 20.0

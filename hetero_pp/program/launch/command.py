@@ -86,7 +86,7 @@ def run_on_this_host(
         def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
             needed = f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}"
             tell(standard_output(), needed)
-            launch_exchange(folder, token, resume, on_report)
+            launch_exchange(spec, folder, token, resume, on_report)
 
         config = prepared.spec.config
         folder = RunFolder(runs.absolute() / config.name)
@@ -109,7 +109,9 @@ def _run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) 
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
         save_config(prepared.spec.config, folder.config)
         say(f"{name}: {', '.join(prepared.names)} (what they print: {folder.path}/logs)")
-        launch_members(prepared.names, folder, exchange, OwnRounds(prepared.spec, prepared.names, say), say)
+        launch_members(
+            prepared.spec, prepared.names, folder, exchange, OwnRounds(prepared.spec, prepared.names, say), say
+        )
 
 
 def _is_shared(spec: RunSpec, member: str) -> bool:

@@ -7,6 +7,7 @@ processes on two cores would otherwise each pay.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import secrets
 import signal
@@ -20,13 +21,15 @@ from multiprocessing.context import ForkServerProcess
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import RunFailed
 from hetero_pp.links import EXCHANGE
-from hetero_pp.messages.messages_pb2 import Report
-from hetero_pp.program.launch.job import CONSEQUENCE, Job
+from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, Job
 from hetero_pp.program.launch.member_process import process_main
+from hetero_pp.program.launch.restarts import Restarts
 from hetero_pp.program.launch.watcher import Watcher
-from hetero_pp.rpc.connections import reports_of
+from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.units import format_seconds
 
 PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
 """Imported once for all processes; the first optimizer that is made imports torch._dynamo."""
@@ -34,21 +37,23 @@ PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
 _SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_TO_END = 3.0
 _SECONDS_TO_NOTICE = 5.0
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def launch(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: Values | None = None) -> None:
     """Run the whole topology over gRPC, one process a member. `folder` holds the resolved configuration.
 
     If `resume` is not None it goes on with the run that is in the folder, and from there on changes these keys.
+    Whatever dies is started again, as often as the configuration says.
 
-    Raises RunFailed with the first cause if any process fails, or if reports could not be followed. However this
+    Raises RunFailed with the first cause if the run cannot go on, or if reports could not be followed. However this
     function ends, its processes have.
     """
     token = secrets.token_hex(16)
-    with Crew(folder, resume) as crew:
+    with Crew(spec, folder, on_report, resume) as crew:
         crew.start([EXCHANGE, *spec.members])
         address = crew.open_exchange(token)
-        watcher = Watcher(partial(reports_of, address, token), on_report)
+        watcher = Watcher(partial(reports_of, address, token), crew.on_report)
         crew.join_exchange(list(spec.members), address, token)
         crew.wait()
         watcher.join()
@@ -57,13 +62,25 @@ def launch(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None]
 class Crew:
     """The processes of one run, each with a connection to it that is also its lifeline."""
 
-    def __init__(self, folder: RunFolder, resume: Values | None = None) -> None:
-        self._folder = folder
+    def __init__(
+        self, spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: Values | None = None
+    ) -> None:
+        """`on_report` is told what the crew itself does: whom it starts again. Reports of the run go to `on_report` of
+        the crew, which looks for members that the exchange has given up.
+        """
+        self._spec, self._folder, self._tell = spec, folder, on_report
         self._resume = resume
+        self._restarts = Restarts(spec.config.restarts)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._processes: dict[str, ForkServerProcess] = {}
         self._connections: dict[str, Connection] = {}
+        self._exchange: dict[str, str] = {}
+        """What members are told."""
+        self._given_up: set[str] = set()
+        self._silent: dict[str, float] = {}
+        """Members whose term is over, though their process is there, and when that was."""
+        self._lock = threading.Lock()
         self._told = ""
 
     def __enter__(self) -> Crew:
@@ -79,28 +96,33 @@ class Crew:
                 process.kill()
                 process.join()
 
-    def start(self, members: Sequence[str]) -> None:
+    def start(self, members: Sequence[str], again: bool = False) -> None:
         """Start members, which then wait for a message; what they print goes to logs/<member>.log."""
         for member in members:
             ours, theirs = self._context.Pipe()
-            job = Job(member, self._folder, self._resume)
+            job = Job(member, self._folder, None if again else self._resume, again)
             process = self._context.Process(target=process_main, args=(theirs, job), name=member)
             process.start()
             theirs.close()
             self._processes[member], self._connections[member] = process, ours
 
-    def open_exchange(self, token: str) -> str:
-        """Have the exchange listen; its address. Raises RunFailed if it ends instead."""
-        self._send(EXCHANGE, {"token": token})
+    def open_exchange(self, token: str, listen: str = "") -> str:
+        """Have the exchange listen, where the configuration or `listen` says; its address.
+
+        Raises RunFailed if it ends instead.
+        """
+        self._send(EXCHANGE, {"token": token, "listen": listen})
         answer = self._receive(EXCHANGE)
         if "failure" in answer:
             raise RunFailed(self._cause(EXCHANGE, answer))
+        self._exchange = {"token": token, "exchange": answer["address"], "token_file": ""}
         return answer["address"]
 
     def join_exchange(self, members: Sequence[str], address: str, token: str, token_file: str = "") -> None:
         """Have members take part, with a token that may be from a file. Raises RunFailed if one of them has ended."""
+        self._exchange = {"token": token, "exchange": address, "token_file": token_file}
         for member in members:
-            self._send(member, {"token": token, "exchange": address, "token_file": token_file})
+            self._send(member, self._exchange)
 
     def _send(self, member: str, message: dict[str, str]) -> None:
         try:
@@ -115,14 +137,88 @@ class Crew:
             return {"failure": ""}
 
     def wait(self) -> None:
-        """Wait until every process has ended well. Raises RunFailed as soon as one has not."""
-        left = {process.sentinel: member for member, process in self._processes.items()}
+        """Wait until every process has ended well, or was given up; start again what dies.
+
+        Raises RunFailed as soon as the run cannot go on.
+        """
+        left = set(self._processes)
         while left:
-            for sentinel in wait(list(left)):
+            sentinels = {self._processes[member].sentinel: member for member in left}
+            for sentinel in wait(list(sentinels), timeout=_SECONDS_BETWEEN_LOOKS):
                 assert isinstance(sentinel, int)
-                member = left.pop(sentinel)
-                if self._exit_code(member) != 0:
+                member = sentinels[sentinel]
+                left.discard(member)
+                if self._has_died(member):
+                    left |= self._replace(member)
+                elif self._exit_code(member) != 0:
                     raise RunFailed(self._cause(self._culprit(member)))
+                elif member == EXCHANGE:
+                    self.end_soon("the run is over")
+            self._end_silent()
+
+    def _has_died(self, member: str) -> bool:
+        """Whether a process has ended in a way that says nothing about the run: started again, it may go on."""
+        return self._exit_code(member) == CRASHED or (self._exit_code(member) < 0 and not self._told)
+
+    def _replace(self, member: str) -> set[str]:
+        """Start a process again that has died; without it, if that was too often. Who runs in its place."""
+        cause = self._cause(member)
+        number = self._restarts.take(member, time.monotonic())
+        if member != EXCHANGE:
+            self._say_died(member, cause)
+        if number is None:
+            return self._give_up(member, cause)
+        settings = self._restarts.settings
+        times = f"{number} of {settings.count} times in {format_seconds(settings.within)}"
+        self._say(RESTARTED, member, f"{cause}; started again, {times}")
+        self.start([member], again=True)
+        if member == EXCHANGE:
+            self.open_exchange(self._exchange["token"], self._exchange["exchange"])
+        else:
+            self._send(member, self._exchange)
+        return {member}
+
+    def _give_up(self, member: str, cause: str) -> set[str]:
+        """Go on without a member, unless too few replicas are left for a quorum."""
+        self._given_up.add(member)
+        members, replicas = self._spec.members, self._spec.config.replicas
+        lost = {members[name].replica.name for name in self._given_up if name in members}
+        needed = max(1, math.ceil(self._spec.config.exchange.quorum * len(replicas) - 1e-9))
+        if member == EXCHANGE or len(replicas) - len(lost) < needed:
+            raise RunFailed(cause)
+        self._say(GIVEN_UP, member, f"{cause}; the run goes on without it")
+        return set()
+
+    def _say(self, what: Happened, member: str, cause: str) -> None:
+        standing = Standing(what=what, place=member, cause=cause)
+        self._tell(Report(time=time.time(), member=EXCHANGE, standing=standing))
+
+    def _say_died(self, member: str, cause: str) -> None:
+        """To the exchange, so that nobody waits for the member until it has been silent for too long."""
+        token, address = self._exchange["token"], self._exchange["exchange"]
+        tell = partial(tell_died, address, token, member, cause)
+        threading.Thread(target=tell, name=f"{member} has died", daemon=True).start()
+
+    def on_report(self, report: Report) -> None:
+        """Every report of the run. A member here that the exchange has given up is frozen, or hangs."""
+        with self._lock:
+            if report.HasField("joined"):
+                self._silent.pop(report.member, None)
+            elif report.HasField("standing") and report.standing.what == SILENT:
+                self._silent.setdefault(report.standing.place, time.monotonic())
+        self._tell(report)
+
+    def _end_silent(self) -> None:
+        """Kill members that have not come back by themselves: they are then started again."""
+        patience = self._spec.config.exchange.lease.least
+        with self._lock:
+            due = [one for one, since in self._silent.items() if time.monotonic() - since > patience]
+            for member in due:
+                del self._silent[member]
+        for member in due:
+            process = self._processes.get(member)
+            if process is not None and process.is_alive():
+                process.kill()
 
     def end_soon(self, cause: str) -> None:
         """The run has failed elsewhere: whoever does not notice in a moment, as it waits for others, is ended."""

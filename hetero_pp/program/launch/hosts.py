@@ -24,6 +24,7 @@ from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_seconds
@@ -93,11 +94,13 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
-def launch_exchange(folder: RunFolder, token: str, resume: Values | None, on_report: Callable[[Report], None]) -> None:
+def launch_exchange(
+    spec: RunSpec, folder: RunFolder, token: str, resume: Values | None, on_report: Callable[[Report], None]
+) -> None:
     """Carry the exchange until the run is over. Raises RunFailed with its cause if it fails, on whatever host."""
-    with Crew(folder, resume) as crew:
+    with Crew(spec, folder, on_report, resume) as crew:
         crew.start([EXCHANGE])
-        watcher = Watcher(partial(reports_of, crew.open_exchange(token), token), on_report)
+        watcher = Watcher(partial(reports_of, crew.open_exchange(token), token), crew.on_report)
         crew.wait()
         watcher.join()
 
@@ -116,7 +119,12 @@ class Exchange:
 
 
 def launch_members(
-    members: Sequence[str], folder: RunFolder, exchange: Exchange, rounds: OwnRounds, say: Callable[[str], None]
+    spec: RunSpec,
+    members: Sequence[str],
+    folder: RunFolder,
+    exchange: Exchange,
+    rounds: OwnRounds,
+    say: Callable[[str], None],
 ) -> None:
     """Carry some members until they are through, and show their rounds.
 
@@ -131,11 +139,11 @@ def launch_members(
         if rounds.failed is not None:
             crew.end_soon(rounds.failed)
 
-    with Crew(folder) as crew:
+    with Crew(spec, folder, on_report) as crew:
         crew.start(members)
         crew.join_exchange(members, exchange.address, exchange.token, str(exchange.token_file))
         told = partial(reports_to_members, exchange.address, exchange.token, members, exchange.timeout, on_wait)
-        watcher = Watcher(told, on_report, crew.end_soon)
+        watcher = Watcher(told, crew.on_report, crew.end_soon)
         try:
             crew.wait()
         except RunFailed as error:

@@ -112,7 +112,7 @@ class MemberThreads:
         """`resume`: see crew.launch. Raises ConfigError for replicas that need processes of their own."""
         require_threads(spec)
         torch.set_num_threads(spec.config.threads)
-        self.exchange = make_exchange(spec, folder, resume)
+        self.exchange = make_exchange(spec, folder, resume, lonely=True)
         self.gate = Gate(spec.members)
         self._resume = resume
         self._steps_of = steps_of

@@ -10,6 +10,8 @@ from hetero_pp.run.folder import RunFolder
 FAILED = 1
 CONSEQUENCE = 3
 """Exit code of a process that only stopped because another one failed."""
+CRASHED = 4
+"""Exit code of a process that could not go on, and may be able to if it is started again."""
 
 
 @dataclass(frozen=True)
@@ -20,3 +22,5 @@ class Job:
     folder: RunFolder
     resume: Values | None = None
     """If the exchange goes on with the run that is in the folder: what is changed from there on."""
+    again: bool = False
+    """Whether it takes the place of a process that has died, in a run that is under way."""

@@ -24,8 +24,8 @@ import torch
 from hetero_pp.errors import HeteroPPError, LinkError, Refused, RunFailed, WrongToken
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import EXCHANGE
-from hetero_pp.program.launch.job import CONSEQUENCE, FAILED, Job
-from hetero_pp.program.launch.ranks import run_ranks
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, Job
+from hetero_pp.program.launch.ranks import RankDied, run_ranks
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.exchange import serve_exchange
@@ -43,16 +43,16 @@ _SECONDS_TO_HEAR = 5.0
 def process_main(launcher: Connection, job: Job) -> NoReturn:
     """Run one member of the run until it is over, then end the process."""
     os.setsid()  # Ctrl-C reaches the launcher only, which then ends the others
-    _redirect_output(job.folder.output(job.member))
+    _redirect_output(job.folder.output(job.member), job.again)
     keep_freed_memory()
-    code = FAILED
+    code = CRASHED
     try:
         message = json.loads(launcher.recv_bytes())
         threading.Thread(target=_follow_lifeline, args=(launcher,), name="lifeline", daemon=True).start()
         spec = read_run(job.folder)
         torch.set_num_threads(spec.config.threads)
         if job.member == EXCHANGE:
-            code = _run_exchange(spec, job, message["token"], launcher)
+            code = _run_exchange(spec, job, message, launcher)
         else:
             code = _run_member(spec, job, message, launcher)
     except EOFError:
@@ -66,9 +66,9 @@ def process_main(launcher: Connection, job: Job) -> NoReturn:
         os._exit(code)
 
 
-def _redirect_output(path: Path) -> None:
+def _redirect_output(path: Path, goes_on: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC), 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -87,18 +87,18 @@ def _send(launcher: Connection, **message: str) -> None:
         launcher.send_bytes(json.dumps(message).encode())
 
 
-def _run_exchange(spec: RunSpec, job: Job, token: str, launcher: Connection) -> int:
-    exchange = make_exchange(spec, job.folder, job.resume)
-    listen = spec.config.exchange.listen
+def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection) -> int:
+    exchange = make_exchange(spec, job.folder, job.resume, job.again)
+    listen = message.get("listen") or spec.config.exchange.listen
     try:
-        server, port = serve_exchange(exchange, token, listen, len(spec.members) + _further_nodes(spec))
+        server, port = serve_exchange(exchange, message["token"], listen, len(spec.members) + _further_nodes(spec))
     except OSError as error:
         _send(launcher, failure=str(error))
         return FAILED
     _send(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")
     try:
         with watched(exchange.expected, exchange.tell_waiting, exchange.fail, spec.config.exchange.timeout):
-            auditor = begin_run(exchange, spec, job.folder, job.resume)
+            auditor = begin_run(exchange, spec, job.folder, job.resume, job.again)
             exchange.wait_until_finished()
         auditor.join()
     except HeteroPPError as error:
@@ -119,12 +119,18 @@ def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: C
             _run_ranks(spec, member.replica, job, exchange, token)
         else:
             _take_part(spec, member, job, exchange, token)
-    except (HeteroPPError, OSError) as error:
+    except OSError as error:  # a disk that is full, for example: that may pass
+        print(error, file=sys.stderr)
+        _send(launcher, failure=str(error))
+        return CRASHED
+    except HeteroPPError as error:
         cause = str(error)
         if isinstance(error, WrongToken):
             cause += f" than this host, whose is in {message['token_file']}"
         print(cause, file=sys.stderr)
         _send(launcher, failure=cause)
+        if isinstance(error, RankDied):
+            return CRASHED
         return CONSEQUENCE if isinstance(error, LinkError | RunFailed) else FAILED
     return 0
 
@@ -136,7 +142,7 @@ def _run_ranks(spec: RunSpec, replica: DatacenterReplica, job: Job, exchange: st
     except Refused:  # one node too many, which has no say
         raise
     except (HeteroPPError, OSError) as error:
-        if replica.nodes > 1 and not isinstance(error, RunFailed):
+        if replica.nodes > 1 and not isinstance(error, RunFailed | RankDied):
             with NetworkConnections(
                 spec, spec.members[job.member], exchange, token, Lines(job.folder.lines)
             ) as connections:
@@ -153,7 +159,7 @@ def _take_part(spec: RunSpec, member: MemberSpec, job: Job, exchange: str, token
     with NetworkConnections(spec, member, exchange, token, Lines(job.folder.lines)) as connections:
         try:
             take_part(spec, member, connections, job.folder)
-        except (HeteroPPError, OSError) as error:
+        except HeteroPPError as error:
             if connections.exchange.has_joined:  # who was never let in has no say: another process may have its name
                 connections.report_failure(str(error), isinstance(error, LinkError | RunFailed))
             raise

@@ -41,13 +41,17 @@ class RankJob:
     exchange: str
 
 
+class RankDied(HeteroPPError):
+    """A rank was killed: started again, it may go on."""
+
+
 def run_ranks(
     replica: DatacenterReplica, run: str, folder: RunFolder, exchange: str, token: str, timeout: float
 ) -> None:
     """Run all of this node's ranks to their end; other nodes are waited for `timeout` seconds.
 
-    Raises HeteroPPError with the first rank that failed and its cause; RunFailed if it failed because of another
-    member.
+    Raises HeteroPPError with the first rank that failed and its cause; RankDied if it was killed; RunFailed if it
+    failed because of another member.
     """
     endpoint = meeting_place(replica.rendezvous) if replica.nodes > 1 and replica.rendezvous is not None else ""
     job = RankJob(replica.name, str(folder.path.absolute()), folder.config_name, exchange)
@@ -74,8 +78,9 @@ def run_ranks(
             rank, failure = _first_failure(error)
             if failure.exitcode == CONSEQUENCE:
                 raise RunFailed(_cause(failure.message)) from None
-            how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else _cause(failure.message)
-            raise HeteroPPError(f"rank {rank} of {replica.name}: {how}") from None
+            if failure.exitcode < 0:
+                raise RankDied(f"rank {rank} of {replica.name}: killed by {failure.signal_name()}") from None
+            raise HeteroPPError(f"rank {rank} of {replica.name}: {_cause(failure.message)}") from None
 
 
 def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:

@@ -1,0 +1,296 @@
+"""The exchange at an address, as one member sees it: the client of the calls that rpc.exchange serves."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import grpc
+import torch
+from torch import Tensor
+
+from hetero_pp.changed_keys import Changes
+from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkTimeout, MalformedMessage, WrongToken
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
+from hetero_pp.outer.exchange_service import (
+    FIRST_TOLD,
+    MOST_BETWEEN,
+    NO_STATES,
+    Assignment,
+    AvailableStates,
+    Standing,
+)
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
+from hetero_pp.rpc.exchange import MAX_BLOB_BYTES, SERVICE
+from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
+from hetero_pp.rpc.services import ERROR_OF_CODE, call_path
+from hetero_pp.units import format_seconds
+
+BEAT_TIMEOUT = 5.0
+"""Seconds after which a beat that is not answered counts as lost: the next one may get through."""
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Answer = TypeVar("Answer")
+
+
+class ExchangeClient:
+    """The exchange at an address, as one member sees it. Implements ExchangeService."""
+
+    def __init__(
+        self, address: str, token: str, member: str, run: str | None = None, timeout: float | None = None
+    ) -> None:
+        """`run` is the caller's idea of which run this is, which the exchange compares with its own.
+
+        `timeout`: seconds that `agree` and `join` wait for the exchange to come up; by default without a bound.
+        """
+        self.address = address
+        self._timeout = timeout
+        self._channel = channel = make_channel(address)
+        self._calls = ExchangeStub(channel)
+        # The stub would take frames for messages; without a serializer they are bytes, and stay them.
+        self._snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = channel.unary_stream(
+            call_path(SERVICE, "Snapshot"), pb.SnapshotRequest.SerializeToString
+        )
+        self._deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = channel.stream_unary(
+            call_path(SERVICE, "Deposit"), response_deserializer=pb.DepositReply.FromString
+        )
+        self._fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = channel.unary_stream(
+            call_path(SERVICE, "Fetch"), pb.FetchRequest.SerializeToString
+        )
+        self._metadata: tuple[tuple[str, str], ...] = (
+            ("token", token),
+            ("member", member),
+            *(() if run is None else (("run", run),)),
+        )
+        self._stay: grpc.Future[pb.StayReply] | None = None
+        self._process = secrets.token_hex(8)
+        self._closed = False
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the exchange has let this member in."""
+        return self._stay is not None
+
+    def close(self) -> None:
+        """End the connection; calls under way fail."""
+        self._closed = True
+        if self._stay is not None:
+            self._stay.cancel()
+        self._channel.close()
+
+    def agree(self, member: str, configuration: str) -> str:
+        """See ExchangeService. Waits for the exchange to come up; the run is named in every later call.
+
+        Raises LinkTimeout if it does not come up in time.
+        """
+        run = self._ask(self._calls.Agree, pb.AgreeRequest(configuration=configuration), wait=True).run
+        self._say("run", run)
+        return run
+
+    def _say(self, key: str, value: str) -> None:
+        """In every later call."""
+        self._metadata = (*(pair for pair in self._metadata if pair[0] != key), (key, value))
+
+    def join(
+        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
+    ) -> int:
+        """See ExchangeService. Waits for the exchange to come up, and from then on is known to be there.
+
+        Raises LinkTimeout if it does not come up in time.
+        """
+        request = pb.JoinRequest(
+            version=PROTOCOL_VERSION,
+            address=address,
+            rounds=sorted(available.rounds),
+            damaged=available.damaged,
+            process=process or self._process,
+        )
+        term = self._ask(self._calls.Join, request, wait=True).term
+        self._say("term", str(term))
+        self.stay()
+        return term
+
+    def stay(self, node: str = "") -> None:
+        """From now on, be known to be there; with `node`, as a host beside the one that has joined for the member."""
+        if self._stay is not None:
+            self._stay.cancel()
+        self._stay = self._calls.Stay.future(pb.StayRequest(node=node), metadata=self._metadata)
+
+    def last_round(self) -> int:
+        """See ExchangeService."""
+        return self._ask(self._calls.LastRound, pb.LastRoundRequest()).last_round
+
+    def changes(self) -> Changes:
+        """See ExchangeService."""
+        return Changes.from_json(self._ask(self._calls.Changes, pb.ChangesRequest()).changes)
+
+    def locate(self, member: str) -> str:
+        """See ExchangeService."""
+        return self._ask(self._calls.Locate, pb.LocateRequest(member=member)).address
+
+    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
+        """See ExchangeService."""
+        reply = self._ask(self._calls.NewestSnapshot, pb.NewestSnapshotRequest())
+        return reply.round, list(reply.names)
+
+    def assign(self, member: str, holds: int, address: str = "") -> Assignment:
+        """See ExchangeService."""
+        reply = self._ask(self._calls.Assign, pb.AssignRequest(holds=holds, address=address))
+        return Assignment(reply.round, reply.epoch, reply.downstream, reply.heals, reply.is_first)
+
+    def beat(
+        self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
+    ) -> Standing:
+        """See ExchangeService. Raises LinkClosed if the exchange does not answer at once."""
+        request = pb.BeatRequest(round=round_, epoch=epoch, progress=progress, computes=computes)
+        try:
+            reply = self._calls.Beat(request, metadata=self._metadata, timeout=BEAT_TIMEOUT)
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+        if self._stay is not None and self._stay.done() and not self._closed:
+            self.stay()  # the exchange was gone, and is there again
+        return Standing(reply.is_over, reply.suspended if reply.HasField("suspended") else None, reply.cause)
+
+    def broken(self, member: str, epoch: int, cause: str) -> None:
+        """See ExchangeService."""
+        self._ask(self._calls.Broken, pb.BrokenRequest(epoch=epoch, cause=cause))
+
+    def died(self, member: str, cause: str) -> None:
+        """Tell that the process of a member has ended, as who started it knows."""
+        self._ask(self._calls.Died, pb.DiedRequest(member=member, cause=cause))
+
+    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
+        """See ExchangeService."""
+        return self._again(lambda: self._read_snapshot(names, round_))
+
+    def _read_snapshot(self, names: Sequence[str], round_: int | None) -> dict[str, Tensor]:
+        frames = self._stream(self._snapshot, pb.SnapshotRequest(names=names, round=round_))
+        header, data = read_frames(frames, pb.SnapshotHeader, _snapshot_bytes, MAX_BLOB_BYTES)
+        if list(header.names) != list(names):
+            raise MalformedMessage(f"asked for the tensors {list(names)}, got {list(header.names)}")
+        everything, start, tensors = torch.frombuffer(data, dtype=torch.float32), 0, {}
+        for name, tensor in zip(header.names, header.tensors, strict=True):
+            size = math.prod(tensor.shape)
+            tensors[name] = everything[start : start + size].view(*tensor.shape).clone()
+            start += size
+        return tensors
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+        """See ExchangeService."""
+        header = pb.BlobHeader(
+            round=address.round,
+            replica=address.replica,
+            block=address.block,
+            size=len(data),
+            epoch=epoch or 0,
+            steps=steps,
+        )
+
+        def send() -> None:
+            try:
+                self._deposit(header_and_payload_frames(header, [data]), metadata=self._metadata)
+            except grpc.RpcError as error:
+                raise self._translate(error) from None
+
+        self._again(send)
+
+    def record(self, round_: int, member: str | None = None) -> pb.RoundRecord:
+        """See ExchangeService. Raises ExchangeLost if the exchange is gone meanwhile: it may have to hear again what
+        was deposited.
+        """
+        try:
+            return self._calls.Record(pb.RecordRequest(round=round_), metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        """See ExchangeService."""
+        request = pb.FetchRequest(round=round_, replica=replica, block=block)
+
+        def read() -> bytes:
+            frames = self._stream(self._fetch, request)
+            return bytes(read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)[1])
+
+        return self._again(read)
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
+        """See ExchangeService."""
+        self._ask(self._calls.Confirm, pb.HashReport(round=round_, sha256=sha256))
+
+    def report(self, reports: Sequence[pb.Report]) -> None:
+        """See ExchangeService."""
+        self._ask(self._calls.Report, pb.ReportRequest(reports=reports))
+
+    def wait_until_ready(self, seconds: float, on_wait: Callable[[float], None] = lambda _: None) -> None:
+        """Wait for the connection to the exchange; `on_wait` is told at growing intervals for how long already.
+
+        Raises LinkTimeout.
+        """
+        ready, waited, more = grpc.channel_ready_future(self._channel), 0.0, FIRST_TOLD
+        while waited < seconds:
+            more = min(more, seconds - waited)
+            try:
+                return ready.result(more)
+            except grpc.FutureTimeoutError:
+                waited += more
+                on_wait(waited)
+                more = min(waited, MOST_BETWEEN)
+        raise self._does_not_answer(seconds)
+
+    def _does_not_answer(self, seconds: float) -> LinkTimeout:
+        return LinkTimeout(
+            f"gave up waiting for the exchange at {self.address}: it did not answer within {format_seconds(seconds)}"
+        )
+
+    def watch(self, members: Sequence[str] = ()) -> Iterator[pb.Report]:
+        """Every report, until the run is over; of some members only theirs, and what concerns everybody."""
+        return self._stream(self._calls.Watch, pb.WatchRequest(members=members))
+
+    def _ask(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request, wait: bool = False) -> Reply:
+        """`wait`: for an exchange that has never answered. One that has is waited for until it is there again."""
+
+        def ask() -> Reply:
+            limit = self._timeout if wait else None
+            try:
+                return call(request, metadata=self._metadata, wait_for_ready=wait, timeout=limit)
+            except grpc.RpcError as error:
+                if limit is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise self._does_not_answer(limit) from None
+                raise self._translate(error) from None
+
+        return self._again(ask) if self.has_joined else ask()
+
+    def _again(self, ask: Callable[[], Answer]) -> Answer:
+        """What may be asked twice, as often as it takes: the exchange may be gone for a while, and come back."""
+        while True:
+            try:
+                return ask()
+            except ExchangeLost:
+                if not self.has_joined or self._closed:
+                    raise
+                self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
+
+    def _stream(self, call: grpc.UnaryStreamMultiCallable[Request, Reply], request: Request) -> Iterator[Reply]:
+        try:
+            yield from call(request, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+
+    def _translate(self, error: grpc.RpcError) -> HeteroPPError:
+        code, details = error.code(), error.details()
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            return WrongToken(f"the exchange at {self.address} was started with another token")
+        if code in ERROR_OF_CODE:
+            return ERROR_OF_CODE[code](details)
+        return ExchangeLost(f"the exchange at {self.address} does not answer ({code.name.lower()}: {details})")
+
+
+def _snapshot_bytes(header: pb.SnapshotHeader) -> int:
+    if any(tensor.dtype != pb.FP32 for tensor in header.tensors) or len(header.names) != len(header.tensors):
+        raise MalformedMessage("a snapshot holds named tensors in fp32")
+    return sum(4 * math.prod(tensor.shape) for tensor in header.tensors)

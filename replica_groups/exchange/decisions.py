@@ -1,0 +1,237 @@
+"""Runs the rules: tells the coordinator what happens, does in the store what it asks for, and wakes whom it answers.
+
+Nothing is decided here. What the coordinator answers to members lies ready for their calls, which wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from hetero_pp.errors import HeteroPPError, RunFailed, Suspended, TermOver
+from hetero_pp.messages.messages_pb2 import RoundRecord
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.records import from_message, to_message
+from replica_groups.protocol import events as e
+from replica_groups.protocol.coordinator import Coordinator
+from replica_groups.protocol.rules import Rules
+
+REMEMBERED_RECORDS = 16
+"""How many are kept in memory; older ones are read from the log."""
+
+_LONGEST_SLEEP = 1.0
+_OVERSLEPT = 3.0
+"""Seconds of sleep beyond which this process was itself frozen."""
+
+OnEffect = Callable[[e.Effect], None]
+
+
+class Decisions:
+    """One coordinator, its clock and its store. Safe to call from many threads; none may hold the lock when it does."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        log: ContributionLog,
+        on_effect: OnEffect,
+        goes_on: bool = False,
+        tokens_a_step: Mapping[str, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_effect` is told of every effect, in order, with the lock held. `goes_on`: see Coordinator."""
+        self.log = log
+        self.changed = threading.Condition()
+        self.failure: str | None = None
+        self.coordinator = Coordinator(rules, clock(), log.terms(), goes_on)
+        self._clock, self._on_effect = clock, on_effect
+        self._tokens_a_step = tokens_a_step or {}
+        self._welcomed: dict[tuple[str, str], int] = {}
+        self._assigned: dict[tuple[str, int], e.Assign] = {}
+        self._suspended: dict[tuple[str, int], e.Suspended] = {}
+        self._records: dict[int, RoundRecord] = {}
+        self._ended = False
+        self._timer: threading.Thread | None = None
+
+    # ---- what happens ----
+
+    def tell(self, event: e.Event) -> Sequence[e.Effect]:
+        """Have the coordinator take note, and do what that makes necessary; its answers."""
+        answers = self._step(event)
+        self._start_clock()
+        todo = list(answers)
+        while todo:
+            follows = self._do(todo.pop(0))
+            if follows is not None:
+                todo.extend(self._step(follows))
+        return answers
+
+    def _step(self, event: e.Event) -> list[e.Effect]:
+        with self.changed:
+            effects = self.coordinator.step(event, self._clock())
+            for effect in effects:
+                self._note(effect)
+                self._on_effect(effect)
+            self.changed.notify_all()
+            return effects
+
+    def _note(self, effect: e.Effect) -> None:
+        """What calls wait for."""
+        match effect:
+            case e.Welcome(place, process, term):
+                self._welcomed = {key: value for key, value in self._welcomed.items() if key[0] != place}
+                self._welcomed[place, process] = term
+            case e.Assign(place, term):
+                self._suspended.pop((place, term), None)
+                self._assigned[place, term] = effect
+            case e.Suspended(place, term):
+                self._suspended[place, term] = effect
+            case e.Fenced(place, term):
+                self._assigned.pop((place, term), None)
+                self._suspended.pop((place, term), None)
+            case e.Stop(cause):
+                self.fail(cause)
+
+    def _do(self, effect: e.Effect) -> e.Event | None:
+        """What has to be done in the store, and what came of it. Called without the lock."""
+        match effect:
+            case e.Claim(place, term, process):
+                return self._claim(place, term, process)
+            case e.LookUp(place):
+                return self._look_up(place)
+            case e.Write(record):
+                return self._write(record)
+            case e.Look(round_):
+                return self._look(round_)
+        return None
+
+    def _claim(self, place: str, term: int, process: str) -> e.Event:
+        try:
+            return e.Claimed(place, term, process, self.log.claim_term(place, term))
+        except (HeteroPPError, OSError):
+            return e.NotClaimed(place)
+
+    def _look_up(self, place: str) -> e.Event | None:
+        with contextlib.suppress(HeteroPPError, OSError):
+            return e.Noted(place, self.log.terms().get(place, 0))
+        return None
+
+    def _write(self, record: e.Record) -> e.Event:
+        try:
+            kept = self.log.create_record(to_message(record, self._tokens_a_step))
+        except (HeteroPPError, OSError):
+            return e.NotRecorded(record.round)
+        return self._recorded(kept)
+
+    def _look(self, round_: int) -> e.Event | None:
+        with contextlib.suppress(HeteroPPError, OSError):
+            return self._recorded(self.log.read_record(round_))
+        return None
+
+    def _recorded(self, kept: RoundRecord) -> e.Event:
+        with self.changed:
+            self._records[kept.round] = kept
+            while len(self._records) > REMEMBERED_RECORDS:
+                del self._records[min(self._records)]
+        return e.Recorded(from_message(kept))
+
+    def kept(self, round_: int) -> RoundRecord:
+        """The record of a round that was closed a moment ago."""
+        return self._records[round_]
+
+    # ---- what calls wait for ----
+
+    def fail(self, cause: str) -> None:
+        """Every call that waits, and every later one, raises RunFailed."""
+        with self.changed:
+            self.failure = self.failure or cause
+            self.changed.notify_all()
+
+    def require_alive(self) -> None:
+        """Raise RunFailed if the run has failed."""
+        if self.failure is not None:
+            raise RunFailed(self.failure)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for it, with the lock held while it is asked. Raises RunFailed."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure is not None or condition())
+            self.require_alive()
+
+    def wait_for_term(self, place: str, process: str) -> int:
+        """Until a process that has applied for a place holds it: the term."""
+        self.wait_until(lambda: (place, process) in self._welcomed)
+        return self._welcomed[place, process]
+
+    def wait_for_work(self, place: str, term: int) -> e.Assign:
+        """Until a member that has asked is told what to train. Raises TermOver."""
+        self.wait_until(lambda: (place, term) in self._assigned or not self.coordinator.holds(place, term))
+        with self.changed:
+            self.require_term(place, term)
+            return self._assigned.pop((place, term))
+
+    def wait_for_record(self, round_: int, place: str | None = None, term: int | None = None) -> RoundRecord:
+        """Until a round is decided.
+
+        For a member: raises TermOver, and Suspended if its replica has to train the round again.
+        """
+
+        def is_due() -> bool:
+            is_over = term is not None and place is not None and not self.coordinator.holds(place, term)
+            return round_ <= self.coordinator.last_round or (place, term) in self._suspended or is_over
+
+        self.wait_until(is_due)
+        with self.changed:
+            if round_ > self.coordinator.last_round and place is not None and term is not None:
+                self.require_term(place, term)
+                raise Suspended(self._suspended[place, term].cause)
+            if round_ in self._records:
+                return self._records[round_]
+        return self.log.read_record(round_)
+
+    def suspension(self, place: str, term: int) -> e.Suspended | None:
+        """Whether a member has been told to return to the start of the round, and has not asked for work since."""
+        with self.changed:
+            return self._suspended.get((place, term))
+
+    def asks(self, place: str, term: int) -> None:
+        """A member has returned, and asks for work."""
+        with self.changed:
+            self._suspended.pop((place, term), None)
+            self._assigned.pop((place, term), None)
+
+    def require_term(self, place: str, term: int) -> None:
+        """Raise TermOver if a term does not act any more."""
+        if not self.coordinator.holds(place, term):
+            raise TermOver(f"{place}: its term {term} is over")
+
+    # ---- time ----
+
+    def end(self) -> None:
+        """Stop the clock."""
+        with self.changed:
+            self._ended = True
+            self.changed.notify_all()
+
+    def _start_clock(self) -> None:
+        with self.changed:
+            if self._timer is None:
+                self._timer = threading.Thread(target=self._keep_time, name="coordinator's clock", daemon=True)
+                self._timer.start()
+
+    def _keep_time(self) -> None:
+        while True:
+            with self.changed:
+                deadline, before = self.coordinator.deadline(), self._clock()
+                left = _LONGEST_SLEEP if deadline is None else min(_LONGEST_SLEEP, deadline - before)
+                if left > 0:
+                    self.changed.wait(left)
+                if self._ended or self.failure is not None:
+                    return
+                slept = self._clock() - before
+                due = deadline is not None and self._clock() >= deadline
+            if slept > max(left, 0.0) + _OVERSLEPT:
+                self.tell(e.Woke())
+            elif due:
+                self.tell(e.Tick())

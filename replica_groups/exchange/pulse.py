@@ -1,0 +1,59 @@
+"""Tells the exchange, once a second, that a member is there and gets on; hears if it has to stop what it does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hetero_pp.errors import HeteroPPError, LinkError
+from hetero_pp.outer.exchange_service import ExchangeService
+
+SECONDS_BETWEEN_BEATS = 1.0
+
+GiveUp = Callable[[int, str], None]
+"""(before, cause): links of epochs before this one are over, whoever waits for them is woken."""
+
+
+class Pulse:
+    """Of one member; beats in a thread of its own, so that neither compute nor a full line keeps it back."""
+
+    def __init__(self, exchange: ExchangeService, member: str, give_up: GiveUp) -> None:
+        self._exchange, self._member, self._give_up = exchange, member, give_up
+        self._round: int | None = None
+        self._epoch = 0
+        self._progress = 0
+        self._ended = threading.Event()
+
+    def trains(self, round_: int | None, epoch: int) -> None:
+        """What the member does from now on."""
+        self._round, self._epoch = round_, epoch
+        self.progressed()
+
+    def progressed(self) -> None:
+        """It has done something."""
+        self._progress += 1
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """While the block runs."""
+        thread = threading.Thread(target=self._run, name=f"pulse {self._member}", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(SECONDS_BETWEEN_BEATS):
+            epoch = self._epoch
+            try:
+                found = self._exchange.beat(self._member, self._round, epoch, self._progress)
+            except LinkError:
+                continue  # the exchange is gone, or late: whoever needs it waits for it
+            except HeteroPPError as error:
+                self._give_up(epoch + 1, str(error))  # the run is over; whoever waits for a neighbour hears why
+                return
+            if found.is_over or found.suspended == epoch:
+                self._give_up(epoch + 1, found.cause or "its term is over")

@@ -1,0 +1,38 @@
+"""What the rules decided, as it is kept: a record of the protocol and a RoundRecord."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.pseudo_gradient.contribution import contribution_digest
+from replica_groups.protocol.events import Contribution, Record
+
+
+def to_message(record: Record, tokens_a_step: Mapping[str, int]) -> RoundRecord:
+    """`tokens_a_step`: of each replica whose tokens are known. The digest is left to who keeps the record."""
+    message = RoundRecord(round=record.round, late=record.late)
+    for one in record.contributions:
+        blobs = [cast(BlobEntry, entry) for entry in one.blobs.values()]
+        message.contributions.append(
+            ContributionEntry(
+                replica=one.replica,
+                epoch=one.epoch,
+                weight=one.weight,
+                steps=one.steps,
+                tokens=one.steps * tokens_a_step.get(one.replica, 0),
+                digest=contribution_digest(blobs),
+                blobs=blobs,
+            )
+        )
+    return message
+
+
+def from_message(message: RoundRecord) -> Record:
+    """What it says, for the rules."""
+    counted = tuple(
+        Contribution(one.replica, one.epoch, one.steps, one.weight, {blob.block: blob for blob in one.blobs})
+        for one in message.contributions
+    )
+    return Record(message.round, counted, tuple(message.late))

@@ -1,0 +1,47 @@
+"""What the rules decide about members and replicas, as reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+from hetero_pp.links import EXCHANGE
+from hetero_pp.messages.messages_pb2 import (
+    HEALED,
+    LATE,
+    PAUSED,
+    SILENT,
+    SUSPENDED,
+    TERM_OVER,
+    WENT_ON,
+    Happened,
+    Report,
+    Standing,
+)
+from replica_groups.protocol import events as e
+
+
+def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report]:
+    """What of an effect concerns whoever watches; `replicas`: place -> replica."""
+    match effect:
+        case e.Fenced(place, term, cause, silent) if cause:
+            yield _report(SILENT if silent else TERM_OVER, place=place, replica=replicas[place], term=term, cause=cause)
+        case e.Suspended(place, term, _, cause):
+            yield _report(SUSPENDED, place=place, replica=replicas[place], term=term, cause=cause)
+        case e.TooLate(replica, round_):
+            yield _report(LATE, replica=replica, round=round_)
+        case e.Paused(round_, there, needed):
+            cause = f"{len(there)} of {len(set(replicas.values()))} replicas are there, {needed} are needed"
+            yield _report(PAUSED, round=round_, cause=cause)
+        case e.WentOn(round_):
+            yield _report(WENT_ON, round=round_)
+        case e.Heal(place, term, round_, parameter):
+            cause = f"held another {parameter} than replay gives"
+            yield _report(HEALED, place=place, replica=replicas[place], term=term, round=round_, cause=cause)
+
+
+def _report(
+    what: Happened, place: str = "", replica: str = "", term: int = 0, round: int = 0, cause: str = ""
+) -> Report:
+    standing = Standing(what=what, place=place, replica=replica, term=term, round=round, cause=cause)
+    return Report(time=time.time(), member=EXCHANGE, standing=standing)
