@@ -19,7 +19,6 @@ from hetero_pp.snapshot import BASIS, MOMENTUM
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.build_member import Start, build_member, device_of
 from replica_groups.exchange.collective import CollectiveExchange
-from replica_groups.exchange.pulse import Pulse
 from replica_groups.exchange.reporter import Reporter
 from replica_groups.exchange.restart import states_to_go_on_from
 from replica_groups.exchange.shaped import ShapedExchange
@@ -28,8 +27,9 @@ from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.round_length import StepsOf, round_length
 from replica_groups.saved_states import SavedStates
+from replica_groups.seat import LedgerOf, Seat
 from replica_groups.steps_taken import StepsTaken
-from replica_groups.training_loop import LedgerOf, TrainingLoop, TrainingMember, momentum_of
+from replica_groups.training_loop import TrainingLoop, TrainingMember, momentum_of
 
 
 class Connections(Protocol):
@@ -85,41 +85,24 @@ def take_part(
     run = exchange.agree(member.name, spec.agreed)
     states = SavedStates(folder.state(member.name), run, config.snapshots.every, ranks)
     available, address = states.check(), connections.listen()
-    exchange.join(member.name, address, available)
-    links = _Links(member, connections, shaped)
-    pulse = Pulse(exchange, member.name, links.give_up)
-    with pulse.beating():
-        stale = states_to_go_on_from(exchange, member.name, states, available)
+    seat = Seat(exchange, member.name, address, available, _Links(member, connections, shaped))
+    with seat.taken():
+        saved = states_to_go_on_from(exchange, member.name, states, available)
         spec = spec.with_changes(exchange.changes())
         if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
             ranks = Ranks(device=device_of(member.replica))
         trainer, outer, holds = _build(spec, run, member, exchange, folder, ranks)
         states = replace(states, every=spec.latest.snapshots.every)
         length, steps = round_length(spec, member, MonotonicClock(), ranks, steps_of), StepsTaken(config.inner.steps)
-        if stale is not None:
-            states.require(stale)
-            trainer.load(states.path(stale))
-            outer.load(states.path(stale), stale, holds)
-            steps.load(states.path(stale))
+        if saved is not None:
+            trainer.load(states.path(saved))
+            outer.load(states.path(saved), saved, holds)
             outer.restore()
+            steps.load(states.path(saved))
         reporter = Reporter(exchange, member.name)
-        loop = TrainingLoop(
-            trainer,
-            member.replica.name,
-            outer,
-            exchange,
-            links,
-            reporter,
-            states,
-            length,
-            steps,
-            pulse,
-            address,
-            lambda: exchange.join(member.name, address, available),
-            gate,
-        )
+        loop = TrainingLoop(trainer, member.replica.name, outer, seat, reporter, states, length, steps, gate=gate)
         try:
-            loop.run(holds, stale, spec)
+            loop.run(holds, saved, spec)
         finally:
             reporter.close()
 

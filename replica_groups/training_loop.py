@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -12,19 +12,17 @@ from typing import Protocol
 from hetero_pp.errors import LinkError, Suspended, TermOver
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
-from hetero_pp.link.ledger import Ledger
-from hetero_pp.links import Direction
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
-from hetero_pp.outer.exchange_service import Assignment, ExchangeService
+from hetero_pp.outer.exchange_service import Assignment
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.snapshot import MOMENTUM
-from replica_groups.exchange.pulse import Pulse
 from replica_groups.exchange.reporter import Reporter
 from replica_groups.gate import Gate
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import ParameterStore
 from replica_groups.round_length import RoundLength
 from replica_groups.saved_states import SavedStates
+from replica_groups.seat import Seat
 from replica_groups.steps_taken import StepsTaken
 
 
@@ -75,24 +73,7 @@ class TrainingMember(Protocol):
         """Seconds of compute and of waiting for links since the last call."""
 
 
-LedgerOf = tuple[str, Direction, Ledger]
-"""(link, direction, what this member counted of it)"""
-
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
-
-
-class Links(Protocol):
-    """Of a member to the stages beside it, and what it counts; see take_part."""
-
-    def form(self, work: Assignment) -> LinkEnds:
-        """Links of the assignment's epoch. Raises LinkError."""
-
-    def give_up(self, before: int, cause: str) -> None:
-        """Links of epochs before this one are over; see Connections."""
-
-    @property
-    def ledgers(self) -> Sequence[LedgerOf]:
-        """What was sent, by link and direction."""
 
 
 class TrainingLoop:
@@ -103,29 +84,20 @@ class TrainingLoop:
         member: TrainingMember,
         replica: str,
         outer: OuterRound,
-        exchange: ExchangeService,
-        links: Links,
+        seat: Seat,
         reporter: Reporter,
         states: SavedStates,
         length: RoundLength,
         steps: StepsTaken,
-        pulse: Pulse,
-        address: str,
-        join: Callable[[], object],
         gate: Gate | None = None,
     ) -> None:
-        """`address`: where the member listens for the stage before. `join` takes the member's place again.
-
-        `gate`: asked before every inner step, by members that are threads; what was done before a round is told before.
+        """`gate`: asked before every inner step, by members that are threads; what was done before a round is told
+        before.
         """
-        self.member, self.replica, self.outer = member, replica, outer
-        self.exchange, self.links, self.reporter, self.states = exchange, links, reporter, states
-        self.length, self.steps = length, steps
-        self.pulse, self.address, self.join, self.gate = pulse, address, join, gate
+        self.member, self.replica, self.outer, self.seat = member, replica, outer, seat
+        self.reporter, self.states, self.length, self.steps, self.gate = reporter, states, length, steps, gate
         self.holds = 0
         """The round after which the member holds theta."""
-        self._epoch: int | None = None
-        """Of its links; None if they have to be formed."""
         self._has_started = False
         self._under_way = False
         """Whether a round was begun that `undo` brings back to its start."""
@@ -133,7 +105,7 @@ class TrainingLoop:
     def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
         """Train until the run is over, from theta after round `holds`; what else it has is from after round `saved`."""
         self.holds = holds
-        while (work := self._ask()).round:
+        while (work := self.seat.ask(self.holds)).round:
             try:
                 self._reach(work, saved)
                 saved = None
@@ -144,16 +116,7 @@ class TrainingLoop:
         over.finished.SetInParent()
         self.reporter.send(over)
 
-    # ---- what to do ----
-
-    def _ask(self) -> Assignment:
-        """What to train next; takes the member's place again as often as it was lost."""
-        while True:
-            try:
-                return self.exchange.assign(self.reporter.member, self.holds, self.address)
-            except TermOver:
-                self._epoch = None
-                self.join()
+    # ---- where a round starts ----
 
     def _reach(self, work: Assignment, saved: int | None) -> None:
         """Come to where the assigned round starts, with all of the replica."""
@@ -166,9 +129,9 @@ class TrainingLoop:
         if missed or not self._has_started:
             self.member.start_round(self.outer)
             self._has_started = True
-        if work.epoch != self._epoch:
-            self._epoch = work.epoch
-            self.member.relink(self.links.form(work))
+        ends = self.seat.form(work)
+        if ends is not None:
+            self.member.relink(ends)
         if work.is_first:
             self._evaluate(before)  # again, if the run goes on: it may have died before it was reported
             if before == 0:
@@ -176,9 +139,9 @@ class TrainingLoop:
 
     def _heal(self) -> None:
         """Take theta from the log again, and the outer optimizer's state."""
-        round_, names = self.exchange.newest_snapshot()
+        round_, names = self.seat.exchange.newest_snapshot()
         kept = momentum_of(names, self.outer.theta)
-        tensors = self.exchange.snapshot([*self.outer.theta, *kept], round_)
+        tensors = self.seat.exchange.snapshot([*self.outer.theta, *kept], round_)
         momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in kept}
         self.outer.reset({name: tensors[name] for name in self.outer.theta}, momentum, round_)
         self.outer.catch_up(range(round_ + 1, self.holds + 1))
@@ -188,16 +151,14 @@ class TrainingLoop:
     def _return(self, error: Exception) -> None:
         """To where the round that was under way started. Whoever cannot reach a neighbour says so."""
         print(f"{self.reporter.member}: back to round {self.holds}: {error}", file=sys.stderr, flush=True)
-        epoch, self._epoch = self._epoch, None
-        if epoch is not None:
-            self.links.give_up(epoch + 1, str(error))
+        epoch = self.seat.leave_links(str(error))
         if self._under_way:
             self.outer.undo()
             self.member.undo(self.outer)
             self._under_way = False
         if isinstance(error, LinkError) and epoch is not None:
             with suppress(TermOver):
-                self.exchange.broken(self.reporter.member, epoch, str(error))
+                self.seat.exchange.broken(self.seat.member, epoch, str(error))
 
     # ---- a round ----
 
@@ -208,14 +169,14 @@ class TrainingLoop:
         self.member.follow(spec.rates_in(round_, self.steps.before(round_), self.steps.last))
         self.member.remember()
         self._under_way = True
-        self.pulse.trains(round_, work.epoch)
+        self.seat.pulse.trains(round_, work.epoch)
         steps = self._train(round_)
         compute, wait = self.member.timing()
         started = time.monotonic()
         self.outer.synchronise(round_, work.epoch, steps)
         self._under_way, self.holds = False, round_
         self.steps.end_round(steps)
-        self.pulse.trains(None, work.epoch)
+        self.seat.pulse.trains(None, work.epoch)
         self.member.start_round(self.outer)
         self._finish(round_, MemberRound(round=round_, compute_seconds=compute, wait_seconds=wait), started)
         if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:  # from the last the run may be extended
@@ -236,7 +197,7 @@ class TrainingLoop:
             self.reporter.send(report)
             is_over = self.length.is_over(steps, done.is_last)
             steps += 1
-            self.pulse.progressed()
+            self.seat.pulse.progressed()
             if time.monotonic() - reported > SECONDS_BETWEEN_LINK_REPORTS:
                 self._report_links(round_)
                 reported = time.monotonic()
@@ -274,7 +235,7 @@ class TrainingLoop:
         self.reporter.send(report)
 
     def _report_links(self, round_: int) -> None:
-        for link, direction, ledger in self.links.ledgers:
+        for link, direction, ledger in self.seat.links.ledgers:
             count = ledger.of_round(round_)
             report = self.reporter.new()
             use = report.link_use

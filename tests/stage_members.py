@@ -107,6 +107,7 @@ class StageMembers:
         If a stage fails its links are aborted, so that its neighbours' fail as well; the first error that is not
         LinkClosed is then raised, or else LinkClosed.
         """
+
         def work(member: StageMember) -> list[InnerStep]:
             first = (round_ - 1) * STEPS
             reports = [member.inner_step(round_, step, first + step) for step in range(STEPS)]

@@ -35,7 +35,17 @@ def make_exchange(
     agreement = Agreement(spec.config, read_changes(folder.changes), resume or {})
     log, rules = open_log(spec.config, folder), rules_of(spec, lonely)
     tokens = {replica.name: tokens_a_step(spec, replica) for replica in spec.config.replicas}
-    return Exchange(spec.run, spec.roster, None, spec.config.outer, log, agreement, rules, goes_on, tokens)
+    return Exchange(
+        spec.run,
+        spec.roster,
+        None,
+        spec.config.outer,
+        log,
+        agreement=agreement,
+        rules=rules,
+        goes_on=goes_on,
+        tokens_a_step=tokens,
+    )
 
 
 def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
@@ -49,6 +59,7 @@ def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
         grace=Window(own.grace.factor, own.grace.least, own.grace.most),
         limit=own.limit,
         lease=lease,
+        joins_at_once=spec.config.inner.seconds is not None,
     )
 
 

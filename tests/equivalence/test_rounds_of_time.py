@@ -88,7 +88,8 @@ def test_a_run_that_goes_on_knows_how_many_steps_it_took(over_grpc: Path, tmp_pa
     spec = read_run(folder)
     run_in_process(spec, folder, lambda _: None, {}, lambda replica, round_: taken[replica, round_])
     records = [ContributionLog(FolderStore(where / "log")).read_record(ROUNDS) for where in (over_grpc, run)]
-    assert records[0] == records[1]
+    counted = [[(one.replica, one.steps, one.tokens, one.digest) for one in record.contributions] for record in records]
+    assert counted[0] == counted[1]  # who goes on holds each place for another time, so that epochs differ
 
 
 @pytest.mark.starts_processes
