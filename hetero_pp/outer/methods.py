@@ -38,6 +38,9 @@ class OuterSettings(Settings):
     divides_by: Literal["replicas", "senders"] = Field(
         "replicas", description="the mean of a coordinate is over all replicas, or over those that sent it"
     )
+    weights: Annotated[Literal["equal", "tokens"], AddedLater()] = Field(
+        "equal", description="of contributions in a round's mean; `tokens`: by how many a replica trained on in it"
+    )
     returned: Annotated[Ratio, AddedLater()] = Field(
         1.0, ge=0, le=1, description="how much of a contribution that no round counted goes back into error feedback"
     )
@@ -58,6 +61,16 @@ class OuterSettings(Settings):
         if "compression" in row and isinstance(own, dict):
             filled["compression"] = {**row["compression"], **own}
         return filled
+
+    @model_validator(mode="after")
+    def _gradients_weigh_the_same(self) -> OuterSettings:
+        if self.weights != "equal" and self.source == "gradient":
+            raise ValueError(f"found weights `{self.weights}` with averaged gradients, expected `equal`")
+        return self
+
+    def weight(self, tokens: int) -> float:
+        """Of a contribution to a round that so many tokens came to; the mean divides by the sum of those counted."""
+        return float(tokens) if self.weights == "tokens" else 1.0
 
     @model_validator(mode="after")
     def _gradients_are_all_counted(self) -> OuterSettings:

@@ -15,7 +15,6 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.topology import ReplicaSettings
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
@@ -34,7 +33,6 @@ def make_exchange(
     """
     agreement = Agreement(spec.config, read_changes(folder.changes), resume or {})
     log, rules = open_log(spec.config, folder), rules_of(spec, lonely)
-    tokens = {replica.name: tokens_a_step(spec, replica) for replica in spec.config.replicas}
     return Exchange(
         spec.run,
         spec.roster,
@@ -44,29 +42,29 @@ def make_exchange(
         agreement=agreement,
         rules=rules,
         goes_on=goes_on,
-        tokens_a_step=tokens,
+        tokens_a_step=tokens_a_step(spec),
     )
 
 
 def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
     """What a run's configuration says of its rounds."""
     own = spec.config.exchange
-    ever = Window(1.0, math.inf, math.inf)
+    lease = Window(1.0, math.inf, math.inf) if lonely else Window(own.lease.factor, own.lease.least, own.lease.most)
     return Rules(
         spec.roster.members,
         spec.roster.blocks,
         quorum=own.quorum,
         grace=Window(own.grace.factor, own.grace.least, own.grace.most),
         limit=own.limit,
-        lease=ever if lonely else Window(own.lease.factor, own.lease.least, own.lease.most),
-        hang=ever if lonely else Window(own.hang.factor, own.hang.least, own.hang.most),
+        lease=lease,
         joins_at_once=spec.config.inner.seconds is not None,
+        tokens_a_step=tokens_a_step(spec) if spec.config.outer.weights == "tokens" else None,
     )
 
 
-def tokens_a_step(spec: RunSpec, replica: ReplicaSettings) -> int:
-    """That a replica trains on."""
-    return replica.batch_size * spec.config.data.sequence_length
+def tokens_a_step(spec: RunSpec) -> dict[str, int]:
+    """That each replica trains on."""
+    return {replica.name: replica.batch_size * spec.config.data.sequence_length for replica in spec.config.replicas}
 
 
 def begin_run(

@@ -72,10 +72,14 @@ class AllReplicas:
         self.own_embeddings: dict[int, Tensor] = {}
         """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
         self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
-        self.tokens_per_round = self.inner_steps * sum(
-            replica.batch_size * spec.config.data.sequence_length for replica in spec.config.replicas
-        )
+        tokens = {
+            replica.name: self.inner_steps * replica.batch_size * spec.config.data.sequence_length
+            for replica in spec.config.replicas
+        }
+        self.tokens_per_round = sum(tokens.values())
         """On all ranks."""
+        self.weights = {name: spec.config.outer.weight(own) for name, own in tokens.items()}
+        """Of all replicas, by name."""
         self.stacks: list[Stack] = []
         self.loose = list(range(len(self.replicas)))
         """Replicas in no stack, which take their steps one after the other."""
@@ -138,8 +142,8 @@ class AllReplicas:
     def _synchronise(self, round_: int) -> None:
         """The outer round, parameter by parameter."""
         outer = self.outer.settings
-        names = [replica.name for replica in self.spec.config.replicas]
-        missed = missed_in(round_, names, outer.missed, self.spec.config.seed)
+        missed = missed_in(round_, list(self.weights), outer.missed, self.spec.config.seed)
+        counted = sum(weight for name, weight in self.weights.items() if name not in missed)
         for name, start in self.theta.items():
             mean = WeightedMean(tuple(start.shape), outer.divides_by, start.device)
             for index, replica in enumerate(self.replicas):
@@ -148,14 +152,14 @@ class AllReplicas:
                 generator = generator_of(self.spec.run, round_, self.settings[index].name, name)
                 error = self.errors[index][name]
                 sent = select(error, delta, outer.compression, generator=generator)
-                if self.settings[index].name in missed:
+                if (name_of := self.settings[index].name) in missed:
                     give_back(error, sent.indices, sent.values, outer.returned)
                 else:
-                    mean.add(DecodedTensor(sent.indices, sent.values))
+                    mean.add(DecodedTensor(sent.indices, sent.values), self.weights[name_of])
             self.ranks.sum(mean.total)
             if mean.sent is not None:
                 self.ranks.sum(mean.sent)
-            self.outer.take(self.theta, name, mean.finish(self.count - len(missed)))
+            self.outer.take(self.theta, name, mean.finish(counted))
             for replica in self.replicas:
                 replica.parameters[name].copy_(start)
 

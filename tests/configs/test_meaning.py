@@ -76,6 +76,7 @@ OF_A_RUN = [
     "inner.clip_norm=null",
     "outer.rounds=3",
     "outer.divides_by=senders",
+    "outer.weights=tokens",
     "outer.returned=0.25",
     "outer.missed=0.5",
     "outer.compression.density=0.5",

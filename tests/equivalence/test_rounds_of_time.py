@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from started import run_program
 
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.model import shapes_by_block
 from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.store.folder import FolderStore
@@ -19,6 +22,7 @@ from replica_groups.exchange.log import ContributionLog
 
 YAML = Path(__file__).with_name("mixed.yaml")
 ROUNDS = 3
+TOKENS_A_STEP = {"dc": 4 * 32, "home": 16 * 32}
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
@@ -27,23 +31,26 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def over_grpc(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The group's batch is larger, so that it takes fewer steps."""
+    """The group's batch is larger, so that it takes fewer steps. Contributions weigh by tokens."""
     folder = tmp_path_factory.mktemp("runs")
     changes = ["inner={seconds: 0.5}", f"data.corpus={corpus}", "replicas.1.batch_size=16"]
-    changes += ["replicas.1.micro_batches=8", f"outer.rounds={ROUNDS}"]
+    changes += ["replicas.1.micro_batches=8", f"outer.rounds={ROUNDS}", "outer.weights=tokens", "snapshots.every=1"]
     done = run_program("launch", str(YAML), "--runs", str(folder), *(f"--set={change}" for change in changes))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 outer rounds of as many inner steps as fit into 500 ms" in done.stdout
     return folder / "mixed"
 
 
+def _log(run: Path) -> ContributionLog:
+    return ContributionLog(FolderStore(run / "log"))
+
+
 def _steps(run: Path) -> dict[tuple[str, int], int]:
-    """By replica and round, as its summary says."""
-    summary = json.loads((run / "summary.json").read_text())
+    """By replica and round, as its records say."""
     return {
-        (replica["name"], round_): steps
-        for replica in summary["replicas"]
-        for round_, steps in enumerate(replica["steps"], start=1)
+        (entry.replica, round_): entry.steps
+        for round_ in range(1, ROUNDS + 1)
+        for entry in _log(run).read_record(round_).contributions
     }
 
 
@@ -56,9 +63,7 @@ def test_a_run_with_the_steps_of_another_has_its_bits(over_grpc: Path, tmp_path:
     folder = RunFolder(tmp_path)
     run_in_process(spec, folder, reports.append, steps_of=lambda replica, round_: taken[replica, round_])
     for round_ in range(1, ROUNDS + 1):
-        records = [
-            ContributionLog(FolderStore(where.log)).read_record(round_) for where in (RunFolder(over_grpc), folder)
-        ]
+        records = [_log(where).read_record(round_) for where in (over_grpc, tmp_path)]
         assert records[0] == records[1], f"round {round_}"
     expected = {
         (line["replica"], line["round"]): line["parameters_sha256"]
@@ -87,9 +92,41 @@ def test_a_run_that_goes_on_knows_how_many_steps_it_took(over_grpc: Path, tmp_pa
     folder = RunFolder(run)
     spec = read_run(folder)
     run_in_process(spec, folder, lambda _: None, {}, lambda replica, round_: taken[replica, round_])
-    records = [ContributionLog(FolderStore(where / "log")).read_record(ROUNDS) for where in (over_grpc, run)]
+    records = [_log(where).read_record(ROUNDS) for where in (over_grpc, run)]
     counted = [[(one.replica, one.steps, one.tokens, one.digest) for one in record.contributions] for record in records]
     assert counted[0] == counted[1]  # who goes on holds each place for another time, so that epochs differ
+
+
+@pytest.mark.starts_processes
+def test_records_say_what_each_did_and_its_tokens_are_its_weight(over_grpc: Path) -> None:
+    summary = json.loads((over_grpc / "summary.json").read_text())
+    told = {replica["name"]: replica for replica in summary["replicas"]}
+    for round_ in range(1, ROUNDS + 1):
+        for entry in _log(over_grpc).read_record(round_).contributions:
+            assert entry.steps == told[entry.replica]["steps"][round_ - 1]
+            assert entry.weight == entry.tokens == entry.steps * TOKENS_A_STEP[entry.replica]
+    tokens = {name: sum(told[name]["steps"]) * TOKENS_A_STEP[name] for name in told}
+    assert tokens == {name: told[name]["tokens"] for name in told}
+
+
+@pytest.mark.starts_processes
+def test_a_round_comes_to_the_mean_by_tokens(over_grpc: Path) -> None:
+    """theta - (w D + w' D') / (w + w'), with what both sent decoded and summed here, in float64."""
+    spec, log = read_run(RunFolder(over_grpc)), _log(over_grpc)
+    before, after = (log.read_snapshot(round_).parameters for round_ in (1, 2))
+    record = log.read_record(2)
+    read, whole = log.blobs_of(record), sum(entry.weight for entry in record.contributions)
+    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
+        moved = {name: torch.zeros(shape, dtype=torch.float64).flatten() for name, shape in shapes.items()}
+        for entry in record.contributions:
+            address = BlobAddress(spec.run, 2, entry.replica, block)
+            blob = ReceivedBlob(read(entry.replica, block), address, shapes, spec.config.outer.compression)
+            for name in shapes:
+                sent = blob.tensor(name)
+                moved[name][sent.indices.long()] += entry.weight / whole * sent.values.double()
+        for name, change in moved.items():
+            expected = before[name].double() - change.view_as(before[name])
+            torch.testing.assert_close(after[name].double(), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.starts_processes
