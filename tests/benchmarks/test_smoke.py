@@ -25,6 +25,7 @@ PRINTED = {
     "mutants": [r"107 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
     "simulator": [r"50 Mbit/s, 0 ms, 2 stages, rank full +\d", r"quickstart +\d", r"busy processes +\d", r"bytes.* \d"],
     "simulator_growth": [r"participants .*\n +100 +\d", r"stages .*\n +2 +\d", r"micro-batches .*\n +4 +\d"],
+    "unequal_speeds": [r"time +\d.*%.*\n", r"steps +1\.0 .*%.*\n"],
 }
 """Patterns of each."""
 
