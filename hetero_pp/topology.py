@@ -232,6 +232,14 @@ class LeaseSettings(Settings):
     most: Duration = Field(300.0, gt=0)
 
 
+class HangSettings(Settings):
+    """How long a member may compute without getting on: so many times as long as it did before."""
+
+    factor: float = Field(20.0, gt=0)
+    least: Duration = Field(300.0, gt=0)
+    most: Duration = Field(3600.0, gt=0)
+
+
 class ExchangeSettings(Settings):
     """Where contributions are exchanged, and when a round closes."""
 
@@ -249,6 +257,7 @@ class ExchangeSettings(Settings):
         6 * 3600.0, gt=0, description="after so long a round closes as soon as a quorum has contributed"
     )
     lease: LeaseSettings = LeaseSettings()
+    hang: HangSettings = HangSettings()
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,10 @@ class DatacenterMember:
         self.engine.load(folder / "engine")
         load_position(self.batches, folder)
 
+    def activity(self) -> tuple[int, bool]:
+        """See TrainingMember: a step is over or under way, and waits for nobody."""
+        return 0, True
+
     def timing(self) -> tuple[float, float]:
         """See TrainingMember."""
         seconds, self._compute_seconds = self._compute_seconds, 0.0

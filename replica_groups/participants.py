@@ -115,6 +115,10 @@ class StageMember:
         if self.batches is not None:
             load_position(self.batches, folder)
 
+    def activity(self) -> tuple[int, bool]:
+        """See TrainingMember."""
+        return self.worker.activity.done, not self.worker.activity.waits
+
     def timing(self) -> tuple[float, float]:
         """See TrainingMember."""
         timing, self.worker.timing = self.worker.timing, Timing()

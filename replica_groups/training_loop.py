@@ -69,6 +69,9 @@ class TrainingMember(Protocol):
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote, in a member that started from the snapshot of that round."""
 
+    def activity(self) -> tuple[int, bool]:
+        """Another number whenever it has done something, and whether it is busy, for another thread to see."""
+
     def timing(self) -> tuple[float, float]:
         """Seconds of compute and of waiting for links since the last call."""
 
@@ -170,7 +173,8 @@ class TrainingLoop:
         self.member.remember()
         self._under_way = True
         self.seat.pulse.trains(round_, work.epoch)
-        steps = self._train(round_)
+        with self.seat.pulse.computing(self.member.activity):
+            steps = self._train(round_)
         compute, wait = self.member.timing()
         started = time.monotonic()
         self.outer.synchronise(round_, work.epoch, steps)

@@ -46,6 +46,16 @@ class Timing:
 
 
 @dataclass
+class Activity:
+    """What another thread can see of a worker that trains."""
+
+    done: int = 0
+    """Events of the schedule."""
+    waits: bool = False
+    """For a neighbour."""
+
+
+@dataclass
 class _Step:
     """One inner step, or one evaluation, under way."""
 
@@ -75,6 +85,7 @@ class StageWorker:
         self.stage = stage
         self.settings = settings
         self.timing = Timing()
+        self.activity = Activity()
         self.gradient_norm = math.nan
         """Of the whole replica, in the last step that was applied here."""
         self.learning_rate = math.nan
@@ -150,6 +161,7 @@ class StageWorker:
     def _run(self, events: Sequence[Event], under_way: _Step) -> None:
         for event in events:
             self._actions[event.action](under_way, event.micro_batch)
+            self.activity.done += 1
 
     # ---- compute ----
 
@@ -256,8 +268,9 @@ class StageWorker:
         return header
 
     def _receive(self, link: LinkEnd, purpose: Purpose, round_: int, step: int, micro_batch: int) -> Message:
-        started = time.perf_counter()
+        started, self.activity.waits = time.perf_counter(), True
         message = link.receive(self.settings.receive_timeout)
+        self.activity.waits = False
         self.timing.wait += time.perf_counter() - started
         header = message.header
         found = (header.purpose, header.round, header.step, header.micro_batch)

@@ -19,10 +19,11 @@ from hetero_pp.topology import ParticipantsReplica
 CONNECT_TIMEOUT = 120.0
 
 
-def reports_of(address: str, token: str) -> Iterator[Report]:
+def reports_of(address: str, token: str, on_silence: Callable[[bool], None] = lambda _: None) -> Iterator[Report]:
     """Every report of the run whose exchange is at an address, until it is over; see ExchangeClient.watch.
 
-    An exchange that is gone is waited for: another may take its place.
+    An exchange that is gone is waited for: another may take its place. `on_silence` is told when it is gone or does
+    not answer, and when it does again.
     """
     with closing(ExchangeClient(address, token, "launcher")) as exchange:
         exchange.wait_until_ready(CONNECT_TIMEOUT)  # on a busy machine the first attempt may fail
@@ -35,7 +36,9 @@ def reports_of(address: str, token: str) -> Iterator[Report]:
                     has_begun = has_begun or report.HasField("begun")
                 return
             except ExchangeLost:
+                on_silence(True)
                 exchange.wait_until_ready(CONNECT_TIMEOUT)
+                on_silence(False)
 
 
 def tell_died(address: str, token: str, member: str, cause: str) -> None:

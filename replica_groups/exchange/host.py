@@ -49,14 +49,15 @@ def make_exchange(
 def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
     """What a run's configuration says of its rounds."""
     own = spec.config.exchange
-    lease = Window(1.0, math.inf, math.inf) if lonely else Window(own.lease.factor, own.lease.least, own.lease.most)
+    ever = Window(1.0, math.inf, math.inf)
     return Rules(
         spec.roster.members,
         spec.roster.blocks,
         quorum=own.quorum,
         grace=Window(own.grace.factor, own.grace.least, own.grace.most),
         limit=own.limit,
-        lease=lease,
+        lease=ever if lonely else Window(own.lease.factor, own.lease.least, own.lease.most),
+        hang=ever if lonely else Window(own.hang.factor, own.hang.least, own.hang.most),
         joins_at_once=spec.config.inner.seconds is not None,
         tokens_a_step=tokens_a_step(spec) if spec.config.outer.weights == "tokens" else None,
     )

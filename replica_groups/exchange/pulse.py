@@ -23,6 +23,7 @@ class Pulse:
         self._round: int | None = None
         self._epoch = 0
         self._progress = 0
+        self._activity: Callable[[], tuple[int, bool]] = lambda: (0, False)
         self._ended = threading.Event()
 
     def trains(self, round_: int | None, epoch: int) -> None:
@@ -33,6 +34,16 @@ class Pulse:
     def progressed(self) -> None:
         """It has done something."""
         self._progress += 1
+
+    @contextmanager
+    def computing(self, activity: Callable[[], tuple[int, bool]]) -> Iterator[None]:
+        """While the block runs `activity` says how much the member has done, and whether it is busy."""
+        self._activity = activity
+        try:
+            yield
+        finally:
+            self._activity = lambda: (0, False)
+            self.progressed()
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -49,7 +60,9 @@ class Pulse:
         while not self._ended.wait(SECONDS_BETWEEN_BEATS):
             epoch = self._epoch
             try:
-                found = self._exchange.beat(self._member, self._round, epoch, self._progress)
+                done, is_busy = self._activity()
+                progress = (self._progress << 32) + done
+                found = self._exchange.beat(self._member, self._round, epoch, progress, is_busy)
             except LinkError:
                 continue  # the exchange is gone, or late: whoever needs it waits for it
             except HeteroPPError as error:

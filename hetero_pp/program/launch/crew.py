@@ -53,7 +53,7 @@ def launch(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None]
     with Crew(spec, folder, on_report, resume) as crew:
         crew.start([EXCHANGE, *spec.members])
         address = crew.open_exchange(token)
-        watcher = Watcher(partial(reports_of, address, token), crew.on_report)
+        watcher = Watcher(partial(reports_of, address, token, crew.on_silence), crew.on_report)
         crew.join_exchange(list(spec.members), address, token)
         crew.wait()
         watcher.join()
@@ -162,6 +162,8 @@ class Crew:
 
     def _replace(self, member: str) -> set[str]:
         """Start a process again that has died; without it, if that was too often. Who runs in its place."""
+        with self._lock:
+            self._silent.pop(member, None)
         cause = self._cause(member)
         number = self._restarts.take(member, time.monotonic())
         if member != EXCHANGE:
@@ -207,6 +209,14 @@ class Crew:
             elif report.HasField("standing") and report.standing.what == SILENT:
                 self._silent.setdefault(report.standing.place, time.monotonic())
         self._tell(report)
+
+    def on_silence(self, is_silent: bool) -> None:
+        """The exchange does not answer, or does again: its process may be there, and frozen."""
+        with self._lock:
+            if is_silent:
+                self._silent.setdefault(EXCHANGE, time.monotonic())
+            else:
+                self._silent.pop(EXCHANGE, None)
 
     def _end_silent(self) -> None:
         """Kill members that have not come back by themselves: they are then started again."""

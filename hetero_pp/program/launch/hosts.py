@@ -100,7 +100,8 @@ def launch_exchange(
     """Carry the exchange until the run is over. Raises RunFailed with its cause if it fails, on whatever host."""
     with Crew(spec, folder, on_report, resume) as crew:
         crew.start([EXCHANGE])
-        watcher = Watcher(partial(reports_of, crew.open_exchange(token), token), crew.on_report)
+        told = partial(reports_of, crew.open_exchange(token), token, crew.on_silence)
+        watcher = Watcher(told, crew.on_report)
         crew.wait()
         watcher.join()
 
