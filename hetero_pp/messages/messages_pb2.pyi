@@ -495,14 +495,16 @@ class Standing(_message.Message):
     def __init__(self, what: _Optional[_Union[Happened, str]] = ..., place: _Optional[str] = ..., replica: _Optional[str] = ..., term: _Optional[int] = ..., round: _Optional[int] = ..., cause: _Optional[str] = ...) -> None: ...
 
 class Begun(_message.Message):
-    __slots__ = ("last_round", "damaged", "changes")
+    __slots__ = ("last_round", "damaged", "changes", "note")
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     last_round: int
     damaged: _containers.RepeatedScalarFieldContainer[str]
     changes: str
-    def __init__(self, last_round: _Optional[int] = ..., damaged: _Optional[_Iterable[str]] = ..., changes: _Optional[str] = ...) -> None: ...
+    note: str
+    def __init__(self, last_round: _Optional[int] = ..., damaged: _Optional[_Iterable[str]] = ..., changes: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ()

@@ -120,10 +120,11 @@ class Exchange:
         damaged: Sequence[str] = (),
         spec: RunSpec | None = None,
         last_round: int | None = None,
+        note: str = "",
     ) -> None:
         """Open the round after a snapshot's, or after a later one that is closed; `damaged` files were passed over.
 
-        `spec` is the run's as it goes on, if something was changed since it began.
+        `note` says what the run goes on without. `spec` is the run's as it goes on, if something was changed since it began.
         """
         last_round = snapshot.round if last_round is None else last_round
         with self._changed:
@@ -133,7 +134,7 @@ class Exchange:
                 self._rounds, self._changes = spec.latest.outer.rounds, spec.changes
             self._held, self._newest, self._begun_after = snapshot, snapshot.round, last_round
         self.decisions.tell(e.Began(last_round, self._rounds))
-        begun = Begun(last_round=last_round, damaged=damaged, changes=self._changes.to_json())
+        begun = Begun(last_round=last_round, damaged=damaged, changes=self._changes.to_json(), note=note)
         self.report([Report(time=time.time(), member=EXCHANGE, begun=begun)])
 
     def _require_begun(self, member: str) -> None:

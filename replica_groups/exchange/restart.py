@@ -45,25 +45,48 @@ class Restart:
     """Files that were passed over, each with what is wrong with it."""
     last_round: int | None = None
     """The last that is decided, if that is a later one."""
+    note: str = ""
+    """What the run goes on without."""
 
 
 def find_restart(
-    log: ContributionLog, run: str, available: Mapping[str, AvailableStates], optimizer_for: OptimizerFor
+    log: ContributionLog, run: str, available: Mapping[str, AvailableStates], optimizer_for: OptimizerFor, every: int
 ) -> Restart:
-    """The newest round of which every member has a sound state, and theta after it.
+    """The newest round of which every member has a sound state, and theta after it: to the bits of an unbroken run.
 
-    Raises HeteroPPError with who holds what if there is none.
+    If some members fell behind, by more than the `every` rounds between two states, or have lost their states, the
+    newest round that the log can give: the others lose nothing by it, and each goes on with what it has. Raises
+    HeteroPPError with who holds what if the log gives none.
     """
     damaged = [f"{member}: {one}" for member, states in sorted(available.items()) for one in states.damaged]
     common = frozenset.intersection(*(states.rounds for states in available.values()))
-    for round_ in sorted(common, reverse=True):
+    newest = max((round_ for states in available.values() for round_ in states.rounds), default=0)
+    for round_ in sorted(common, reverse=True) if newest - max(common, default=0) <= every else ():
         try:
             snapshot = snapshot_after(log, run, round_, optimizer_for, damaged)
         except FileNotFoundError:
             continue
         return Restart(snapshot, tuple(dict.fromkeys(damaged)))
+    return _newest_of_log(log, run, available, optimizer_for, damaged)
+
+
+def _newest_of_log(
+    log: ContributionLog,
+    run: str,
+    available: Mapping[str, AvailableStates],
+    optimizer_for: OptimizerFor,
+    damaged: list[str],
+) -> Restart:
+    last = log.last_record()
+    for round_ in range(last, -1, -1):
+        try:
+            snapshot = snapshot_after(log, run, round_, optimizer_for, damaged)
+        except FileNotFoundError:
+            continue
+        behind = [name for name, states in sorted(available.items()) if round_ > 0 and round_ not in states.rounds]
+        older = [f"{name} has what it saved {_saved(available[name].rounds, round_)}" for name in behind]
+        return Restart(snapshot, tuple(dict.fromkeys(damaged)), note="; ".join(older))
     holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(available.items()))
-    last = max(log.records(), default=0)
     complaint = f"found no round that all members hold and the log (up to round {last}) can give: {holders}"
     complaint += " (states are saved every `snapshots.every` rounds)"
     raise HeteroPPError("; ".join([complaint, *dict.fromkeys(damaged)]))
@@ -105,6 +128,11 @@ def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snaps
             except DamagedFile as error:
                 damaged.append(str(error))
     raise FileNotFoundError(f"found no sound snapshot up to round {round_} in {log.store.url()}")
+
+
+def _saved(rounds: frozenset[int], round_: int) -> str:
+    newest = max((one for one in rounds if one < round_), default=None)
+    return "nowhere: it begins with an empty error feedback" if newest is None else f"after round {newest}"
 
 
 def _listed(rounds: frozenset[int]) -> str:

@@ -118,6 +118,8 @@ def _go_on(
     for damaged in report.begun.damaged:
         say(f"passed over: {damaged}")
     say(f"going on after round {last_round}")
+    if report.begun.note:
+        say(report.begun.note)
     for change in _changed_at(Changes.from_json(report.begun.changes), last_round + 1):
         say(change)
     for one in reports_until(spec.config, folder, last_round, say):
