@@ -7,7 +7,7 @@ the selection are cut by rows of chunks (pseudo_gradient.rows), and one paramete
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -89,12 +89,19 @@ class OuterRound:
         self.starts: dict[str, Tensor] = {}
         """What this replica starts the round with, where that is not theta (an ablation of the embedding's split)."""
 
-    def synchronise(self, round_: int, epoch: int | None = None, steps: int = 0) -> RoundRecord:
+    def synchronise(
+        self,
+        round_: int,
+        epoch: int | None = None,
+        steps: int = 0,
+        on_contributed: Callable[[], object] = lambda: None,
+    ) -> RoundRecord:
         """Bring this member's parameters to what all replicas hold after the round, `steps` inner steps after it began.
 
         Raises Suspended or TermOver if the round has to be trained again: see `undo`.
         """
         own = self.contribute(round_, epoch, steps)
+        on_contributed()
         record = self._await_record(round_, own, epoch, steps)
         is_counted = self._take_back_uncounted(record, own, epoch)
         self.apply(record, own if is_counted else None)

@@ -25,6 +25,12 @@ class Clock(Protocol):
 class RoundLength(Protocol):
     """Asked before and after every inner step of a member."""
 
+    def begin(self, elapsed: float) -> None:
+        """A round begins here, so many seconds after it was opened."""
+
+    def contributed(self, seconds: float) -> None:
+        """What a round came to was handed in, which took so long after its last step."""
+
     def is_last(self, round_: int, step: int) -> bool | None:
         """Whether the step that begins now, counted from 0 within its round, is the last; None if that is not told."""
 
@@ -38,6 +44,12 @@ class SoManySteps:
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
+    def begin(self, elapsed: float) -> None:
+        """See RoundLength: that does not matter."""
+
+    def contributed(self, seconds: float) -> None:
+        """See RoundLength: nor does that."""
+
     def is_last(self, round_: int, step: int) -> bool | None:
         """See RoundLength: nobody has to be told."""
         return None
@@ -50,6 +62,12 @@ class SoManySteps:
 class AsTold:
     """Of a stage that hears it from the one before."""
 
+    def begin(self, elapsed: float) -> None:
+        """See RoundLength: that does not matter."""
+
+    def contributed(self, seconds: float) -> None:
+        """See RoundLength: nor does that."""
+
     def is_last(self, round_: int, step: int) -> bool | None:
         """See RoundLength: the step itself tells it."""
         return None
@@ -60,7 +78,9 @@ class AsTold:
 
 
 class SoMuchTime(AsTold):
-    """As many steps as fit into so many seconds, and at least one.
+    """As many steps as fit into so many seconds since the round opened, with what it takes to contribute; at least one.
+
+    So all replicas have contributed at about the same time, however slow their lines are, and nobody waits for others.
 
     A step is the last if another one after it would not fit, if both take as long as those of this round did on
     average, or at its start those of the round before. In its first round a replica takes at least two steps, as
@@ -70,17 +90,28 @@ class SoMuchTime(AsTold):
     def __init__(self, seconds: float, clock: Clock) -> None:
         self.seconds = seconds
         self._clock = clock
-        self._began = 0.0
+        self._opened = clock.now()
+        self._began = clock.now()
         self._a_step: float | None = None
+        self._to_contribute = 0.0
+
+    def begin(self, elapsed: float) -> None:
+        """See RoundLength."""
+        self._opened = self._clock.now() - elapsed
+
+    def contributed(self, seconds: float) -> None:
+        """See RoundLength."""
+        self._to_contribute = seconds
 
     def is_last(self, round_: int, step: int) -> bool | None:
-        """See RoundLength. The round's time begins with its first step."""
+        """See RoundLength."""
         now = self._clock.now()
         if step == 0:
             self._began = now
         else:
             self._a_step = (now - self._began) / step
-        return self._a_step is not None and now - self._began + 2 * self._a_step > self.seconds
+        left = self.seconds - (now - self._opened) - self._to_contribute
+        return self._a_step is not None and 2 * self._a_step > left
 
 
 class AsRecorded(AsTold):
@@ -101,6 +132,14 @@ class OfFirstRank(AsTold):
     def __init__(self, length: RoundLength, ranks: Ranks) -> None:
         self._length = length
         self._ranks = ranks
+
+    def begin(self, elapsed: float) -> None:
+        """See RoundLength."""
+        self._length.begin(elapsed)
+
+    def contributed(self, seconds: float) -> None:
+        """See RoundLength."""
+        self._length.contributed(seconds)
 
     def is_last(self, round_: int, step: int) -> bool | None:
         """See RoundLength."""

@@ -173,11 +173,12 @@ class TrainingLoop:
         self.member.remember()
         self._under_way = True
         self.seat.pulse.trains(round_, work.epoch)
+        self.length.begin(work.elapsed)
         with self.seat.pulse.computing(self.member.activity):
             steps = self._train(round_)
         compute, wait = self.member.timing()
         started = time.monotonic()
-        self.outer.synchronise(round_, work.epoch, steps)
+        self.outer.synchronise(round_, work.epoch, steps, lambda: self.length.contributed(time.monotonic() - started))
         self._under_way, self.holds = False, round_
         self.steps.end_round(steps)
         self.seat.pulse.trains(None, work.epoch)

@@ -41,6 +41,8 @@ class Assignment:
     """Whether it has to take theta from the log again: it holds other bits than the others."""
     is_first: bool = False
     """Whether this is the first round since the run began, or went on."""
+    elapsed: float = 0.0
+    """Seconds since the round opened."""
 
 
 @dataclass(frozen=True)

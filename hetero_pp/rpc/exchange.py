@@ -173,6 +173,7 @@ class _Servicer(ExchangeServicer):
             downstream=work.downstream,
             heals=work.heals,
             is_first=work.is_first,
+            elapsed=work.elapsed,
         )
 
     def Beat(self, request: pb.BeatRequest, context: grpc.ServicerContext) -> pb.BeatReply:

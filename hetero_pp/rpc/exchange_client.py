@@ -141,7 +141,7 @@ class ExchangeClient:
     def assign(self, member: str, holds: int, address: str = "") -> Assignment:
         """See ExchangeService."""
         reply = self._ask(self._calls.Assign, pb.AssignRequest(holds=holds, address=address))
-        return Assignment(reply.round, reply.epoch, reply.downstream, reply.heals, reply.is_first)
+        return Assignment(reply.round, reply.epoch, reply.downstream, reply.heals, reply.is_first, reply.elapsed)
 
     def beat(
         self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False

@@ -190,6 +190,11 @@ class Decisions:
                 return self._records[round_]
         return self.log.read_record(round_)
 
+    def elapsed(self, round_: int) -> float:
+        """Seconds since a round opened, if it is the open one."""
+        open_round = self.coordinator.open
+        return self._clock() - open_round.opened_at if open_round is not None and open_round.number == round_ else 0.0
+
     def suspension(self, place: str, term: int) -> e.Suspended | None:
         """Whether a member has been told to return to the start of the round, and has not asked for work since."""
         with self.changed:

@@ -124,7 +124,7 @@ class Exchange:
     ) -> None:
         """Open the round after a snapshot's, or after a later one that is closed; `damaged` files were passed over.
 
-        `note` says what the run goes on without. `spec` is the run's as it goes on, if something was changed since it began.
+        `note` says what the run goes on without; `spec` is the run's as it goes on, if something was changed.
         """
         last_round = snapshot.round if last_round is None else last_round
         with self._changed:
@@ -292,8 +292,14 @@ class Exchange:
         work = self.decisions.wait_for_work(member, term)
         after = self._after(member)
         with self._changed:
-            address = self._addresses.get(after, "") if after else ""
-            return Assignment(work.round, work.epoch, address, work.heal, work.round == self._begun_after + 1)
+            return Assignment(
+                work.round,
+                work.epoch,
+                downstream=self._addresses.get(after, "") if after else "",
+                heals=work.heal,
+                is_first=work.round == self._begun_after + 1,
+                elapsed=self.decisions.elapsed(work.round),
+            )
 
     def _after(self, member: str) -> str | None:
         """The stage after a stage."""

@@ -20,8 +20,9 @@ class Watch:
         return self.time
 
 
-def _steps(length: RoundLength, clock: Watch, round_: int, a_step: float | list[float]) -> int:
-    """That a round of it has, where steps take so long, one after the other."""
+def _steps(length: RoundLength, clock: Watch, round_: int, a_step: float | list[float], elapsed: float = 0.0) -> int:
+    """That a round of it has, where steps take so long, one after the other; it was opened before it begins here."""
+    length.begin(elapsed)
     step, is_over = 0, False
     while not is_over:
         told = bool(length.is_last(round_, step))
@@ -51,6 +52,20 @@ def test_a_round_follows_the_time_that_its_steps_take() -> None:
     assert _steps(length, clock, 2, [1.0, 1.0, 4.0, 2.0, 2.0]) == 5  # after three steps 6 s are over: two of 2 s fit
     assert _steps(length, clock, 3, [5.0, 1.0]) == 2  # after one of 5 s only one fits
     assert _steps(length, clock, 4, [3.0, 3.0, 3.0]) == 3  # it begins with what it knows of the round before
+
+
+def test_who_comes_late_or_contributes_slowly_takes_fewer_steps() -> None:
+    """So that all have contributed at about the same time."""
+    clock = Watch()
+    length = SoMuchTime(10.0, clock)
+    assert _steps(length, clock, 1, 1.0) == 10
+    assert _steps(length, clock, 2, 1.0, elapsed=4.0) == 6
+    assert _steps(length, clock, 3, 1.0, elapsed=400.0) == 1
+    length.contributed(3.0)
+    assert _steps(length, clock, 4, 1.0) == 7
+    assert _steps(length, clock, 5, 1.0, elapsed=4.0) == 3
+    length.contributed(0.0)
+    assert _steps(length, clock, 6, 1.0) == 10
 
 
 def test_counted_steps_tell_nobody() -> None:
