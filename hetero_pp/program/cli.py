@@ -242,6 +242,22 @@ def export(
 
 
 @app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/quickstart.")],
+    round_: Annotated[
+        int | None, typer.Option("--round", min=0, help="Up to which round; by default the last that is closed.")
+    ] = None,
+    to: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the snapshot after that round.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write what was found to a file.")] = None,
+) -> None:
+    """Come to a run's parameters again from its log alone, and check everything that is in it."""
+    with readable_errors():
+        from hetero_pp.program.replay import replay_run
+
+        replay_run(run, round_, json_path, to)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the YAML, for editors."""
     from hetero_pp.run.config import RunConfig

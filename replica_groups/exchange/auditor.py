@@ -8,8 +8,9 @@ import torch
 
 from hetero_pp.errors import RunFailed
 from hetero_pp.links import EXCHANGE
-from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, parameters_sha256
 from hetero_pp.snapshot import Snapshot
+from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.replay import replay
 
@@ -60,6 +61,7 @@ class Auditor:
         replay(self._theta, self.exchange.run, record, self.exchange.log.blobs_of(record), self._optimizer)
         hashes = {name: parameter_sha256(tensor) for name, tensor in self._theta.items()}
         self.exchange.confirm(EXCHANGE, round_, hashes)
+        write_audit(self.exchange.log.store, round_, record.sha256, parameters_sha256(hashes))
         if round_ == self.rounds or round_ % self.snapshot_every == 0:
             self._save(round_)
 

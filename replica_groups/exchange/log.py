@@ -3,6 +3,7 @@
     snapshot-000000.safetensors
     round-000001/record.json
     round-000001/<replica>/<epoch>/<block>.blob
+    audited/round-000001.json
     terms/<place>/<n>
 
 theta after any round follows from a snapshot and the records and contributions since, bit for bit. What is written is
@@ -30,6 +31,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_dig
 from hetero_pp.snapshot import Snapshot, load_snapshot, open_snapshot, save_snapshot
 from hetero_pp.store.local import reading, writing
 from hetero_pp.store.store import Store
+from replica_groups.exchange.audits import audit_key, audited
 
 TERMS = "terms"
 
@@ -176,6 +178,7 @@ class ContributionLog:
         """
         self.store.forget_parts()
         self.store.delete([snapshot_key(number) for number in self.snapshots() if number > round_])
+        self.store.delete([audit_key(number) for number in audited(self.store) if number > round_])
         for number in sorted(self._rounds(), reverse=True):
             if number > round_:
                 self.store.delete([record_key(number)])

@@ -1,0 +1,69 @@
+"""`hetero-pp replay`: a run's parameters again, from its log alone, with everything in it checked on the way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from hetero_pp.errors import ConfigError, HeteroPPError
+from hetero_pp.files import write_whole
+from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
+from hetero_pp.run.round_optimizer import round_optimizer
+from hetero_pp.snapshot import save_snapshot
+from replica_groups.exchange.check_log import CheckedRound, LogCheck
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.open_log import open_log
+
+
+def replay_run(run: Path, round_: int | None, json_path: Path | None, to: Path | None) -> None:
+    """Replay up to a round (None: the last that is closed), a line each; write what was found, and a snapshot.
+
+    Raises ConfigError if there is no such run or round, HeteroPPError if anything is damaged or not what it should be.
+    """
+    folder = RunFolder(run)
+    if not folder.config.is_file():
+        raise ConfigError((), f"{run}: found no config.yaml, expected the folder of a run, such as runs/quickstart")
+    if to is not None and to.exists():
+        raise ConfigError((), f"--to {to}: found a file there, expected none")
+    spec = read_run(folder)
+    log = open_log(spec.config, folder)
+    last = _last(log, round_)
+    check, found = LogCheck(log, spec.run, partial(round_optimizer, spec)), list[CheckedRound]()
+    for one in check.rounds(last):
+        found.append(one)
+        tell(standard_output(), _line(one))
+    if json_path is not None:
+        told = {"run": spec.config.name, "rounds": [asdict(one) for one in found]}
+        write_whole(json_path, json.dumps(told, indent=1).encode())
+    snapshot = check.snapshot(last)
+    if to is not None and snapshot is not None:
+        save_snapshot(snapshot, to)
+    damaged = sum(len(one.damaged) for one in found)
+    if damaged:
+        raise HeteroPPError(f"{log.store.url()}: {damaged} things are damaged, lost or not what they should be")
+    written = f", written to {to}" if to is not None else ""
+    tell(standard_output(), f"{spec.config.name} after round {last}: sha256 {found[-1].sha256}{written}")
+
+
+def _last(log: ContributionLog, wanted: int | None) -> int:
+    snapshots = log.snapshots()
+    if not snapshots:
+        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the one that a run starts with")
+    newest = max(log.last_record(), min(snapshots))
+    if wanted is not None and not min(snapshots) <= wanted <= newest:
+        raise ConfigError((), f"--round {wanted}: the log in {log.store.url()} has rounds {min(snapshots)} to {newest}")
+    return newest if wanted is None else wanted
+
+
+def _line(one: CheckedRound) -> str:
+    parts = [f"counted {', '.join(one.replicas)}"] if one.replicas else []
+    parts += [f"late {', '.join(one.late)}"] if one.late else []
+    parts += ["parameters cannot be come to" if one.sha256 is None else f"sha256 {one.sha256[:16]}…"]
+    parts += ["as audited"] if one.is_audited else []
+    parts += ["as in its snapshot"] if one.has_snapshot else []
+    parts += [f"DAMAGED: {line}" for line in one.damaged]
+    return f"round {one.round}: {'; '.join(parts)}"

@@ -1,0 +1,72 @@
+"""What the auditor came to after each round, in the store: whoever replays the log later is held against it.
+
+audited/round-000007.json
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from pydantic import BaseModel, ValidationError
+
+from hetero_pp.errors import DamagedFile, HeteroPPError
+from hetero_pp.store.store import Store
+
+FOLDER = "audited"
+
+
+class Audit(BaseModel):
+    """Digests in hexadecimal digits."""
+
+    round: int
+    record_sha256: str
+    """Of the record that was replayed."""
+    parameters_sha256: str
+    """Of theta after it, over sorted (name, sha256) of all parameters."""
+    sha256: str = ""
+    """Over the rest: an audit that is read again is held to it."""
+
+    def sealed(self) -> Audit:
+        """The same, with its digest."""
+        text = f"{self.round} {self.record_sha256} {self.parameters_sha256}"
+        return self.model_copy(update={"sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+def write_audit(store: Store, round_: int, record: bytes, parameters: bytes) -> None:
+    """Keep what was come to, by sha256 of the record and of the parameters.
+
+    Raises HeteroPPError if it was once something else: then numbers are not what they are on another machine.
+    """
+    audit = Audit(round=round_, record_sha256=record.hex(), parameters_sha256=parameters.hex()).sealed()
+    if store.create(audit_key(round_), audit.model_dump_json(indent=1).encode()):
+        return
+    known = read_audit(store, round_)
+    if known != audit:
+        raise HeteroPPError(
+            f"{store.url(audit_key(round_))}: the parameters after round {round_} were {known.parameters_sha256}, "
+            f"and are {audit.parameters_sha256} now"
+        )
+
+
+def read_audit(store: Store, round_: int) -> Audit:
+    """FileNotFoundError if the round was not audited; DamagedFile if it is not what was written."""
+    where, data = store.url(audit_key(round_)), store.get(audit_key(round_))
+    try:
+        audit = Audit.model_validate_json(data)
+    except ValidationError:
+        raise DamagedFile(f"{where} is damaged: it cannot be read") from None
+    if audit.round != round_ or audit != audit.sealed():
+        raise DamagedFile(f"{where} is damaged: it is not the audit of its digest")
+    return audit
+
+
+def audited(store: Store) -> set[int]:
+    """Which rounds were audited."""
+    found = (re.fullmatch(r"round-(\d{6,})\.json", name) for name in store.names(FOLDER))
+    return {int(match[1]) for match in found if match}
+
+
+def audit_key(round_: int) -> str:
+    """Of a round's audit."""
+    return f"{FOLDER}/round-{round_:06d}.json"

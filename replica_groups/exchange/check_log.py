@@ -1,0 +1,151 @@
+"""Replays a log from its first snapshot on, and holds every object of it against what else is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hetero_pp.errors import DamagedFile, MalformedContribution
+from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.outer.step import RoundOptimizer, parameter_sha256, parameters_sha256
+from hetero_pp.snapshot import Snapshot
+from replica_groups.exchange.audits import audit_key, read_audit
+from replica_groups.exchange.log import ContributionLog, snapshot_key
+from replica_groups.exchange.replay import replay
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CheckedRound:
+    """What was found of a round, and of the snapshot after it."""
+
+    round: int
+    replicas: tuple[str, ...]
+    """That were counted."""
+    late: tuple[str, ...]
+    sha256: str | None
+    """Of the parameters after it; None if they cannot be come to."""
+    is_audited: bool
+    """Whether the run's auditor had come to the same."""
+    has_snapshot: bool
+    """Whether a snapshot holds the same."""
+    damaged: tuple[str, ...]
+    """What is damaged or lost, or is something else than it should be, each in a line."""
+
+
+class LogCheck:
+    """A pass over the log of one run. What is damaged ends nothing: the next sound snapshot is gone on from."""
+
+    def __init__(
+        self, log: ContributionLog, run: str, optimizer_for: Callable[[Tensor | None], RoundOptimizer]
+    ) -> None:
+        self._log = log
+        self._run = run
+        self._optimizer_for = optimizer_for
+        self._optimizer: RoundOptimizer | None = None
+        self._theta: dict[str, Tensor] | None = None
+        self._basis: Tensor | None = None
+        self._damaged: list[str] = []
+
+    def rounds(self, last: int) -> Iterator[CheckedRound]:
+        """Every round from the first snapshot to `last`, as it is checked.
+
+        Raises FileNotFoundError if there is no such snapshot.
+        """
+        snapshots = {round_ for round_ in self._log.snapshots() if round_ <= last}
+        if not snapshots:
+            raise FileNotFoundError(f"found no snapshot up to round {last} in {self._log.store.url()}")
+        for round_ in range(min(snapshots), last + 1):
+            self._damaged = []
+            record = None if round_ == min(snapshots) else self._apply(round_)
+            has_snapshot = round_ in snapshots and self._hold_against_snapshot(round_)
+            sha256 = None if self._theta is None else _sha256(self._theta)
+            yield CheckedRound(
+                round_,
+                () if record is None else tuple(entry.replica for entry in record.contributions),
+                () if record is None else tuple(record.late),
+                sha256,
+                sha256 is not None and record is not None and self._hold_against_audit(record, sha256),
+                has_snapshot,
+                tuple(self._damaged),
+            )
+
+    def snapshot(self, round_: int) -> Snapshot | None:
+        """theta after the last round that was checked; None if it cannot be come to."""
+        if self._theta is None or self._optimizer is None:
+            return None
+        return Snapshot(round_, self._theta, self._basis, self._optimizer.state if round_ else {})
+
+    @torch.no_grad()
+    def _apply(self, round_: int) -> RoundRecord | None:
+        """A round's record. theta is lost if it cannot be applied."""
+        theta, self._theta = self._theta, None
+        record = self._noting(lambda: self._log.read_record(round_))
+        if record is None:
+            return None
+        read, lost = self._log.blobs_of(record), len(self._damaged)
+        for entry in record.contributions:
+            for blob in entry.blobs:
+                self._noting(partial(read, entry.replica, blob.block))
+        if theta is not None and self._optimizer is not None and len(self._damaged) == lost:
+            optimizer = self._optimizer
+
+            def apply() -> dict[str, Tensor]:
+                replay(theta, self._run, record, read, optimizer)
+                return theta
+
+            self._theta = self._noting(apply)
+        return record
+
+    def _hold_against_snapshot(self, round_: int) -> bool:
+        snapshot = self._noting(lambda: self._log.read_snapshot(round_))
+        if snapshot is None:
+            return False
+        if self._theta is None:
+            self._begin(snapshot)
+        elif (replayed := self.snapshot(round_)) is None or _sha256(replayed.tensors()) != _sha256(snapshot.tensors()):
+            self._damaged.append(f"{self._log.store.url(snapshot_key(round_))} is not what the log gives")
+            return False
+        return True
+
+    def _begin(self, snapshot: Snapshot) -> None:
+        self._theta, self._basis = dict(snapshot.parameters), snapshot.basis
+        self._optimizer = self._optimizer_for(snapshot.basis)
+        if snapshot.round > 0:
+            self._optimizer.load(snapshot.momentum, snapshot.round)
+
+    def _hold_against_audit(self, record: RoundRecord, sha256: str) -> bool:
+        store, before = self._log.store, len(self._damaged)
+        try:
+            audit = read_audit(store, record.round)
+        except FileNotFoundError:
+            return False  # it was not audited any more, if it was the last
+        except DamagedFile as error:
+            self._damaged.append(str(error))
+            return False
+        where = store.url(audit_key(record.round))
+        if audit.record_sha256 != record.sha256.hex():
+            self._damaged.append(f"{where} is of another record")
+        if audit.parameters_sha256 != sha256:
+            self._damaged.append(f"{where} has {audit.parameters_sha256}, the log gives {sha256}")
+        return len(self._damaged) == before
+
+    def _noting(self, read: Callable[[], T]) -> T | None:
+        """What is read, or None with what is wrong noted."""
+        try:
+            return read()
+        except FileNotFoundError as error:
+            self._damaged.append(f"{error.filename} is not there" if error.filename else str(error))
+        except (DamagedFile, MalformedContribution) as error:
+            self._damaged.append(str(error))
+        return None
+
+
+def _sha256(parameters: Mapping[str, Tensor]) -> str:
+    return parameters_sha256({name: parameter_sha256(tensor) for name, tensor in parameters.items()}).hex()

@@ -1,0 +1,163 @@
+"""`hetero-pp replay`: the parameters of a run from its log alone, and everything in it that is not as it should be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hetero_pp.program.cli import app
+from hetero_pp.snapshot import load_snapshot, save_snapshot
+from hetero_pp.store.folder import FolderStore
+from replica_groups.exchange.audits import Audit, audit_key
+from replica_groups.exchange.log import ContributionLog, blob_key, record_digest, record_key, snapshot_key
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+ROUNDS = 4
+
+
+def _invoke(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "400"})
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of four rounds, with snapshots after 0, 2 and 4."""
+    runs = tmp_path_factory.mktemp("runs")
+    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "outer.momentum=0.5", "snapshots.every=2"]
+    given = [part for one in sets for part in ("--set", one)]
+    code, _, errors = _invoke("launch", MIXED, "--in-process", "--runs", runs, *given)
+    assert (code, errors) == (0, "")
+    return runs / "mixed"
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    shutil.copytree(finished, tmp_path / "mixed")
+    return tmp_path / "mixed"
+
+
+def _found(run: Path) -> tuple[int, list[dict[str, Any]], str]:
+    """Exit code, what was found of each round, and what was complained of."""
+    (run / "found.json").unlink(missing_ok=True)
+    code, _, errors = _invoke("replay", run, "--json", run / "found.json")
+    return code, json.loads((run / "found.json").read_text())["rounds"], errors
+
+
+def test_the_log_alone_gives_what_the_run_came_to(run: Path, tmp_path: Path) -> None:
+    last = json.loads((run / "summary.json").read_text())["parameters_sha256"]["dc"]
+    for name in ("metrics.jsonl", "summary.json"):
+        (run / name).unlink()
+    shutil.rmtree(run / "state")
+    code, told, errors = _invoke("replay", run, "--to", tmp_path / "last", "--json", tmp_path / "found.json")
+    assert (code, errors) == (0, "")
+    lines = told.splitlines()
+    assert len(lines) == ROUNDS + 2
+    assert lines[2].startswith("round 2: counted dc, home; sha256 ") and lines[2].endswith(
+        "; as audited; as in its snapshot"
+    )
+    assert lines[-1] == f"mixed after round 4: sha256 {last}, written to {tmp_path / 'last'}"
+    found = json.loads((tmp_path / "found.json").read_text())["rounds"]
+    assert [one["is_audited"] for one in found] == [False, True, True, True, True]
+    assert [one["has_snapshot"] for one in found] == [True, False, True, False, True]
+    written, kept = load_snapshot(tmp_path / "last"), load_snapshot(run / "log" / snapshot_key(4))
+    assert written.round == 4
+    assert written.tensors().keys() == kept.tensors().keys()
+    assert all(written.tensors()[name].equal(tensor) for name, tensor in kept.tensors().items())
+    assert any(name.startswith("outer.momentum.") for name in kept.tensors())
+
+
+def test_up_to_a_round(run: Path, tmp_path: Path) -> None:
+    code, told, _ = _invoke("replay", run, "--round", 3, "--to", tmp_path / "third")
+    assert (code, len(told.splitlines())) == (0, 5)
+    shutil.rmtree(run / "log" / "round-000004")
+    (run / "log" / snapshot_key(4)).unlink()
+    assert load_snapshot(tmp_path / "third").round == 3
+    code, again, _ = _invoke("replay", run)
+    assert again.splitlines()[3] == told.splitlines()[3]
+
+
+def _flip(path: Path, share: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(share * len(data))] ^= 4
+    path.write_bytes(data)
+
+
+def _other_weight(path: Path) -> None:
+    """A record that was written anew, with a digest that fits."""
+    log = ContributionLog(FolderStore(path.parents[1]))
+    record = log.read_record(3)
+    record.contributions[0].weight = 3.0
+    path.unlink()
+    assert log.create_record(record).sha256 == record_digest(record)
+
+
+def _other_parameters(path: Path) -> None:
+    audit = Audit.model_validate_json(path.read_bytes())
+    path.write_text(audit.model_copy(update={"parameters_sha256": "00" * 32}).sealed().model_dump_json())
+
+
+def _other_momentum(path: Path) -> None:
+    snapshot = load_snapshot(path)
+    name = next(iter(snapshot.momentum))
+    snapshot.momentum[name].add_(1.0)
+    save_snapshot(snapshot, path)
+
+
+@pytest.mark.parametrize(
+    ("key", "damage", "round_", "line"),
+    [
+        (blob_key(3, "home", 3, "norm"), _flip, 3, "norm.blob is damaged: not the blob that the round record names"),
+        (blob_key(3, "home", 3, "norm"), Path.unlink, 3, "round-000003/home/3/norm.blob is not there"),
+        (record_key(3), _flip, 3, "round-000003/record.json is damaged: "),
+        (record_key(3), Path.unlink, 3, "round-000003/record.json is not there"),
+        (record_key(3), _other_weight, 3, "audited/round-000003.json is of another record"),
+        (snapshot_key(2), _flip, 2, "snapshot-000002.safetensors is damaged: "),
+        (snapshot_key(2), _other_momentum, 2, "snapshot-000002.safetensors is not what the log gives"),
+        (snapshot_key(0), _flip, 0, "snapshot-000000.safetensors is damaged: "),
+        (audit_key(3), _flip, 3, "audited/round-000003.json is damaged: "),
+        (audit_key(3), _other_parameters, 3, f"audited/round-000003.json has {'00' * 32}, the log gives "),
+    ],
+)
+def test_what_is_not_as_it_should_be_is_named(
+    run: Path, key: str, damage: Callable[[Path], None], round_: int, line: str
+) -> None:
+    damage(run / "log" / key)
+    code, found, errors = _found(run)
+    assert code == 1
+    assert line in found[round_]["damaged"][0]
+    assert errors.startswith(f"hetero-pp: {run / 'log'}: ") and len(errors.splitlines()) == 1
+    assert [one["round"] for one in found] == [0, 1, 2, 3, 4]
+
+
+def test_after_damage_the_next_snapshot_is_gone_on_from(run: Path) -> None:
+    _flip(run / "log" / blob_key(1, "dc", 1, "layers.0"))
+    _flip(run / "log" / blob_key(2, "dc", 1, "layers.0"))
+    code, found, errors = _found(run)
+    assert code == 1
+    assert [one["sha256"] is not None for one in found] == [True, False, True, True, True]
+    assert [one["is_audited"] for one in found] == [False, False, True, True, True]
+    assert [len(one["damaged"]) for one in found] == [0, 1, 1, 0, 0]
+    assert "2 things are damaged, lost or not what they should be" in errors
+
+
+def test_what_cannot_be_replayed_is_said(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine")
+    for arguments, words in [
+        ((tmp_path,), f"{tmp_path}: found no config.yaml, expected the folder of a run"),
+        ((run, "--round", 5), f"--round 5: the log in {run / 'log'} has rounds 0 to 4"),
+        ((run, "--to", tmp_path / "there"), f"--to {tmp_path / 'there'}: found a file there, expected none"),
+    ]:
+        code, _, errors = _invoke("replay", *arguments)
+        assert (code, errors.startswith(f"hetero-pp: {words}"), len(errors.splitlines())) == (2, True, 1), errors
+    for snapshot in (run / "log").glob("snapshot*"):
+        snapshot.unlink()
+    code, _, errors = _invoke("replay", run)
+    assert (code, "found no snapshot" in errors) == (2, True)
