@@ -93,7 +93,8 @@ def take_part(
             ranks = Ranks(device=device_of(member.replica))
         trainer, outer, holds = _build(spec, run, member, exchange, folder, ranks)
         states = replace(states, every=spec.latest.snapshots.every)
-        length, steps = round_length(spec, member, MonotonicClock(), ranks, steps_of), StepsTaken(config.inner.steps)
+        length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
+        steps = StepsTaken(member.replica.name, config.inner.steps)
         if saved is not None:
             trainer.load(states.path(saved))
             outer.load(states.path(saved), saved, holds)

@@ -128,6 +128,7 @@ class TrainingLoop:
         before = work.round - 1
         missed = range(self.holds + 1, work.round)
         self.outer.catch_up(missed, range(0) if saved is None else range(saved + 1, work.round))
+        self.steps.catch_up(before, lambda round_: self.outer.exchange.record(round_, self.outer.member))
         self.holds = before
         if missed or not self._has_started:
             self.member.start_round(self.outer)
@@ -178,9 +179,12 @@ class TrainingLoop:
             steps = self._train(round_)
         compute, wait = self.member.timing()
         started = time.monotonic()
-        self.outer.synchronise(round_, work.epoch, steps, lambda: self.length.contributed(time.monotonic() - started))
+        def contributed() -> None:
+            self.length.contributed(time.monotonic() - started)
+
+        record = self.outer.synchronise(round_, work.epoch, steps, contributed)
         self._under_way, self.holds = False, round_
-        self.steps.end_round(steps)
+        self.steps.end_round(steps, record)
         self.seat.pulse.trains(None, work.epoch)
         self.member.start_round(self.outer)
         self._finish(round_, MemberRound(round=round_, compute_seconds=compute, wait_seconds=wait), started)

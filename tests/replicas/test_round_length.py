@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from replica_groups.round_length import AsRecorded, AsTold, RoundLength, SoManySteps, SoMuchTime
 from replica_groups.steps_taken import StepsTaken
 
@@ -84,17 +85,45 @@ def test_recorded_steps_and_those_of_the_stage_before() -> None:
 
 
 def test_steps_taken_are_part_of_a_state_where_they_do_not_follow_from_the_round(tmp_path: Path) -> None:
-    counted, timed = StepsTaken(4), StepsTaken(None)
-    for steps in (4, 4):
-        counted.end_round(steps)
-    for steps in (2, 9):
-        timed.end_round(steps)
+    counted, timed = StepsTaken("home", 4), StepsTaken("home", None)
+    for round_, steps in enumerate((2, 9), start=1):
+        counted.end_round(4, _record(round_, home=4))
+        timed.end_round(steps, _record(round_, dc=70, home=steps))
     assert [counted.before(round_) for round_ in (1, 2, 9)] == [0, 4, 32]
     assert (timed.before(3), timed.last) == (11, 9)
     counted.save(tmp_path)
     assert not list(tmp_path.iterdir())
     timed.save(tmp_path)
-    again = StepsTaken(None)
+    again = StepsTaken("home", None)
     assert (again.before(1), again.last) == (0, None)
     again.load(tmp_path)
     assert (again.before(3), again.last) == (11, 9)
+
+
+def _record(round_: int, **steps: int) -> RoundRecord:
+    entries = [ContributionEntry(replica=replica, steps=own) for replica, own in steps.items()]
+    return RoundRecord(round=round_, contributions=entries)
+
+
+def test_members_of_a_replica_expect_as_many_steps_whatever_became_of_them(tmp_path: Path) -> None:
+    """One was there all the time, though a round did not count it; one has an old state; one has none."""
+    records = [_record(1, dc=70, home=5), _record(2, dc=70), _record(3, home=8), _record(4, dc=70)]
+    there, old, new = (StepsTaken("home", None) for _ in range(3))
+    there.end_round(5, records[0])
+    there.save(tmp_path)
+    for taken, record in zip((6, 8, 7), records[1:], strict=True):
+        there.end_round(taken, record)
+    old.load(tmp_path)
+    for one in (there, old, new):
+        one.catch_up(4, lambda round_: records[round_ - 1])
+    assert [one.last for one in (there, old, new)] == [8, 8, 8]
+    assert [one.before(5) for one in (there, old, new)] == [5 + 6 + 8 + 7, 5 + 8, 5 + 8]
+
+
+def test_where_steps_are_counted_no_record_is_asked_for() -> None:
+    def nobody(round_: int) -> RoundRecord:
+        raise AssertionError(f"asked for round {round_}")
+
+    counted = StepsTaken("home", 4)
+    counted.catch_up(9, nobody)
+    assert counted.before(10) == 36
