@@ -54,7 +54,7 @@ class ByRounds:
     first: int
     """The number of the round's first step, over the run."""
     expected: int | None
-    """S: steps that the replica took in its round before; None if there is none."""
+    """S: steps that the replica took in the last round that counted it; None if none did."""
 
     def at(self, step: int) -> float:
         """See LearningRates. While it rises it is that of the step's end: the first step has one, too."""

@@ -24,14 +24,18 @@ class Gate:
             self._open = round_
             self._changed.notify_all()
 
-    def enter(self, member: str, round_: int) -> None:
-        """Wait until this round is open. Raises RunFailed once the gate is shut, also in a round that was open."""
+    def enter(self, member: str, round_: int) -> bool:
+        """Wait until this round is open; whether it was not. Raises RunFailed once the gate is shut, also in a round
+        that was open.
+        """
         with self._changed:
             self._here[member] = round_
             self._changed.notify_all()
+            was_open = round_ <= self._open
             self._changed.wait_for(lambda: self._cause is not None or round_ <= self._open)
             if self._cause is not None:
                 raise RunFailed(self._cause)
+            return not was_open
 
     def leave(self, member: str) -> None:
         """This member trains no more."""

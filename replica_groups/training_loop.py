@@ -123,6 +123,7 @@ class TrainingLoop:
 
     def _reach(self, work: Assignment, saved: int | None) -> None:
         """Come to where the assigned round starts, with all of the replica."""
+        self.length.begin(work.elapsed)
         if work.heals:
             self._heal()
         before = work.round - 1
@@ -174,11 +175,11 @@ class TrainingLoop:
         self.member.remember()
         self._under_way = True
         self.seat.pulse.trains(round_, work.epoch)
-        self.length.begin(work.elapsed)
         with self.seat.pulse.computing(self.member.activity):
             steps = self._train(round_)
         compute, wait = self.member.timing()
         started = time.monotonic()
+
         def contributed() -> None:
             self.length.contributed(time.monotonic() - started)
 
@@ -197,8 +198,8 @@ class TrainingLoop:
         reported = time.monotonic()
         first, steps, is_over = self.steps.before(round_), 0, False
         while not is_over:
-            if self.gate is not None:
-                self.gate.enter(self.reporter.member, round_)
+            if self.gate is not None and self.gate.enter(self.reporter.member, round_):
+                self.length.begin(0.0)
             report = self.reporter.new()
             is_last = self.length.is_last(round_, steps)
             done = self.member.inner_step(round_, steps, first + steps, bool(is_last))

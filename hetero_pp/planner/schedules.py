@@ -22,7 +22,7 @@ from hetero_pp.simulator.fleets import Fleet, fleets_of, limited_lines
 from hetero_pp.simulator.loads import stage_link_loads
 from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
-from hetero_pp.simulator.round_steps import round_steps
+from hetero_pp.simulator.round_steps import round_lengths
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_seconds
 
@@ -208,8 +208,8 @@ def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSetting
         replica = replica.model_copy(update={"boundary": full})
     spec = RunSpec(config.model_copy(update={"replicas": [replica], "simulate": own}), vocabulary)
     [fleet] = fleets_of(spec, np.random.default_rng(simulate.seed))
-    [steps] = round_steps(spec, [fleet], [GroupClock(fleet.without_communication())])
-    return Schedule(replica, spec, fleet, int(steps.counts.max()))
+    [length] = round_lengths(spec, [fleet], [GroupClock(fleet.without_communication())])
+    return Schedule(replica, spec, fleet, int(length.within(np.zeros(fleet.count)).counts.max()))
 
 
 def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | None, index: int) -> str:

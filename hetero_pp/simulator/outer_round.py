@@ -20,19 +20,30 @@ from hetero_pp.simulator.volumes import Crossing, exchange_bandwidth, is_ring, s
 Fleets = Sequence[tuple[Fleet, GroupClock]]
 
 
-def run_outer_round(spec: RunSpec, fleets: Fleets, communicates: bool) -> None:
-    """Advance every member to the end of the outer round; only those that stay are waited for."""
+def run_outer_round(spec: RunSpec, fleets: Fleets, communicates: bool) -> float:
+    """Advance every member to the end of the outer round, of which only those that stay are waited for; when it closed,
+    and the next one opened.
+    """
     for fleet, clock in fleets:
         _until(clock, "contribute", clock.free + fleet.contribute)
-    if not communicates:
-        _wait_until(fleets, _last(fleets))
-    elif is_ring(spec.config.simulate):
-        _pass_around(fleets)
+    if not communicates or is_ring(spec.config.simulate):
+        closed = _last(fleets)
+        _wait_until(fleets, closed)
+        if communicates:
+            _pass_around(fleets)
     else:
-        _wait_until(fleets, _send(spec, fleets))
+        closed = _send(spec, fleets)
+        _wait_until(fleets, closed)
         _receive(spec, fleets)
     for fleet, clock in fleets:
         _until(clock, "apply", clock.free + fleet.apply)
+    return closed
+
+
+def seconds_to_contribute(spec: RunSpec, fleet: Fleet, communicates: bool) -> Array:
+    """That the first stage of each group takes from its last step until its contribution is there, [G]."""
+    sends = communicates and not is_ring(spec.config.simulate)
+    return fleet.contribute[0] + (fleet.up.alone[0] if sends else 0.0)
 
 
 def _send(spec: RunSpec, fleets: Fleets) -> float:
@@ -78,8 +89,7 @@ def _receive(spec: RunSpec, fleets: Fleets) -> None:
 
 
 def _pass_around(fleets: Fleets) -> None:
-    """A ring: all begin when the last is ready, and every step takes as long as its slowest link."""
-    _wait_until(fleets, _last(fleets))
+    """A ring: all begin together, and every step takes as long as its slowest link."""
     slowest = max(float(np.maximum(fleet.up.seconds, fleet.down.seconds).max()) for fleet, _ in fleets)
     up, down = (max(float(way.delay.max()) for way in ways) for ways in _both_ways(fleets))
     for _, clock in fleets:

@@ -18,10 +18,10 @@ from hetero_pp.links import EXCHANGE, Direction, exchange_link_name, stage_link_
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, fleets_of
 from hetero_pp.simulator.neighbours import inner_loops
-from hetero_pp.simulator.outer_round import run_outer_round
+from hetero_pp.simulator.outer_round import run_outer_round, seconds_to_contribute
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.simulator.published import Comparison, compared
-from hetero_pp.simulator.round_steps import RoundSteps, round_steps
+from hetero_pp.simulator.round_steps import RoundSteps, round_lengths
 
 ROUNDS = 2
 """That are timed; the last one counts, as those after it are the same."""
@@ -207,16 +207,19 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
 
 
 def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None) -> _Timed:
-    steps = round_steps(spec, fleets, _clocks(spec, fleets, communicates, None))
-    clocks, ends = _clocks(spec, fleets, communicates, watch), [0.0]
+    lengths = round_lengths(spec, fleets, _clocks(spec, fleets, communicates, None))
+    to_contribute = [seconds_to_contribute(spec, fleet, communicates) for fleet in fleets]
+    clocks, ends, opened = _clocks(spec, fleets, communicates, watch), [0.0], 0.0
     for _ in range(ROUNDS):
         starts = [clock.free[0].copy() for clock in clocks]
+        spent = [start - opened + after for start, after in zip(starts, to_contribute, strict=True)]
+        steps = [length.within(seconds) for length, seconds in zip(lengths, spent, strict=True)]
         step_ends = inner_loops(spec, fleets, clocks, [own.of_first for own in steps])
         for own, clock in zip(steps, clocks, strict=True):
             own.finish(clock)
         inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
         trained = max(float(clock.free.max()) for clock in clocks)
-        run_outer_round(spec, list(zip(fleets, clocks, strict=True)), communicates)
+        opened = run_outer_round(spec, list(zip(fleets, clocks, strict=True)), communicates)
         outer = max(float(clock.free.max()) for clock in clocks) - trained
         for fleet, clock in zip(fleets, clocks, strict=True):
             hops = fleet.evaluation_hops if communicates else clock.groups.activations

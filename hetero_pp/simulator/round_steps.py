@@ -19,7 +19,7 @@ PROBED = 17
 
 @dataclass(frozen=True)
 class RoundSteps:
-    """Of the groups of a fleet, [G] each."""
+    """Of the groups of a fleet in a round, [G] each."""
 
     counts: Array
     """Whole numbers, at least 1."""
@@ -37,20 +37,47 @@ class RoundSteps:
             clock.shift((self.counts - self.of_first) * self.a_step)
 
 
-def round_steps(spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupClock]) -> list[RoundSteps]:
+@dataclass(frozen=True)
+class SoManySteps:
+    """H in all groups."""
+
+    steps: int
+    groups: int
+
+    def within(self, spent: Array) -> RoundSteps:
+        """In a round of which so many seconds go to other things: that does not matter."""
+        return RoundSteps(np.full(self.groups, self.steps), None)
+
+
+@dataclass(frozen=True)
+class SoMuchTime:
+    """As many as fit, [G] each."""
+
+    seconds: float
+    first: Array
+    a_step: Array
+
+    def within(self, spent: Array) -> RoundSteps:
+        """In a round of which so many seconds go to other things: what came before it, and contributing to it."""
+        counts = 1 + np.floor((self.seconds - spent - self.first) / self.a_step + 1e-9)
+        return RoundSteps(np.maximum(counts, 1).astype(np.int64), self.a_step)
+
+
+def round_lengths(
+    spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupClock]
+) -> Sequence[SoManySteps | SoMuchTime]:
     """Of every fleet. Where a round is time, some steps are timed on the clocks, which must be new.
 
     Raises ConfigError for steps that take no time, of which any number fits.
     """
     inner = spec.config.inner
     if inner.steps is not None:
-        return [RoundSteps(np.full(fleet.count, inner.steps), None) for fleet in fleets]
+        return [SoManySteps(inner.steps, fleet.count) for fleet in fleets]
     assert inner.seconds is not None
     found = []
     for ends in inner_loops(spec, fleets, clocks, [PROBED] * len(fleets)):
-        first, a_step = ends[0], (ends[-1] - ends[0]) / (PROBED - 1)
+        a_step = (ends[-1] - ends[0]) / (PROBED - 1)
         if not np.all(a_step > 0):
             raise ConfigError(("inner", "seconds"), "found steps that take no time, expected some that do")
-        counts = 1 + np.floor((inner.seconds - first) / a_step + 1e-9)
-        found.append(RoundSteps(np.maximum(counts, 1).astype(np.int64), a_step))
+        found.append(SoMuchTime(inner.seconds, ends[0], a_step))
     return found

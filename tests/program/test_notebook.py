@@ -286,12 +286,12 @@ def test_an_interrupt_ends_the_run_at_the_next_step(corpus: Path, monkeypatch: p
 
 
 def test_a_gate_lets_nobody_in_too_early_and_nobody_once_it_is_shut() -> None:
-    gate, passed = Gate(["a", "b"]), []
+    gate, passed, waited = Gate(["a", "b"]), [], []
 
     def member(name: str) -> None:
         try:
             for round_ in (1, 2, 3):
-                gate.enter(name, round_)
+                waited.append((name, round_, gate.enter(name, round_)))
                 passed.append((name, round_))
         except RunFailed:
             passed.append((name, 0))
@@ -305,6 +305,7 @@ def test_a_gate_lets_nobody_in_too_early_and_nobody_once_it_is_shut() -> None:
     gate.open(2)
     gate.wait_for_members()
     assert sorted(passed) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    assert sorted(waited) == [("a", 1, True), ("a", 2, False), ("b", 1, True), ("b", 2, False)]
     gate.shut("enough")
     gate.shut("of this")
     for thread in threads:

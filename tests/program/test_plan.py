@@ -194,7 +194,7 @@ def test_rounds_of_time_stay_so(tmp_path: Path, corpus: Path) -> None:
 def test_a_slow_uplink_asks_for_longer_rounds(tmp_path: Path, corpus: Path) -> None:
     path = _yaml(tmp_path, corpus, REPLICAS)
     seconds = ("--set", "inner={seconds: 1 s}", "--set", "outer.rounds=100")
-    quick, slow = (_plan(path, 0.8, *seconds, "--set", f"replicas.1.uplink={kind}") for kind in ("fast", "slow"))
+    quick, slow = (_plan(path, 0.8, *seconds, "--set", f"replicas.0.uplink={kind}") for kind in ("fast", "slow"))
     lengths = [float(one["config"]["inner"]["seconds"].split()[0]) for one in (quick, slow)]
     assert lengths[0] == 1.0 < lengths[1]
     assert slow["reached"]
