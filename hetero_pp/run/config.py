@@ -27,6 +27,9 @@ class SnapshotSettings(Settings):
     every: Annotated[int, NotPartOf.PAST] = Field(
         10, ge=1, description="rounds between snapshots; the last round always has one"
     )
+    keep: Annotated[int, NotPartOf.EITHER] = Field(
+        2, ge=2, description="how many snapshots stay, the newest, beside the one that the run began with"
+    )
 
 
 class StateSettings(Settings):

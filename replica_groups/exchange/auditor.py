@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
 
 import torch
 
-from hetero_pp.errors import RunFailed
+from hetero_pp.errors import RunFailed, StoreError
 from hetero_pp.links import EXCHANGE
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256, parameters_sha256
 from hetero_pp.snapshot import Snapshot
 from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.replay import replay
+from replica_groups.exchange.retention import Retention
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds after which a store that could not be reached is tried again."""
+
+T = TypeVar("T")
 
 
 class Auditor:
@@ -25,10 +35,12 @@ class Auditor:
         rounds: int,
         snapshot_every: int,
         optimizer: RoundOptimizer | None = None,
+        keep: int = 2,
     ) -> None:
         self.exchange = exchange
         self.rounds = rounds
         self.snapshot_every = snapshot_every
+        self._retention = Retention(exchange.log, keep)
         self._start = snapshot
         self._basis = snapshot.basis
         self._optimizer = optimizer or OuterOptimizer(exchange.settings)
@@ -58,13 +70,35 @@ class Auditor:
     @torch.no_grad()
     def _follow(self, round_: int) -> None:
         record = self.exchange.record(round_)
-        replay(self._theta, self.exchange.run, record, self.exchange.log.blobs_of(record), self._optimizer)
+        read = self.exchange.log.blobs_of(record)
+
+        def fetch(replica: str, block: str) -> bytes:
+            return self._patiently(lambda: read(replica, block))
+
+        replay(self._theta, self.exchange.run, record, fetch, self._optimizer)
         hashes = {name: parameter_sha256(tensor) for name, tensor in self._theta.items()}
         self.exchange.confirm(EXCHANGE, round_, hashes)
-        write_audit(self.exchange.log.store, round_, record.sha256, parameters_sha256(hashes))
+        store, sha256 = self.exchange.log.store, parameters_sha256(hashes)
+        self._patiently(lambda: write_audit(store, round_, record.sha256, sha256))
+        with suppress(StoreError):  # what is not removed is in nobody's way
+            self._retention.audited(round_)
         if round_ == self.rounds or round_ % self.snapshot_every == 0:
             self._save(round_)
 
     def _save(self, round_: int) -> None:
-        self.exchange.log.write_snapshot(Snapshot(round_, self._theta, self._basis, self._optimizer.state))
+        snapshot = Snapshot(round_, self._theta, self._basis, self._optimizer.state)
+        self._patiently(lambda: self.exchange.log.write_snapshot(snapshot))
         self.exchange.snapshot_kept(round_)
+        with suppress(StoreError):
+            self._retention.kept_snapshot(round_)
+
+    def _patiently(self, do: Callable[[], T]) -> T:
+        """Do what needs the store, and again for as long as that cannot be reached. Raises RunFailed."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return do()
+            except StoreError as error:
+                print(f"{EXCHANGE}: {error}; trying again", file=sys.stderr, flush=True)
+            self.exchange.wait_while_alive(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)

@@ -487,6 +487,12 @@ class Exchange:
         failure = Failure(cause=cause)
         self.report([Report(time=time.time(), member=EXCHANGE, failure=failure)])
 
+    def wait_while_alive(self, seconds: float) -> None:
+        """Wait so long. Raises RunFailed as soon as the run has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.decisions.failure is not None, seconds)
+        self.decisions.require_alive()
+
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and whoever is there is through."""
         self.decisions.wait_until(lambda: self.coordinator.is_through)

@@ -90,7 +90,7 @@ def begin_run(
         exchange.fail(str(error))  # members wait to hear where they begin
         raise
     optimizer, now = round_optimizer(spec, start.snapshot.basis), spec.latest
-    auditor = Auditor(exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer)
+    auditor = Auditor(exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer, now.snapshots.keep)
     auditor.start()
     exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note)
     return auditor

@@ -108,7 +108,7 @@ class ContributionLog:
     def last_record(self) -> int:
         """The newest closed round, 0 if there is none. Looks at the newest rounds only."""
         for round_ in sorted(self._rounds(), reverse=True):
-            if record_key(round_).rpartition("/")[2] in self.store.names(_round(round_)):
+            if record_key(round_).rpartition("/")[2] in self.store.names(round_key(round_)):
                 return round_
         return 0
 
@@ -182,7 +182,7 @@ class ContributionLog:
         for number in sorted(self._rounds(), reverse=True):
             if number > round_:
                 self.store.delete([record_key(number)])
-                self.store.delete(self.store.below(_round(number)))
+                self.store.delete(self.store.below(round_key(number)))
 
 
 def snapshot_key(round_: int) -> str:
@@ -192,15 +192,15 @@ def snapshot_key(round_: int) -> str:
 
 def record_key(round_: int) -> str:
     """Of a round's record."""
-    return f"{_round(round_)}/record.json"
+    return f"{round_key(round_)}/record.json"
 
 
 def blob_key(round_: int, replica: str, epoch: int, block: str) -> str:
     """Of one blob of a contribution."""
-    return f"{_round(round_)}/{replica}/{epoch}/{block}.blob"
+    return f"{round_key(round_)}/{replica}/{epoch}/{block}.blob"
 
 
-def _round(round_: int) -> str:
+def round_key(round_: int) -> str:
     return f"round-{round_:06d}"
 
 

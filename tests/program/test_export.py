@@ -331,7 +331,7 @@ def test_a_round_without_a_snapshot_is_replayed(run: Path, tmp_path: Path) -> No
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     for number in (1, 2, 3):
-        (copy / "log" / f"snapshot-{number:06d}.safetensors").unlink()
+        (copy / "log" / f"snapshot-{number:06d}.safetensors").unlink(missing_ok=True)
     assert _invoke("export", copy, "--to", tmp_path / "hf", "--round", 2) == (0, "")
     read = read_parameters(tmp_path / "hf", {name: tuple(tensor.shape) for name, tensor in kept.items()})
     assert all(torch.equal(read[name], tensor) for name, tensor in kept.items())

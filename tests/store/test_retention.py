@@ -1,0 +1,105 @@
+"""What goes from a log while its run goes on, and what stays."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+
+import pytest
+
+from hetero_pp.errors import StoreError
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.store.folder import FolderStore
+from hetero_pp.store.store import Store
+from replica_groups.exchange.audits import audited
+from replica_groups.exchange.log import ContributionLog, snapshot_key
+from replica_groups.exchange.retention import Retention
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+
+
+def _round(log: ContributionLog, round_: int) -> None:
+    """The second epoch of `home` is counted; its first, and `dc`, are not."""
+    for replica, epoch in (("home", 1), ("home", 2), ("dc", 1)):
+        for block in ("norm", "lm_head"):
+            log.write_blob(BlobAddress("run", round_, replica, block), epoch, f"{replica} {epoch}".encode())
+    digest = hashlib.sha256(b"home 2").digest()
+    blobs = [BlobEntry(block=block, sha256=digest) for block in ("norm", "lm_head")]
+    entry = ContributionEntry(replica="home", epoch=2, blobs=blobs)
+    log.create_record(RoundRecord(round=round_, contributions=[entry], late=["dc"]))
+
+
+def test_what_no_record_names_goes_a_round_later(store: Store) -> None:
+    log = ContributionLog(store)
+    retention = Retention(log, 2)
+    for round_ in (1, 2):
+        _round(log, round_)
+        retention.audited(round_)
+    kept = {"record.json", "home/2/norm.blob", "home/2/lm_head.blob"}
+    assert {key.removeprefix("round-000001/") for key in store.below("round-000001")} == kept
+    assert len(store.below("round-000002")) == 7
+    read = log.blobs_of(log.read_record(1))
+    assert read("home", "norm") == read("home", "lm_head") == b"home 2"
+
+
+def test_nothing_of_a_round_goes_that_is_not_decided(store: Store) -> None:
+    log = ContributionLog(store)
+    log.write_blob(BlobAddress("run", 1, "dc", "norm"), 1, b"a blob")
+    with pytest.raises(FileNotFoundError):
+        Retention(log, 2).audited(2)
+    assert len(store.below()) == 1
+
+
+def test_the_first_and_the_newest_snapshots_stay(store: Store) -> None:
+    log = ContributionLog(store)
+    for round_ in (0, 2, 4, 6, 8):
+        store.put(snapshot_key(round_), b"a snapshot")
+        if round_ != 8:
+            Retention(log, 2).kept_snapshot(round_)
+    assert log.snapshots() == {0, 4, 6, 8}
+    Retention(log, 3).kept_snapshot(8)
+    assert log.snapshots() == {0, 4, 6, 8}
+    Retention(log, 2).kept_snapshot(8)
+    assert log.snapshots() == {0, 6, 8}
+
+
+def _train(corpus: Path, runs: Path, *settings: str) -> ContributionLog:
+    given = [f"data.corpus={corpus}", "outer.rounds=4", "snapshots.every=1", *settings]
+    run_topology(MIXED, given, runs, in_process=True)
+    return ContributionLog(FolderStore(runs / "mixed" / "log"))
+
+
+def test_a_run_keeps_its_newest_snapshots_and_all_rounds(corpus: Path, tmp_path: Path) -> None:
+    log = _train(corpus, tmp_path)
+    assert log.snapshots() == {0, 3, 4}
+    assert log.records() == audited(log.store) == {1, 2, 3, 4}
+    assert _train(corpus, tmp_path / "more", "snapshots.keep=3").snapshots() == {0, 2, 3, 4}
+
+
+def test_an_auditor_waits_for_a_store_that_is_gone(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """For a while nothing can be read, then nothing can be written, nor removed."""
+    left = {"get": 3, "create": 2, "delete": 1}
+
+    def goes_away(name: str) -> None:
+        real = getattr(FolderStore, name)
+
+        def call(store: FolderStore, *arguments: object) -> object:
+            if threading.current_thread().name == "auditor" and left[name] > 0:
+                left[name] -= 1
+                raise StoreError("the store: cannot be reached")
+            return real(store, *arguments)
+
+        monkeypatch.setattr(FolderStore, name, call)
+
+    monkeypatch.setattr("replica_groups.exchange.auditor.FIRST_PAUSE", 0.01)
+    for name in left:
+        goes_away(name)
+    log = _train(corpus, tmp_path)
+    assert left == {"get": 0, "create": 0, "delete": 0}
+    assert audited(log.store) == {1, 2, 3, 4}
+    assert capfd.readouterr().err.count("exchange: the store: cannot be reached; trying again") == 5
