@@ -13,7 +13,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -37,6 +37,7 @@ PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
 _SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_TO_END = 3.0
 _SECONDS_TO_NOTICE = 5.0
+_SECONDS_TO_LEAVE = 20.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
@@ -153,8 +154,15 @@ class Crew:
                 elif self._exit_code(member) != 0:
                     raise RunFailed(self._cause(self._culprit(member)))
                 elif member == EXCHANGE:
-                    self.end_soon("the run is over")
+                    self._wait_for_leaving(left)
+                    return
             self._end_silent()
+
+    def _wait_for_leaving(self, left: Collection[str]) -> None:
+        """The run is over: members that are through end by themselves, others would wait for an exchange in vain."""
+        deadline = time.monotonic() + _SECONDS_TO_LEAVE
+        for member in left:
+            self._processes[member].join(max(0.0, deadline - time.monotonic()))
 
     def _has_died(self, member: str) -> bool:
         """Whether a process has ended in a way that says nothing about the run: started again, it may go on."""
