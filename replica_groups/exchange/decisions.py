@@ -71,10 +71,15 @@ class Decisions:
         with self.changed:
             effects = self.coordinator.step(event, self._clock())
             for effect in effects:
-                self._note(effect)
-                self._on_effect(effect)
+                if not self._is_known(effect):
+                    self._note(effect)
+                    self._on_effect(effect)
             self.changed.notify_all()
             return effects
+
+    def _is_known(self, effect: e.Effect) -> bool:
+        """Whether a member is told again what it has not heard, or not acted upon, yet."""
+        return isinstance(effect, e.Suspended) and self._suspended.get((effect.place, effect.term)) == effect
 
     def _note(self, effect: e.Effect) -> None:
         """What calls wait for."""
