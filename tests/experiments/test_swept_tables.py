@@ -107,6 +107,7 @@ REFUSED = {
     "a key below a number": (["outer.rounds.x=1"], "--sweep outer.rounds.x=1: found no section to set `x` in"),
     "no number": (["replicas.batch_size=x"], "--sweep replicas.batch_size=x: found `x`, expected a valid integer"),
     "nothing": (["inner.steps=0"], "--sweep inner.steps=0: found `0`, expected greater than or equal to 1"),
+    "time beside steps": (["inner.seconds=5 s"], "--sweep inner.seconds=5 s: found 5 s beside"),
     "what decides nothing": (["threads=1,2"], "--sweep threads=1,2: changes no row of het-pp/table3"),
     "links, which decide nothing": (["links.dsl.bandwidth=1 Mbit/s,2 Mbit/s"], "changes no row of het-pp/table3"),
     "what it is already": (["outer.learning_rate=1.0"], "--sweep outer.learning_rate=1.0: changes no row"),
@@ -117,6 +118,15 @@ REFUSED = {
     "another corpus": (["data.corpus=docstrings"], "expected the `corpus` of the experiment, or --corpus"),
     "what is no cell": (["paper=1,2"], "--sweep paper=1,2: expected a key of a run, or one of rank, bits, compressed"),
 }
+
+
+def test_a_row_has_rounds_of_steps() -> None:
+    """Rows are compared after as many, and the fast path has no clock."""
+    setting = _swept("inner.steps=5,20")
+    row = setting.experiment.rows[0]
+    timed = row.model_copy(update={"cells": {"inner": {"seconds": 5}}, "swept": {"inner": "{seconds: 5}"}})
+    with pytest.raises(ConfigError, match="found 5 s, expected `steps`: rows are compared after as many steps"):
+        setting.config(timed)
 
 
 @pytest.mark.parametrize(("sweeps", "words"), REFUSED.values(), ids=REFUSED)

@@ -39,3 +39,7 @@ def test_it_speaks_as_the_yaml_does(yaml: Path) -> None:
     assert "embedding, layer 0 " in said
     assert " layers 1-3, head " in said
     assert "1 outer round of 1 inner step," in _check(yaml, "--set", "outer.rounds=1", "--set", "inner.steps=1")
+    timed = _check(yaml, "--set", "outer.rounds=4", "--set", "inner={seconds: 5 min}")
+    assert "4 outer rounds of as many inner steps as fit into 5:00, " in timed
+    assert "a step over all replicas. " in timed
+    assert "`a round` and `takes` are without them." in timed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from test_run_state import (
     ROUND_SECONDS,
     ROUNDS,
     START,
+    TIMED,
     begun,
     evaluation,
     link_use,
@@ -19,6 +21,7 @@ from test_run_state import (
     made_up_round,
     made_up_spec,
     state_of,
+    timed_reports,
     waiting,
 )
 
@@ -57,6 +60,23 @@ def test_a_line_at_the_start_and_one_a_round() -> None:
         "round 1/2: validation loss 4.6000, training loss dc 5.0000, home 5.5000, 8 s",
         "round 2/2: validation loss 3.6000, training loss dc 4.0000, home 4.5000, 10 s",
     ]
+
+
+def test_rounds_of_time_in_lines_and_live() -> None:
+    console, out = plain_console(width=40)
+    state = RunState(made_up_spec(**TIMED))
+    with LiveDisplay(state, console) as display:
+        for report in timed_reports():
+            state.apply(report)
+            display.refresh()
+    assert out.getvalue().splitlines() == [
+        "made-up: 2 replicas, 3 members, 2 outer rounds of as many inner steps as fit into 8 s",
+        "round 1/2: validation loss 4.0000, training loss dc 5.0000, home 6.0000, 8 s",
+        "round 2/2: validation loss 3.0000, training loss dc 4.0000, home 5.5000, 10 s",
+    ]
+    shown = text_of(live_view(state, START + 21, height=40))
+    assert re.search(r"seconds of this round .* 3/8\b", shown)
+    assert re.search(r"dc +datacenter +8 ", shown)
 
 
 def test_who_is_missing_at_the_start_and_later_is_told_once() -> None:

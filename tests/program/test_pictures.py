@@ -7,9 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_run_state import START, evaluation, inner_step, link_use, made_up_reports, made_up_spec, state_of
+from test_run_state import (
+    START,
+    TIMED,
+    evaluation,
+    inner_step,
+    link_use,
+    made_up_reports,
+    made_up_spec,
+    state_of,
+    timed_reports,
+)
 
-from hetero_pp.program.report.pictures import draw_links, draw_losses
+from hetero_pp.program.report.pictures import draw_links, draw_losses, training_losses
 from hetero_pp.program.report.state import RunState
 
 
@@ -32,6 +42,17 @@ def test_pictures_of_a_whole_run(tmp_path: Path) -> None:
     for name in ("loss.png", "links.png"):
         assert_shows_something(tmp_path / name)
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_rounds_of_time(tmp_path: Path) -> None:
+    """Steps of unequal replicas lie between the same rounds."""
+    state = RunState(made_up_spec(**TIMED))
+    for report in timed_reports():
+        state.apply(report)
+    assert [end for end, _ in training_losses(state.replicas["home"])] == [1.0, 1.5, 2.0]
+    assert [end for end, _ in training_losses(state.replicas["dc"])][2:5] == pytest.approx([1.0, 1.2, 1.4])
+    draw_losses(state, tmp_path / "loss.png")
+    assert_shows_something(tmp_path / "loss.png")
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

@@ -8,16 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_state import START, inner_step, made_up_reports, made_up_round, made_up_spec, waiting
+from test_run_state import (
+    START,
+    TIMED,
+    inner_step,
+    made_up_reports,
+    made_up_round,
+    made_up_spec,
+    timed_reports,
+    waiting,
+)
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Report
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
 
 
-def record(folder: Path, reports: list[Report], failed: str | None = None) -> RunState:
-    spec = made_up_spec()
+def record(folder: Path, reports: list[Report], failed: str | None = None, spec: RunSpec | None = None) -> RunState:
+    spec = spec or made_up_spec()
     state = RunState(spec)
     recorder = Recorder(spec, RunFolder(folder), state)
     for report in reports:
@@ -93,6 +103,16 @@ def test_summary_is_the_state_s(folder: Path) -> None:
         state.apply(report)
     assert json.loads((folder / "summary.json").read_text()) == state.summary()
     assert not list(folder.glob("*.part"))
+
+
+def test_tensorboard_numbers_the_steps_of_rounds_that_are_time(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record(tmp_path, list(timed_reports()), spec=made_up_spec(**TIMED))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("training_loss/dc")] == list(range(8))
+    assert [event.step for event in events.Scalars("training_loss/home")] == [0, 1, 2]
 
 
 def test_tensorboard_scalars(folder: Path) -> None:

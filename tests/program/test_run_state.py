@@ -166,6 +166,49 @@ def test_a_late_report_does_not_take_the_latest_loss_back() -> None:
     assert state_of(reports).replicas["dc"].loss == 1.0
 
 
+def timed_reports() -> Iterator[Report]:
+    """Of a run whose rounds are 8 s: the datacenter takes 3 and 5 steps, the group 1 and 2."""
+    for round_, (fast, slow) in enumerate(((3, 1), (5, 2)), start=1):
+        start = START + (round_ - 1) * ROUND_SECONDS
+        for step in range(fast):
+            yield inner_step(start + step, "dc", "dc", round_, step, loss=6.0 - round_, tokens=100)
+        for step in range(slow):
+            yield inner_step(start + 3 * step, "home.0", "home", round_, step, tokens=100)
+            yield inner_step(start + 3 * step, "home.1", "home", round_, step, loss=7.0 - round_ + step)
+        yield evaluation(start + 9, "dc", round_, 5.0 - round_)
+        yield evaluation(start + 9, "home", round_, 5.0 - round_)
+        yield round_closed(start + 8, round_)
+
+
+TIMED = {"inner": {"seconds": 8}}
+
+
+def test_steps_of_rounds_that_are_time_are_numbered_on() -> None:
+    state = RunState(made_up_spec(**TIMED))
+    for report in timed_reports():
+        state.apply(report)
+    dc, home = state.replicas["dc"], state.replicas["home"]
+    assert [dc.index(1, 2), dc.index(2, 0), home.index(2, 1)] == [2, 3, 2]
+    assert (dc.steps_done, home.steps_done) == (8, 3)
+    assert (dc.tokens, home.tokens) == (800, 300)
+    assert (home.round_loss(2), home.last_round_loss()) == (5.5, 5.5)
+    assert [replica["steps"] for replica in state.summary()["replicas"]] == [[3, 5], [1, 2]]
+
+
+def test_progress_of_a_round_that_is_time_is_time() -> None:
+    state = RunState(made_up_spec(**TIMED))
+    assert state.progress_of_open_round(START) == (0, 8)
+    reports = list(timed_reports())
+    for report in reports[:3]:
+        state.apply(report)
+    assert state.progress_of_open_round(START + 6) == (6, 8)
+    assert state.progress_of_open_round(START + 60) == (8, 8)
+    for report in reports:
+        if report.HasField("round_closed") and report.round_closed.round == 1:
+            state.apply(report)
+    assert state.progress_of_open_round(START + 11) == (3, 8)
+
+
 def test_the_latest_link_use_of_a_round_replaces_earlier_ones(whole: RunState) -> None:
     forward = whole.links["home.0-1"].directions["forward"]
     assert [use.payload_bytes for use in forward.rounds.values()] == [4000, 4000]

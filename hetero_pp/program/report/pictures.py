@@ -87,7 +87,7 @@ def _after(state: RunState, round_: int) -> int:
     return round_ * (state.inner_steps or 1)
 
 
-def _training_losses(replica: ReplicaState) -> Iterator[tuple[float, float]]:
+def training_losses(replica: ReplicaState) -> Iterator[tuple[float, float]]:
     """(where its step ends, training loss) in the order of steps."""
     for round_, steps in sorted(replica.rounds.items()):
         for number, step in sorted(steps.items()):
@@ -108,7 +108,7 @@ def _colours(state: RunState) -> dict[str, Any]:
 def _draw_training(state: RunState, axes: Axes) -> None:
     colours = _colours(state)
     for name, replica in state.replicas.items():
-        losses = list(_training_losses(replica))
+        losses = list(training_losses(replica))
         if losses:
             marker = "o" if len(losses) <= 60 else ""
             label = f"{name} ({replica.kind})"
