@@ -195,6 +195,21 @@ def test_steps_of_rounds_that_are_time_are_numbered_on() -> None:
     assert [replica["steps"] for replica in state.summary()["replicas"]] == [[3, 5], [1, 2]]
 
 
+def test_steps_of_a_try_that_was_given_up_are_left_out() -> None:
+    """A group that had to begin anew took fewer than before."""
+    state = RunState(made_up_spec(**TIMED))
+    for report in timed_reports():
+        if not report.HasField("round_closed"):
+            state.apply(report)
+    closed = round_closed(START + 20, 2)
+    for entry in closed.round_closed.contributions:
+        entry.steps = 3 if entry.replica == "dc" else 2
+    state.apply(closed)
+    dc, home = state.replicas["dc"], state.replicas["home"]
+    assert (dc.steps_done, dc.tokens, home.steps_done, home.tokens) == (6, 600, 3, 300)
+    assert [replica["steps"] for replica in state.summary()["replicas"]] == [[3, 3], [1, 2]]
+
+
 def test_progress_of_a_round_that_is_time_is_time() -> None:
     state = RunState(made_up_spec(**TIMED))
     assert state.progress_of_open_round(START) == (0, 8)

@@ -76,6 +76,15 @@ class ReplicaState:
             self._latest = report.round, report.step
             self.steps_done, self.loss = self.index(report.round, report.step) + 1, report.loss
 
+    def keep(self, round_: int, steps: int) -> None:
+        """A round counted so many steps of it: what was told of more is of a try that was given up."""
+        told = self.rounds.get(round_, {})
+        for number in [number for number in told if number >= steps]:
+            self.tokens -= told.pop(number).tokens
+        if self._latest[0] == round_ and self._latest[1] >= steps and told:
+            self._latest = round_, steps - 1
+            self.steps_done = self.index(*self._latest) + 1
+
     def index(self, round_: int, step: int) -> int:
         """Of a step of a round, over the whole run, from 0."""
         if self.inner_steps is not None:
@@ -208,6 +217,9 @@ class RunState:
                 link.directions[way].apply(time, use, time if self.first_step is None else self.first_step)
 
     def _closed(self, time: float, record: RoundRecord) -> None:
+        for contribution in record.contributions:
+            if contribution.replica in self.replicas and contribution.steps > 0:
+                self.replicas[contribution.replica].keep(record.round, contribution.steps)
         blobs = [blob for contribution in record.contributions for blob in contribution.blobs]
         self.closed[record.round] = ClosedRound(
             record.round, time, sum(blob.size for blob in blobs), sum(blob.kept_values for blob in blobs)
