@@ -42,7 +42,7 @@ class OuterSettings(Settings):
         "equal", description="of contributions in a round's mean; `tokens`: by how many a replica trained on in it"
     )
     returned: Annotated[Ratio, AddedLater()] = Field(
-        1.0, ge=0, le=1, description="how much of a contribution that no round counted goes back into error feedback"
+        0.5, ge=0, le=1, description="how much of a contribution that no round counted goes back into error feedback"
     )
     missed: Annotated[Ratio, AddedLater()] = Field(
         0.0, ge=0, lt=1, description="share of the contributions that `reproduce` does not count, drawn at random"
