@@ -24,6 +24,7 @@ from hetero_pp.errors import HeteroPPError
 from hetero_pp.files import file_sha256, rename_whole, write_whole
 from hetero_pp.outer.exchange_service import AvailableStates
 from replica_groups.ranks import ALONE, Ranks
+from replica_groups.state_copies import StateCopies
 
 KEPT = 2
 DIGESTS = "digests.json"
@@ -47,6 +48,14 @@ class SavedStates:
     """Names the run; states of another are no use to this one."""
     every: int
     ranks: Ranks = ALONE
+    copies: StateCopies | None = None
+    """On the first rank, if another machine may go on with them."""
+
+    def fetch(self) -> None:
+        """Bring the newest copy here, if it is newer than what is here."""
+        if self.copies is not None:
+            self.copies.fetch(self.folder, max(self.rounds(), default=0))
+        self.ranks.wait()
 
     def path(self, round_: int) -> Path:
         """Where the state after a round is."""
@@ -132,6 +141,8 @@ class SavedStates:
             rename_whole(part, self.path(round_))
             for old in self.rounds()[:-KEPT]:
                 shutil.rmtree(self.path(old))
+            if self.copies is not None:
+                self.copies.saved(round_, self.path(round_))
 
 
 def _sha256(path: Path) -> str:

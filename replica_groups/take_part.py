@@ -12,6 +12,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import exchange_link_name, stage_link_name
 from hetero_pp.model import EMBEDDING
 from hetero_pp.outer.exchange_service import Assignment, ExchangeService
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -28,6 +29,7 @@ from replica_groups.ranks import ALONE, Ranks
 from replica_groups.round_length import StepsOf, round_length
 from replica_groups.saved_states import SavedStates
 from replica_groups.seat import LedgerOf, Seat
+from replica_groups.state_copies import StateCopies
 from replica_groups.steps_taken import StepsTaken
 from replica_groups.training_loop import TrainingLoop, TrainingMember, momentum_of
 
@@ -83,7 +85,9 @@ def take_part(
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
     run = exchange.agree(member.name, spec.agreed)
-    states = SavedStates(folder.state(member.name), run, config.snapshots.every, ranks)
+    copies = _copies(config, folder, member) if ranks.is_first else None
+    states = SavedStates(folder.state(member.name), run, config.states_every, ranks, copies)
+    states.fetch()
     available, address = states.check(), connections.listen()
     seat = Seat(exchange, member.name, address, available, _Links(member, connections, shaped))
     with seat.taken():
@@ -92,7 +96,7 @@ def take_part(
         if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
             ranks = Ranks(device=device_of(member.replica))
         trainer, outer, holds = _build(spec, run, member, exchange, folder, ranks)
-        states = replace(states, every=spec.latest.snapshots.every)
+        states = replace(states, every=spec.latest.states_every)
         length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
         steps = StepsTaken(member.replica.name, config.inner.steps)
         if saved is not None:
@@ -104,8 +108,17 @@ def take_part(
         loop = TrainingLoop(trainer, member.replica.name, outer, seat, reporter, states, length, steps, gate=gate)
         try:
             loop.run(holds, saved, spec)
+            if copies is not None:
+                copies.drain()
         finally:
+            if copies is not None:
+                copies.end()
             reporter.close()
+
+
+def _copies(config: RunConfig, folder: RunFolder, member: MemberSpec) -> StateCopies | None:
+    """Of its states, if another machine may go on with them."""
+    return StateCopies(config.store.open(config.name, folder.log), member.name) if config.states.to == "store" else None
 
 
 def _build(

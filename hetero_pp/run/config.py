@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -35,6 +35,14 @@ class SnapshotSettings(Settings):
 class StateSettings(Settings):
     """What a member keeps of its own, which no snapshot has."""
 
+    every: Annotated[int | None, NotPartOf.EITHER] = Field(
+        None, ge=1, description="rounds between states that are saved; by default `snapshots.every`"
+    )
+    to: Annotated[Literal["folder", "store"], NotPartOf.EITHER] = Field(
+        "folder",
+        description="`store`: copies of states go to `store.url`, too, in the background, for a machine that takes the "
+        "place of one that is gone",
+    )
     undo: Annotated[bool, NotPartOf.EITHER] = Field(
         True,
         description="copy Adam's moments to CPU memory where a round starts, 8 bytes a parameter, for a replica that "
@@ -90,6 +98,13 @@ class RunConfig(Settings):
         check_topology(self.replicas, self.links, values.width, values.layers)
         check_lines(self.replicas, self.exchange, self.sites, self.lines)
         check_participants(self.plan, self.links, self.lines, values.layers)
+        if self.states.to == "store" and self.store.url is None:
+            raise ConfigError(("states", "to"), "found `store`, expected a `store.url` with it")
+
+    @property
+    def states_every(self) -> int:
+        """Rounds between states."""
+        return self.states.every or self.snapshots.every
 
     def require_grouped(self) -> None:
         """Raise ConfigError if some participants belong to no replica yet: there is nothing to run."""

@@ -125,7 +125,7 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     available, rounds = exchange.wait_until_joined(), latest.outer.rounds
     if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
         raise HeteroPPError(f"the run is over: its log has the snapshot after round {rounds} of {rounds}")
-    start = find_restart(exchange.log, spec.run, available, partial(round_optimizer, spec), latest.snapshots.every)
+    start = find_restart(exchange.log, spec.run, available, partial(round_optimizer, spec), latest.states_every)
     if start.snapshot.round > rounds:
         raise HeteroPPError(f"outer.rounds: found {rounds}, expected at least the {start.snapshot.round} that are done")
     return start

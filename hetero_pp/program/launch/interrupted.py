@@ -37,9 +37,9 @@ def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) 
         return f"go on with (other hosts with their commands as before): {shlex.join([*resuming, *token])}"
     if all(_states(prepared, folder, member) for member in members):
         return f"go on with: {shlex.join(resuming)}"
-    every = prepared.spec.latest.snapshots.every
+    every = prepared.spec.latest.states_every
     return f"no state was saved yet (snapshots.every: {every} rounds), so begin anew with: {shlex.join(command)}"
 
 
 def _states(prepared: Prepared, folder: RunFolder, member: str) -> list[int]:
-    return SavedStates(folder.state(member), prepared.spec.run, prepared.spec.latest.snapshots.every).rounds()
+    return SavedStates(folder.state(member), prepared.spec.run, prepared.spec.latest.states_every).rounds()

@@ -1,0 +1,133 @@
+"""Copies of a member's states in the run's store: what another machine that takes its place goes on with.
+
+    states/<member>/round-000010-<which>/...
+    states/<member>/round-000010-<which>/digests.json
+
+They are sent in the background, as 12 bytes a parameter may take many minutes over a home's line; a newer state takes
+the place of one that waits. digests.json goes last: what has none is not whole. The newest two copies are kept.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_pp.errors import StoreError
+from hetero_pp.files import rename_whole
+from hetero_pp.store.folder import make_folder
+from hetero_pp.store.store import Store
+
+KEPT = 2
+LAST = "digests.json"
+"""Of the files of a state, as SavedStates writes them."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    round: int
+    folder: str
+    """Its key, without what is in it."""
+
+
+class StateCopies:
+    """One member's. Calls return at once but `fetch` and `drain`; a store that fails ends nothing."""
+
+    def __init__(self, store: Store, member: str) -> None:
+        self._store = store
+        self._member = member
+        self._changed = threading.Condition()
+        self._waiting: tuple[int, Path] | None = None
+        self._is_sending = False
+        self._thread: threading.Thread | None = None
+        self._has_ended = False
+
+    def fetch(self, states: Path, held: int) -> None:
+        """Bring the newest copy into a folder of states, if it is of a later round than `held`.
+
+        Whether it is what was saved is for whoever reads it to check, as with any state.
+        """
+        try:
+            newest = max(self._whole(), key=lambda copy: copy.round, default=None)
+            if newest is None or newest.round <= held:
+                return
+            part = states / "fetched"
+            shutil.rmtree(part, ignore_errors=True)
+            for key in self._store.below(newest.folder):
+                path = part / key.removeprefix(f"{newest.folder}/")
+                make_folder(path.parent)
+                self._store.get_to(key, path)
+            rename_whole(part, states / f"round-{newest.round:06d}")
+            self._say(f"fetched the state after round {newest.round} from {self._store.url(newest.folder)}")
+        except (StoreError, FileNotFoundError) as error:
+            self._say(f"its states in the store cannot be fetched: {error}")
+
+    def saved(self, round_: int, folder: Path) -> None:
+        """There is a newer state, in this folder."""
+        with self._changed:
+            self._waiting = round_, folder
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"states of {self._member}", daemon=True)
+                self._thread.start()
+
+    def drain(self) -> None:
+        """Wait until what was saved is sent, or could not be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is None and not self._is_sending)
+
+    def end(self) -> None:
+        """Send nothing more."""
+        with self._changed:
+            self._waiting, self._has_ended = None, True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting is not None or self._has_ended)
+                if self._waiting is None:
+                    return
+                (round_, folder), self._waiting, self._is_sending = self._waiting, None, True
+            try:
+                self._send(round_, folder)
+            except (StoreError, OSError) as error:  # the next one is tried again
+                self._say(f"its state after round {round_} is not in the store: {error}")
+            finally:
+                with self._changed:
+                    self._is_sending = False
+                    self._changed.notify_all()
+
+    def _send(self, round_: int, folder: Path) -> None:
+        copy = _Copy(round_, f"{self._own}/round-{round_:06d}-{secrets.token_hex(4)}")
+        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        for name in [*(one for one in files if one != LAST), LAST]:
+            self._store.put_file(f"{copy.folder}/{name}", folder / name)
+        self._remove_all_but(copy)
+
+    def _remove_all_but(self, newest: _Copy) -> None:
+        """And the one before. Those of later rounds are of a past that the run has gone back from."""
+        before = [copy for copy in self._whole() if copy.round < newest.round]
+        kept = {newest.folder, *(copy.folder for copy in sorted(before, key=lambda copy: copy.round)[1 - KEPT :])}
+        for copy in self._all():
+            if copy.folder not in kept:
+                self._store.delete([f"{copy.folder}/{LAST}"])
+                self._store.delete(self._store.below(copy.folder))
+
+    def _all(self) -> list[_Copy]:
+        found = (re.fullmatch(r"(round-(\d{6,})-[0-9a-f]+)/", name) for name in self._store.names(self._own))
+        return [_Copy(int(match[2]), f"{self._own}/{match[1]}") for match in found if match]
+
+    def _whole(self) -> list[_Copy]:
+        return [copy for copy in self._all() if LAST in self._store.names(copy.folder)]
+
+    @property
+    def _own(self) -> str:
+        return f"states/{self._member}"
+
+    def _say(self, line: str) -> None:
+        print(f"{self._member}: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,181 @@
+"""Copies of states in a store: what another machine finds, and what is never taken for a state."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_pp.errors import ConfigError, StoreError
+from hetero_pp.outer.exchange_service import AvailableStates
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.store.folder import FolderStore
+from hetero_pp.store.settings import StoreSettings
+from hetero_pp.store.store import Store
+from replica_groups.exchange.log import record_key, snapshot_key
+from replica_groups.saved_states import SavedStates
+from replica_groups.state_copies import StateCopies
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+TIMEOUT = 60.0
+
+
+def _states(folder: Path, store: Store) -> SavedStates:
+    return SavedStates(folder, "run", 1, copies=StateCopies(store, "home.1"))
+
+
+def _save(states: SavedStates, round_: int) -> None:
+    def write(part: Path) -> None:
+        (part / "engine").mkdir()
+        (part / "engine" / "moments").write_text(f"of round {round_}")
+        (part / "error").write_text("feedback")
+
+    states.save(round_, write)
+    assert states.copies is not None
+    states.copies.drain()
+
+
+def _rounds_in(store: Store) -> list[str]:
+    return sorted({key.split("/")[2][:12] for key in store.below("states/home.1")})
+
+
+def test_another_machine_finds_the_newest(store: Store, tmp_path: Path) -> None:
+    here, there = _states(tmp_path / "here", store), _states(tmp_path / "there", store)
+    there.fetch()
+    assert there.rounds() == []
+    for round_ in (1, 2, 3):
+        _save(here, round_)
+    assert _rounds_in(store) == ["round-000002", "round-000003"]
+    there.fetch()
+    assert there.check() == AvailableStates(frozenset({3}))
+    assert (there.path(3) / "engine" / "moments").read_text() == "of round 3"
+    here.fetch()
+    assert here.rounds() == [2, 3]
+
+
+def test_a_run_that_went_back_has_no_copies_of_what_was_later(store: Store, tmp_path: Path) -> None:
+    states = _states(tmp_path / "here", store)
+    for round_ in (7, 8, 9):
+        _save(states, round_)
+    shutil.rmtree(tmp_path / "here")
+    _save(states, 5)
+    assert _rounds_in(store) == ["round-000005"]
+
+
+def test_what_was_not_sent_whole_is_no_state(store: Store, tmp_path: Path) -> None:
+    states = _states(tmp_path / "here", store)
+    _save(states, 1)
+    store.put("states/home.1/round-000002-0123abcd/error", b"feedback")
+    store.put("states/home.1/strange/digests.json", b"{}")
+    there = _states(tmp_path / "there", store)
+    there.fetch()
+    assert there.rounds() == [1]
+    _save(states, 3)
+    assert _rounds_in(store) == ["round-000001", "round-000003", "strange"]
+
+
+def test_a_copy_that_is_damaged_is_named(store: Store, tmp_path: Path) -> None:
+    _save(_states(tmp_path / "here", store), 4)
+    (key,) = [key for key in store.below("states") if key.endswith("/error")]
+    store.put(key, b"Feedback")
+    there = _states(tmp_path / "there", store)
+    there.fetch()
+    assert there.check() == AvailableStates(
+        frozenset(), (f"{there.path(4)} is damaged: 'error' is not what was written",)
+    )
+
+
+class _Slow(FolderStore):
+    """Sends when it is let, and fails if it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.reached, self.lets, self.fails = threading.Semaphore(0), threading.Semaphore(0), False
+
+    def put_file(self, key: str, path: Path) -> None:
+        self.reached.release()
+        assert self.lets.acquire(timeout=TIMEOUT)
+        if self.fails:
+            raise StoreError(f"{key}: cannot be written (no reason)")
+        super().put_file(key, path)
+
+
+def test_a_member_trains_on_while_its_state_is_sent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It saves three more meanwhile, until what is being sent is gone from its disk; only the newest is sent then."""
+    store = _Slow(tmp_path / "store")
+    copies = StateCopies(store, "home.1")
+    states = SavedStates(tmp_path / "here", "run", 1, copies=copies)
+    for round_ in (1, 2, 3, 4):
+        states.save(round_, lambda folder: (folder / "error").write_text("feedback"))
+        if round_ == 1:
+            assert store.reached.acquire(timeout=TIMEOUT)
+    store.lets.release(10)
+    copies.drain()
+    assert "home.1: its state after round 1 is not in the store" in capfd.readouterr().err
+    there = _states(tmp_path / "there", store)
+    there.fetch()
+    assert there.check() == AvailableStates(frozenset({4}))
+
+
+def test_a_store_that_fails_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    store = _Slow(tmp_path / "store")
+    store.lets.release(10)
+    states = _states(tmp_path / "here", store)
+    store.fails = True
+    _save(states, 1)
+    assert "home.1: its state after round 1 is not in the store: states/home.1" in capfd.readouterr().err
+    store.fails = False
+    _save(states, 2)
+    assert _rounds_in(store) == ["round-000002"]
+
+
+def test_what_has_ended_sends_nothing_more(tmp_path: Path) -> None:
+    store = _Slow(tmp_path / "store")
+    copies = StateCopies(store, "home.1")
+    states = SavedStates(tmp_path / "here", "run", 1, copies=copies)
+    for round_ in (1, 2):
+        states.save(round_, lambda folder: (folder / "error").write_text("feedback"))
+    copies.end()
+    store.lets.release(10)
+    copies.drain()
+    assert "round-000002" not in _rounds_in(store)
+
+
+# ---- a run ----
+
+
+def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> dict[str, Any]:
+    given = [f"data.corpus={corpus}", "outer.rounds=4", "snapshots.every=1", *settings]
+    run_topology(MIXED, given, runs, in_process=True, resume=resume)
+    return json.loads((runs / "mixed" / "summary.json").read_text())
+
+
+def test_a_member_goes_on_on_another_machine_to_the_same_bits(lasting: str, corpus: Path, tmp_path: Path) -> None:
+    """Two of four have lost their disks; the run ended as it closed its last round."""
+    sets = (f"store.url={lasting}", "states.to=store")
+    expected = _train(corpus, tmp_path / "runs", *sets)
+    store = StoreSettings(url=lasting).open("mixed", tmp_path)
+    assert {key.split("/")[1] for key in store.below("states")} == {"dc", "home.0", "home.1", "home.2"}
+    store.delete([snapshot_key(4), record_key(4)])
+    for member in ("dc", "home.1"):
+        shutil.rmtree(tmp_path / "runs" / "mixed" / "state" / member)
+        store.delete([key for key in store.below(f"states/{member}") if "round-000004" in key])
+    found = _train(corpus, tmp_path / "runs", *sets, resume=True)
+    for key in ("parameters_sha256", "validation_loss", "contributions"):
+        assert found[key] == expected[key]
+
+
+def test_states_go_to_a_store_that_there_is(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"states\.to: found `store`, expected a `store\.url` with it"):
+        _train(corpus, tmp_path, "states.to=store")
+
+
+def test_states_are_saved_as_often_as_they_are_asked_for(corpus: Path, tmp_path: Path) -> None:
+    _train(corpus, tmp_path, "states.every=3")
+    for member in ("dc", "home.0"):
+        saved = {path.name for path in (tmp_path / "mixed" / "state" / member).iterdir()}
+        assert saved == {"round-000003", "round-000004"}
