@@ -196,6 +196,14 @@ def test_groups_of_a_fleet_have_steps_of_their_own() -> None:
         assert together.free[:, index] == pytest.approx(clock.free[:, 0])
 
 
+def test_all_groups_of_a_fleet_train_until_the_round_is_over() -> None:
+    """However long a step of each takes: a round is long beside a step, and beside all else that it holds."""
+    drawn = {"home": {"count": 20, "bandwidth": ["300 bit/s", "3 kbit/s"]}}
+    found = predict(_spec([HOME], measured=GROUP, fleets=drawn, top=_timed(20_000.0)))
+    assert found.replicas[0].inner_seconds == pytest.approx(20_000.0, rel=0.01)
+    assert found.round_seconds == pytest.approx(20_000.0, rel=0.01)
+
+
 def test_steps_that_take_no_time_are_refused() -> None:
     free = {"dc": _cost(0, 0, 0, 1, 1, 1)}
     with pytest.raises(ConfigError, match="found steps that take no time"):
