@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
-from replica_groups.round_length import AsRecorded, AsTold, RoundLength, SoManySteps, SoMuchTime
+from replica_groups.ranks import Ranks
+from replica_groups.round_length import AsRecorded, AsTold, OfFirstRank, RoundLength, SoManySteps, SoMuchTime
 from replica_groups.steps_taken import StepsTaken
 
 
@@ -82,6 +84,35 @@ def test_recorded_steps_and_those_of_the_stage_before() -> None:
     assert [_steps(recorded, Watch(), round_, 1.0) for round_ in (1, 2)] == [1, 3]
     assert AsTold().is_last(1, 0) is None
     assert [AsTold().is_over(5, told) for told in (False, True)] == [False, True]
+
+
+class SideBySide(Ranks):
+    """Ranks that take turns in one thread, the first before the others."""
+
+    said: ClassVar[list[bytes]] = []
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        assert (data is None) == (not self.is_first)
+        if data is not None:
+            self.said.append(data)
+        return self.said[-1]
+
+
+def test_the_first_rank_decides_for_all() -> None:
+    """Whatever the clocks of the others say."""
+    first, other = Watch(), Watch()
+    lengths = [
+        OfFirstRank(SoMuchTime(10.0, clock), SideBySide(rank=rank, world=2))
+        for rank, clock in enumerate((first, other))
+    ]
+    for length in lengths:
+        length.begin(0.0)
+    decided = []
+    for step in range(4):
+        decided.append([length.is_last(1, step) for length in lengths])
+        first.time += 3.0
+        other.time += 1000.0
+    assert decided == [[False, False], [False, False], [True, True], [True, True]]
 
 
 def test_steps_taken_are_part_of_a_state_where_they_do_not_follow_from_the_round(tmp_path: Path) -> None:
