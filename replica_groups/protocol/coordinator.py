@@ -91,7 +91,7 @@ class Coordinator:
 
     def deadline(self) -> float | None:
         """When to say Tick, if nothing else happens before."""
-        times = [place.ends_at()[0] for place in self.places.values() if place.held]
+        times = [place.ends_at() for place in self.places.values() if place.held]
         times += [place.claim_at for place in self.places.values() if place.claim_at is not None]
         if self.open is not None and not self.open.writing:
             times += [time for time in (self._closes_at(), self._look_at) if time is not None]
@@ -148,8 +148,9 @@ class Coordinator:
             if place.applicant == event.process:
                 place.applicant = None
             yield e.Welcome(place.name, event.process, place.term)
-        elif not place.held:
-            place.term = max(place.term, event.term)
+        elif not event.won:
+            yield from self._noted(e.Noted(place.name, event.term), now)
+        else:
             yield from self._let_in(place)
 
     def _not_claimed(self, event: e.NotClaimed, now: float) -> Iterator[e.Effect]:
@@ -168,26 +169,46 @@ class Coordinator:
 
     def _heard(self, event: e.Heard, now: float) -> Iterator[e.Effect]:
         place = self.places[event.place]
-        if not (yield from self._admits(place, event.term)):
+        if not (yield from self._admits(place, event.term, now)):
             return
-        if event.round is not None and event.epoch == self.replicas[place.replica].epoch:
-            yield from self._adopt(place, event.round)
+        if event.round is not None:
+            yield from self._heard_training(place, event.round, event.epoch)
         place.hear(now, event.progress, event.computes)
 
-    def _admits(self, place: Place, term: int) -> Generator[e.Effect, None, bool]:
-        """Whether a term acts; who holds one that is over is told."""
+    def _heard_training(self, place: Place, round_: int, epoch: int) -> Iterator[e.Effect]:
+        """Whether what a place trains is known here, is void, or was given to it by another coordinator."""
+        replica = self.replicas[place.replica]
+        if epoch > replica.epoch:
+            yield from (e.LookUp(other.name) for other in replica.places)
+        elif epoch == replica.epoch and replica.alive:
+            yield from self._adopt(place, round_)
+        elif self.open is None or round_ != self.open.number or not self._is_whole(replica):
+            yield e.Suspended(place.name, place.term, epoch, "its replica has to be formed anew")
+
+    def _admits(self, place: Place, term: int, now: float) -> Generator[e.Effect, None, bool]:
+        """Whether a term acts, which then is there; who holds one that is over is told."""
         if term > place.term:
             yield e.LookUp(place.name)
         elif not self.holds(place.name, term):
             yield e.Fenced(place.name, term)
+        else:
+            place.is_there(now)
         return self.holds(place.name, term)
+
+    def _is_whole(self, replica: Replica) -> bool:
+        """Whether all that it contributes to the open round has come."""
+        return self.open is not None and replica.name in self.open.whole
 
     def _adopt(self, place: Place, round_: int) -> Iterator[e.Effect]:
         """Another coordinator has given a replica this round; one of its places may not have heard of it."""
         replica = self.replicas[place.replica]
-        if not place.presumed or replica.round is not None or not replica.alive:
+        if not replica.alive or self._is_whole(replica) or round_ <= max(self.last_round, replica.round or 0):
             return
         replica.round = round_
+        if self.open is not None and round_ == self.open.number:
+            self.open.taking_part.add(replica.name)
+        elif self.open is not None:
+            yield e.Look(self.open.number)  # it is closed: who trains a round knows the one before
         for other in replica.places:
             if other.asked is not None and other.asked < round_:
                 other.asked = None
@@ -214,7 +235,7 @@ class Coordinator:
     def _suspend(self, replica: Replica, cause: str) -> Iterator[e.Effect]:
         """A replica has to be formed anew. Those that wait for the record of a whole contribution go on to wait."""
         round_, replica.round = replica.round, None
-        if self.open is not None and replica.name in self.open.whole:
+        if self._is_whole(replica):
             return
         if self.open is not None:
             self.open.withdraw(replica.name)
@@ -226,7 +247,7 @@ class Coordinator:
         """Who cannot reach a neighbour that is there gets another term, so that its replica is formed anew."""
         place = self.places[event.place]
         replica = self.replicas[place.replica]
-        if not (yield from self._admits(place, event.term)):
+        if not (yield from self._admits(place, event.term, now)):
             return
         if event.epoch == replica.epoch and replica.alive:
             yield from self._end_term(place, event.cause)
@@ -236,10 +257,11 @@ class Coordinator:
     def _asked(self, event: e.Asked, now: float) -> Iterator[e.Effect]:
         place = self.places[event.place]
         replica = self.replicas[place.replica]
-        if not (yield from self._admits(place, event.term)):
+        if not (yield from self._admits(place, event.term, now)):
             return
         place.presumed = False
-        if replica.round is not None and event.holds < replica.round:
+        place.rests(now)
+        if replica.round is not None and event.holds < replica.round and not self._is_whole(replica):
             yield e.Assign(place.name, place.term, replica.round, replica.epoch)  # it was told, and has not heard
             return
         place.asked = event.holds
@@ -261,6 +283,7 @@ class Coordinator:
 
     def _let_go(self, replica: Replica) -> Iterator[e.Effect]:
         """The run is over, also for those whose replica is not whole any more."""
+        replica.round = None
         for place in replica.places:
             if place.held and place.asked is not None:
                 place.asked = None
@@ -304,8 +327,9 @@ class Coordinator:
     def _deposited(self, event: e.Deposited, now: float) -> Iterator[e.Effect]:
         place = self.places[event.place]
         replica = self.replicas[place.replica]
-        if not (yield from self._admits(place, event.term)):
+        if not (yield from self._admits(place, event.term, now)):
             return
+        place.rests(now)
         if event.round <= self.last_round:
             yield from self._too_late(event, now)
             return
@@ -356,8 +380,9 @@ class Coordinator:
         self._told_late = closed.taking_part - in_step
         yield from (e.TooLate(replica, record.round) for replica in sorted(closed.whole.keys() - counted))
         yield from self._open_next(now, {replica for replica in self.alive if replica in in_step})
-        if any(place.asked is not None and place.asked > self.last_round for place in self.places.values()):
-            yield e.Look(self.last_round + 1)
+        is_behind = any(place.asked is not None and place.asked > self.last_round for place in self.places.values())
+        if is_behind or not closed.writing:
+            yield e.Look(record.round + 1)  # another coordinator decides rounds, and may be further on
 
     def _learn(self, closed: OpenRound, record: e.Record) -> None:
         self._last_quorum_at = closed.quorum_at
@@ -421,10 +446,8 @@ class Coordinator:
 
     def _tick(self, event: e.Tick, now: float) -> Iterator[e.Effect]:
         for place in self.places.values():
-            if place.held:
-                ends_at, cause = place.ends_at()
-                if now >= ends_at:
-                    yield from self._end_term(place, cause, silent=True)
+            if place.held and now >= place.ends_at():
+                yield from self._end_term(place, place.why_it_ends(), silent=True)
             if place.claim_at is not None and now >= place.claim_at:
                 place.claim_at = None
                 yield from self._let_in(place)

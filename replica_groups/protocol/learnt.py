@@ -17,18 +17,14 @@ class Lateness:
     def __init__(self, window: Window, quantile: float = 0.9) -> None:
         self._window, self._quantile = window, quantile
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
+        self.grace = window.of(None)
+        """Seconds; the longest that is allowed until something was seen."""
 
     def came(self, seconds: float) -> None:
         """A contribution, so long after a quorum had come."""
         self._seen.append(max(0.0, seconds))
-
-    @property
-    def grace(self) -> float:
-        """Seconds; the longest that is allowed until something was seen."""
-        if not self._seen:
-            return self._window.of(None)
         ordered = sorted(self._seen)
-        return self._window.of(ordered[math.ceil(self._quantile * len(ordered)) - 1])
+        self.grace = self._window.of(ordered[math.ceil(self._quantile * len(ordered)) - 1])
 
 
 class Silence:
@@ -38,11 +34,14 @@ class Silence:
         self._window = window
         self._gaps: deque[float] = deque(maxlen=REMEMBERED)
         self.since = now
+        self.lease = window.of(0.0)
+        """Seconds."""
 
     def sign(self, now: float) -> None:
         """It is there."""
         self._gaps.append(now - self.since)
         self.since = now
+        self.lease = self._window.of(max(self._gaps))
 
     def restart(self, now: float) -> None:
         """It is there, and the time until now says nothing."""
@@ -52,8 +51,3 @@ class Silence:
     def least(self) -> float:
         """The shortest that is ever waited."""
         return self._window.least
-
-    @property
-    def lease(self) -> float:
-        """Seconds."""
-        return self._window.of(max(self._gaps, default=0.0))

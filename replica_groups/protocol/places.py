@@ -50,22 +50,39 @@ class Place:
         """Nobody holds it."""
         self.held, self.presumed, self.process, self.asked, self.lost = False, False, None, None, False
 
-    def hear(self, now: float, progress: int, computes: bool) -> None:
-        """A sign of life, and perhaps of progress."""
-        self.presumed, self.lost = False, False
+    def is_there(self, now: float) -> None:
+        """It has said something, whatever it was."""
+        self.lost = False
         self.silence.sign(now)
+
+    def rests(self, now: float) -> None:
+        """It has done what it had to, and computes no more."""
+        self.computes = False
+        self.stillness.restart(now)
+
+    def hear(self, now: float, progress: int, computes: bool) -> None:
+        """What it says of its progress."""
+        self.presumed = False
         if progress != self.progress and self.computes and computes:
             self.stillness.sign(now)
         elif progress != self.progress or not computes:
             self.stillness.restart(now)
         self.progress, self.computes = progress, computes
 
-    def ends_at(self) -> tuple[float, str]:
-        """When its term ends unless something is heard or done, and why."""
-        lease = self.silence.least if self.lost else self.silence.lease
-        silent = self.silence.since + lease, f"nothing was heard of it for {lease:.0f} s"
-        still = self.stillness.since + self.stillness.lease, f"it did nothing for {self.stillness.lease:.0f} s"
-        return min(silent, still) if self.computes else silent
+    def ends_at(self) -> float:
+        """When its term ends unless something is heard or done."""
+        silent = self.silence.since + self._silence_allowed
+        return min(silent, self.stillness.since + self.stillness.lease) if self.computes else silent
+
+    def why_it_ends(self) -> str:
+        """In words."""
+        if self.ends_at() < self.silence.since + self._silence_allowed:
+            return f"it did nothing for {self.stillness.lease:.0f} s"
+        return f"nothing was heard of it for {self._silence_allowed:.0f} s"
+
+    @property
+    def _silence_allowed(self) -> float:
+        return self.silence.least if self.lost else self.silence.lease
 
 
 @dataclass
@@ -86,7 +103,8 @@ class Replica:
 
     @property
     def alive(self) -> bool:
-        return all(place.held for place in self.places)
+        """Whether every place is held."""
+        return False not in [place.held for place in self.places]
 
     @property
     def waits(self) -> bool:

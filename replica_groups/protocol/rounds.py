@@ -40,6 +40,8 @@ class OpenRound:
     ) -> str | None:
         """Note a blob; why not, if it contradicts what was noted. Depositing twice is depositing once."""
         known = self.deposits.get(replica)
+        if known is not None and known.epoch != epoch and replica in self.whole:
+            return f"a contribution to round {self.number} of epoch {epoch}, after a whole one of epoch {known.epoch}"
         if known is None or known.epoch != epoch:
             known = self.deposits[replica] = Deposits(epoch, steps)
         if known.blobs.get(block, entry) != entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class Rules:
     tokens_a_step: Mapping[str, int] | None = None
     """replica -> tokens, where contributions weigh by tokens; None: all weigh the same."""
 
-    @property
+    @cached_property
     def replicas(self) -> list[str]:
         return sorted(set(self.places.values()))
 
-    @property
+    @cached_property
     def needed(self) -> int:
         """How many replicas a quorum is."""
         return max(1, math.ceil(self.quorum * len(self.replicas) - 1e-9))
