@@ -1,0 +1,110 @@
+"""What a seed decides of a history: how large the run is, what its rules are, and what goes wrong how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from replica_groups.protocol.rules import Rules, Window
+
+QUORUMS = (0.5, 0.5, 0.5, 0.34, 0.67, 1.0)
+LIGHT_SECONDS = 400.0
+"""Between two faults of one kind, of a history that has few of them."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Mean seconds between two faults of a kind, None: never; shares of messages and of calls of the store."""
+
+    kills: float | None = None
+    freezes: float | None = None
+    hangs: float | None = None
+    cuts: float | None = None
+    coordinator_kills: float | None = None
+    coordinator_freezes: float | None = None
+    second_coordinators: float | None = None
+    outages: float | None = None
+    corruptions: float | None = None
+    clock_jumps: float | None = None
+    lost: float = 0.0
+    doubled: float = 0.0
+    late: float = 0.0
+    """Of messages, those that take seconds."""
+    store_fails: float = 0.0
+    says_died: float = 0.5
+    """How often a launcher says at once that a process has ended."""
+    comes_back: float = 0.9
+    """How often it starts another soon."""
+    elsewhere: float = 0.1
+    """How often that is on a machine without the place's saved state."""
+    torn: float = 0.1
+    """Of states that are being written when a process ends, those that are left torn."""
+
+    @property
+    def are_light(self) -> bool:
+        """Whether nearly all that is there has to be counted."""
+        return (self.lost, self.store_fails) == (0.0, 0.0) and all(
+            mean is None or mean >= LIGHT_SECONDS
+            for mean in (
+                *(self.kills, self.freezes, self.hangs, self.cuts, self.coordinator_kills),
+                *(self.coordinator_freezes, self.second_coordinators, self.outages),
+            )
+        )
+
+
+def draw_rules(dice: Random) -> Rules:
+    """One to six replicas, of one to four places each."""
+    places, blocks = {}, {}
+    for number in range(dice.choice((1, 2, 2, 3, 3, 4, 5, 6))):
+        replica = f"r{number}"
+        stages = dice.choice((1, 1, 2, 2, 3, 4))
+        for stage in range(stages):
+            place = f"{replica}.{stage}" if stages > 1 else replica
+            places[place] = replica
+            blocks[place] = frozenset(f"b{4 * stage + block}" for block in range(dice.choice((1, 1, 2))))
+    return Rules(
+        places,
+        blocks,
+        quorum=dice.choice(QUORUMS),
+        grace=Window(3.0, 3.0, 40.0),
+        limit=150.0,
+        lease=Window(5.0, 15.0, 60.0),
+        hang=Window(10.0, 60.0, 120.0),
+        joins_at_once=dice.random() < 0.3,
+    )
+
+
+def draw_faults(dice: Random) -> Faults:
+    """Each kind of fault is in some histories and not in others, as what one does may hide what another would."""
+    if dice.random() < 0.1:
+        return Faults()
+    mean = dice.choice((25.0, 60.0, 150.0, 400.0, 1000.0))
+
+    def every(share: float, scale: float = 1.0) -> float | None:
+        seconds = scale * mean * dice.uniform(1.0, 3.0)
+        return seconds if dice.random() < share else None
+
+    def some(share: float, most: float) -> float:
+        value = dice.uniform(0.0, most)
+        return value if dice.random() < share else 0.0
+
+    return Faults(
+        kills=every(0.7),
+        freezes=every(0.5),
+        hangs=every(0.3, 2.0),
+        cuts=every(0.4),
+        coordinator_kills=every(0.5),
+        coordinator_freezes=every(0.3),
+        second_coordinators=every(0.5),
+        outages=every(0.3),
+        corruptions=every(0.3, 2.0),
+        clock_jumps=every(0.2),
+        lost=some(0.4, 0.1),
+        doubled=some(0.4, 0.3),
+        late=some(0.5, 0.3),
+        store_fails=some(0.4, 0.5),
+        says_died=dice.choice((0.0, 0.5, 1.0)),
+        comes_back=dice.choice((0.8, 1.0)),
+        elsewhere=dice.choice((0.0, 0.3)),
+        torn=dice.choice((0.0, 0.5)),
+    )

@@ -1,0 +1,180 @@
+"""A process that runs the rules: a coordinator with a clock of its own, the store behind it, and an auditor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simulation.stores import StoreFailed
+
+from replica_groups.protocol import events as e
+from replica_groups.protocol.coordinator import Coordinator
+
+if TYPE_CHECKING:
+    from simulation.member import Member
+    from simulation.world import World
+
+OVERSLEPT = 3.0
+"""Seconds beyond which it tells the rules that it did nothing meanwhile."""
+
+
+class Host:
+    """Tells its coordinator what happens, and does what comes out. It holds nothing that is not in the store."""
+
+    def __init__(self, world: World, number: int, goes_on: bool) -> None:
+        dice = world.dice
+        self.world, self.number, self.dead, self.frozen_until = world, number, False, 0.0
+        self.started_at = world.timeline.now
+        self._offset, self._rate = dice.uniform(0.0, 1e5), dice.uniform(0.999, 1.001)
+        self._callers: dict[str, Member] = {}
+        self._holders: dict[tuple[str, int], Member] = {}
+        self._inbox: list[tuple[Member | None, e.Event]] = []
+        self._tick_at: float | None = None
+        self._ticks = 0
+        self._has_slept = False
+        self.coordinator = Coordinator(world.rules, self.now, dict(world.store.terms), goes_on)
+        world.invariants.started(self)
+        self._tell(e.Began(world.store.last, world.rounds))
+
+    @property
+    def now(self) -> float:
+        """On its own clock, which others do not share."""
+        return self._offset + self._rate * self.world.timeline.now
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it answers nobody."""
+        return self.dead or self.world.timeline.now < self.frozen_until
+
+    def receive(self, member: Member | None, event: e.Event) -> None:
+        """A message: of a member, or of a launcher."""
+        if self.dead:
+            return
+        if self.is_away:
+            self._inbox.append((member, event))
+            return
+        if member is not None:
+            self._callers[member.process] = member
+            term = getattr(event, "term", None)
+            if term is not None:
+                self._holders[member.place, term] = member
+        self._tell(event)
+        if isinstance(event, e.Deposited) and event.round <= self.coordinator.last_round and member is not None:
+            self.world.network.send(member.fire, member.told_of_record, (self, event.round))
+
+    def freeze(self, seconds: float) -> None:
+        """Do nothing for a while."""
+        self.frozen_until = self.world.timeline.now + seconds
+        self._has_slept = seconds > OVERSLEPT
+        self.world.timeline.after(seconds, self._thaw)
+
+    def _thaw(self) -> None:
+        if self.is_away:
+            return
+        inbox, self._inbox = self._inbox, []
+        is_first = self.world.dice.random() < 0.5
+        if is_first:
+            self._wake()
+        for member, event in inbox:
+            self.receive(member, event)
+        if not is_first:
+            self._wake()
+
+    def _wake(self) -> None:
+        has_slept, self._has_slept = self._has_slept, False
+        self._tell(e.Woke() if has_slept else e.Tick())
+
+    def jump(self, seconds: float) -> None:
+        """Its clock was somewhere else for a moment: its machine was suspended."""
+        self._offset += seconds
+        self._has_slept = seconds > OVERSLEPT
+        self._wake()
+
+    def _tell(self, event: e.Event) -> None:
+        world = self.world
+        before = world.invariants.before(self, event)
+        effects = self.coordinator.step(event, self.now)
+        if world.tells is not None:
+            world.tell(f"coordinator {self.number}: {event}" + "".join(f"\n{'':>14}-> {one}" for one in effects))
+        world.invariants.after(self, event, effects, before)
+        for effect in effects:
+            self._do(effect)
+        if effects or not isinstance(event, e.Heard | e.Asked | e.Confirmed):
+            self._plan_tick()
+
+    def _plan_tick(self) -> None:
+        deadline = self.coordinator.deadline()
+        if deadline is None:
+            return
+        seconds = max(0.0, deadline - self.now) / self._rate + 1e-3
+        at = self.world.timeline.now + seconds
+        if self._tick_at is None or at < self._tick_at - 1e-6:
+            self._tick_at = at
+            self._ticks += 1
+            self.world.timeline.after(seconds, self._tick, self._ticks)
+
+    def _tick(self, number: int) -> None:
+        if number != self._ticks:
+            return
+        self._tick_at = None
+        if not self.is_away:
+            self._tell(e.Tick())
+
+    # ---- what is to be done ----
+
+    def _do(self, effect: e.Effect) -> None:
+        match effect:
+            case e.Assign() | e.Suspended() | e.Fenced():
+                self._answer(self._holders.get((effect.place, effect.term)), effect)
+            case e.Refused(term=None) | e.Welcome():
+                assert effect.process is not None
+                member = self._callers.get(effect.process)
+                self._answer(member, effect)
+                if isinstance(effect, e.Welcome) and member is not None:
+                    self._holders[effect.place, effect.term] = member
+            case e.Refused(place, _, _, term):
+                assert term is not None
+                self._answer(self._holders.get((place, term)), effect)
+            case e.Closed(record):
+                for member in self.world.members:
+                    if member.host is self:
+                        self.world.network.send(member.fire, member.told_of_record, (self, record.round))
+                self.world.timeline.after(self.world.dice.uniform(0.5, 5.0), self._audit, record.round)
+            case e.Claim() | e.LookUp() | e.Write() | e.Look():
+                self.world.timeline.after(self.world.dice.uniform(0.01, 0.5), self._ask_store, effect)
+
+    def _answer(self, member: Member | None, effect: e.Effect) -> None:
+        if member is not None:
+            self.world.network.send(member.fire, member.told, (self, effect))
+
+    def _ask_store(self, effect: e.Effect) -> None:
+        if self.is_away:
+            if not self.dead:
+                self.world.timeline.after(self.frozen_until - self.world.timeline.now + 1e-3, self._ask_store, effect)
+            return
+        event = self._answer_of_store(effect)
+        if event is not None:
+            self._tell(event)
+
+    def _answer_of_store(self, effect: e.Effect) -> e.Event | None:
+        store = self.world.store
+        try:
+            match effect:
+                case e.Claim(place, term, process):
+                    return e.Claimed(place, term, process, store.claim(place, term))
+                case e.LookUp(place):
+                    return e.Noted(place, store.terms.get(place, 0))
+                case e.Write(record):
+                    return e.Recorded(store.create(record))
+                case e.Look(round_):
+                    kept = store.read(round_)
+                    return None if kept is None else e.Recorded(kept.record)
+        except StoreFailed:
+            if isinstance(effect, e.Claim):
+                return e.NotClaimed(effect.place)
+            if isinstance(effect, e.Write):
+                return e.NotRecorded(effect.record.round)
+        return None
+
+    def _audit(self, round_: int) -> None:
+        if not self.is_away:
+            self._tell(e.Audited(round_, {"theta": self.world.invariants.theta(round_)}))

@@ -1,0 +1,325 @@
+"""What has to hold after every event, whatever goes wrong.
+
+1. One record a round; records are consecutive; a record names only whole contributions whose digests are in the store.
+2. A contribution is counted at most once.
+3. What was counted, and what lies in error feedback, is what was produced.
+4. Who says that it holds theta holds the bits that replay gives, or is healed.
+5. Of a place one term acts; what an older one sends changes nothing; a term that acts does not end without a reason.
+6. With a quorum there, rounds close, and nobody is waited for longer, or shorter, than the rules say, or left out.
+7. What a coordinator holds is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from simulation.stores import THETA, Path, Units, replayed
+from simulation.violation import Violation
+
+from replica_groups.protocol import events as e
+from replica_groups.protocol.coordinator import REMEMBERED_HASHES, Coordinator
+
+if TYPE_CHECKING:
+    from simulation.host import Host
+    from simulation.member import Contributed, Member
+    from simulation.world import World
+
+SLACK_SECONDS = 5.0
+"""What a coordinator may be late by."""
+HEALED_AFTER = 12
+"""Rounds in which a member may hold other bits, where what it says about them may be lost."""
+
+
+@dataclass
+class Watched:
+    """What a coordinator has been told and has answered, noted beside it. Times are of its own clock."""
+
+    since: float
+    number: int = 0
+    """Of the open round."""
+    opened_at: float = 0.0
+    deposits: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+    """(replica, epoch) -> blocks, of the open round"""
+    quorum_at: float | None = None
+    assigned: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """place -> term, round, epoch"""
+    trains: dict[str, set[str]] = field(default_factory=dict)
+    """replica -> places that were told to train the open round, or say that they do"""
+    ended: dict[str, int] = field(default_factory=dict)
+    """place -> the newest term that it has ended"""
+    in_step: set[str] = field(default_factory=set)
+    """Replicas that the open round was opened for."""
+    heard: dict[str, float] = field(default_factory=dict)
+    """place -> when"""
+    hangs_until: dict[str, float] = field(default_factory=dict)
+    """place -> until when a process that hung may be ended for it"""
+
+
+class Invariants:
+    """Holds a history against them. Raises Violation."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._thetas = [THETA]
+        self._counted: dict[str, dict[tuple[int, int], int]] = {}
+        """place -> (position, unit) -> round"""
+        self._first: dict[int, e.Record] = {}
+        self._watched: dict[Host, Watched] = {}
+
+    def theta(self, round_: int) -> bytes:
+        """What replay gives after a round."""
+        return self._thetas[round_]
+
+    # ---- records, contributions, parameters: 1 to 4 ----
+
+    def decided(self, record: e.Record) -> None:
+        """A record has come into the store."""
+        rules, last = self._world.rules, len(self._thetas) - 1
+        if record.round in self._first:
+            raise Violation(1, f"round {record.round} has another record than before")
+        if record.round != last + 1:
+            raise Violation(1, f"round {record.round} was decided after round {last}")
+        names = [one.replica for one in record.contributions]
+        if names != sorted(set(names)):
+            raise Violation(2, f"round {record.round} counts {names}")
+        if len(names) < rules.needed:
+            raise Violation(6, f"round {record.round} counts {names}, fewer than {rules.needed}")
+        for one in record.contributions:
+            self._require_whole(record.round, one)
+        if set(names) & set(record.late):
+            raise Violation(1, f"round {record.round} names {names} as counted and {record.late} as late")
+        self._first[record.round] = record
+        self._thetas.append(replayed(self._thetas[-1], self._world.store.records[record.round]))
+
+    def _require_whole(self, round_: int, one: e.Contribution) -> None:
+        blobs = {block: self._world.store.blobs.get(Path(round_, one.replica, one.epoch, block)) for block in one.blobs}
+        if blobs.keys() != self._world.rules.blocks_of(one.replica):
+            raise Violation(1, f"round {round_} counts {sorted(blobs)} of {one.replica}")
+        for block, blob in blobs.items():
+            if blob is None or blob.digest != one.blobs[block]:
+                raise Violation(1, f"round {round_} names a blob {block} of {one.replica} that is not in the store")
+        trainings = {blob.training for blob in blobs.values() if blob is not None}
+        if len(trainings) != 1:
+            raise Violation(1, f"round {round_} counts parts of {len(trainings)} trainings of {one.replica} as one")
+        for blob in blobs.values():
+            assert blob is not None
+            self._count(round_, blob.place, blob.sent)
+
+    def _count(self, round_: int, place: str, sent: dict[int, Units]) -> None:
+        counted = self._counted.setdefault(place, {})
+        for position, units in sent.items():
+            for unit in units:
+                if (position, unit) in counted:
+                    before = counted[position, unit]
+                    raise Violation(2, f"{place}: what was counted in round {before} is counted in {round_} again")
+                counted[position, unit] = round_
+
+    def settled(self, member: Member, record: e.Record, before: Sequence[Units], own: Contributed | None) -> None:
+        """A member has applied a record; `before` is its error feedback with what it had sent."""
+        named = record.of(member.replica)
+        counted = self._counted.get(member.place, {})
+        lost_to: set[int] = set()
+        if named is not None and (own is None or any(named.blobs[b] != own.blobs[b].digest for b in own.blobs)):
+            for block in member.blocks:  # another process has gone on with the place's state
+                path = Path(record.round, member.replica, named.epoch, block)
+                lost_to |= self._world.store.blobs[path].sent.keys()
+        for position, units in enumerate(member.owed):
+            if not units <= before[position]:
+                raise Violation(3, f"{member.process} has lost error feedback on the way to round {record.round}")
+        member.owed = list(member.error)
+        for position, units in enumerate(before):
+            for unit in units - member.error[position]:
+                if (position, unit) not in counted and position not in lost_to:
+                    raise Violation(3, f"{member.process} has lost what it produced, at round {record.round}")
+        if not member.is_corrupt and member.theta != self._thetas[record.round]:
+            raise Violation(4, f"{member.process} holds other bits after round {record.round} than replay gives")
+
+    def confirms(self, member: Member) -> None:
+        """A member says what it holds."""
+        member.wrong_rounds += member.is_corrupt
+        if member.wrong_rounds > HEALED_AFTER:
+            raise Violation(4, f"{member.process} has said {member.wrong_rounds} times that it holds other bits")
+
+    # ---- what a coordinator does: 5 to 7 ----
+
+    def started(self, host: Host) -> None:
+        """A coordinator begins."""
+        self._watched[host] = Watched(host.now)
+
+    def ended(self, host: Host) -> None:
+        """It is gone."""
+        del self._watched[host]
+
+    def before(self, host: Host, event: e.Event) -> Any:
+        """What `after` has to know of the time before an event."""
+        coordinator, watched = host.coordinator, self._watched[host]
+        if isinstance(event, e.Recorded) and self._first.get(event.record.round) != event.record:
+            raise Violation(1, f"a coordinator was given a record of round {event.record.round} that is not the first")
+        if isinstance(event, e.Woke):
+            watched.since = host.now
+        if isinstance(event, e.Tick | e.Began | e.Recorded | e.NotRecorded | e.Woke | e.Audited):
+            return None
+        if isinstance(event, e.Applied | e.Claimed | e.NotClaimed | e.Noted):
+            return None
+        place = coordinator.places[event.place]
+        acts = place.held and event.term in (None, place.term)
+        if acts and isinstance(event, e.Heard | e.Asked | e.Deposited | e.Broken):
+            watched.heard[event.place] = host.now
+        if acts and isinstance(event, e.Heard):
+            if any(
+                one.place == event.place and one.training is not None and one.training.is_stuck
+                for one in self._world.members
+            ):
+                watched.hangs_until[event.place] = host.now + coordinator.rules.hang.most
+            self._note_training(watched, event, coordinator)
+        if isinstance(event, e.Deposited):
+            acts = acts and event.epoch == coordinator.replicas[place.replica].epoch
+        return None if acts else _acted_on(coordinator)
+
+    def _note_training(self, watched: Watched, event: e.Heard, coordinator: Coordinator) -> None:
+        replica = coordinator.rules.places[event.place]
+        if event.round == watched.number and event.epoch == coordinator.replicas[replica].epoch:
+            watched.trains.setdefault(replica, set()).add(event.place)
+
+    def after(self, host: Host, event: e.Event, effects: Sequence[e.Effect], before: Any) -> None:
+        """A coordinator has taken note of an event."""
+        coordinator, watched = host.coordinator, self._watched[host]
+        if before is not None and before != _acted_on(coordinator):
+            raise Violation(5, f"{event} was acted on, though its term or its epoch is over")
+        if isinstance(event, e.Deposited) and before is None:
+            self._note_deposit(watched, event, effects, host)
+        if isinstance(event, e.Left):
+            watched.ended[event.place] = max(event.term, watched.ended.get(event.place, 0))
+        for effect in effects:
+            self._look_at(host, watched, event, effect)
+        if coordinator.open is not None and coordinator.open.number != watched.number:
+            self._opened(watched, host)
+        self._require_order(host, watched)
+
+    def _opened(self, watched: Watched, host: Host) -> None:
+        assert host.coordinator.open is not None
+        watched.number, watched.opened_at = host.coordinator.open.number, host.now
+        watched.deposits, watched.quorum_at = {}, None
+        watched.trains, watched.in_step = {}, set(host.coordinator.open.taking_part)
+        for place, (_, round_, _) in watched.assigned.items():
+            if round_ == watched.number:
+                watched.trains.setdefault(host.coordinator.rules.places[place], set()).add(place)
+
+    def _note_deposit(self, watched: Watched, event: e.Deposited, effects: Sequence[e.Effect], host: Host) -> None:
+        if event.round != watched.number or any(isinstance(one, e.Refused | e.Fenced) for one in effects):
+            return
+        rules = host.coordinator.rules
+        watched.deposits.setdefault((rules.places[event.place], event.epoch), set()).add(event.block)
+        whole = {one for (one, _), blocks in watched.deposits.items() if blocks >= rules.blocks_of(one)}
+        if watched.quorum_at is None and len(whole) >= rules.needed:
+            watched.quorum_at = host.now
+
+    def _look_at(self, host: Host, watched: Watched, event: e.Event, effect: e.Effect) -> None:
+        places = host.coordinator.rules.places
+        match effect:
+            case e.Write(record):
+                self._require_waited(host, watched, record)
+            case e.Assign():
+                self._require_phase(host, watched, event, effect)
+                watched.assigned[effect.place] = effect.term, effect.round, effect.epoch
+                if effect.round == watched.number:
+                    watched.trains.setdefault(places[effect.place], set()).add(effect.place)
+            case e.Suspended(place):
+                self._out_of_step(watched, places[place])
+            case e.Fenced(place, term):
+                if watched.assigned.get(place, (0,))[0] == term:
+                    del watched.assigned[place]
+                if watched.ended.get(place, 0) < term == self._world.store.terms.get(place):
+                    self._require_reason(host, watched, event, effect)
+                watched.ended[place] = max(term, watched.ended.get(place, 0))
+                if effect.cause:
+                    self._out_of_step(watched, places[place])
+            case e.Stop(cause):
+                raise Violation(4, f"the run ends: {cause}")
+
+    def _out_of_step(self, watched: Watched, replica: str) -> None:
+        watched.trains.pop(replica, None)
+        watched.in_step.discard(replica)
+
+    def _require_waited(self, host: Host, watched: Watched, record: e.Record) -> None:
+        """Whoever trains and is there is waited for."""
+        rules, coordinator = host.coordinator.rules, host.coordinator
+        if record.round != watched.number or watched.quorum_at is None:
+            raise Violation(6, f"the record of round {record.round} is written without a quorum")
+        if host.now >= min(watched.quorum_at + rules.grace.least, watched.opened_at + rules.limit) - 1e-6:
+            return
+        for replica, places in watched.trains.items():
+            is_there = all(coordinator.places[place].held for place in self._world.places_of[replica])
+            if is_there and len(places) == len(self._world.places_of[replica]) and record.of(replica) is None:
+                raise Violation(6, f"round {record.round} does not wait for {replica}, which is there and trains")
+
+    def _require_phase(self, host: Host, watched: Watched, event: e.Event, effect: e.Assign) -> None:
+        """Who is assigned a round may train it, and is in step with the others."""
+        coordinator, rules = host.coordinator, host.coordinator.rules
+        replica = coordinator.replicas[rules.places[effect.place]]
+        if effect.round == 0:
+            if self._world.store.last < self._world.rounds:
+                raise Violation(6, f"{effect.place} is told that the run is over, and it is not")
+            return
+        if effect.round > self._world.store.last + 1:
+            raise Violation(1, f"{effect.place} is told to train round {effect.round}, which cannot be open")
+        if effect.epoch != sum(coordinator.places[place].term for place in self._world.places_of[replica.name]):
+            raise Violation(5, f"{effect.place} is told to train in epoch {effect.epoch}, which is not its replica's")
+        if watched.assigned.get(effect.place) == (effect.term, effect.round, effect.epoch):
+            return
+        if coordinator.open is None or effect.round != coordinator.open.number:
+            return
+        if replica.name in coordinator.open.whole:
+            raise Violation(6, f"{replica.name} is assigned round {effect.round} after it has contributed to it")
+        is_late = effect.round == watched.number and host.now - watched.opened_at > rules.grace.most + 1e-6
+        is_in_step = replica.name in watched.in_step or replica.name in watched.trains
+        if not is_late or rules.joins_at_once or is_in_step or not isinstance(event, e.Asked):
+            return
+        others = set(coordinator.open.whole) | {
+            name
+            for name, places in watched.trains.items()
+            if len(places) == len(self._world.places_of[name]) and coordinator.replicas[name].alive
+        }
+        if len(others - {replica.name}) >= rules.needed:
+            raise Violation(6, f"{replica.name} begins round {effect.round} long after the others")
+
+    def _require_reason(self, host: Host, watched: Watched, event: e.Event, effect: e.Fenced) -> None:
+        """A term ends by a death, by what its holder says, by another term, or by silence."""
+        if isinstance(event, e.Died | e.Broken | e.Noted) and event.place == effect.place:
+            return
+        if not effect.cause:
+            raise Violation(5, f"term {effect.term} of {effect.place} is refused, and has not ended")
+        silent = host.now - max(watched.heard.get(effect.place, watched.since), watched.since)
+        hangs = host.now < watched.hangs_until.get(effect.place, 0.0)
+        if silent < host.coordinator.rules.lease.least - 1e-6 and not hangs:
+            raise Violation(5, f"term {effect.term} of {effect.place} ends after {silent:.1f} s: {effect.cause}")
+
+    def _require_order(self, host: Host, watched: Watched) -> None:
+        coordinator, rules = host.coordinator, host.coordinator.rules
+        open_ = coordinator.open
+        if open_ is not None:
+            if open_.number != coordinator.last_round + 1 or coordinator.last_round > self._world.store.last:
+                raise Violation(1, f"round {open_.number} is open after {self._world.store.last} are decided")
+            overdue = watched.quorum_at is not None and host.now > (
+                max(watched.quorum_at + rules.grace.most, watched.since, (open_.retry_at or 0.0)) + SLACK_SECONDS
+            )
+            if overdue and not open_.writing:
+                raise Violation(6, f"round {open_.number} has a quorum, and does not close")
+            if len(open_.deposits) > len(coordinator.replicas):
+                raise Violation(7, "deposits of an open round grow")
+        kept = len(coordinator._hashes), len(coordinator._audited), len(coordinator._differing)
+        if max(kept) > REMEMBERED_HASHES:
+            raise Violation(7, "what is remembered of hashes grows")
+
+
+def _acted_on(coordinator: Coordinator) -> Any:
+    """What a message that is refused must not change."""
+    open_ = coordinator.open
+    return (
+        [(place.term, place.held, place.asked, place.progress) for place in coordinator.places.values()],
+        [replica.round for replica in coordinator.replicas.values()],
+        None if open_ is None else (open_.number, sorted(open_.taking_part), sorted(open_.whole)),
+        None if open_ is None else {name: (one.epoch, dict(one.blobs)) for name, one in open_.deposits.items()},
+    )

@@ -1,0 +1,371 @@
+"""A process that holds a place, as a model of what taking part in a run does; see replica_groups/take_part.py.
+
+What it trains is no more than a name: a unit for each training, at each position of its parameters. So it can be said
+exactly what was counted, what lies in error feedback, and what was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simulation.stores import THETA, Blob, Kept, Path, State, StoreFailed, Units, replayed
+from simulation.violation import Violation
+
+from replica_groups.protocol import events as e
+
+if TYPE_CHECKING:
+    from simulation.host import Host
+    from simulation.training import Training
+    from simulation.world import World
+
+POSITIONS = 3
+"""Of a block."""
+BEAT_SECONDS = 4.0
+AGAIN_SECONDS = 7.0
+"""After which what was not answered is said again."""
+PATIENCE_SECONDS = 40.0
+"""With neighbours that should be there."""
+NOTHING: Units = frozenset()
+
+APPLYING, ASKING, CATCHING_UP, FORMING, TRAINING, DEPOSITING, WAITING, SETTLED, LEAVING = (
+    *("applying", "asking", "catching up", "forming", "training"),
+    *("depositing", "waiting", "settled", "leaving"),
+)
+IN_ROUND = frozenset((CATCHING_UP, FORMING, TRAINING, DEPOSITING, WAITING))
+
+
+@dataclass(frozen=True)
+class Contributed:
+    """What it has sent, or is about to, and does not know yet whether it is counted."""
+
+    round: int
+    epoch: int
+    unit: int
+    steps: int
+    blobs: dict[str, Blob]
+
+    @property
+    def sent(self) -> dict[int, Units]:
+        """position -> units"""
+        return {position: units for blob in self.blobs.values() for position, units in blob.sent.items()}
+
+
+class Member:
+    """One process."""
+
+    def __init__(self, world: World, place: str, number: int, has_state: bool) -> None:
+        self.world, self.place, self.process = world, place, f"{place}#{number}"
+        self.replica = world.rules.places[place]
+        self.blocks = sorted(world.rules.blocks[place])
+        self.host: Host | None = None
+        self.dead, self.hangs, self.frozen_until, self.cut_until = False, False, 0.0, 0.0
+        self.term, self.round, self.epoch, self.attempt = 0, 0, 0, 0
+        self.phase, self._since, self._said_at, self._unanswered, self._refusals = APPLYING, 0.0, 0.0, 0, 0
+        self.training: Training | None = None
+        self.contributed: Contributed | None = None
+        self._uploaded: set[str] = set()
+        self._gave_up = (0, 0)
+        self._saving: State | None = None
+        self._progress, self._farewells = 0, 0
+        self.is_corrupt, self.wrong_rounds = False, 0
+        state = world.disks.newest(place) if has_state else None
+        self.holds = 0 if state is None else state.round
+        self.error: list[Units] = [NOTHING] * (POSITIONS * len(self.blocks)) if state is None else list(state.error)
+        self._start: list[Units] = list(self.error)
+        self.owed: list[Units] = list(self.error)
+        """Of its error feedback, what must be counted, or still be there, when it applies the next record."""
+        self.theta = THETA if state is None else world.invariants.theta(state.round)
+        self._connect()
+        self._enter(APPLYING)
+        self._say()
+        self.later(world.dice.random() * BEAT_SECONDS, self._beat)
+
+    # ---- a process ----
+
+    def later(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
+        """Do something in a while, if it is still there."""
+        self.world.timeline.after(seconds, self.fire, what, arguments)
+
+    def fire(self, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Do it now, or once it can move again."""
+        if self.dead:
+            return
+        left = self.frozen_until - self.world.timeline.now
+        if left > 0:
+            self.world.timeline.after(left + 1e-3, self.fire, what, arguments)
+        else:
+            what(*arguments)
+
+    def die(self) -> None:
+        """End, at any instruction."""
+        self.dead = True
+        if self._saving is not None and self.world.dice.random() < self.world.faults.torn:
+            self.world.disks.write(self.place, None)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing keeps it from doing its part."""
+        now = self.world.timeline.now
+        return not self.dead and not self.hangs and now >= self.frozen_until and now >= self.cut_until
+
+    def _enter(self, phase: str) -> None:
+        self.phase, self._since = phase, self.world.timeline.now
+        self.attempt += 1
+        if self.world.tells is not None:
+            self.world.tell(f"{self.process}: {phase}, term {self.term}, round {self.round}, epoch {self.epoch}")
+
+    # ---- what it says ----
+
+    def _connect(self) -> None:
+        there = [host for host in self.world.hosts if not host.dead]
+        self.host = self.world.dice.choice(there) if there else None
+        self._unanswered = 0
+
+    def wander(self) -> None:
+        """Find another coordinator, if there is one."""
+        self._connect()
+        self._say()
+
+    def _tell(self, event: e.Event) -> None:
+        if self.host is not None and self.world.timeline.now >= self.cut_until:
+            self.world.network.send(self.host.receive, self, event)
+
+    def _beat(self) -> None:
+        self.later(BEAT_SECONDS * self.world.dice.uniform(0.8, 1.2), self._beat)
+        if self.host is None or self.host.is_away or self.world.timeline.now < self.cut_until:
+            self._unanswered += 1
+            if self._unanswered > 2 or self.host is None:
+                self.wander()
+            return
+        self._unanswered = 0
+        if not self.hangs and not (self.training is not None and self.training.is_stuck):
+            self._progress += 1
+        if self.term and self.phase != LEAVING:
+            is_busy = self.phase in IN_ROUND
+            computes = self.phase == TRAINING and (self.hangs or not (self.training and self.training.is_stuck))
+            round_, epoch = (self.round, self.epoch) if is_busy else (None, 0)
+            self._tell(e.Heard(self.place, self.term, round_, epoch, self._progress, computes))
+        self._look_around()
+        if self.world.timeline.now - self._said_at >= AGAIN_SECONDS:
+            self._say()
+
+    def _look_around(self) -> None:
+        """Whether neighbours keep it waiting for too long."""
+        waits = self.phase == FORMING or (
+            self.phase == TRAINING and self.training is not None and self.training.is_over
+        )
+        if waits and not self.hangs and self.world.timeline.now - self._since > PATIENCE_SECONDS:
+            self._tell(e.Broken(self.place, self.term, self.epoch, "its neighbour does not answer"))
+
+    def _say(self) -> None:
+        """What it waits for an answer to."""
+        self._said_at = self.world.timeline.now
+        if self.phase == APPLYING:
+            self._tell(e.Applied(self.place, self.process))
+        elif self.phase == ASKING:
+            self._tell(e.Asked(self.place, self.term, self.holds))
+        elif self.phase in (DEPOSITING, WAITING):
+            for block in sorted(self._uploaded):
+                self._deposit(block)
+        elif self.phase == LEAVING:
+            self._tell(e.Left(self.place, self.term))
+            self._farewells += 1
+            if self._farewells > 2:
+                self.world.gone(self)
+
+    def _ask(self) -> None:
+        self._enter(ASKING)
+        self._say()
+
+    # ---- what it is told ----
+
+    def told(self, host: Host, effect: e.Effect) -> None:
+        """An answer of its coordinator."""
+        if host is not self.host or self.world.timeline.now < self.cut_until or self.phase == LEAVING:
+            return
+        match effect:
+            case e.Welcome(_, _, term) if term > self.term:
+                self._undo()
+                self.term, self._refusals = term, 0
+                self._ask()
+            case e.Fenced(_, term) if term == self.term:
+                self._fenced()
+            case e.Suspended(_, term, epoch) if term == self.term and self.phase in IN_ROUND and epoch >= self.epoch:
+                self._suspended()
+            case e.Assign(_, term) if term == self.term:
+                self._assigned(effect)
+            case e.Refused(_, _, process, term):
+                self._refused(process, term)
+
+    def _fenced(self) -> None:
+        if self.hangs:
+            self.world.end_hung(self)
+            return
+        self._undo()
+        self.term = 0
+        self._enter(APPLYING)
+        self._say()
+
+    def _suspended(self) -> None:
+        if self.host is not None and self.phase == WAITING and self.round <= self.world.store.last:
+            self.told_of_record(self.host, self.round)  # it was decided before
+        else:
+            self._undo()
+            self._ask()
+
+    def _refused(self, process: str | None, term: int | None) -> None:
+        if process == self.process and self.phase == APPLYING:
+            self._refusals += 1
+            if self._refusals > 3 and any(o is not self and o.place == self.place for o in self.world.members):
+                self.world.gone(self)  # somebody else has taken its place
+        elif term == self.term and self.phase in (DEPOSITING, WAITING):
+            self._undo()
+            self._ask()
+
+    def _assigned(self, effect: e.Assign) -> None:
+        if effect.round == 0:
+            if self.contributed is None:
+                self._undo()
+            self.round, self.training = self.world.rounds + 1, None
+            self._enter(CATCHING_UP)
+            self._catch_up(self.attempt, False)
+            return
+        is_known = self.phase in IN_ROUND and (effect.round, effect.epoch) <= (self.round, self.epoch)
+        if effect.round <= self.holds or is_known:
+            return
+        if (effect.round, effect.epoch) == self._gave_up:
+            # Its neighbours may be in the middle of what it has left: only a new epoch keeps the two apart.
+            self._tell(e.Broken(self.place, self.term, effect.epoch, "it has given this round up before"))
+            return
+        if self.contributed is None or self.contributed.round == effect.round:
+            self._undo()
+        self.round, self.epoch, self.training = effect.round, effect.epoch, None
+        self._enter(CATCHING_UP)
+        self.later(self.world.dice.uniform(0.05, 0.5), self._catch_up, self.attempt, effect.heal)
+
+    def told_of_record(self, host: Host, round_: int) -> None:
+        """A round is decided."""
+        if host is self.host and self.phase == WAITING and round_ == self.round and self._settle_until(round_):
+            self._enter(SETTLED)
+            self.later(self.world.dice.uniform(0.1, 1.0), self._prove, self.attempt)
+
+    # ---- a round ----
+
+    def _undo(self) -> None:
+        """Return to the start of the round."""
+        if self.phase in IN_ROUND and self.phase != CATCHING_UP:
+            self.error = list(self._start)
+            self._gave_up = (self.round, self.epoch)
+            self.contributed = None
+        self.training = None
+
+    def _catch_up(self, attempt: int, heal: bool) -> None:
+        if attempt != self.attempt:
+            return
+        if not self._settle_until(self.round - 1):
+            self.later(1.0, self._catch_up, attempt, heal)
+            return
+        if heal:
+            self.theta, self.is_corrupt, self.wrong_rounds = self.world.invariants.theta(self.holds), False, 0
+        if self.round > self.world.rounds:
+            self._enter(LEAVING)
+            self._say()
+            return
+        self._start = list(self.error)
+        self._enter(FORMING)
+        self.world.trainings.join(self)
+
+    def _settle_until(self, round_: int) -> bool:
+        """Apply records up to that of a round; whether they could be read."""
+        while self.holds < round_:
+            try:
+                kept = self.world.store.read(self.holds + 1)
+            except StoreFailed:
+                return False
+            if kept is None:
+                raise Violation(1, f"{self.process} needs the record of round {self.holds + 1}, which is not decided")
+            self._settle(kept)
+        return True
+
+    def _settle(self, kept: Kept) -> None:
+        """Apply a round's record: what was counted of this place leaves error feedback, what was not stays in it."""
+        own, self.contributed = self.contributed, None
+        sent = {} if own is None or own.round != kept.record.round else own.sent
+        before = [units | sent.get(position, NOTHING) for position, units in enumerate(self.error)]
+        counted = kept.record.of(self.replica)
+        if counted is None:
+            self._give_back(sent)
+        elif own is None or not sent or counted.epoch != own.epoch:
+            self._give_back(sent)
+            self._drop(kept.record.round, counted)
+        self.theta, self.holds = replayed(self.theta, kept), kept.record.round
+        self.world.invariants.settled(self, kept.record, before, own)
+
+    def _give_back(self, sent: dict[int, Units]) -> None:
+        for position, units in sent.items():
+            self.error[position] |= units
+
+    def _drop(self, round_: int, counted: e.Contribution) -> None:
+        """Another process of this place was counted, or this one before it went back: what that sent is not sent
+        again."""
+        for block in self.blocks:
+            for position in self.world.store.blobs[Path(round_, self.replica, counted.epoch, block)].sent:
+                self.error[position] = NOTHING
+
+    def begin(self, training: Training) -> None:
+        """All neighbours are there."""
+        self.training = training
+        self._enter(TRAINING)
+
+    def trained(self, training: Training) -> None:
+        """Compress, and hand in."""
+        self._enter(DEPOSITING)
+        blobs = {}
+        for number, block in enumerate(self.blocks):
+            first = POSITIONS * number
+            whole = {p: self.error[p] | {training.number} for p in range(first, first + POSITIONS)}
+            chosen = self.world.dice.sample(range(first, first + POSITIONS), self.world.dice.choice((1, 2)))
+            blobs[block] = Blob(self.world.next_number(), training.number, self.place, {p: whole[p] for p in chosen})
+            for position, units in whole.items():
+                self.error[position] = NOTHING if position in chosen else units
+        self.contributed = Contributed(self.round, self.epoch, training.number, training.steps, blobs)
+        self._uploaded = set()
+        for block in self.blocks:
+            self.later(self.world.dice.uniform(0.1, 2.0), self._upload, self.attempt, block)
+
+    def _upload(self, attempt: int, block: str) -> None:
+        if attempt != self.attempt or self.contributed is None:
+            return
+        try:
+            self.world.store.put(Path(self.round, self.replica, self.epoch, block), self.contributed.blobs[block])
+        except StoreFailed:
+            self.later(1.0, self._upload, attempt, block)
+            return
+        self._uploaded.add(block)
+        self._deposit(block)
+        if len(self._uploaded) == len(self.blocks):
+            self._enter(WAITING)
+
+    def _deposit(self, block: str) -> None:
+        own = self.contributed
+        assert own is not None
+        digest = own.blobs[block].digest
+        self._tell(e.Deposited(self.place, self.term, own.round, own.epoch, block, digest, own.steps))
+
+    def _prove(self, attempt: int) -> None:
+        """Say what it holds, save, and go on."""
+        if attempt != self.attempt:
+            return
+        self.world.invariants.confirms(self)
+        self._tell(e.Confirmed(self.place, self.term, self.holds, {"theta": self.theta}))
+        if self.holds % self.world.states_every == 0:
+            self._saving = State(self.holds, list(self.error))
+            self.later(self.world.dice.uniform(0.1, 5.0), self._saved, self._saving)
+        self._ask()
+
+    def _saved(self, state: State) -> None:
+        self.world.disks.write(self.place, state)
+        if self._saving is state:
+            self._saving = None

@@ -1,0 +1,102 @@
+"""Bugs that the invariants have to find: what is replaced in which function, to plant them."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from simulation.member import Member
+from simulation.stores import Store
+
+from replica_groups.protocol.coordinator import Coordinator
+from replica_groups.protocol.places import Place
+from replica_groups.protocol.rounds import OpenRound
+
+
+class Edit(NamedTuple):
+    """In the source of a method."""
+
+    owner: type
+    method: str
+    found: str
+    replaced: str
+
+
+SUSPENDED = "yield e.Suspended("
+NOT_SUSPENDED = "yield from () if True else ("
+
+MUTATIONS: dict[str, tuple[Edit, ...]] = {
+    "counts twice": (Edit(OpenRound, "record", "sorted(self.whole)", "2 * sorted(self.whole)"),),
+    "sends again what was counted": (Edit(Member, "_drop", "self.blocks", "()"),),
+    "forgets to give back": (
+        Edit(
+            Member, "_settle", "if counted is None:\n        self._give_back(sent)", "if counted is None:\n        pass"
+        ),
+    ),
+    "forgets error feedback when it returns": (Edit(Member, "_undo", "list(self._start)", "self.error"),),
+    "closes below a quorum": (Edit(OpenRound, "deposit", "len(self.whole) >= rules.needed", "self.whole"),),
+    "counts parts": (Edit(OpenRound, "deposit", "known.blobs.keys() >= rules.blocks_of(replica)", "known.blobs"),),
+    "closes without waiting": (Edit(OpenRound, "closes_at", "if not waits:", "if True:"),),
+    "never closes after grace": (Edit(OpenRound, "closes_at", "return min(", "return None and min("),),
+    "accepts an old term": (
+        Edit(Coordinator, "_admits", "elif not self.holds(place.name, term):", "elif False:"),
+        Edit(Coordinator, "_admits", "return self.holds(place.name, term)", "return term <= place.term"),
+    ),
+    "accepts an old epoch's blob": (
+        Edit(
+            Coordinator, "_deposited", "(event.round, event.epoch), (replica.round", "(event.round, 0), (replica.round"
+        ),
+        Edit(Coordinator, "_deposited", ", replica.epoch)\n", ", 0)\n"),
+    ),
+    "does not suspend survivors": (
+        Edit(Coordinator, "_suspend", SUSPENDED, NOT_SUSPENDED),
+        Edit(Coordinator, "_heard_training", SUSPENDED, NOT_SUSPENDED),
+    ),
+    "assigns a round twice": (Edit(Coordinator, "_may_join", "return replica not in self.open.whole", "return True"),),
+    "lets in out of phase": (Edit(Coordinator, "_may_join", "return self.rules.joins_at_once or", "return True or"),),
+    "overwrites a record": (Edit(Store, "create", "if record.round not in self.records:", "if True:"),),
+    "presumes nobody after a restart": (Edit(Coordinator, "__init__", "if goes_on:", "if False:"),),
+    "heals nobody": (Edit(Coordinator, "_found_wrong", "place.differs = True", "pass"),),
+    "does not write a record again": (
+        Edit(Coordinator, "_not_recorded", "self.open.writing, self.open.retry_at = False", "_ = False"),
+    ),
+    "does not say again what to train": (
+        Edit(Coordinator, "_asked", "yield e.Assign(place.name, place.term, replica.round, replica.epoch)", "pass"),
+    ),
+    "does not learn of later terms": (Edit(Coordinator, "_noted", "if event.term > place.term:", "if False:"),),
+    "does not notice silence": (Edit(Place, "ends_at", "silent = self", "silent = 1e9 + self"),),
+    "does not notice who hangs": (Edit(Place, "ends_at", "if self.computes", "if False"),),
+    "waits for a whole replica to leave": (
+        Edit(Coordinator, "_let_go", "place.held and place.asked is not None", "replica.waits"),
+    ),
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """With this bug. Raises LookupError if the text is not there."""
+    with ExitStack() as undone:
+        for edit in MUTATIONS[name]:
+            undone.callback(setattr, edit.owner, edit.method, getattr(edit.owner, edit.method))
+            setattr(edit.owner, edit.method, _edited(edit))
+        yield
+
+
+def _edited(edit: Edit) -> object:
+    function = getattr(edit.owner, edit.method)
+    source = getattr(function, "__mutated__", None) or textwrap.dedent(inspect.getsource(function))
+    if source.count(edit.found) != 1:
+        raise LookupError(f"`{edit.found}` is {source.count(edit.found)} times in {edit.owner.__name__}.{edit.method}")
+    source = source.replace(edit.found, edit.replaced)
+    made: dict[str, object] = {}
+    exec(
+        compile(f"from __future__ import annotations\n{source}", function.__code__.co_filename, "exec"),
+        function.__globals__,
+        made,
+    )
+    mutated = made[edit.method]
+    mutated.__mutated__ = source  # type: ignore[attr-defined]
+    return mutated

@@ -1,0 +1,58 @@
+"""Thousands of rounds with whatever goes wrong, by seed; and bugs planted in the rules, which must be found."""
+
+from __future__ import annotations
+
+import pytest
+from simulation.dice import Faults
+from simulation.mutations import MUTATIONS, planted
+from simulation.world import History, play
+
+ROUNDS = 50
+"""Of a history."""
+HISTORIES = 60
+COUNTED = 0.9
+"""Of the replicas that are there during a whole round, where few things go wrong."""
+
+
+def _first_violation(histories: int) -> str | None:
+    found = (play(seed, ROUNDS).violation for seed in range(histories))
+    return next((violation for violation in found if violation is not None), None)
+
+
+@pytest.fixture(scope="module")
+def histories() -> list[History]:
+    return [play(seed, ROUNDS) for seed in range(HISTORIES)]
+
+
+def test_whatever_goes_wrong_every_invariant_holds(histories: list[History]) -> None:
+    assert [history.violation for history in histories if history.violation is not None] == []
+    assert all(history.rounds == ROUNDS for history in histories)
+
+
+def test_who_is_there_is_counted(histories: list[History]) -> None:
+    light = [history for history in histories if history.are_light]
+    live, counted = (sum(getattr(one, name) for one in light) for name in ("live", "counted"))
+    assert live > 1000
+    assert counted >= COUNTED * live
+
+
+def test_where_nothing_goes_wrong_only_stragglers_are_late() -> None:
+    for seed in range(5):
+        history = play(seed, ROUNDS, faults=Faults())
+        assert history.violation is None
+        assert history.counted >= 0.95 * history.live > 0
+
+
+def test_a_seed_has_one_history() -> None:
+    for seed in (3, 8):
+        told: list[list[str]] = [[], []]
+        assert play(seed, 20, told[0].append) == play(seed, 20, told[1].append)
+        assert told[0] == told[1]
+        assert len(told[0]) > 1000
+    assert play(3, 20) != play(8, 20)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_planted_bug_is_found_within_a_thousand_rounds(name: str) -> None:
+    with planted(name):
+        assert _first_violation(1000 // ROUNDS) is not None

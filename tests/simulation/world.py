@@ -1,0 +1,230 @@
+"""A simulated run: coordinators, members and a store on a fake clock, and what goes wrong; one seed, one history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from simulation.dice import Faults, draw_faults, draw_rules
+from simulation.faults import FaultInjector
+from simulation.host import Host
+from simulation.invariants import Invariants
+from simulation.member import Member
+from simulation.network import Network
+from simulation.stores import Disks, Store
+from simulation.timeline import Timeline
+from simulation.training import Trainings
+from simulation.violation import Violation
+
+from replica_groups.protocol.events import Record
+
+ROUND_SECONDS = 60.0
+"""Of faults, for each round: then the run is left in peace."""
+STUCK_SECONDS = 300.0
+"""Beyond the limit of a round: without a fault, by then one has to close, and everybody there to be counted."""
+KEPT_BLOBS = 100
+"""Rounds; no state is older."""
+
+Tells = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class History:
+    """What a seed has come to."""
+
+    seed: int
+    rounds: int
+    violation: str | None = None
+    seconds: float = 0.0
+    """On the fake clock."""
+    events: int = 0
+    counted: int = 0
+    live: int = 0
+    """Of replicas that were there during a whole round: how many, and how many of them were counted."""
+    are_light: bool = False
+    """Whether few things went wrong."""
+
+
+class World:
+    """All of it."""
+
+    def __init__(self, seed: int, rounds: int, tells: Tells | None = None, faults: Faults | None = None) -> None:
+        self.seed, self.rounds, self.tells = seed, rounds, tells
+        self.dice = Random(seed)
+        self.timeline = Timeline()
+        self.rules = draw_rules(self.dice)
+        drawn = draw_faults(self.dice)
+        self.faults = drawn if faults is None else faults
+        self.states_every = self.dice.choice((1, 1, 2, 3))
+        self.places_of = {replica: self.rules.places_of(replica) for replica in self.rules.replicas}
+        self.invariants = Invariants(self)
+        self.network = Network(self.timeline, self.dice, self.faults)
+        self.store = Store(self.timeline, self.dice, self.faults.store_fails, self._decided)
+        self.disks = Disks()
+        self.trainings = Trainings(self)
+        self.hosts: list[Host] = []
+        self.members: list[Member] = []
+        self.corrupt_again_at = 0.0
+        self._number = 0
+        self._calm_since = dict.fromkeys(self.rules.replicas, 0.0)
+        """replica -> when it was, or will be, disturbed for the last time"""
+        self._counted_at = dict.fromkeys(self.rules.replicas, 0.0)
+        self._stuck_at = 0.0
+        self._decided_at = 0.0
+        self._counted = self._live = 0
+        self.start_host()
+        for place in self.rules.places:
+            seconds = self.dice.uniform(0.0, 5.0) if self.dice.random() < 0.9 else self.dice.uniform(0.0, 100.0)
+            self.timeline.after(seconds, self.start, place, True)
+            self.disturb(seconds + 10.0, self.rules.places[place])
+        self.injector = FaultInjector(self)
+
+    # ---- a history ----
+
+    def play(self) -> History:
+        """From the first round to the last, and to the end of every process."""
+        violation = None
+        try:
+            self._play()
+        except Violation as found:
+            violation = f"seed {self.seed}, round {self.store.last + 1}: {found}"
+            self.tell(violation)
+        done, now = self.store.last, self.timeline.now
+        happened = self.timeline.happened
+        return History(self.seed, done, violation, now, happened, self._counted, self._live, self.faults.are_light)
+
+    def _play(self) -> None:
+        self._stuck_at = self._patience
+        calm_at = ROUND_SECONDS * self.rounds
+        while not self._is_over and self.timeline.go_on():
+            if self.timeline.now > self._stuck_at:
+                self._look_whether_stuck()
+            if not self.injector.is_over and (self.timeline.now > calm_at or self.store.last == self.rounds):
+                self._calm_down()
+
+    @property
+    def _is_over(self) -> bool:
+        return self.store.last == self.rounds and not self.members and all(h.coordinator.is_through for h in self.hosts)
+
+    @property
+    def _patience(self) -> float:
+        return self.rules.limit + STUCK_SECONDS
+
+    def _look_whether_stuck(self) -> None:
+        calm = max(self._decided_at, *sorted(self._calm_since.values())[: self.rules.needed])
+        self._stuck_at = calm + self._patience
+        if self.timeline.now <= self._stuck_at:
+            return
+        self._stuck_at = self.timeline.now + self._patience
+        there = [replica for replica in self.rules.replicas if self._is_well(replica)]
+        if self.store.last == self.rounds:
+            left = [member.process for member in self.members]
+            raise Violation(6, f"the run is over, and {left} do not end")
+        if len(there) >= self.rules.needed and self._are_hosts_well():
+            raise Violation(6, f"{there} are there, and the round does not close")
+
+    def _are_hosts_well(self) -> bool:
+        return len(self.hosts) == 1 and not self.hosts[0].is_away and self.timeline.now >= self.store.down_until
+
+    def _is_well(self, replica: str) -> bool:
+        well = {member.place for member in self.members if member.is_well}
+        return all(place in well for place in self.places_of[replica])
+
+    def _calm_down(self) -> None:
+        """Nothing more goes wrong, and everybody is there: now the run has to come to its end."""
+        self.tell("nothing goes wrong any more")
+        self.injector.end()
+        for host in self.hosts[1:]:
+            self.kill_host(host)
+        self.need_host()
+        for place in self.rules.places:
+            if not any(member.place == place for member in self.members):
+                self.start(place, True)
+        self.disturb(200.0)
+
+    # ---- what happens to it ----
+
+    def next_number(self) -> int:
+        """Another one each time."""
+        self._number += 1
+        return self._number
+
+    def tell(self, what: str) -> None:
+        """For whoever reads the history."""
+        if self.tells is not None:
+            self.tells(f"{self.timeline.now:10.2f}  {what}")
+
+    def disturb(self, seconds: float, replica: str | None = None) -> None:
+        """For so long a replica, or all of them, may not get on."""
+        until = self.timeline.now + seconds
+        for name in self.rules.replicas if replica is None else [replica]:
+            self._calm_since[name] = max(self._calm_since[name], until)
+
+    def need_host(self) -> None:
+        """A coordinator begins, unless there is one. One that cannot read the store tries again."""
+        if self.hosts:
+            return
+        if self.timeline.now < self.store.down_until:
+            self.timeline.after(1.0, self.need_host)
+        else:
+            self.start_host()
+
+    def start_host(self) -> Host:
+        """A coordinator goes on where the store says."""
+        host = Host(self, self.next_number(), goes_on=bool(self.store.terms))
+        self.hosts.append(host)
+        self.tell(f"begins after round {self.store.last}: coordinator {host.number}")
+        return host
+
+    def kill_host(self, host: Host) -> None:
+        """It ends, at any instruction."""
+        host.dead = True
+        self.hosts.remove(host)
+        self.invariants.ended(host)
+
+    def start(self, place: str, has_state: bool) -> None:
+        """A process begins. On its place's machine it finds what an earlier one has saved."""
+        member = Member(self, place, self.next_number(), has_state)
+        self.members.append(member)
+        self.tell(f"begins after round {member.holds}: {member.process}")
+
+    def gone(self, member: Member) -> None:
+        """A process has ended."""
+        if not member.dead:
+            member.die()
+            self.members.remove(member)
+
+    def end_hung(self, member: Member) -> None:
+        """Its launcher ends it, as its term is over, and starts another."""
+        member.hangs = False
+        self.injector.kill(member)
+        if self.injector.is_over and not any(one.place == member.place for one in self.members):
+            self.start(member.place, True)
+
+    def _decided(self, record: Record) -> None:
+        self.invariants.decided(record)
+        now, before = self.timeline.now, self._decided_at
+        self.tell(f"round {record.round} is decided: {', '.join(one.replica for one in record.contributions)}")
+        for one in record.contributions:
+            self._counted_at[one.replica] = now
+        for replica in self.rules.replicas:
+            self._take_stock(replica, before, record)
+        self._decided_at = now
+        if record.round % KEPT_BLOBS == 0:
+            self.store.forget_blobs_before(record.round - KEPT_BLOBS)
+
+    def _take_stock(self, replica: str, before: float, record: Record) -> None:
+        """Whether a replica that is there is counted, now and then at least."""
+        if self._calm_since[replica] > before or not self._is_well(replica):
+            return
+        self._live += 1
+        self._counted += self._counted_at[replica] == self.timeline.now
+        calm = max(self._counted_at[replica], self._calm_since[replica])
+        if self.timeline.now - calm > self._patience and before > calm:
+            raise Violation(6, f"{replica} is there, and is not counted any more: round {record.round}")
+
+
+def play(seed: int, rounds: int, tells: Tells | None = None, faults: Faults | None = None) -> History:
+    """The history of a seed: always the same."""
+    return World(seed, rounds, tells, faults).play()
