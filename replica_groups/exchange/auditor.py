@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
 
 import torch
 
@@ -18,11 +15,6 @@ from replica_groups.exchange.audits import write_audit
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.replay import replay
 from replica_groups.exchange.retention import Retention
-
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds after which a store that could not be reached is tried again."""
-
-T = TypeVar("T")
 
 
 class Auditor:
@@ -73,13 +65,13 @@ class Auditor:
         read = self.exchange.log.blobs_of(record)
 
         def fetch(replica: str, block: str) -> bytes:
-            return self._patiently(lambda: read(replica, block))
+            return self.exchange.decisions.patiently(lambda: read(replica, block))
 
         replay(self._theta, self.exchange.run, record, fetch, self._optimizer)
         hashes = {name: parameter_sha256(tensor) for name, tensor in self._theta.items()}
         self.exchange.confirm(EXCHANGE, round_, hashes)
         store, sha256 = self.exchange.log.store, parameters_sha256(hashes)
-        self._patiently(lambda: write_audit(store, round_, record.sha256, sha256))
+        self.exchange.decisions.patiently(lambda: write_audit(store, round_, record.sha256, sha256))
         with suppress(StoreError):  # what is not removed is in nobody's way
             self._retention.audited(round_)
         if round_ == self.rounds or round_ % self.snapshot_every == 0:
@@ -87,18 +79,7 @@ class Auditor:
 
     def _save(self, round_: int) -> None:
         snapshot = Snapshot(round_, self._theta, self._basis, self._optimizer.state)
-        self._patiently(lambda: self.exchange.log.write_snapshot(snapshot))
+        self.exchange.decisions.patiently(lambda: self.exchange.log.write_snapshot(snapshot))
         self.exchange.snapshot_kept(round_)
         with suppress(StoreError):
             self._retention.kept_snapshot(round_)
-
-    def _patiently(self, do: Callable[[], T]) -> T:
-        """Do what needs the store, and again for as long as that cannot be reached. Raises RunFailed."""
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                return do()
-            except StoreError as error:
-                print(f"{EXCHANGE}: {error}; trying again", file=sys.stderr, flush=True)
-            self.exchange.wait_while_alive(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)

@@ -6,11 +6,14 @@ Nothing is decided here. What the coordinator answers to members lies ready for 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
-from hetero_pp.errors import HeteroPPError, RunFailed, Suspended, TermOver
+from hetero_pp.errors import HeteroPPError, RunFailed, StoreError, Suspended, TermOver
+from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.records import from_message, to_message
@@ -20,6 +23,11 @@ from replica_groups.protocol.rules import Rules
 
 REMEMBERED_RECORDS = 16
 """How many are kept in memory; older ones are read from the log."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds after which a store that could not be reached is tried again."""
+
+T = TypeVar("T")
 
 _LONGEST_SLEEP = 1.0
 _OVERSLEPT = 3.0
@@ -144,6 +152,19 @@ class Decisions:
     def kept(self, round_: int) -> RoundRecord:
         """The record of a round that was closed a moment ago."""
         return self._records[round_]
+
+    def patiently(self, do: Callable[[], T]) -> T:
+        """Do what needs the store, and again for as long as that cannot be reached. Raises RunFailed."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return do()
+            except StoreError as error:
+                print(f"{EXCHANGE}: {error}; trying again", file=sys.stderr, flush=True)
+            with self.changed:
+                self.changed.wait_for(lambda: self.failure is not None, pause)
+            self.require_alive()
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     # ---- what calls wait for ----
 

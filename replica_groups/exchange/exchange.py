@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -91,6 +93,7 @@ class Exchange:
         self._changes = NO_CHANGES
         self._changed = self.decisions.changed
         self._held: Snapshot | None = None
+        self._reading = threading.Lock()
         self._newest = 0
         self._begun_after = 0
         self._shapes: dict[str, Shapes] = {}
@@ -162,13 +165,12 @@ class Exchange:
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         """See ExchangeService."""
         self.last_round()
-        with self._changed:
-            return self._newest, list(self._snapshot("a member", self._newest).tensors())
+        newest = self._newest
+        return newest, list(self._snapshot("a member", newest).tensors())
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
         """See ExchangeService."""
-        with self._changed:
-            tensors = self._snapshot("a member", self._newest if round_ is None else round_).tensors()
+        tensors = self._snapshot("a member", self._newest if round_ is None else round_).tensors()
         unknown = [name for name in names if name not in tensors]
         if unknown:
             raise self._refused("a member", f"no tensors {unknown} in the snapshot")
@@ -178,9 +180,10 @@ class Exchange:
         """After a round, from the log unless it is the one that was asked for last."""
         if self._held is None:
             raise self._refused(sender, "the run has not begun: not all members have joined")
-        if self._held.round != round_:
-            self._held = self.log.read_snapshot(round_)
-        return self._held
+        with self._reading:  # not the lock of everything else: this may take minutes
+            if self._held.round != round_:
+                self._held = self.decisions.patiently(lambda: self.log.read_snapshot(round_))
+            return self._held
 
     # ---- whom it waits for ----
 
@@ -334,7 +337,7 @@ class Exchange:
         entry = self._checked(member, address, data)
         if self._begins_to_write(member, address, epoch, entry):
             try:
-                self.log.write_blob(address, epoch, data)
+                self.decisions.patiently(lambda: self.log.write_blob(address, epoch, data))
                 self._count(member, address, epoch, entry, steps, term)
             finally:
                 with self._changed:
@@ -399,7 +402,8 @@ class Exchange:
         if 1 <= round_ <= self.coordinator.last_round:
             for one in self.decisions.wait_for_record(round_).contributions:
                 if one.replica == replica and any(blob.block == block for blob in one.blobs):
-                    return self.log.read_blob(round_, replica, one.epoch, block)
+                    read = partial(self.log.read_blob, round_, replica, one.epoch, block)
+                    return self.decisions.patiently(read)
         raise self._refused(member, f"no `{block}` of {replica} in a closed round {round_}")
 
     # ---- agreement ----
@@ -486,12 +490,6 @@ class Exchange:
         """End the run: every call that waits, and every later one, raises RunFailed."""
         failure = Failure(cause=cause)
         self.report([Report(time=time.time(), member=EXCHANGE, failure=failure)])
-
-    def wait_while_alive(self, seconds: float) -> None:
-        """Wait so long. Raises RunFailed as soon as the run has failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.decisions.failure is not None, seconds)
-        self.decisions.require_alive()
 
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and whoever is there is through."""

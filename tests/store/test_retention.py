@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,28 @@ def test_a_run_keeps_its_newest_snapshots_and_all_rounds(corpus: Path, tmp_path:
     assert _train(corpus, tmp_path / "more", "snapshots.keep=3").snapshots() == {0, 2, 3, 4}
 
 
+def test_members_wait_for_a_store_that_is_gone(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As they hand in their contributions, and as they fetch those of others."""
+    left = {"put": 3, "get": 3}
+    for name in left:
+        real = getattr(FolderStore, name)
+
+        def call(store: FolderStore, *arguments: object, name: str = name, real: Any = real) -> object:
+            if left[name] > 0 and ".blob" in str(arguments[0]):
+                left[name] -= 1
+                raise StoreError("the store: cannot be reached")
+            return real(store, *arguments)
+
+        monkeypatch.setattr(FolderStore, name, call)
+    monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.01)
+    log = _train(corpus, tmp_path)
+    assert left == {"put": 0, "get": 0}
+    assert [sorted(one.replica for one in log.read_record(t).contributions) for t in (1, 4)] == [["dc", "home"]] * 2
+    assert capfd.readouterr().err.count("exchange: the store: cannot be reached; trying again") == 6
+
+
 def test_an_auditor_waits_for_a_store_that_is_gone(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,7 +119,7 @@ def test_an_auditor_waits_for_a_store_that_is_gone(
 
         monkeypatch.setattr(FolderStore, name, call)
 
-    monkeypatch.setattr("replica_groups.exchange.auditor.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.01)
     for name in left:
         goes_away(name)
     log = _train(corpus, tmp_path)

@@ -145,6 +145,30 @@ def test_what_has_ended_sends_nothing_more(tmp_path: Path) -> None:
     assert "round-000002" not in _rounds_in(store)
 
 
+class _Full(FolderStore):
+    """Has room for so many files."""
+
+    room = 0
+
+    def put_file(self, key: str, path: Path) -> None:
+        if self.room == 0:
+            raise StoreError(f"{key}: cannot be written (No space left on device)")
+        self.room -= 1
+        super().put_file(key, path)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_what_is_sent_in_part_is_no_state(tmp_path: Path, room: int) -> None:
+    """Whichever of its three files is the first that does not arrive."""
+    store = _Full(tmp_path / "store")
+    store.room = room
+    _save(_states(tmp_path / "here", store), 1)
+    assert len(store.below("states")) == room
+    there = _states(tmp_path / "there", store)
+    there.fetch()
+    assert there.rounds() == []
+
+
 # ---- a run ----
 
 
