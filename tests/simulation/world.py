@@ -26,7 +26,7 @@ STUCK_SECONDS = 300.0
 KEPT_BLOBS = 100
 """Rounds; no state is older."""
 
-Tells = Callable[[str], None]
+Tells = Callable[[str], object]
 
 
 @dataclass(frozen=True)

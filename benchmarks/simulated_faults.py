@@ -1,0 +1,163 @@
+"""Rounds in which things go wrong, simulated: how many hold every invariant, and how many replicas they count.
+
+    python benchmarks/simulated_faults.py --rounds 1000000 [--seed N] [--workers N] [--json FILE] [--trace]
+
+A seed has one history, of up to 50 rounds (tests/simulation/): seeds follow from the first one on, until there are
+rounds enough. A violation is printed with its seed and its round; `--seed S --rounds 50 --trace` tells that history,
+event by event. What FILE has of the same rules and the same simulation is not played again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from command_line import parse, save
+
+from hetero_pp.program.experiments.provenance import commit, machine
+
+if TYPE_CHECKING:
+    from simulation.world import History
+
+ROOT = Path(__file__).absolute().parents[1]
+HISTORY = 50
+"""Rounds of one."""
+CHUNK = 20
+"""Histories that a worker plays at once."""
+SMOKE = {"rounds": 200}
+
+
+@dataclass
+class Total:
+    """What all histories so far have come to."""
+
+    source: str
+    seed: int
+    histories: int = 0
+    rounds: int = 0
+    events: int = 0
+    simulated_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    live: int = 0
+    counted: int = 0
+    light_live: int = 0
+    light_counted: int = 0
+    violations: list[str] = field(default_factory=list)
+
+    def add(self, history: History) -> None:
+        """One more."""
+        self.histories += 1
+        self.rounds += history.rounds
+        self.events += history.events
+        self.simulated_seconds += history.seconds
+        self.live += history.live
+        self.counted += history.counted
+        self.light_live += history.live * history.are_light
+        self.light_counted += history.counted * history.are_light
+        if history.violation is not None:
+            self.violations.append(history.violation)
+
+
+def main() -> None:
+    """Play, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first history")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--trace", action="store_true", help="print every event")
+    arguments = parse(parser, SMOKE)
+    _find_simulation()
+    total = _earlier(arguments.json, arguments.seed)
+    if arguments.trace:
+        for seed, rounds in _lengths(arguments.seed, arguments.rounds):
+            total.add(_play(seed, rounds, print))
+    else:
+        _play_all(total, arguments.rounds, arguments.workers, arguments.json)
+    print("\n".join([*total.violations, _line(total)]))
+    raise SystemExit(1 if total.violations else 0)
+
+
+def _play_all(total: Total, rounds: int, workers: int, path: Path | None) -> None:
+    """Chunk by chunk, each written as it is done."""
+    left = iter(_lengths(total.seed + total.histories, rounds - total.rounds))
+    with ProcessPoolExecutor(workers, initializer=_find_simulation) as pool:
+        while chunks := list(filter(None, (list(islice(left, CHUNK)) for _ in range(workers)))):
+            for histories, seconds in pool.map(_play_chunk, chunks):
+                total.cpu_seconds += seconds
+                for history in histories:
+                    total.add(history)
+            save({"machine": machine(), "commit": commit(), **_shares(total), **asdict(total)}, path)
+            if path is not None and total.histories % 400 < CHUNK * workers:
+                print(_line(total), flush=True)
+
+
+def _find_simulation() -> None:
+    """It lies among the tests."""
+    sys.path.insert(0, str(ROOT / "tests"))
+
+
+def _play(seed: int, rounds: int, tells: Callable[[str], object] | None = None) -> History:
+    from simulation.world import play
+
+    return play(seed, rounds, tells)
+
+
+def _lengths(seed: int, rounds: int) -> Iterator[tuple[int, int]]:
+    """(seed, rounds) of each history."""
+    for start in range(0, rounds, HISTORY):
+        yield seed + start // HISTORY, min(HISTORY, rounds - start)
+
+
+def _play_chunk(chunk: Sequence[tuple[int, int]]) -> tuple[list[History], float]:
+    """And the CPU seconds that it took."""
+    started = time.process_time()
+    return [_play(seed, rounds) for seed, rounds in chunk], time.process_time() - started
+
+
+def _earlier(path: Path | None, seed: int) -> Total:
+    """What a file has of this seed, if neither the rules nor the simulation have changed since."""
+    total = Total(_source(), seed)
+    if path is None or not path.exists():
+        return total
+    found: dict[str, Any] = json.loads(path.read_text())
+    if (found.get("source"), found.get("seed")) != (total.source, seed):
+        return total
+    return Total(**{name: found[name] for name in asdict(total)})
+
+
+def _source() -> str:
+    """A digest of the rules and of the simulation."""
+    files = [*(ROOT / "replica_groups" / "protocol").glob("*.py"), *(ROOT / "tests" / "simulation").glob("*.py")]
+    played = [path for path in sorted(files) if not path.stem.startswith(("test_", "mutations"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in played)).hexdigest()[:16]
+
+
+def _shares(total: Total) -> dict[str, float]:
+    """Of the replicas that were there during a whole round, how many were counted."""
+    return {
+        "counted_share": total.counted / max(total.live, 1),
+        "counted_share_light": total.light_counted / max(total.light_live, 1),
+    }
+
+
+def _line(total: Total) -> str:
+    rate = total.rounds / total.cpu_seconds if total.cpu_seconds else 0.0
+    shares = _shares(total)
+    return (
+        f"{total.rounds:,} rounds of {total.histories:,} histories, {total.events:,} events, {rate:.0f} rounds a CPU"
+        f" second: {len(total.violations)} violations; counted {shares['counted_share']:.1%} of the replicas that were"
+        f" there, {shares['counted_share_light']:.1%} where few things went wrong"
+    )
+
+
+if __name__ == "__main__":
+    main()
