@@ -103,6 +103,11 @@ def format_count(count: int, one: str) -> str:
     return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
 
 
+def format_times(count: int) -> str:
+    """1 -> "once"; 2,000 -> "2,000 times"."""
+    return "once" if count == 1 else format_count(count, "time")
+
+
 def format_seconds(value: float) -> str:
     """0.02 -> "20 ms"; 95 -> "1:35"."""
     if value < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
@@ -18,27 +19,43 @@ from hetero_pp.topology import ParticipantsReplica
 
 CONNECT_TIMEOUT = 120.0
 
+REMEMBERED_REPORTS = 20_000
+"""By which a report that comes again is known; more than an exchange tells again."""
+
 
 def reports_of(address: str, token: str, on_silence: Callable[[bool], None] = lambda _: None) -> Iterator[Report]:
     """Every report of the run whose exchange is at an address, until it is over; see ExchangeClient.watch.
 
-    An exchange that is gone is waited for: another may take its place. `on_silence` is told when it is gone or does
-    not answer, and when it does again.
+    An exchange that is gone is waited for: another may take its place, and begins in its own way. `on_silence` is told
+    when it is gone or does not answer, and when it does again.
     """
     with closing(ExchangeClient(address, token, "launcher")) as exchange:
         exchange.wait_until_ready(CONNECT_TIMEOUT)  # on a busy machine the first attempt may fail
-        has_begun = False
+        is_new = _Once()
         while True:
             try:
-                for report in exchange.watch():
-                    if not (has_begun and report.HasField("begun")):  # what takes over begins in its own way
-                        yield report
-                    has_begun = has_begun or report.HasField("begun")
+                yield from filter(is_new, exchange.watch())
                 return
             except ExchangeLost:
                 on_silence(True)
                 exchange.wait_until_ready(CONNECT_TIMEOUT)
                 on_silence(False)
+
+
+class _Once:
+    """Lets every report through once: an exchange that was out of reach, and is not another one, tells them again."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, None] = {}
+
+    def __call__(self, report: Report) -> bool:
+        key = hashlib.blake2b(report.SerializeToString(deterministic=True), digest_size=16).digest()
+        if key in self._known:
+            return False
+        self._known[key] = None
+        if len(self._known) > REMEMBERED_REPORTS:
+            del self._known[next(iter(self._known))]
+        return True
 
 
 def tell_died(address: str, token: str, member: str, cause: str) -> None:
@@ -54,19 +71,22 @@ def reports_to_members(
 ) -> Iterator[Report]:
     """What some members tell, and what concerns everybody, until these members are through.
 
-    While the exchange does not answer `on_wait` is told for how long, at growing intervals. Raises LinkTimeout, and
-    LinkClosed if the exchange ends, or is gone, before these members are through.
+    An exchange that is gone is waited for, as another may take its place. While none answers `on_wait` is told for how
+    long, at growing intervals. Raises LinkTimeout, and LinkClosed if the run ends before these members are through.
     """
     left = set(members)
     with closing(ExchangeClient(address, token, "launcher")) as exchange:
-        exchange.wait_until_ready(timeout, on_wait)
-        for report in exchange.watch(members):
-            yield report
-            if report.HasField("finished"):
-                left.discard(report.member)
-            if not left:
-                return
-        raise LinkClosed(f"the exchange at {address} has ended the run")
+        is_new = _Once()
+        while True:
+            exchange.wait_until_ready(timeout, on_wait)
+            with suppress(ExchangeLost):
+                for report in filter(is_new, exchange.watch(members)):
+                    yield report
+                    if report.HasField("finished"):
+                        left.discard(report.member)
+                    if not left:
+                        return
+                raise LinkClosed(f"the exchange at {address} has ended the run")
 
 
 class NetworkConnections:

@@ -85,8 +85,8 @@ class WatchedExchange(Protocol):
     def watch(self, members: Collection[str] = ()) -> Iterator[pb.Report]:
         """Every report, until the run is over; of some members only theirs, and what concerns everybody."""
 
-    def heard(self, member: str) -> None:
-        """Something came from a member, or reached it."""
+    def heard(self, member: str, term: int | None = None) -> None:
+        """Something came from a member, or reached it; which term it holds, if it says so."""
 
     def refuse(self, sender: str, reason: str) -> None:
         """Count a message that was not let in."""
@@ -128,7 +128,7 @@ class _Servicer(ExchangeServicer):
             raise Refused(
                 f"{member} was started with another configuration than the exchange: compare the config.yaml of both"
             )
-        self.exchange.heard(member)
+        self.exchange.heard(member, _term(context))
 
     def _moving(self, frames: Iterable[bytes], member: str) -> Iterator[bytes]:
         """The same frames; each that goes over the link shows that the member is there."""

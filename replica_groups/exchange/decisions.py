@@ -75,6 +75,12 @@ class Decisions:
                 todo.extend(self._step(follows))
         return answers
 
+    def presume(self) -> None:
+        """See Coordinator.presume."""
+        with self.changed:
+            self.coordinator.presume(self._clock())
+            self.changed.notify_all()
+
     def _step(self, event: e.Event) -> list[e.Effect]:
         with self.changed:
             effects = self.coordinator.step(event, self._clock())

@@ -89,6 +89,7 @@ class Exchange:
         self.coordinator = self.decisions.coordinator
         self._agreement = agreement
         self._goes_on = goes_on
+        self._terms_before = {name: place.term for name, place in self.coordinator.places.items() if place.term}
         self._rounds = settings.rounds
         self._changes = NO_CHANGES
         self._changed = self.decisions.changed
@@ -110,6 +111,13 @@ class Exchange:
             self.begin(snapshot)
 
     # ---- the beginning ----
+
+    def meet_members(self) -> bool:
+        """Wait until every member has joined, or one is there that has held its place since before this exchange was
+        started; whether there is such a one, and so the run under way.
+        """
+        self.decisions.wait_until(lambda: self._goes_on or self._available.keys() >= self.roster.members.keys())
+        return self._goes_on
 
     def wait_until_joined(self) -> Mapping[str, AvailableStates]:
         """Wait until every member has joined; what each holds."""
@@ -187,11 +195,16 @@ class Exchange:
 
     # ---- whom it waits for ----
 
-    def heard(self, member: str) -> None:
-        """Something came from a member."""
-        if member in self.roster.members:
-            with self._changed:
-                self._heard[member] = time.monotonic()
+    def heard(self, member: str, term: int | None = None) -> None:
+        """Something came from a member, which may say which term it holds."""
+        if member not in self.roster.members:
+            return
+        with self._changed:
+            self._heard[member] = time.monotonic()
+            is_from_before = term is not None and term == self._terms_before.get(member)
+            if is_from_before and term == self.coordinator.places[member].term and self.coordinator.rounds is None:
+                self._goes_on = True
+                self.decisions.presume()
 
     def expected(self) -> Expected:
         """What it waits for now. While nobody has contributed to a round, inner steps are progress, too."""

@@ -75,9 +75,13 @@ def begin_run(
 
     `resume` is None for a run that begins, else what is changed from where it goes on; that is kept in its folder.
     With `goes_on` the exchange takes the place of one that has ended: nothing is waited for, and no round forgotten.
+    The same holds if the run is resumed and a member is there that has not ended, on another host.
 
     Raises HeteroPPError if there is no round from which all of them can go on, RunFailed if a member is gone before.
     """
+    if resume is not None and not goes_on:
+        goes_on = exchange.meet_members()
+        _require_unchanged(resume if goes_on else {})
     try:
         if goes_on:
             start, spec = _take_over(exchange, spec.with_changes(read_changes(folder.changes)))
@@ -94,6 +98,15 @@ def begin_run(
     auditor.start()
     exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note)
     return auditor
+
+
+def _require_unchanged(wanted: Values) -> None:
+    """Raise HeteroPPError for what members that are there do not know. They wait for another exchange."""
+    if wanted:
+        keys = ", ".join(f"`{key}`" for key in wanted)
+        raise HeteroPPError(
+            f"{keys}: members of the run are there, and go on as they are: end them before, or leave it out"
+        )
 
 
 def _take_over(exchange: Exchange, spec: RunSpec) -> tuple[Restart, RunSpec]:

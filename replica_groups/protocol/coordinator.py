@@ -44,9 +44,9 @@ class Coordinator:
             name: Replica(name, [self.places[place] for place in rules.places_of(name)]) for name in rules.replicas
         }
         for name, term in (terms or {}).items():
-            if goes_on:
-                self.places[name].take(term, None, now, rules)
-            self.places[name].term, self.places[name].presumed = term, goes_on
+            self.places[name].term = term
+        if goes_on:
+            self.presume(now)
         self.open: OpenRound | None = None
         """None before the run begins, and after its last round."""
         self.last_round = 0
@@ -81,6 +81,13 @@ class Coordinator:
             e.Tick: self._tick,
             e.Woke: self._woke,
         }
+
+    def presume(self, now: float) -> None:
+        """Another coordinator was there before: take those that held places then to be there until they are not."""
+        for place in self.places.values():
+            if place.term and not place.held:
+                place.take(place.term, None, now, self.rules)
+                place.presumed = True
 
     def step(self, event: e.Event, now: float) -> list[e.Effect]:
         """What an event, `now`, makes necessary."""

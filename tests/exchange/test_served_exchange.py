@@ -100,7 +100,7 @@ class Recorder:
         self.asked.append(("watch", *members))
         yield from self.reports
 
-    def heard(self, member: str) -> None:
+    def heard(self, member: str, term: int | None = None) -> None:
         self.sounds.append(member)
 
     def stay(self, member: str) -> None:

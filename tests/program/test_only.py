@@ -24,6 +24,7 @@ from hetero_pp.program.launch.hosts import commands, members_named, require_reac
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.exchange.open_log import open_log
 
 CONFIG = """
 name: hosts
@@ -32,7 +33,7 @@ data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_se
 inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
 outer: {rounds: ROUNDS, compression: {density: 1/32}}
 snapshots: {every: 1}
-exchange: {listen: "127.0.0.1:PORT"}
+exchange: {listen: "127.0.0.1:PORT", lease: {least: 2 s}, grace: {least: 1 s}}
 links:
   dsl: {bandwidth: 100 Mbit/s, latency: 5 ms}
   fibre: {bandwidth: 1 Gbit/s, latency: 1 ms}
@@ -86,6 +87,21 @@ class Hosts:
     def summary(self) -> dict:
         return json.loads((self.folder / "exchange" / "runs" / "hosts" / "summary.json").read_text())
 
+    def told(self, event: str) -> list[dict]:
+        """What the exchange has told of an event so far."""
+        metrics = self.folder / "exchange" / "runs" / "hosts" / "metrics.jsonl"
+        return [json.loads(line) for line in metrics.read_text().split("\n")[:-1] if event in line]
+
+    def rounds_closed(self) -> int:
+        return len(self.told('"round_closed"'))
+
+    def rounds_recorded(self) -> int:
+        """In the log."""
+        runs = self.folder / "exchange" / "runs"
+        return open_log(
+            ConfigFile(self.folder / "exchange" / "run.yaml").config, RunFolder(runs / "hosts")
+        ).last_record()
+
     def wait_for_round(self, round_: int) -> None:
         self.wait_for(f'"evaluation", "replica": "home", "round": {round_}')
 
@@ -128,36 +144,80 @@ def test_four_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> N
     assert not (tmp_path / "home.1" / "runs" / ".tokens").exists()  # only those that read the corpus encode it
 
 
+@pytest.fixture
+def endless(tmp_path: Path, corpus: Path) -> Iterator[Hosts]:
+    """A run that is ended by the test."""
+    found = Hosts(tmp_path, corpus, 100000)
+    yield found
+    for process in found.processes.values():
+        process.terminate()
+    for part in found.processes:
+        found.wait(part)
+
+
 @pytest.mark.starts_processes
-def test_a_host_that_dies_ends_the_run_and_it_goes_on(tmp_path: Path, corpus: Path) -> None:
-    hosts = Hosts(tmp_path, corpus, 100000)
-    try:
-        for part in PARTS:
-            hosts.start(part)
-        hosts.wait_for_round(2)
-        hosts.processes["dc"].send_signal(signal.SIGKILL)
-        code, errors = hosts.wait("exchange")
-        assert code == 1
-        assert "dc is gone: its connection to the exchange ended" in errors
-        for part in ("home.0", "home.1"):
-            code, errors = hosts.wait(part)
-            assert code == 1
-            assert "dc is gone" in errors
-        assert "dc is gone" in hosts.summary()["failed"]
-        held = [_states(hosts, part) for part in PARTS[1:]]
-        hosts.port = _free_port()  # which may change; the members dial it
-        slower = ("--set", "inner.learning_rate=5e-3")  # told by the exchange to those that do not say it
-        hosts.start("exchange", "--resume", "--set", f"exchange.listen=127.0.0.1:{hosts.port}", *slower)
-        for part in PARTS[1:]:
-            hosts.start(part, *(slower if part == "home.1" else ()))
-        hosts.wait_for_round(max(set.intersection(*held)) + 3)
-        assert _last_rates(hosts) == pytest.approx({"dc": 5e-3, "home": 5e-3}, rel=1e-3)  # of 100000 rounds
-        assert hosts.processes["exchange"].poll() is None
-    finally:
-        for process in hosts.processes.values():
-            process.terminate()
-        for part in hosts.processes:
-            hosts.wait(part)
+def test_the_run_goes_on_without_a_host_that_dies_and_with_it_once_it_is_started_again(endless: Hosts) -> None:
+    for part in PARTS:
+        endless.start(part)
+    endless.wait_for_round(2)
+    endless.processes["dc"].send_signal(signal.SIGKILL)
+    endless.wait_for('"what": "silent", "place": "dc"')
+    endless.wait_for_round(endless.rounds_closed() + 2)
+    endless.start("dc")
+    endless.wait_for('"member": "dc", "event": "joined", "address": "", "term": 2')
+    counted = endless.told('"contribution"')[-1]["round"]
+    endless.wait_for(f'"event": "contribution", "round": {counted + 3}, "replica": "dc"')
+    assert [line["member"] for line in endless.told('"joined"')].count("home.0") == 1
+    assert all(endless.processes[part].poll() is None for part in PARTS)
+    endless.processes["exchange"].terminate()
+    said = endless.said("exchange")
+    assert re.search(r"^hosts: dc: nothing was heard of it for \d+ s; its place is vacant$", said, re.MULTILINE), said
+    assert "hosts: dc has joined again, as the place's holder number 2" in said
+    assert re.search(r"^round \d+/100000: .*; not counted: dc \(nothing was heard of it for", said, re.MULTILINE), said
+
+
+@pytest.mark.starts_processes
+def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(endless: Hosts) -> None:
+    """Members wait for it meanwhile, each in its process, and no round is lost."""
+    for part in PARTS:
+        endless.start(part)
+    endless.wait_for_round(2)
+    endless.processes["exchange"].send_signal(signal.SIGKILL)
+    assert endless.wait("exchange")[0] == -signal.SIGKILL
+    recorded = endless.rounds_recorded()
+    endless.start("exchange", "--resume", "--set", "inner.learning_rate=5e-3")
+    code, errors = endless.wait("exchange")
+    assert (code, "`inner.learning_rate`: members of the run are there" in errors) == (1, True), errors
+    endless.start("exchange", "--resume")
+    endless.wait_for(f'"event": "contribution", "round": {recorded + 4}, "replica": "home"')
+    assert all(endless.processes[part].poll() is None for part in PARTS)
+    assert min(line["last_round"] for line in endless.told('"begun"')[1:]) >= recorded
+    assert {line["term"] for line in endless.told('"joined"')} == {1}
+    assert not endless.told('"healed"')
+    rounds = [line["round"] for line in endless.told('"round_closed"')]
+    assert rounds == list(range(1, len(rounds) + 1))
+    for part in PARTS:
+        endless.processes[part].terminate()
+    assert "going on after round" not in endless.said("dc")
+
+
+@pytest.mark.starts_processes
+def test_a_run_of_which_no_host_is_left_goes_on_with_all_started_again(endless: Hosts) -> None:
+    for part in PARTS:
+        endless.start(part)
+    endless.wait_for_round(2)
+    for part in PARTS:
+        endless.processes[part].send_signal(signal.SIGKILL)
+        endless.wait(part)
+    held = [_states(endless, part) for part in PARTS[1:]]
+    endless.port = _free_port()  # which may change; the members dial it
+    slower = ("--set", "inner.learning_rate=5e-3")  # told by the exchange to those that do not say it
+    endless.start("exchange", "--resume", "--set", f"exchange.listen=127.0.0.1:{endless.port}", *slower)
+    for part in PARTS[1:]:
+        endless.start(part, *(slower if part == "home.1" else ()))
+    endless.wait_for_round(max(set.intersection(*held)) + 3)
+    assert _last_rates(endless) == pytest.approx({"dc": 5e-3, "home": 5e-3}, rel=1e-3)  # of 100000 rounds
+    assert endless.processes["exchange"].poll() is None
 
 
 def _last_rates(hosts: Hosts) -> dict[str, float]:

@@ -29,7 +29,6 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.units import format_seconds
 
 PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
 """Imported once for all processes; the first optimizer that is made imports torch._dynamo."""
@@ -174,13 +173,16 @@ class Crew:
             self._silent.pop(member, None)
         cause = self._cause(member)
         number = self._restarts.take(member, time.monotonic())
+        if number is None:
+            self._give_up(member, cause)
+        else:
+            settings = self._restarts.settings
+            times = f"{number} of {settings.count} times in {settings.within / 60:.4g} min"
+            self._say(RESTARTED, member, f"{cause}: started again, {times}")
         if member != EXCHANGE:
             self._say_died(member, cause)
         if number is None:
-            return self._give_up(member, cause)
-        settings = self._restarts.settings
-        times = f"{number} of {settings.count} times in {format_seconds(settings.within)}"
-        self._say(RESTARTED, member, f"{cause}; started again, {times}")
+            return set()
         self.start([member], again=True)
         if member == EXCHANGE:
             self.open_exchange(self._exchange["token"], self._exchange["exchange"])
@@ -188,7 +190,7 @@ class Crew:
             self._send(member, self._exchange)
         return {member}
 
-    def _give_up(self, member: str, cause: str) -> set[str]:
+    def _give_up(self, member: str, cause: str) -> None:
         """Go on without a member, unless too few replicas are left for a quorum."""
         self._given_up.add(member)
         members, replicas = self._spec.members, self._spec.config.replicas
@@ -197,7 +199,6 @@ class Crew:
         if member == EXCHANGE or len(replicas) - len(lost) < needed:
             raise RunFailed(cause)
         self._say(GIVEN_UP, member, f"{cause}; the run goes on without it")
-        return set()
 
     def _say(self, what: Happened, member: str, cause: str) -> None:
         standing = Standing(what=what, place=member, cause=cause)

@@ -9,12 +9,13 @@ from pathlib import Path
 from hetero_pp.changed_keys import Changes, Values
 from hetero_pp.errors import HeteroPPError, RunFailed
 from hetero_pp.links import EXCHANGE
-from hetero_pp.messages.messages_pb2 import Refusal, Report
+from hetero_pp.messages.messages_pb2 import Begun, Refusal, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
 from hetero_pp.program.report.display import LiveDisplay, print_result
 from hetero_pp.program.report.earlier import reports_until
+from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
@@ -50,20 +51,28 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
     state = RunState(spec)
     recorder = Recorder(spec, folder, state, resume, say)
 
-    refuse = _teller_of_refusals(say)
+    refuse, happenings = _teller_of_refusals(say), Happenings(spec)
+
+    begun = Beginnings(resume)
 
     def on_report(report: Report) -> None:
-        if report.HasField("begun") and report.member == EXCHANGE and resume:
-            _go_on(spec, folder, report, state, recorder, say)
+        if report.HasField("begun") and report.member == EXCHANGE:
+            if begun.is_taken_over(report.begun):
+                _catch_up(spec, folder, report, state, recorder)
+                return
+            if resume:
+                _go_on(spec, folder, report, state, recorder, say)
         if report.HasField("refusal"):
             refuse(report.refusal)
+        for line in happenings.lines(report):
+            say(line)
         state.apply(report)
         recorder.on_report(report)
 
     try:
         with LiveDisplay(state, console):
             start(spec, folder, on_report, changed)
-        if not state.is_over or state.rounds < state.rounds_planned:
+        if not state.is_over:
             raise RunFailed(f"ended after round {state.rounds} of {state.rounds_planned}, and nobody said why")
     except (HeteroPPError, KeyboardInterrupt) as error:
         recorder.fail(str(error) or "interrupted")
@@ -126,6 +135,28 @@ def _go_on(
         state.apply(one)
         recorder.on_report(one)
     recorder.go_on()
+
+
+class Beginnings:
+    """Tells apart where a run begins, or goes on, from where another exchange takes over from one that has ended."""
+
+    def __init__(self, resume: bool) -> None:
+        self._resume, self._has_begun = resume, False
+
+    def is_taken_over(self, begun: Begun) -> bool:
+        """Of each beginning that is told, in order; the first may have been missed."""
+        is_first, self._has_begun = not self._has_begun, True
+        return not is_first or (begun.last_round > 0 and not self._resume)
+
+
+def _catch_up(spec: RunSpec, folder: RunFolder, report: Report, state: RunState, recorder: Recorder) -> None:
+    """Tell of rounds that were recorded, and nobody heard of it from the exchange that has ended."""
+    log = open_log(spec.config, folder)
+    for round_ in range(1, report.begun.last_round + 1):
+        if round_ not in state.closed:
+            closed = Report(time=report.time, member=EXCHANGE, round_closed=log.read_record(round_))
+            state.apply(closed)
+            recorder.on_report(closed)
 
 
 def _changed_at(changes: Changes, round_: int) -> Iterator[str]:

@@ -21,6 +21,7 @@ from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.line_tables import live_lines, result_lines
 from hetero_pp.program.report.output import say, tell
 from hetero_pp.program.report.reading import now_and_then, reading_line
+from hetero_pp.program.report.standing_lines import reasons, result_standings, trouble_lines
 from hetero_pp.program.report.state import ReplicaState, RunState, format_share
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_two, heads_of
 from hetero_pp.topology import DatacenterReplica
@@ -169,12 +170,25 @@ def waiting_line(state: RunState, since_told: float = 0.0) -> str:
 
 
 def round_line(state: RunState, round_: int) -> str:
-    """What a closed round brought."""
+    """What a closed round brought; whom it does not count, and which losses are missing, with why."""
     losses = ", ".join(f"{name} {_loss(replica.round_loss(round_))}" for name, replica in state.replicas.items())
+    uncounted = state.standings.not_counted(round_)
+    unevaluated = {name: why for name, why in state.missing_losses(round_).items() if name not in uncounted}
+    without = {"not counted": uncounted, "not evaluated": unevaluated}
     return (
-        f"round {round_}/{state.rounds_planned}: validation loss {_loss(state.mean_validation_loss(round_))}, "
+        f"round {round_}/{state.rounds_planned}: validation loss {_validation(state, round_)}, "
         f"training loss {losses}, {format_seconds(state.round_seconds(round_))}"
+        + "".join(f"; {what}: {reasons(why)}" for what, why in without.items() if why)
     )
+
+
+def _validation(state: RunState, round_: int) -> str:
+    """The mean over all replicas; over those that told theirs, by name, if others could not."""
+    mean, missing = state.mean_validation_loss(round_), state.missing_losses(round_)
+    if mean is not None or not missing:
+        return _loss(mean)
+    told = {name: replica.validation_loss.get(round_) for name, replica in state.replicas.items()}
+    return ", ".join(f"{name} {_loss(loss)}" for name, loss in told.items())
 
 
 # ---- the live view ----
@@ -182,9 +196,10 @@ def round_line(state: RunState, round_: int) -> str:
 
 def live_view(state: RunState, now: float, height: int) -> Group:
     """Title, progress, replicas and links, of which only the busiest are shown if not all fit into `height`."""
-    links, lines = list(state.links.values()), list(state.lines.values())
-    room = max(3, height - ROWS_BESIDE_LINKS - len(state.replicas) - (len(lines) + ROWS_OF_A_HEAD if lines else 0))
-    parts: list[RenderableType] = [_title(state, now), _progress(state, now), *_status(state, now)]
+    links, lines, status = list(state.links.values()), list(state.lines.values()), list(_status(state, now))
+    others = len(state.replicas) + max(0, len(status) - 1) + (len(lines) + ROWS_OF_A_HEAD if lines else 0)
+    room = max(3, height - ROWS_BESIDE_LINKS - others)
+    parts: list[RenderableType] = [_title(state, now), _progress(state, now), *status]
     parts.append(_live_replicas(state, now))
     if lines:
         parts.append(live_lines(lines, state.training_seconds(now), now))
@@ -223,7 +238,8 @@ def _progress(state: RunState, now: float) -> Table:
 
 
 def _status(state: RunState, now: float) -> Iterator[Text]:
-    """Who is missing, if the run waits for somebody."""
+    """Who is gone, and who is missing, if the run waits for somebody."""
+    yield from (Text(f" {line}", style="yellow") for line in trouble_lines(state.standings, now))
     if state.waiting is not None and state.waiting_told is not None:
         yield Text(f" {waiting_line(state, now - state.waiting_told)}", style="yellow")
     elif state.reading is not None:
@@ -333,6 +349,7 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
         yield f"All replicas hold the same weights: sha256 {hashes.pop()[:16]}…"
     elif hashes:
         yield "The replicas do not hold the same weights."
+    yield from result_standings(summary)
     if summary["refusals"]:
         yield f"Messages refused: {summary['refusals']} (see metrics.jsonl)."
     yield (

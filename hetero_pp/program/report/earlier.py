@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from hetero_pp.errors import DamagedFile
 from hetero_pp.links import EXCHANGE
-from hetero_pp.messages.messages_pb2 import Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import Happened, Report, RoundRecord
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.open_log import open_log
@@ -26,20 +26,26 @@ from replica_groups.exchange.open_log import open_log
 _KEPT = ("begun", "inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
 """Events that a run which goes on tells again; closed rounds are in the log."""
 
+_KEPT_UNTIL = ("joined", "standing")
+"""The same of those that name no round, up to the close of the last that is kept."""
+
 
 def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Callable[[str], None]) -> list[Report]:
     """What was reported of a run's rounds up to this one: closed rounds by its log, the rest as far as it was noted."""
-    reports, closed, strange = [], {}, 0
+    reports, unplaced, closed, strange = [], [], {}, 0
     for line in _lines(folder.metrics):
         try:
             if line["event"] == "round_closed":
                 closed[int(line["round"])] = float(line["time"])
             elif line["event"] in _KEPT and line.get("round", 0) <= last:
                 reports.append(_report(line))
+            elif line["event"] in _KEPT_UNTIL:
+                unplaced.append(_report(line))
         except (AttributeError, KeyError, TypeError, ValueError):
             strange += 1
     if strange:
         complain(f"{strange} lines of {folder.metrics.name} that cannot be read are left out")
+    reports += [report for report in unplaced if report.time <= closed.get(last, 0.0)]
     log, began = open_log(config, folder), min((report.time for report in reports), default=time.time())
     for round_ in range(1, last + 1):
         try:
@@ -59,6 +65,8 @@ def _lines(metrics: Path) -> Iterator[Any]:
 
 def _report(line: dict[str, Any]) -> Report:
     report = Report(time=line["time"], member=line["member"])
+    if line["event"] == "standing":
+        line = line | {"what": Happened.Value(line["what"].upper())}
     _fill(getattr(report, line["event"]), line)
     if report.HasField("begun"):
         report.begun.ClearField("changes")  # the start that goes on now tells them all

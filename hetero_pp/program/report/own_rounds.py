@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hetero_pp.links import LinkSpec
 from hetero_pp.messages.messages_pb2 import MemberRound, Report
 from hetero_pp.program.report.display import joined_line, waiting_line
+from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.reading import now_and_then
 from hetero_pp.program.report.state import DIRECTIONS, RunState
 from hetero_pp.run.spec import RunSpec
@@ -19,8 +20,10 @@ class OwnRounds:
 
     def __init__(self, spec: RunSpec, members: Sequence[str], say: Callable[[str], None]) -> None:
         self._state = RunState(spec)
+        self._happenings = Happenings(spec)
         self._members = members
         self._say = say
+        self._has_begun = False
         self._reading = now_and_then(say, time.monotonic)
 
     @property
@@ -32,14 +35,18 @@ class OwnRounds:
         """Take in one report, and say what is new."""
         was_here = self._state.joined_after is not None
         self._state.apply(report)
+        for line in self._happenings.lines(report):
+            self._say(line)
         if not was_here and self._state.joined_after is not None:
             self._say(joined_line(self._state))
         if report.HasField("waiting") and self._state.waiting is not None:
             self._say(waiting_line(self._state))
         if report.HasField("reading"):
             self._reading(report.reading.what, report.reading.share)
-        if report.HasField("begun") and report.begun.last_round:
-            self._say(f"going on after round {report.begun.last_round}")
+        if report.HasField("begun"):
+            if report.begun.last_round and not self._has_begun:
+                self._say(f"going on after round {report.begun.last_round}")
+            self._has_begun = True
         if report.HasField("member_round") and report.member in self._members:
             self._say(self._line(report.member, report.member_round))
 

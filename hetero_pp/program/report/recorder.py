@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from hetero_pp.errors import RunFailed
 from hetero_pp.files import PART, flush, write_whole
-from hetero_pp.messages.messages_pb2 import Awaited, Evaluation, InnerStep, LinkUse, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import Awaited, Evaluation, Happened, InnerStep, LinkUse, Report, RoundRecord
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
@@ -136,11 +136,8 @@ def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
     head = {"time": report.time, "member": report.member}
     if event == "round_closed":
         record = report.round_closed
-        yield head | {
-            "event": event,
-            "round": record.round,
-            "contributions": len(record.contributions),
-        }
+        late = {"late": ", ".join(record.late)} if record.late else {}
+        yield head | {"event": event, "round": record.round, "contributions": len(record.contributions)} | late
         yield from (head | {"event": "contribution"} | line for line in _contribution_lines(record))
     elif event == "begun":
         begun = report.begun
@@ -153,6 +150,9 @@ def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
         waiting = report.waiting
         what = {"awaited": Awaited.Name(waiting.awaited).lower(), "round": waiting.round, "seconds": waiting.seconds}
         yield head | {"event": event} | what | {"members": ", ".join(one.member for one in waiting.missing)}
+    elif event == "standing":
+        told = report.standing
+        yield head | {"event": event} | _fields(told) | {"what": Happened.Name(told.what).lower()}
     elif event is not None:
         yield head | {"event": event} | _fields(getattr(report, event))
 

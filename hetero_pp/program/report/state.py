@@ -29,6 +29,7 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.report.carried import DirectionState, LineState, LinkState, lines_of
 from hetero_pp.program.report.pauses import Pauses
+from hetero_pp.program.report.standings import Standings
 from hetero_pp.run.spec import RunSpec
 
 
@@ -40,6 +41,8 @@ class Step:
     gradient_norm: float | None = None
     learning_rate: float | None = None
     tokens: int = 0
+    told_at: float | None = None
+    """When its tokens were: a step that is trained again is told at another time, one that is told twice is not."""
 
 
 @dataclass
@@ -53,6 +56,9 @@ class ReplicaState:
     rounds: dict[int, dict[int, Step]] = field(default_factory=dict)
     """By round, its steps by number, from 0."""
     tokens: int = 0
+    """Of all steps, each once."""
+    trained: dict[int, int] = field(default_factory=dict)
+    """By round, the tokens of all steps that were trained for it, however often."""
     steps_done: int = 0
     """Over the whole run."""
     loss: float | None = None
@@ -63,7 +69,7 @@ class ReplicaState:
     """By round: of the synced model, in this replica's own forward."""
     sha256: dict[int, str] = field(default_factory=dict)
 
-    def apply(self, report: InnerStep) -> None:
+    def apply(self, time: float, report: InnerStep) -> None:
         """Merge one part of an inner step; a part that is told again replaces itself."""
         step = self.rounds.setdefault(report.round, {}).setdefault(report.step, Step())
         for name in ("loss", "gradient_norm", "learning_rate"):
@@ -71,7 +77,9 @@ class ReplicaState:
                 setattr(step, name, getattr(report, name))
         if report.tokens:
             self.tokens += report.tokens - step.tokens
-            step.tokens = report.tokens
+            if time != step.told_at:
+                self.trained[report.round] = self.trained.get(report.round, 0) + report.tokens
+            step.tokens, step.told_at = report.tokens, time
         if report.HasField("loss") and (report.round, report.step) >= self._latest:
             self._latest = report.round, report.step
             self.steps_done, self.loss = self.index(report.round, report.step) + 1, report.loss
@@ -144,6 +152,7 @@ class RunState:
         self.started: float | None = None
         self.first_step: float | None = None
         self.latest: float | None = None
+        self.standings = Standings(spec)
         self._pauses = Pauses()
         self._finished: set[str] = set()
 
@@ -155,6 +164,7 @@ class RunState:
             self.started = report.time if self.started is None else min(self.started, report.time)
             self.latest = report.time if self.latest is None else max(self.latest, report.time)
             self._pauses.apply(report)
+            self.standings.apply(report)
             match report.WhichOneof("event"):
                 case "begun":
                     self._begun(report.begun)
@@ -203,7 +213,7 @@ class RunState:
         replica = self.replicas.get(step.replica)
         fits = self.inner_steps is None or step.step < self.inner_steps
         if replica is not None and 1 <= step.round <= self.rounds_planned and fits:
-            replica.apply(step)
+            replica.apply(time, step)
             self.first_step = time if self.first_step is None else min(self.first_step, time)
 
     def _evaluated(self, evaluation: Evaluation) -> None:
@@ -237,8 +247,9 @@ class RunState:
 
     @property
     def is_over(self) -> bool:
-        """Whether every member is through all its rounds."""
-        return self._finished >= set(self.spec.members)
+        """Whether every round is recorded, and whoever is there is through: who was given up never will be."""
+        left = self.spec.members.keys() - self._finished - self.standings.vacant.keys() - self.standings.given_up.keys()
+        return self.rounds >= self.rounds_planned and not left
 
     @property
     def rounds(self) -> int:
@@ -293,10 +304,32 @@ class RunState:
         known = [loss for loss in losses if loss is not None]
         return fmean(known) if len(known) == len(losses) else None
 
+    def goodput(self) -> tuple[float, float | None]:
+        """Tokens of counted contributions a second, and their share of all that were trained for closed rounds.
+
+        What a process trained that was killed before it told is not among those, so the share is at most about right.
+        """
+        counted, seconds = self.standings.counted_tokens, self.training_seconds()
+        trained = sum(replica.trained.get(round_, 0) for replica in self.replicas.values() for round_ in self.closed)
+        return counted / seconds if seconds > 0 else 0.0, min(1.0, counted / trained) if trained else None
+
+    def missing_losses(self, round_: int) -> dict[str, str]:
+        """Replicas that have told no validation loss after a round, each with why; empty if that is not known."""
+        closed = self.closed.get(round_)
+        untold = [name for name, replica in self.replicas.items() if round_ not in replica.validation_loss]
+        if closed is None or not untold:
+            return {}
+        after = self.closed.get(round_ + 1)
+        end = (self.latest or closed.time) if after is None else after.time
+        why = {name: self.standings.gone(name, closed.time, end) for name in untold}
+        return {name: cause for name, cause in why.items() if cause is not None}
+
     def final_sha256(self) -> dict[str, str]:
-        """Each replica's parameters after the last round for which all replicas have told theirs."""
-        common = set.intersection(*(set(replica.sha256) for replica in self.replicas.values()))
-        return {name: replica.sha256[max(common)] for name, replica in self.replicas.items()} if common else {}
+        """Each replica's parameters after the last round for which all that are there have told theirs."""
+        gone = {self.standings.places[place].replica for place in self.standings.vacant}
+        there = {name: replica for name, replica in self.replicas.items() if name not in gone} or self.replicas
+        common = set.intersection(*(set(replica.sha256) for replica in there.values()))
+        return {name: replica.sha256[max(common)] for name, replica in there.items()} if common else {}
 
     def summary(self) -> dict[str, Any]:
         """The run in numbers, ready for JSON. Of a run that failed: what is known, and `failed`."""
@@ -315,6 +348,8 @@ class RunState:
                 "wall_seconds": self.elapsed(),
                 "training_seconds": self.training_seconds(),
                 "tokens_per_second": self.tokens_per_second(),
+                "goodput": dict(zip(("tokens_per_second", "share"), self.goodput(), strict=True)),
+                "standings": self.standings.summary(),
                 "refusals": self.refusals,
                 "changes": self.changes.history,
             } | ({} if self.failed is None else {"failed": self.failed})

@@ -1,0 +1,79 @@
+"""One line for each thing that happens to a member, a replica or the run: who is gone, comes back, was late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hetero_pp.messages.messages_pb2 import (
+    GIVEN_UP,
+    HEALED,
+    LATE,
+    PAUSED,
+    RESTARTED,
+    SILENT,
+    SUSPENDED,
+    TERM_OVER,
+    WENT_ON,
+    Report,
+    Standing,
+)
+from hetero_pp.program.report.standings import with_name
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.units import format_seconds
+
+
+class Happenings:
+    """Turns reports of one start of a run into lines, as they come. What one line has said the next leaves out."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._members = spec.members
+        self._returned = spec.config.outer.returned
+        self._has_begun = False
+        self._told_of: dict[str, str] = {}
+        """By place, what was said last of why it is gone."""
+        self._lost: dict[str, str] = {}
+        """By replica, the place that it has lost, until it was said what that means for it."""
+        self._paused_at: float | None = None
+
+    def lines(self, report: Report) -> Iterator[str]:
+        """What a report says of that; mostly nothing."""
+        match report.WhichOneof("event"):
+            case "begun":
+                self._has_begun = True
+            case "joined" if self._has_begun and report.member in self._members:
+                self._told_of.pop(report.member, None)
+                yield f"{report.member} has joined again, as the place's holder number {report.joined.term}"
+            case "standing":
+                yield from self._standing(report.time, report.standing)
+
+    def _standing(self, time: float, told: Standing) -> Iterator[str]:
+        match told.what:
+            case what if what in (RESTARTED, GIVEN_UP):
+                self._told_of[told.place] = told.cause
+                yield told.cause
+            case what if what in (TERM_OVER, SILENT):
+                yield from self._over(told, with_name(told.place, told.cause))
+            case what if what == SUSPENDED and told.replica in self._lost:
+                place = self._lost.pop(told.replica)
+                yield f"{told.replica} goes back to the start of the round, until {place} is back"
+            case what if what == LATE:
+                yield f"{told.replica} was late for round {told.round}: {self._what_becomes_of_it()}"
+            case what if what == PAUSED:
+                self._paused_at = time
+                yield f"round {told.round} pauses: {told.cause}; it goes on as soon as they are"
+            case what if what == WENT_ON and self._paused_at is not None:
+                yield f"round {told.round} goes on, after {format_seconds(time - self._paused_at)}"
+            case what if what == HEALED:
+                yield f"after round {told.round} {told.place} {told.cause}, and takes the right one from the log"
+
+    def _over(self, told: Standing, cause: str) -> Iterator[str]:
+        self._lost[told.replica] = told.place
+        if not self._told_of.get(told.place, "").startswith(cause):
+            self._told_of[told.place] = cause
+            yield f"{cause}; its place is vacant"
+
+    def _what_becomes_of_it(self) -> str:
+        if self._returned == 0:
+            return "what it trained is not counted"
+        share = "what" if self._returned == 1 else f"{100 * self._returned:.3g} % of what"
+        return f"{share} it trained goes back into its error feedback"

@@ -1,0 +1,237 @@
+"""What became of places, replicas and contributions of a run: who is gone, was late, is not counted; from reports.
+
+Pure: every time comes from a report. With no fault there is nothing in it to show.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetero_pp.messages.messages_pb2 import (
+    GIVEN_UP,
+    HEALED,
+    LATE,
+    PAUSED,
+    RESTARTED,
+    SILENT,
+    SUSPENDED,
+    TERM_OVER,
+    WENT_ON,
+    Report,
+    RoundRecord,
+    Standing,
+)
+from hetero_pp.run.spec import RunSpec
+
+
+@dataclass
+class PlaceState:
+    """What is known of who holds a place."""
+
+    replica: str
+    term: int = 0
+    """For the how-manyeth time it is held, over all starts of the run."""
+    vacant: str | None = None
+    """Why nobody holds it; None if somebody does."""
+    taken_again: int = 0
+    """How often somebody took it since the run began, or went on."""
+    changes: list[tuple[float, bool, str]] = field(default_factory=list)
+    """(time, whether it is held from then on, why not), in the order of time."""
+
+    def at(self, time: float) -> str | None:
+        """Why nobody held it at a time; None if somebody did."""
+        index = bisect_right(self.changes, time, key=lambda change: change[0])
+        return self.changes[index - 1][2] if index and not self.changes[index - 1][1] else None
+
+    def between(self, start: float, end: float) -> str | None:
+        """Why it was vacant at some moment from `start` to `end`, the last time; None if it never was."""
+        found = [cause for time, is_held, cause in self.changes if not is_held and start < time <= end]
+        return found[-1] if found else self.at(start)
+
+
+@dataclass
+class RoundCounted:
+    """Whom a closed round counted."""
+
+    time: float
+    counted: frozenset[str]
+    late: frozenset[str]
+    """Took part, and are not counted."""
+    tokens: int
+
+
+@dataclass
+class Pause:
+    """Below quorum."""
+
+    round: int
+    start: float
+    cause: str
+    end: float | None = None
+    """None while it lasts."""
+
+
+class Standings:
+    """Follows a run's reports."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.places = {name: PlaceState(member.replica.name) for name, member in spec.members.items()}
+        self.replicas = [replica.name for replica in spec.config.replicas]
+        self.rounds: dict[int, RoundCounted] = {}
+        self.suspended: Counter[str] = Counter()
+        """How often each replica went back to the start of a round."""
+        self.restarts: Counter[str] = Counter()
+        """By process, on the machine of who watches."""
+        self.given_up: dict[str, str] = {}
+        self.healed: Counter[str] = Counter()
+        """By place."""
+        self.returned: defaultdict[str, list[int]] = defaultdict(list)
+        """By replica, the rounds for which it was late."""
+        self.pauses: list[Pause] = []
+        self._has_begun = False
+        self._lost: set[str] = set()
+        """Replicas that have lost a place, and of which it was not told yet that they are suspended."""
+
+    # ---- writing ----
+
+    def apply(self, report: Report) -> None:
+        """Take in one report. What names nobody of this run is left out."""
+        match report.WhichOneof("event"):
+            case "begun":
+                self._has_begun = True
+            case "joined" if report.member in self.places:
+                self._joined(report.time, self.places[report.member], report.joined.term)
+            case "round_closed":
+                self._closed(report.time, report.round_closed)
+            case "standing":
+                self._happened(report.time, report.standing)
+
+    def _joined(self, time: float, place: PlaceState, term: int) -> None:
+        insort(place.changes, (time, True, ""))
+        if term >= place.term:  # an earlier start of the run is told later
+            place.taken_again += self._has_begun
+            place.term, place.vacant = term, None
+
+    def _closed(self, time: float, record: RoundRecord) -> None:
+        counted = frozenset(one.replica for one in record.contributions)
+        tokens = sum(one.tokens for one in record.contributions)
+        self.rounds[record.round] = RoundCounted(time, counted, frozenset(record.late), tokens)
+
+    def _happened(self, time: float, told: Standing) -> None:
+        match told.what:
+            case what if what in (TERM_OVER, SILENT):
+                self._over(time, told)
+            case what if what == SUSPENDED:
+                self.suspended[told.replica] += told.replica in self._lost
+                self._lost.discard(told.replica)
+            case what if what == LATE:
+                self.returned[told.replica].append(told.round)
+            case what if what == PAUSED:
+                self.pauses.append(Pause(told.round, time, told.cause))
+            case what if what == WENT_ON and self.pauses:
+                self.pauses[-1].end = time
+            case what if what == HEALED:
+                self.healed[told.place] += 1
+            case what if what == RESTARTED:
+                self.restarts[told.place] += 1
+            case what if what == GIVEN_UP:
+                self.given_up[told.place] = told.cause
+
+    def _over(self, time: float, told: Standing) -> None:
+        place = self.places.get(told.place)
+        if place is None:
+            return
+        cause = with_name(told.place, told.cause)
+        insort(place.changes, (time, False, cause))
+        if told.term >= place.term:
+            place.vacant = cause
+        self._lost.add(told.replica)
+
+    # ---- reading ----
+
+    @property
+    def vacant(self) -> dict[str, str]:
+        """place -> why nobody holds it."""
+        return {name: place.vacant for name, place in self.places.items() if place.vacant is not None}
+
+    @property
+    def pause(self) -> Pause | None:
+        """That lasts."""
+        return self.pauses[-1] if self.pauses and self.pauses[-1].end is None else None
+
+    def not_counted(self, round_: int) -> dict[str, str]:
+        """Replicas that a closed round does not count, each with why."""
+        closed = self.rounds.get(round_)
+        if closed is None or not closed.counted:
+            return {}
+        return {name: self._why_not(name, round_) for name in self.replicas if name not in closed.counted}
+
+    def _why_not(self, replica: str, round_: int) -> str:
+        closed, before = self.rounds[round_], self.rounds.get(round_ - 1)
+        gone = self.gone(replica, 0.0 if before is None else before.time, closed.time)
+        if gone is not None:
+            return gone
+        return f"{replica} was late" if replica in closed.late else f"{replica} joined too late for it"
+
+    def gone(self, replica: str, start: float, end: float) -> str | None:
+        """Why a place of a replica was vacant at some moment between two times; None if none was."""
+        causes = (place.between(start, end) for place in self.places.values() if place.replica == replica)
+        return next((cause for cause in causes if cause is not None), None)
+
+    def _live(self, round_: int) -> frozenset[str]:
+        """Replicas that were there as a round closed, and those that it counts."""
+        closed = self.rounds[round_]
+        gone = {place.replica for place in self.places.values() if place.at(closed.time) is not None}
+        return frozenset(self.replicas) - gone | closed.counted
+
+    def participation(self) -> float | None:
+        """How many of the replicas that were there were counted, over all closed rounds; None before the first."""
+        known = {round_: closed for round_, closed in self.rounds.items() if closed.counted}
+        live = sum(len(self._live(round_)) for round_ in known)
+        return sum(len(closed.counted) for closed in known.values()) / live if live else None
+
+    @property
+    def counted_tokens(self) -> int:
+        """Of all contributions that rounds count."""
+        return sum(closed.tokens for closed in self.rounds.values())
+
+    def summary(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        missed = {round_: self.not_counted(round_) for round_ in sorted(self.rounds)}
+        return {
+            "participation": self.participation(),
+            "not_counted": [
+                {"round": round_, "replica": replica, "cause": cause}
+                for round_, causes in missed.items()
+                for replica, cause in causes.items()
+            ],
+            "late": dict(self.returned),
+            "suspended": dict(self.suspended),
+            "pauses": [
+                {"round": one.round, "seconds": None if one.end is None else one.end - one.start, "cause": one.cause}
+                for one in self.pauses
+            ],
+            "members": dict(self._members()),
+        }
+
+    def _members(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Those to whom something happened, and the exchange if it was started again."""
+        for name in [*self.places, *(one for one in self.restarts if one not in self.places)]:
+            place = self.places.get(name)
+            found = {
+                "taken_again": 0 if place is None else place.taken_again,
+                "restarts": self.restarts[name],
+                "healed": self.healed[name],
+            }
+            vacant = self.given_up.get(name) or (None if place is None else place.vacant)
+            if any(found.values()) or vacant is not None:
+                yield name, found | {"term": None if place is None else place.term, "gone": vacant}
+
+
+def with_name(place: str, cause: str) -> str:
+    """`home.1 was killed by SIGKILL`, whether or not the cause names who it is about."""
+    return cause if cause.startswith(place) else f"{place}: {cause}"

@@ -1,0 +1,313 @@
+"""What is shown of members that are gone and come back, of late contributions and of pauses; nothing if all is well."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from test_run_state import (
+    ROUND_SECONDS,
+    START,
+    begun,
+    evaluation,
+    finished,
+    inner_step,
+    made_up_reports,
+    made_up_round,
+    made_up_spec,
+    round_closed,
+    state_of,
+)
+
+from hetero_pp.files import write_whole
+from hetero_pp.messages.messages_pb2 import (
+    GIVEN_UP,
+    HEALED,
+    LATE,
+    PAUSED,
+    RESTARTED,
+    SILENT,
+    SUSPENDED,
+    TERM_OVER,
+    WENT_ON,
+    Happened,
+    Report,
+)
+from hetero_pp.program.report.display import live_view, print_result, round_line
+from hetero_pp.program.report.earlier import reports_until
+from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.program.report.recorder import flat_lines, to_json
+from hetero_pp.program.report.state import RunState
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+
+KILLED = "home.1 was killed by SIGKILL"
+RESTART = f"{KILLED}: started again, 1 of 3 times in 10 min"
+
+
+def standing(time: float, what: Happened, **values: Any) -> Report:
+    report = Report(time=time, member="exchange")
+    report.standing.what = what
+    for name, value in values.items():
+        setattr(report.standing, name, value)
+    return report
+
+
+def joined(time: float, member: str, term: int) -> Report:
+    report = Report(time=time, member=member)
+    report.joined.term = term
+    return report
+
+
+def closed_without(time: float, round_: int, replica: str, late: bool = False) -> Report:
+    report = round_closed(time, round_)
+    record = report.round_closed
+    kept = [one for one in record.contributions if one.replica != replica]
+    del record.contributions[:]
+    record.contributions.extend(kept)
+    record.late.extend([replica] * late)
+    return report
+
+
+def killed(time: float) -> Iterator[Report]:
+    """A stage: its launcher tells first."""
+    home = {"replica": "home", "term": 1}
+    yield standing(time, RESTARTED, place="home.1", cause=RESTART)
+    yield standing(time, TERM_OVER, place="home.1", cause=KILLED, **home)
+    yield standing(time, SUSPENDED, place="home.0", cause=f"home.1: {KILLED}", **home)
+
+
+def back(time: float) -> Report:
+    return joined(time, "home.1", 2)
+
+
+def there() -> list[Report]:
+    """All three have joined, and the run has begun."""
+    return [*(joined(START - 2, member, 1) for member in ("dc", "home.0", "home.1")), begun(START - 1, 0)]
+
+
+def said(reports: list[Report], **changes: Any) -> list[str]:
+    happenings = Happenings(made_up_spec(**changes))
+    return [line for report in reports for line in happenings.lines(report)]
+
+
+def text_of(renderable: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=140).print(renderable)
+    return out.getvalue()
+
+
+def result_of(state: RunState) -> list[str]:
+    out = io.StringIO()
+    print_result(Console(file=out, width=160), state.summary(), Path("/runs/made-up"))
+    return out.getvalue().splitlines()
+
+
+def test_nothing_is_shown_if_nothing_happened() -> None:
+    reports = [*there(), *made_up_reports()[3:]]
+    state = state_of(reports)
+    assert said(reports) == []
+    assert round_line(state, 2).endswith("home 4.5000, 10 s")
+    found = state.summary()["standings"]
+    assert found.pop("participation") == 1.0
+    assert not any(found.values())
+    assert not any("Participation" in line or "joined" in line for line in result_of(state))
+
+
+def test_a_stage_that_is_killed_and_comes_back_is_told_in_three_lines() -> None:
+    assert said([*there(), *killed(START), back(START + 1)]) == [
+        RESTART,
+        "home goes back to the start of the round, until home.1 is back",
+        "home.1 has joined again, as the place's holder number 2",
+    ]
+
+
+def test_of_a_member_of_another_host_the_exchange_tells() -> None:
+    over = standing(START, TERM_OVER, place="dc", replica="dc", term=1, cause="nothing")
+    silent = standing(START, SILENT, place="dc", replica="dc", term=2, cause="nothing was heard of it for 15 s")
+    assert said([*there(), over, joined(START, "dc", 2), silent]) == [
+        "dc: nothing; its place is vacant",
+        "dc has joined again, as the place's holder number 2",
+        "dc: nothing was heard of it for 15 s; its place is vacant",
+    ]
+
+
+def test_members_that_a_run_goes_on_with_have_not_joined_again() -> None:
+    reports = [joined(START, "dc", 5), begun(START, 3)]
+    assert said(reports) == []
+    assert state_of(reports).summary()["standings"]["members"] == {}
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (1.0, "what it trained goes back into its error feedback"),
+        (0.5, "50 % of what it trained goes back into its error feedback"),
+        (0.0, "what it trained is not counted"),
+    ],
+)
+def test_what_becomes_of_a_late_contribution(returned: float, told: str) -> None:
+    late = standing(START, LATE, replica="dc", round=3)
+    assert said([late], outer={"rounds": 2, "returned": returned}) == [f"dc was late for round 3: {told}"]
+
+
+def test_pauses_and_what_is_healed_or_given_up() -> None:
+    reports = [
+        standing(START, PAUSED, round=2, cause="0 of 2 replicas are there, 1 are needed"),
+        standing(START + 12, WENT_ON, round=2),
+        standing(START, HEALED, place="dc", round=1, cause="held another norm than replay gives"),
+        standing(START, GIVEN_UP, place="home.1", cause=f"{KILLED}; the run goes on without it"),
+    ]
+    assert said(reports) == [
+        "round 2 pauses: 0 of 2 replicas are there, 1 are needed; it goes on as soon as they are",
+        "round 2 goes on, after 12 s",
+        "after round 1 dc held another norm than replay gives, and takes the right one from the log",
+        f"{KILLED}; the run goes on without it",
+    ]
+
+
+def test_a_rounds_line_says_whom_it_does_not_count() -> None:
+    state = state_of([*there(), *killed(START + 5), back(START + 20), closed_without(START + 8, 1, "home")])
+    state.apply(evaluation(START + 9, "dc", 1, 4.5))
+    state.apply(closed_without(START + 30, 2, "dc", late=True))
+    assert round_line(state, 1) == (
+        f"round 1/2: validation loss dc 4.5000, home –, training loss dc –, home –, 0 ms; not counted: home ({KILLED})"
+    )
+    assert "not counted: dc was late" in round_line(state, 2)
+    state.apply(standing(START + 31, TERM_OVER, place="home.0", replica="home", term=1, cause="gone"))
+    assert round_line(state, 2).endswith("not counted: dc was late; not evaluated: home (home.0: gone)")
+
+
+def test_a_replica_that_came_back_too_late_for_a_round() -> None:
+    reports = [*there(), *killed(START + 1), back(START + 2), round_closed(START + 8, 1)]
+    state = state_of([*reports, closed_without(START + 18, 2, "home")])
+    assert "not counted: home joined too late for it" in round_line(state, 2)
+
+
+def test_the_live_view_says_who_is_gone_while_it_is() -> None:
+    state = state_of([*there(), *killed(START), standing(START, PAUSED, round=2, cause="1 of 2 replicas are there")])
+    shown = text_of(live_view(state, START + 5, height=40))
+    assert "round 2 pauses for 5 s: 1 of 2 replicas are there" in shown
+    assert f"{KILLED}; its place is vacant" in shown
+    assert len(text_of(live_view(state, START + 5, height=18)).splitlines()) <= 18
+    state.apply(standing(START + 6, WENT_ON, round=2))
+    state.apply(back(START + 6))
+    shown = text_of(live_view(state, START + 7, height=40))
+    assert "pauses" not in shown
+    assert "vacant" not in shown
+
+
+def with_tokens(report: Report, tokens: int) -> Report:
+    for one in report.round_closed.contributions:
+        one.tokens = tokens
+    return report
+
+
+def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
+    reports = [*there(), *made_up_round(1)]
+    reports = [with_tokens(one, 200) for one in reports]
+    again = START + 1.5
+    reports += [*killed(again), back(again + 1)]
+    reports += [inner_step(again + 2 + step, "home.0", "home", 1, step, tokens=100) for step in range(2)]
+    reports += [
+        with_tokens(closed_without(START + 20, 2, "home"), 200),
+        standing(START + 14, PAUSED, round=2, cause="few"),
+        standing(START + 18, WENT_ON, round=2),
+    ]
+    reports += [one for one in made_up_round(2) if one.HasField("inner_step")]
+    state = state_of(reports)
+    found = state.summary()
+    assert found["standings"]["participation"] == 3 / 4
+    assert found["standings"]["not_counted"] == [
+        {"round": 2, "replica": "home", "cause": "home joined too late for it"}
+    ]
+    assert found["standings"]["suspended"] == {"home": 1}
+    assert found["standings"]["pauses"] == [{"round": 2, "seconds": 4.0, "cause": "few"}]
+    home = {"taken_again": 1, "restarts": 1, "healed": 0, "term": 2, "gone": None}
+    assert found["standings"]["members"] == {"home.1": home}
+    assert found["goodput"]["share"] == pytest.approx(600 / 1000)  # 200 of 1000 were trained twice, 200 not counted
+    assert found["goodput"]["tokens_per_second"] == pytest.approx(600 / 20)
+    assert found["replicas"][1]["tokens"] == 400
+    lines = result_of(state)
+    assert "home.1: started again once, joined again once." in lines
+    assert "home: went back to the start of a round once." in lines
+    assert "home: not counted in 1 round (2)." in lines
+    assert "Below quorum: 1 pause, 4 s in all." in lines
+    assert "Participation 75 %; counted were 30 tokens/s, 60 % of those trained." in lines
+
+
+def test_what_is_told_twice_is_trained_once() -> None:
+    step = inner_step(START, "dc", "dc", 1, 0, tokens=100)
+    state = state_of([step, step, with_tokens(round_closed(START + 8, 1), 50)])
+    assert state.goodput()[1] == 1.0
+
+
+def test_a_run_is_over_though_a_member_that_was_given_up_never_finished() -> None:
+    reports = [one for one in made_up_reports() if not (one.HasField("finished") and one.member == "home.1")]
+    assert not state_of(reports).is_over
+    assert state_of([*reports, standing(START + 1, GIVEN_UP, place="home.1", cause=KILLED)]).is_over
+    gone = standing(START + 1, TERM_OVER, place="home.1", replica="home", term=1, cause=KILLED)
+    assert state_of([*reports, gone]).is_over
+    assert not state_of([gone, *(finished(START, name) for name in ("dc", "home.0"))]).is_over  # rounds are left
+
+
+def test_hashes_at_the_end_are_of_those_that_are_there() -> None:
+    late = [one for one in made_up_reports() if not (one.HasField("round_verified") and one.round_verified.round == 2)]
+    verified = [one for one in made_up_reports() if one.HasField("round_verified") and one.member == "exchange"]
+    of_dc = [one for one in verified if one.round_verified.replica == "dc"]
+    state = state_of([*late, *of_dc, standing(START, TERM_OVER, place="home.1", replica="home", term=1, cause=KILLED)])
+    assert state.final_sha256() == {"dc": (bytes([2]) * 32).hex()}
+
+
+def test_metrics_name_what_happened_and_a_run_that_goes_on_tells_it_again(tmp_path: Path) -> None:
+    spec, folder = made_up_spec(), RunFolder(tmp_path)
+    reports = [*there(), *killed(START + 1), back(START + 2), closed_without(START + 8, 1, "home", late=True)]
+    reports.append(standing(START + 9, LATE, replica="home", round=2))
+    lines = [line for report in reports for line in flat_lines(report)]
+    assert [line["what"] for line in lines if line["event"] == "standing"] == [
+        "restarted",
+        "term_over",
+        "suspended",
+        "late",
+    ]
+    assert next(line["late"] for line in lines if line["event"] == "round_closed") == "home"
+    write_whole(folder.metrics, "".join(f"{to_json(line)}\n" for line in lines).encode())
+    again = reports_until(spec.config, folder, 1, lambda _: None)
+    assert [json.loads(to_json(line)) for one in again for line in flat_lines(one) if line["event"] == "standing"] == [
+        line for line in lines if line["event"] == "standing" and line["what"] != "late"
+    ]
+    assert _after(spec, again).standings.participation() is None  # its log has no record to tell again
+
+
+def _after(spec: RunSpec, reports: list[Report]) -> RunState:
+    state = RunState(spec)
+    for report in reports:
+        state.apply(report)
+    return state
+
+
+def test_presence_is_that_of_each_rounds_close_in_whatever_order_it_is_told() -> None:
+    earlier = [*there(), *killed(START + 5), closed_without(START + 8, 1, "home"), back(START + 9)]
+    now = [joined(START + 100, member, 3) for member in ("dc", "home.0", "home.1")]
+    state = state_of([*now, *earlier, round_closed(START + 110, 2)])
+    assert state.standings.participation() == 1.0
+    assert not state.standings.vacant
+
+
+def test_a_host_shows_what_happens_to_others_and_goes_on_once() -> None:
+    lines: list[str] = []
+    own = OwnRounds(made_up_spec(), ["dc"], lines.append)
+    for report in [*there()[:3], begun(START, 1), *killed(START + ROUND_SECONDS), begun(START + 20, 1)]:
+        own.on_report(report)
+    assert lines == [
+        "all 3 members have joined, within 0 ms",
+        "going on after round 1",
+        RESTART,
+        "home goes back to the start of the round, until home.1 is back",
+    ]
