@@ -23,6 +23,10 @@ from replica_groups.exchange.restart import Restart, find_restart, newest_sound
 from replica_groups.protocol.rules import Rules, Window
 
 
+class UnderWay(HeteroPPError):
+    """Members of the run are there, and it cannot go on as was asked: they wait for another exchange."""
+
+
 def make_exchange(
     spec: RunSpec, folder: RunFolder, resume: Values | None = None, goes_on: bool = False, lonely: bool = False
 ) -> Exchange:
@@ -77,7 +81,8 @@ def begin_run(
     With `goes_on` the exchange takes the place of one that has ended: nothing is waited for, and no round forgotten.
     The same holds if the run is resumed and a member is there that has not ended, on another host.
 
-    Raises HeteroPPError if there is no round from which all of them can go on, RunFailed if a member is gone before.
+    Raises HeteroPPError if there is no round from which all of them can go on, RunFailed if a member is gone before,
+    UnderWay if members are there that do not know what is to be changed.
     """
     if resume is not None and not goes_on:
         goes_on = exchange.meet_members()
@@ -101,12 +106,10 @@ def begin_run(
 
 
 def _require_unchanged(wanted: Values) -> None:
-    """Raise HeteroPPError for what members that are there do not know. They wait for another exchange."""
+    """Raise UnderWay for what members that are there do not know."""
     if wanted:
         keys = ", ".join(f"`{key}`" for key in wanted)
-        raise HeteroPPError(
-            f"{keys}: members of the run are there, and go on as they are: end them before, or leave it out"
-        )
+        raise UnderWay(f"{keys}: members of the run are there, and go on as they are: end them before, or leave it out")
 
 
 def _take_over(exchange: Exchange, spec: RunSpec) -> tuple[Restart, RunSpec]:

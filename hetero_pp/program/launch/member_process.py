@@ -32,7 +32,7 @@ from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import DatacenterReplica
-from replica_groups.exchange.host import begin_run, make_exchange
+from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
 from replica_groups.exchange.patience import watched
 from replica_groups.take_part import take_part
 
@@ -101,6 +101,10 @@ def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, str], launcher:
             auditor = begin_run(exchange, spec, job.folder, job.resume, job.again)
             exchange.wait_until_finished()
         auditor.join()
+    except UnderWay as error:
+        _send(launcher, failure=str(error))
+        server.stop(None).wait()
+        return FAILED
     except HeteroPPError as error:
         _send(launcher, failure=str(error))
         exchange.end_watching()
