@@ -48,10 +48,10 @@ def group_spec(corpus: str, ablations: Mapping[str, Any] | None = None, **change
 class NoExchange:
     """Implements Contributions: nobody asks it for anything."""
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
+    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         raise AssertionError
 
-    def record(self, round_: int) -> RoundRecord:
+    def record(self, round_: int, member: str | None = None) -> RoundRecord:
         raise AssertionError
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:

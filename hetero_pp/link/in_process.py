@@ -46,17 +46,18 @@ class InProcessLink:
         self._epoch = 0
         self._ends: tuple[InProcessLinkEnd, InProcessLinkEnd] | None = None
         self._cause = ""
+        self._over: str | None = None
 
     def end(self, direction: Direction, epoch: int) -> InProcessLinkEnd:
         """The end that sends in a direction, of the link of this epoch; those of older epochs are over.
 
-        Raises LinkClosed if this epoch is over.
+        If the link of this epoch was aborted, of another one. Raises LinkClosed if this epoch is over, or all are.
         """
         name = self._spec.source if direction == "forward" else self._spec.target
         self.give_up(epoch, f"{name} is at epoch {epoch}")
         with self._lock:
-            if epoch < self._epoch:
-                raise LinkClosed(self._cause)
+            if epoch < self._epoch or self._over is not None:
+                raise LinkClosed(self._over or self._cause)
             return self._pair()[0 if direction == "forward" else 1]
 
     def give_up(self, before: int, cause: str) -> None:
@@ -70,14 +71,15 @@ class InProcessLink:
             end.abort(cause)
 
     def abort(self, cause: str) -> None:
-        """End the link of the newest epoch, also for who has not asked for it yet."""
+        """End the link in use; there will be no other."""
         with self._lock:
-            ends = self._pair()
-        for end in ends:
+            self._over = cause
+            ends = self._ends
+        for end in ends or ():
             end.abort(cause)
 
     def _pair(self) -> tuple[InProcessLinkEnd, InProcessLinkEnd]:
-        if self._ends is None:
+        if self._ends is None or any(end.is_over for end in self._ends):
             self._ends = in_process_pair(self._spec, self._seed, lines=self._lines, ledgers=self._ledgers)
         return self._ends
 
@@ -91,6 +93,8 @@ class InProcessLinkEnd:
         self._outgoing = outgoing
         self._incoming = incoming
         self._closed = False
+        self.is_over = False
+        """Whether this end was aborted."""
 
     def send(self, message: Message) -> None:
         if self._closed:
@@ -112,5 +116,6 @@ class InProcessLinkEnd:
         self._outgoing.close()
 
     def abort(self, cause: str) -> None:
+        self.is_over = True
         self._outgoing.abort(cause)
         self._incoming.abort(cause)

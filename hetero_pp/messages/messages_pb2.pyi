@@ -70,18 +70,38 @@ class Frame(_message.Message):
     def __init__(self) -> None: ...
 
 class LinkHello(_message.Message):
-    __slots__ = ("version", "run", "link", "sender", "epoch")
+    __slots__ = ("version", "run", "link", "sender", "epoch", "session", "stream", "received", "goes_on")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
     version: int
     run: str
     link: str
     sender: str
     epoch: int
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    session: bytes
+    stream: int
+    received: int
+    goes_on: bool
+    def __init__(self, version: _Optional[int] = ..., run: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ..., epoch: _Optional[int] = ..., session: _Optional[bytes] = ..., stream: _Optional[int] = ..., received: _Optional[int] = ..., goes_on: _Optional[bool] = ...) -> None: ...
+
+class LinkFarewell(_message.Message):
+    __slots__ = ("hello", "cause")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    hello: LinkHello
+    cause: str
+    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class LinkLeft(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("dtype", "shape")

@@ -42,6 +42,11 @@ class StageLinkStub:
                 request_serializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
                 response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.FromString,
                 _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/hetero_pp.StageLink/Leave',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.LinkFarewell.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.LinkLeft.FromString,
+                _registered_method=True)
 
 
 class StageLinkServicer:
@@ -57,6 +62,13 @@ class StageLinkServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Leave(self, request, context):
+        """The stage before ends a link at once, though a stream of it may be full, or cut off.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageLinkServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -64,6 +76,11 @@ def add_StageLinkServicer_to_server(servicer, server):
                     servicer.Open,
                     request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.FromString,
                     response_serializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.LinkFarewell.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.LinkLeft.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -96,6 +113,33 @@ class StageLink:
             '/hetero_pp.StageLink/Open',
             hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
             hetero__pp_dot_messages_dot_messages__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.StageLink/Leave',
+            hetero__pp_dot_messages_dot_messages__pb2.LinkFarewell.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.LinkLeft.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,8 @@ class StageLinkStub:
     def __init__(self, channel: _grpc.Channel) -> None: ...
     Open: _grpc.StreamStreamMultiCallable[_messages_pb2.Frame, _messages_pb2.Frame]
     """Each way: a LinkHello without a frame around it, messages (LinkHeader and their tensors), and control bytes."""
+    Leave: _grpc.UnaryUnaryMultiCallable[_messages_pb2.LinkFarewell, _messages_pb2.LinkLeft]
+    """The stage before ends a link at once, though a stream of it may be full, or cut off."""
 
 class StageLinkServicer(metaclass=_abc_1.ABCMeta):
     """---- stage links ----------------------------------------------------------------------------------------------
@@ -35,6 +37,14 @@ class StageLinkServicer(metaclass=_abc_1.ABCMeta):
         context: _grpc.ServicerContext,
     ) -> _abc.Iterator[_messages_pb2.Frame]:
         """Each way: a LinkHello without a frame around it, messages (LinkHeader and their tensors), and control bytes."""
+
+    @_abc_1.abstractmethod
+    def Leave(
+        self,
+        request: _messages_pb2.LinkFarewell,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.LinkLeft:
+        """The stage before ends a link at once, though a stream of it may be full, or cut off."""
 
 def add_StageLinkServicer_to_server(servicer: StageLinkServicer, server: _grpc.Server) -> None: ...
 

@@ -18,6 +18,8 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import ParticipantsReplica
 
 CONNECT_TIMEOUT = 120.0
+CUT_OFF_SECONDS = 60.0
+"""For so long a link between stages that is cut off is dialled again: the neighbour may live."""
 
 REMEMBERED_REPORTS = 20_000
 """By which a report that comes again is known; more than an exchange tells again."""
@@ -111,6 +113,8 @@ class NetworkConnections:
             self._ends.close()
         else:
             self._ends.abort(str(error))
+        if self._dialer is not None:
+            self._dialer.close()
         if self._server is not None:
             self._server.close()
         self.exchange.close()
@@ -123,7 +127,7 @@ class NetworkConnections:
         link = self._spec.links[stage_link_name(replica.name, stage.index - 1)]
         seed = self._spec.config.seed
         name, refused = self._member.name, self._report_refusal
-        self._server = StageLinkServer(link, self._token, name, seed, refused, self.lines)
+        self._server = StageLinkServer(link, self._token, name, seed, refused, self.lines, CUT_OFF_SECONDS)
         own = replica.stage_settings(stage.index)
         listen = (own and own.listen) or "127.0.0.1:0"
         return f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
@@ -151,7 +155,8 @@ class NetworkConnections:
         if stage is None or stage.is_last:
             return None
         link = self._spec.links[stage_link_name(replica.name, stage.index)]
-        return StageLinkDialer(link, self._token, self._member.name, self._spec.config.seed, self.lines)
+        seed = self._spec.config.seed
+        return StageLinkDialer(link, self._token, self._member.name, seed, self.lines, CUT_OFF_SECONDS)
 
     def report_failure(self, cause: str, is_consequence: bool = False) -> None:
         """Say why, before the connection's end says only that this member is gone."""

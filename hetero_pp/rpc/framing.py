@@ -155,6 +155,11 @@ class BufferPool:
         with self._lock:
             self._free.append(buffer)
 
+    def recycle(self, message: Message) -> None:
+        """Use a message's buffer again. Does nothing for a message that has none or was recycled before."""
+        if isinstance(message, ReceivedMessage) and message.lease:
+            self.give(message.lease.pop())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReceivedMessage(Message):
@@ -166,9 +171,9 @@ class ReceivedMessage(Message):
 class Decoder:
     """Makes messages of frames. Not for several threads, but `recycle` may be called from any."""
 
-    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES, buffers: BufferPool | None = None) -> None:
         self._max = max_message_bytes
-        self._pool = BufferPool()
+        self._pool = buffers or BufferPool()
         self._message: ReceivedMessage | None = None
         self._payload: _Payload | None = None
 
@@ -191,9 +196,8 @@ class Decoder:
         return message
 
     def recycle(self, message: Message) -> None:
-        """Use the message's buffer again. Does nothing for a message that has none or was recycled before."""
-        if isinstance(message, ReceivedMessage) and message.lease:
-            self._pool.give(message.lease.pop())
+        """See BufferPool."""
+        self._pool.recycle(message)
 
     def _allocate(self, header: LinkHeader) -> tuple[ReceivedMessage, list[memoryview]]:
         """A message with room for the tensors of this header, and that room in the order of the payload."""

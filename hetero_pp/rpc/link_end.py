@@ -1,42 +1,48 @@
-"""One end of a stage link over the network: frames of messages out and in, and how it ends.
+"""One end of a stage link over the network, which goes on where its stream breaks and another takes its place.
 
-In each direction go, behind a hello (see link_hello),
+In each direction of a stream go, behind a hello (see link_hello),
 
     frames of messages (see framing) ... | END
-    ACK, between two messages, once the other direction's END is here
+    ACK, between two messages: so many have come whole
 
-An end that has said END and ACK is done. A stream that breaks before is a dead peer.
+Messages are counted over all streams of a link, and an END as one of them. What the other end has not said to have is
+held, and sent again on the next stream. An end that has sent END and has that of its peer is done once both have
+arrived.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import grpc
 
 from hetero_pp.errors import LinkClosed, MalformedMessage
-from hetero_pp.link.ledger import Ledger, wire_bytes
+from hetero_pp.link.ledger import PREFIX_BYTES, Ledger, wire_bytes
+from hetero_pp.link.outbox import COUNT_BYTES, Outbox, low_bytes
 from hetero_pp.link.protocol import END_CLOSED, PEER_CLOSED, Message, sealed, wire_frames
 from hetero_pp.link.shaping import ShapedQueue, busy_seconds
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.link.turns import StreamQueue
 from hetero_pp.links import Direction, LinkShape, LinkSpec
-from hetero_pp.rpc.framing import Decoder, encode
+from hetero_pp.rpc.framing import BufferPool
+from hetero_pp.rpc.link_stream import LinkStream, Outgoing
 
 CLOSE_SECONDS = 5.0
+STOP_SECONDS = 1.0
+"""How long a link that has ended here may take to tell its peer why."""
+HELD_MESSAGES = 32
+HELD_BYTES = 4 << 20
+"""The peer hears of what has come whole once it is so much: no sooner, as every word costs both ends time."""
 
 OnRefusal = Callable[[str, str], None]
 """Told of every refusal: (sender, reason)."""
 
 _END = b"\x04"
 _ACK = b"\x06"
-_CONTROL_BYTES = 1
 
 
 class GrpcLinkEnd:
-    """One end; implements LinkEnd. gRPC's threads send, one thread of its own receives."""
+    """One end; implements LinkEnd. gRPC's threads send, one thread of a stream's own receives."""
 
     def __init__(
         self,
@@ -45,105 +51,194 @@ class GrpcLinkEnd:
         seed: int,
         ledger: Ledger,
         lines: Lines,
+        session: bytes,
+        patience: float,
         on_refusal: OnRefusal | None = None,
     ) -> None:
-        """Sends in `direction`. `lines`: those of the member at this end, which all its links share."""
+        """Sends in `direction`. `lines`: those of the member at this end, which all its links share.
+
+        Without a stream for longer than `patience` seconds the peer counts as gone.
+        """
         opposite: Direction = "backward" if direction == "forward" else "forward"
         self.ledger = ledger
-        self._name = spec.name
-        self._peer = spec.target if direction == "forward" else spec.source
-        self._shape = spec.shape(direction)
-        self._on_refusal = on_refusal
-        self._outgoing: ShapedQueue[Iterator[bytes]] | StreamQueue[Iterator[bytes]]
-        self._outgoing = lines.leaving(spec, direction, seed)
-        self._incoming: ShapedQueue[Message] = ShapedQueue(LinkShape())
-        self._arrivals = lines.arriving(spec, opposite, seed) if spec.has_lines else None
-        self._decoder = Decoder()
-        self._lock = threading.Lock()
-        self._said: set[bytes] = set()
-        self._peer_closed = False
-        self._delivered = threading.Event()
+        self.session = session
+        self.over: str | None = None
+        """Why it is of no use any more."""
         self.failure: str | None = None
         """Why it was aborted here."""
-        self._hang_up: Callable[[], object] = lambda: None
+        self.streams = 0
+        """That have been attached."""
+        self._last_stream = 0
+        self._at_over: Callable[[], None] = lambda: None
+        self._peer = spec.target if direction == "forward" else spec.source
+        self._shape = spec.shape(direction)
+        self._patience, self._on_refusal = patience, on_refusal
+        self._leaving: Callable[[], Outgoing] = lambda: lines.leaving(spec, direction, seed)
+        self._arrivals = lines.arriving(spec, opposite, seed) if spec.has_lines else None
+        self._incoming: ShapedQueue[Message] = ShapedQueue(LinkShape())
+        self._buffers = BufferPool()
+        self._changed = threading.Condition()
+        self._stream: LinkStream | None = None
+        self._timer: threading.Timer | None = None
+        self._outbox: Outbox[tuple[Message, list[int]] | None] = Outbox()
+        """Messages and what their frames take on the wire; None stands for END."""
+        self._received = self._told = self._untold_bytes = 0
+        self._has_ended = self._peer_closed = self._is_delivered = False
 
-    def hang_up_by(self, hang_up: Callable[[], object]) -> None:
-        """What breaks the stream, for `abort`; at once if this end was aborted before."""
-        self._hang_up = hang_up
-        if self.failure is not None:
-            hang_up()
-
-    def start(self, frames: Iterator[bytes], at_end: Callable[[], object] = lambda: None) -> None:
-        """Begin to receive. `at_end` is called when the stream is over."""
-        reader = threading.Thread(target=self._read, args=(frames, at_end), name=f"link-{self._name}", daemon=True)
-        reader.start()
+    # ---- LinkEnd ----
 
     def send(self, message: Message) -> None:
         message = sealed(message)
-        parts = encode(message)
-        sizes = wire_frames(message)
-        with self._lock:
-            if _END in self._said:
-                raise LinkClosed(END_CLOSED)
-            for size in sizes:
-                self._outgoing.put(parts, [size])
-        wire = sum(sizes)
+        frames = wire_frames(message)
+        with self._changed:
+            if self.over is not None or self._has_ended:
+                raise LinkClosed(self.over or END_CLOSED)
+            self._outbox.add((message, frames))
+            if self._stream is not None:
+                self._stream.put(message, frames)
+        wire = sum(frames)
         self.ledger.add(message.header.round, message.payload_bytes, wire, busy_seconds(self._shape, wire))
 
     def receive(self, timeout: float | None = None) -> Message:
         return self._incoming.get(timeout)
 
     def recycle(self, message: Message) -> None:
-        self._decoder.recycle(message)
+        self._buffers.recycle(message)
 
     def close(self) -> None:
-        self._say(_END)
-        self._delivered.wait(CLOSE_SECONDS)
+        with self._changed:
+            if self.over is None and not self._has_ended:
+                self._has_ended = True
+                self._outbox.add(None)
+                if self._stream is not None:
+                    self._put_end(self._stream)
+            self._changed.wait_for(lambda: self._is_delivered, CLOSE_SECONDS)
 
     def abort(self, cause: str) -> None:
         self.failure = self.failure or cause
         self._incoming.abort(cause)
         self.lost(cause)
-        self._hang_up()
 
-    def lost(self, cause: str = "the peer hung up") -> None:
-        """The stream is over; what a peer sent before it closed can still be received."""
-        self._outgoing.abort(cause)
-        if not self._peer_closed:
-            self._incoming.abort(cause)
-        self._delivered.set()
+    # ---- streams ----
 
-    def frames(self) -> Iterator[bytes]:
-        """What goes out, when it is due.
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a stream."""
+        with self._changed:
+            return self._stream is not None
 
-        An item in the queue stands for the next frame of a message's iterator, so that tensors become bytes
-        here, in gRPC's thread, and no earlier than they must.
+    @property
+    def received(self) -> int:
+        """Messages that have come whole."""
+        with self._changed:
+            return self._received
+
+    def new_stream(self) -> LinkStream:
+        """One on which nothing goes out before it is attached."""
+        return LinkStream(self._leaving(), self._buffers)
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Call this once it is over, whyever; at once if it is."""
+        with self._changed:
+            self._at_over = call
+            is_over = self.over is not None
+        if is_over:
+            call()
+
+    def attach(self, stream: LinkStream, number: int, arrived: int) -> int:
+        """Go on over stream `number`, in place of one before it; the peer has received so many messages.
+
+        Returns how many this end has. Raises LinkClosed if it is over, or at a later stream, MalformedMessage if there
+        cannot be so many.
         """
-        with suppress(LinkClosed):
-            while True:
-                yield next(self._outgoing.get())
+        with self._changed:
+            if self.over is not None:
+                raise LinkClosed(self.over)
+            if number < self._last_stream:
+                raise LinkClosed(f"found stream {number}, expected at least {self._last_stream}")
+            self._last_stream = number
+            self._outbox.have_arrived(arrived)
+            before, self._stream = self._stream, stream
+            self.streams += 1
+            self._stop_timer()
+            self._told, self._untold_bytes = self._received, 0
+            for sent in self._outbox:
+                if sent is not None:
+                    stream.put(*sent)
+            if self._has_ended:
+                self._put_end(stream)
+            self._changed.notify_all()
+            received = self._received
+        if before is not None:
+            before.stop("another stream has taken its place")
+            before.hang_up()
+        return received
 
-    def wait_until_delivered(self) -> str | None:
-        """Wait until the peer has everything or never will; returns why this end failed, if it did."""
-        self._delivered.wait()
-        return self.failure
-
-    def _say(self, control: bytes) -> None:
-        """Queue END or ACK behind the messages, once; after both nothing more goes out."""
-        with self._lock, suppress(LinkClosed):
-            if control in self._said:
+    def cut(self, stream: LinkStream, cause: str) -> None:
+        """This stream is broken: wait for another one, unless all has arrived on both sides."""
+        with self._changed:
+            if stream is self._stream and self._is_done:
+                self._finish()
                 return
-            self._said.add(control)
-            self._outgoing.put(iter([control]))
-            if len(self._said) == 2:
-                self._outgoing.close()
+            if stream is self._stream:
+                self._stream = None
+                if self._patience > 0:
+                    self._wait(cause)
+                else:
+                    self.lost(PEER_CLOSED if self._peer_closed else cause)
+            self._changed.notify_all()
+        stream.stop(cause)
+        stream.hang_up_after(STOP_SECONDS)
 
-    def _read(self, frames: Iterator[bytes], at_end: Callable[[], object]) -> None:
-        """Receive until the stream is over."""
+    def lost(self, cause: str) -> None:
+        """The link is over; what a peer sent before it closed can still be received."""
+        with self._changed:
+            is_first, self.over = self.over is None, self.over or cause
+            at_over = self._at_over
+            stream, self._stream = self._stream, None
+            self._stop_timer()
+            if not self._peer_closed:
+                self._incoming.abort(cause)
+            self._outbox.clear()
+            self._is_delivered = True
+            self._changed.notify_all()
+        if stream is not None:
+            stream.stop(cause)
+            stream.hang_up_after(STOP_SECONDS)
+        if is_first:
+            at_over()
+
+    def _finish(self) -> None:
+        """Both sides have everything; what is still inside, that this end has it, goes out."""
+        stream, self._stream = self._stream, None
+        self.lost(PEER_CLOSED)
+        if stream is not None:
+            stream.hang_up_after(STOP_SECONDS)
+
+    def _wait(self, cause: str) -> None:
+        """For another stream, for as long as there is patience."""
+
+        def give_up() -> None:
+            with self._changed:
+                if self._stream is None:
+                    self.lost(f"{cause}, for {self._patience:g} s")
+
+        self._timer = threading.Timer(self._patience, give_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def wait_until_delivered(self, stream: LinkStream) -> str | None:
+        """Wait until the peer has everything, or not by this stream; returns why this end failed, if it did."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_delivered or self._stream is not stream)
+            return self.failure
+
+    def read(self, stream: LinkStream, frames: Iterator[bytes]) -> None:
+        """Receive until the stream is broken or over."""
         try:
             for frame in frames:
-                self._take(frame)
-            self.lost(PEER_CLOSED if self._peer_closed else "the peer hung up")
+                self._take(stream, frame)
+            self.cut(stream, "the peer hung up")
         except MalformedMessage as error:
             reason = f"malformed data from {self._peer}: {error}"
             if self._on_refusal is not None:
@@ -152,36 +247,80 @@ class GrpcLinkEnd:
         except LinkClosed as error:
             self.lost(str(error))
         except grpc.RpcError as error:
-            self.lost(_cause(error))
-        finally:
-            at_end()
+            self._fail(stream, error)
 
-    def _take(self, frame: bytes) -> None:
+    # ---- what comes ----
+
+    def _take(self, stream: LinkStream, frame: bytes) -> None:
         """One frame from the peer."""
-        if self._decoder.between_messages and len(frame) == _CONTROL_BYTES:
-            self._take_control(frame)
+        if stream.decoder.between_messages and 0 < len(frame) < PREFIX_BYTES:
+            self._take_control(stream, frame)
             return
-        if self._peer_closed:
-            raise MalformedMessage("found a message after the end")
+        if stream is not self._stream:
+            return
         due = None if self._arrivals is None else self._arrivals.come(wire_bytes([len(frame)]))
-        if (message := self._decoder.feed(frame)) is not None:
+        if (message := stream.decoder.feed(frame)) is None:
+            return
+        with self._changed:
+            if stream is not self._stream:
+                return  # it comes again on the stream that has taken this one's place
+            if self._peer_closed:
+                raise MalformedMessage("found a message after the end")
             self._incoming.put_due(message, due)
+            self._received += 1
+            self._untold_bytes += message.payload_bytes
+            if self._received - self._told >= HELD_MESSAGES or self._untold_bytes >= HELD_BYTES:
+                self._tell(stream)
 
-    def _take_control(self, frame: bytes) -> None:
-        if frame == _END:
-            self._peer_closed = True
-            self._incoming.close()
-            self._say(_ACK)
-        elif frame == _ACK and _END in self._said:
-            self._delivered.set()
-        else:
-            raise MalformedMessage(f"found the control byte {frame!r} where it has no meaning")
+    def _take_control(self, stream: LinkStream, frame: bytes) -> None:
+        with self._changed:
+            if stream is not self._stream:
+                return
+            if frame == _END and not self._peer_closed:
+                self._peer_closed = True
+                self._received += 1
+                self._incoming.close()
+                self._tell(stream)
+                if self._has_ended:
+                    stream.close()
+            elif frame[:1] == _ACK and len(frame) == 1 + COUNT_BYTES:
+                self._outbox.have_arrived_by(frame[1:])
+                self._is_delivered = self._has_ended and not self._outbox
+                self._changed.notify_all()
+            else:
+                raise MalformedMessage(f"found the control byte {frame!r} where it has no meaning")
 
+    def _tell(self, stream: LinkStream) -> None:
+        """Say how many messages have come whole."""
+        self._told, self._untold_bytes = self._received, 0
+        stream.put_control(_ACK + low_bytes(self._received))
 
-def _cause(error: grpc.RpcError) -> str:
-    """Why a stream broke: with the peer's own words if it gave some."""
-    if not isinstance(error, grpc.Call):
-        return "the peer hung up"
-    if error.code() is grpc.StatusCode.ABORTED:
-        return f"the peer aborted: {error.details()}"
-    return f"the peer is gone ({error.details()})"
+    def _put_end(self, stream: LinkStream) -> None:
+        """END, unless the peer has it; it is the last that goes out if the peer's is here."""
+        if self._outbox:
+            stream.put_control(_END)
+        self._is_delivered = not self._outbox
+        if self._peer_closed:
+            stream.close()
+
+    def _fail(self, stream: LinkStream, error: grpc.RpcError) -> None:
+        """gRPC says that a stream is broken; or the peer that it has aborted, which no other stream mends."""
+        if not isinstance(error, grpc.Call):
+            self.cut(stream, "the peer hung up")
+        elif error.code() is not grpc.StatusCode.ABORTED:
+            self.cut(stream, f"the peer is gone ({error.details()})")
+        elif self._is_present(stream):
+            self.lost(f"the peer aborted: {error.details()}")
+
+    def _is_present(self, stream: LinkStream) -> bool:
+        with self._changed:
+            return stream is self._stream
+
+    @property
+    def _is_done(self) -> bool:
+        return self._has_ended and self._peer_closed and not self._outbox
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

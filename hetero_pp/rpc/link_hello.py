@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
@@ -13,9 +14,48 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION
 _MAX_HELLO_BYTES = 4096
 
 
-def make_hello(run: str, link: str, sender: str, epoch: int) -> bytes:
-    """The first frame of this member."""
-    return LinkHello(version=PROTOCOL_VERSION, run=run, link=link, sender=sender, epoch=epoch).SerializeToString()
+@dataclass(frozen=True)
+class Introduction:
+    """Who a member is on one of its links, and who it expects at the other end."""
+
+    run: str
+    link: str
+    own: str
+    peer: str
+
+    def hello(self, epoch: int, session: bytes, stream: int, received: int, goes_on: bool) -> LinkHello:
+        """What this member says first on a stream, when it has received so many messages of the link."""
+        return LinkHello(
+            version=PROTOCOL_VERSION,
+            run=self.run,
+            link=self.link,
+            sender=self.own,
+            epoch=epoch,
+            session=session,
+            stream=stream,
+            received=received,
+            goes_on=goes_on,
+        )
+
+    def read(self, frame: bytes) -> tuple[LinkHello, str | None]:
+        """Who says hello by this frame, and why not to talk to them; see `judge`."""
+        if len(frame) > _MAX_HELLO_BYTES:
+            return LinkHello(), f"found a hello of {len(frame)} bytes, expected at most {_MAX_HELLO_BYTES}"
+        try:
+            hello = LinkHello.FromString(frame)
+        except DecodeError:
+            return LinkHello(), f"found {len(frame)} bytes that are no hello"
+        return hello, self.judge(hello)
+
+    def judge(self, hello: LinkHello) -> str | None:
+        """Why not to talk to who says this (None: they are who we wait for). Epochs are not looked at."""
+        wanted = {"version": PROTOCOL_VERSION, "link": self.link, "sender": self.peer}
+        for name, value in wanted.items():
+            if getattr(hello, name) != value:
+                return f"found {name} {getattr(hello, name)}, expected {value}"
+        if hello.run != self.run:  # the run's identifier is what a stranger does not know, so it is not told
+            return "found the identifier of another run"
+        return None
 
 
 def first_frame(frames: Iterator[bytes], timeout: float, cancel: Callable[[], object]) -> bytes:
@@ -27,20 +67,3 @@ def first_frame(frames: Iterator[bytes], timeout: float, cancel: Callable[[], ob
         return next(frames, b"")
     finally:
         timer.cancel()
-
-
-def judge(frame: bytes, run: str, link: str, sender: str) -> tuple[LinkHello, str | None]:
-    """Who says hello, and why not to talk to them (None: they are who we wait for). Epochs are not looked at."""
-    if len(frame) > _MAX_HELLO_BYTES:
-        return LinkHello(), f"found a hello of {len(frame)} bytes, expected at most {_MAX_HELLO_BYTES}"
-    try:
-        hello = LinkHello.FromString(frame)
-    except DecodeError:
-        return LinkHello(), f"found {len(frame)} bytes that are no hello"
-    wanted = {"version": PROTOCOL_VERSION, "link": link, "sender": sender}
-    for name, value in wanted.items():
-        if getattr(hello, name) != value:
-            return hello, f"found {name} {getattr(hello, name)}, expected {value}"
-    if hello.run != run:  # the run's identifier is what a stranger does not know, so it is not told
-        return hello, "found the identifier of another run"
-    return hello, None

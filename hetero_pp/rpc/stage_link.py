@@ -1,35 +1,35 @@
-"""The link between two stages over the network: one bidirectional gRPC stream of raw frames (see link_end).
+"""The link between two stages over the network: bidirectional gRPC streams of raw frames (see link_end).
 
-The downstream stage serves, its upstream neighbour dials. Each direction begins with a LinkHello. A stage that takes
-part for long has many links to each neighbour, one after the other: one for each epoch of its group.
+The downstream stage serves, its upstream neighbour dials. A stage that takes part for long has many links to each
+neighbour, one after the other: one for each epoch of its group. A link outlives the stream that carries it: who dialled
+dials again, and both go on where they were.
 """
 
 from __future__ import annotations
 
-import itertools
+import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import grpc
 
-from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
+from hetero_pp.errors import LinkClosed, MalformedMessage, Refused
 from hetero_pp.link.epochs import Epochs
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import LinkSpec
-from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkHello
+from hetero_pp.messages.messages_pb2 import LinkFarewell, LinkHello, LinkLeft
 from hetero_pp.messages.messages_pb2_grpc import StageLinkServicer
-from hetero_pp.rpc.channels import make_channel, make_server
-from hetero_pp.rpc.link_end import GrpcLinkEnd, OnRefusal
-from hetero_pp.rpc.link_hello import first_frame, judge, make_hello
-from hetero_pp.rpc.services import call_path, service_handler
+from hetero_pp.rpc.channels import make_server
+from hetero_pp.rpc.dialling import SERVICE, Dialling
+from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd, OnRefusal
+from hetero_pp.rpc.link_hello import Introduction, first_frame
+from hetero_pp.rpc.link_stream import LinkStream
+from hetero_pp.rpc.services import service_handler
 
-SERVICE = DESCRIPTOR.services_by_name["StageLink"]
 HELLO_SECONDS = 10.0
-STOP_SECONDS = 1.0
-"""How long a link that has ended here may take to tell its peer why, once the server stops."""
 
+_SESSION_BYTES = 8
 _WORKERS = 8
 """Of a server: for a link, for what is left of those before and one that is to come, and to refuse strangers."""
 
@@ -37,47 +37,48 @@ _WORKERS = 8
 class StageLinkDialer:
     """Reaches the stage after this one, by a link for each epoch."""
 
-    def __init__(self, spec: LinkSpec, run: str, member: str, seed: int, lines: Lines | None = None) -> None:
+    def __init__(
+        self, spec: LinkSpec, run: str, member: str, seed: int, lines: Lines | None = None, patience: float = 0.0
+    ) -> None:
+        """For `patience` seconds a link that is cut off is dialled again; then the neighbour counts as gone."""
+        self.target = spec.target
         self.ledger = Ledger()
         """Of all its links."""
-        self.target = spec.target
-        self._spec, self._run, self._member, self._seed = spec, run, member, seed
+        self._spec, self._seed, self._patience = spec, seed, patience
+        self._introduction = Introduction(run, spec.name, member, spec.target)
         self._lines = lines or Lines()
         self._epochs: Epochs[GrpcLinkEnd] = Epochs(spec.target)
+        self._dialling: Dialling | None = None
 
     def dial(self, address: str, epoch: int, timeout: float) -> GrpcLinkEnd:
         """The end that sends forward. The neighbour may not be listening yet; links of older epochs are over.
 
-        Raises LinkTimeout if nobody answers within `timeout` seconds, LinkClosed if this epoch is over, for the
-        neighbour or here; Refused if the two do not belong together.
+        One of this epoch is over, too. Raises LinkTimeout if nobody answers within `timeout` seconds, LinkClosed if
+        this epoch is over, for the neighbour or here; Refused if the two do not belong together.
         """
-        end = self._epochs.come(epoch, self._make_end)
-        with ExitStack() as undo:
-            undo.callback(self._epochs.leave, end)
-            undo.callback(end.abort, f"could not connect to {address}")
-            channel = make_channel(address)
-            undo.callback(channel.close)
-            stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(SERVICE, "Open"))
-            hello = make_hello(self._run, self._spec.name, self._member, epoch)
-            call = stream(itertools.chain([hello], end.frames()), wait_for_ready=True)
-            end.hang_up_by(call.cancel)
-            try:
-                answer = first_frame(call, timeout, call.cancel)
-            except grpc.RpcError as error:
-                raise _open_error(error, end, address, timeout) from error
-            _, reason = judge(answer, self._run, self._spec.name, self._spec.target)
-            if reason is not None:
-                raise Refused(f"the listener at {address} is not the other end of {self._spec.name}: {reason}")
-            end.start(call, channel.close)
-            undo.pop_all()
-            return end
+        self._epochs.drop(epoch, f"this member is at epoch {epoch}")
+        self._epochs.come(epoch, self._make_end)
+        end = self._epochs.take(epoch, 0.0)
+        try:
+            self._dialling = Dialling(address, end, self._introduction, epoch)
+            self._dialling.connect(timeout)
+        except BaseException:
+            end.abort(f"could not connect to {address}")
+            raise
+        return end
 
     def give_up(self, before: int, cause: str) -> None:
         """Links of epochs before this one are over; one that is being dialled, too."""
         self._epochs.give_up(before, cause)
 
+    def close(self) -> None:
+        """To be called when the link is closed or aborted: wait until the neighbour knows, a short time at most."""
+        if self._dialling is not None:
+            self._dialling.wait_until_parted()
+
     def _make_end(self) -> GrpcLinkEnd:
-        return GrpcLinkEnd(self._spec, "forward", self._seed, self.ledger, self._lines)
+        session = secrets.token_bytes(_SESSION_BYTES)
+        return GrpcLinkEnd(self._spec, "forward", self._seed, self.ledger, self._lines, session, self._patience)
 
 
 def open_stage_link(
@@ -92,18 +93,6 @@ def open_stage_link(
 ) -> GrpcLinkEnd:
     """One link to the downstream neighbour, for who needs no other after it; see StageLinkDialer."""
     return StageLinkDialer(spec, run, member, seed, lines).dial(address, epoch, timeout)
-
-
-def _open_error(error: grpc.RpcError, end: GrpcLinkEnd, address: str, timeout: float) -> Exception:
-    """Why a stream could not be opened."""
-    code, details = error.code(), error.details()
-    if end.failure is not None:
-        return LinkClosed(end.failure)
-    if code is grpc.StatusCode.CANCELLED:
-        return LinkTimeout(f"{address} did not answer within {timeout:g} s")
-    if code is grpc.StatusCode.PERMISSION_DENIED:
-        return Refused(f"{address} refused: {details}")
-    return LinkClosed(f"{address} closed the link: {details}")
 
 
 class StageLinkServer(StageLinkServicer):
@@ -121,11 +110,14 @@ class StageLinkServer(StageLinkServicer):
         seed: int,
         on_refusal: OnRefusal | None = None,
         lines: Lines | None = None,
+        patience: float = 0.0,
     ) -> None:
+        """For `patience` seconds a link that is cut off waits; then the neighbour counts as gone."""
         self.refusals = 0
         self.ledger = Ledger()
         """Of all its links."""
-        self._spec, self._run, self._member, self._seed = spec, run, member, seed
+        self._spec, self._seed, self._patience = spec, seed, patience
+        self._introduction = Introduction(run, spec.name, member, spec.source)
         self._on_refusal, self._lines = on_refusal, lines or Lines()
         self._epochs: Epochs[GrpcLinkEnd] = Epochs(spec.source)
         self._lock = threading.Lock()
@@ -145,7 +137,8 @@ class StageLinkServer(StageLinkServicer):
     def accept(self, timeout: float | None = None, epoch: int = 0) -> GrpcLinkEnd:
         """The end that sends backward, once the neighbour is here; links of older epochs are over.
 
-        Raises LinkTimeout after `timeout` seconds, LinkClosed if this epoch is over, for the neighbour or here.
+        One of this epoch that was accepted is over, too. Raises LinkTimeout after `timeout` seconds, LinkClosed if this
+        epoch is over, for the neighbour or here.
         """
         return self._epochs.take(epoch, timeout)
 
@@ -156,33 +149,61 @@ class StageLinkServer(StageLinkServicer):
     def Open(  # type: ignore[override]  # a Frame is raw bytes
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        first = first_frame(requests, HELLO_SECONDS, context.cancel)
-        hello, reason = judge(first, self._run, self._spec.name, self._spec.source)
+        hello, reason = self._introduction.read(first_frame(requests, HELLO_SECONDS, context.cancel))
         if reason is not None:
             self._refuse(hello.sender, reason)
             context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         end = self._admit(hello, context)
-        end.start(requests)
-        if not context.add_callback(end.lost):
-            end.lost()
-        yield make_hello(self._run, self._spec.name, self._member, hello.epoch)
-        yield from end.frames()
-        failure = end.wait_until_delivered()
+        stream = end.new_stream()
+        stream.hang_up = context.cancel
+        received = self._attach(end, stream, hello, context)
+        threading.Thread(target=end.read, args=(stream, requests), name=f"link-{self._spec.name}", daemon=True).start()
+        answer = self._introduction.hello(hello.epoch, hello.session, hello.stream, received, hello.goes_on)
+        yield answer.SerializeToString()
+        yield from stream.frames()
+        failure = end.wait_until_delivered(stream)
         if failure is not None and context.is_active():
             context.abort(grpc.StatusCode.ABORTED, failure)
 
+    def Leave(self, request: LinkFarewell, context: grpc.ServicerContext) -> LinkLeft:
+        reason = self._introduction.judge(request.hello)
+        if reason is not None:
+            self._refuse(request.hello.sender, reason)
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+        end = self._epochs.of(request.hello.epoch)
+        if end is not None and end.session == request.hello.session:
+            end.lost(f"the peer aborted: {request.cause}")
+        return LinkLeft()
+
     def _admit(self, hello: LinkHello, context: grpc.ServicerContext) -> GrpcLinkEnd:
         """This member's end of the link that a neighbour asks for; ends the call if it gets none."""
+        session, present = hello.session, self._epochs.of(hello.epoch)
+        if hello.goes_on and (present is None or present.session != session):
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "found a link that goes on, expected a new one")
         try:
-            return self._epochs.come(hello.epoch, self._make_end)
+            return self._epochs.come(
+                hello.epoch, lambda: self._make_end(session), lambda end: session != b"" and end.session == session
+            )
         except LinkClosed as error:  # no stranger, only late
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except Refused as error:
             self._refuse(hello.sender, str(error))
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
 
-    def _make_end(self) -> GrpcLinkEnd:
-        return GrpcLinkEnd(self._spec, "backward", self._seed, self.ledger, self._lines, self._refuse)
+    def _attach(self, end: GrpcLinkEnd, stream: LinkStream, hello: LinkHello, context: grpc.ServicerContext) -> int:
+        """How many messages the end has received that goes on over this stream; ends the call if it cannot."""
+        try:
+            return end.attach(stream, hello.stream, hello.received)
+        except LinkClosed as error:
+            context.abort(grpc.StatusCode.ABORTED, str(error))
+        except MalformedMessage as error:
+            self._refuse(hello.sender, str(error))
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+
+    def _make_end(self, session: bytes) -> GrpcLinkEnd:
+        return GrpcLinkEnd(
+            self._spec, "backward", self._seed, self.ledger, self._lines, session, self._patience, self._refuse
+        )
 
     def _refuse(self, sender: str, reason: str) -> None:
         with self._lock:

@@ -131,7 +131,7 @@ def test_what_is_given_up_is_not_waited_for(neighbours: Neighbours) -> None:
     neighbours.give_up_above(2, "stage 3 is gone")
     neighbours.give_up_below(2, "stage 3 is gone")
     for end in (above, below):
-        with pytest.raises(LinkClosed, match="stage 3 is gone"):
+        with pytest.raises(LinkClosed):
             end.receive(SECONDS)
     for open_again in (neighbours.above, neighbours.below):
         with pytest.raises(LinkClosed):

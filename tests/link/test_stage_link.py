@@ -24,7 +24,9 @@ from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.framing import encode
-from hetero_pp.rpc.stage_link import GrpcLinkEnd, StageLinkServer, open_stage_link
+from hetero_pp.rpc.link_end import GrpcLinkEnd
+from hetero_pp.rpc.link_stream import LinkStream
+from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 
 SECONDS = 60.0
 PLAN = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
@@ -247,9 +249,9 @@ def test_what_an_end_failed_of_is_told_though_its_server_stops(
 ) -> None:
     wait_until_delivered, stopping = GrpcLinkEnd.wait_until_delivered, threading.Event()
 
-    def late(end: GrpcLinkEnd) -> str | None:
+    def late(end: GrpcLinkEnd, stream: LinkStream) -> str | None:
         assert stopping.wait(SECONDS)
-        return wait_until_delivered(end)
+        return wait_until_delivered(end, stream)
 
     monkeypatch.setattr(GrpcLinkEnd, "wait_until_delivered", late)
     upstream, downstream = listener.dial(), listener.links.accept(SECONDS)

@@ -1,0 +1,156 @@
+"""Keeps an end of a stage link in touch with its listener: dials, and dials again when a stream breaks."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Protocol
+
+import grpc
+
+from hetero_pp.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
+from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkFarewell, LinkHello, LinkLeft
+from hetero_pp.rpc.channels import make_channel
+from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd
+from hetero_pp.rpc.link_hello import Introduction, first_frame
+from hetero_pp.rpc.link_stream import LinkStream
+from hetero_pp.rpc.services import call_path
+
+SERVICE = DESCRIPTOR.services_by_name["StageLink"]
+AGAIN_SECONDS = 0.1
+"""Between two attempts, where a listener is there and breaks the stream at once."""
+
+_BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+"""A connection that was cut ends a stream with one of these."""
+
+
+class _Call(Iterator[bytes], Protocol):
+    """What comes on a stream."""
+
+    def cancel(self) -> bool: ...
+
+
+class Dialling:
+    """One link to the listener at an address, over streams one after the other."""
+
+    def __init__(self, address: str, end: GrpcLinkEnd, introduction: Introduction, epoch: int) -> None:
+        self._address, self._end, self._introduction, self._epoch = address, end, introduction, epoch
+        self._channel = make_channel(address)
+        self._open: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
+            call_path(SERVICE, "Open")
+        )
+        self._leave: grpc.UnaryUnaryMultiCallable[LinkFarewell, LinkLeft] = self._channel.unary_unary(
+            call_path(SERVICE, "Leave"), LinkFarewell.SerializeToString, LinkLeft.FromString
+        )
+        self._lock = threading.Lock()
+        self._number = 0
+        self._is_over = threading.Event()
+        self._stream: LinkStream | None = None
+        self._parting = threading.Thread(target=self._part, name="link-parting", daemon=True)
+        end.when_over(self._end_all)
+
+    def connect(self, timeout: float) -> None:
+        """Be connected within so many seconds, and from then on as long as the end is of use.
+
+        Raises LinkTimeout if nobody answers, LinkClosed if the link is over or refused for its epoch, Refused if the
+        two do not belong together. The end is then to be aborted.
+        """
+        stream, frames = self._dial(time.monotonic() + timeout, timeout)
+        follower = threading.Thread(target=self._follow, args=(stream, frames), name="link", daemon=True)
+        follower.start()
+
+    def wait_until_parted(self) -> None:
+        """Wait until the listener has heard that this end is over, as long as that may take."""
+        if self._is_over.is_set():
+            self._parting.join(2 * STOP_SECONDS)
+
+    def _follow(self, stream: LinkStream, frames: Iterator[bytes]) -> None:
+        """Receive, over as many streams as it takes."""
+        try:
+            while True:
+                self._end.read(stream, frames)
+                if self._end.over is not None:
+                    return
+                stream, frames = self._dial(float("inf"), 0.0)
+        except HeteroPPError as error:
+            self._end.lost(str(error))
+
+    def _dial(self, deadline: float, timeout: float) -> tuple[LinkStream, Iterator[bytes]]:
+        """A stream that is attached, and what comes on it."""
+        while True:
+            answered = self._attempt(deadline, timeout)
+            if answered is not None:
+                return answered
+            if time.monotonic() > deadline:
+                raise LinkTimeout(f"{self._address} did not answer within {timeout:g} s")
+            self._is_over.wait(AGAIN_SECONDS)
+
+    def _attempt(self, deadline: float, timeout: float) -> tuple[LinkStream, Iterator[bytes]] | None:
+        """The same if the connection holds; None if it breaks before."""
+        stream, call = self._call()
+        try:
+            left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+            hello, reason = self._introduction.read(first_frame(call, max(left, 0.0), call.cancel))
+            if reason is not None:
+                raise Refused(
+                    f"the listener at {self._address} is not the other end of {self._introduction.link}: {reason}"
+                )
+            self._end.attach(stream, self._number, hello.received)
+            return stream, call
+        except grpc.RpcError as error:
+            stream.stop("could not connect")
+            if self._end.over is not None:
+                raise LinkClosed(self._end.over) from error
+            if error.code() in _BROKEN:
+                return None
+            raise _why(error, self._address) from error
+        except HeteroPPError as error:
+            stream.stop("could not connect")
+            call.cancel()
+            if isinstance(error, MalformedMessage):
+                raise LinkClosed(f"{self._address} has another link than this one: {error}") from error
+            raise
+
+    def _call(self) -> tuple[LinkStream, _Call]:
+        """Begin a stream; raises LinkClosed if the end is over."""
+        with self._lock:
+            if self._end.over is not None:
+                raise LinkClosed(self._end.over)
+            self._number += 1
+            self._stream = stream = self._end.new_stream()
+            requests = itertools.chain([self._hello().SerializeToString()], stream.frames())
+            call = self._open(requests, wait_for_ready=True)
+            stream.hang_up = call.cancel
+            return stream, call
+
+    def _hello(self) -> LinkHello:
+        end = self._end
+        return self._introduction.hello(self._epoch, end.session, self._number, end.received, end.streams > 0)
+
+    def _end_all(self) -> None:
+        """The end is over: tell the listener if that is not known there, and close the connection."""
+        self._is_over.set()
+        self._parting.start()
+
+    def _part(self) -> None:
+        if self._end.failure is not None and self._end.streams > 0:
+            farewell = LinkFarewell(hello=self._hello(), cause=self._end.failure)
+            with suppress(grpc.RpcError):
+                self._leave(farewell, timeout=STOP_SECONDS)
+        with self._lock:
+            if self._stream is not None:
+                self._stream.hang_up()
+            self._channel.close()
+
+
+def _why(error: grpc.RpcError, address: str) -> Exception:
+    """Why a listener did not want a stream."""
+    code, details = error.code(), error.details()
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        return Refused(f"{address} refused: {details}")
+    if code is grpc.StatusCode.ABORTED:
+        return LinkClosed(f"the peer aborted: {details}")
+    return LinkClosed(f"{address} refused: {details}")

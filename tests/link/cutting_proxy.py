@@ -1,0 +1,114 @@
+"""A TCP proxy on loopback that cuts connections: at once, or after so many bytes, in the midst of whatever crosses."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+_CHUNK = 1 << 16
+_RESET = struct.pack("ii", 1, 0)
+"""Of SO_LINGER: what was sent and has not arrived is thrown away, as where a router forgets a connection."""
+
+
+class CuttingProxy:
+    """Listens, and carries every connection to another address."""
+
+    def __init__(self, target: str, next_cut: Callable[[], int | None] = lambda: None) -> None:
+        """`next_cut` says, as a connection is made, after how many bytes both ways it is cut (None: never)."""
+        host, port = target.rsplit(":", 1)
+        self._target = host, int(port)
+        self._next_cut = next_cut
+        self._lock = threading.Lock()
+        self._open: set[_Connection] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections = 0
+        self.cuts = 0
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    def cut(self) -> None:
+        """Cut all connections; new ones are carried."""
+        with self._lock:
+            connections = list(self._open)
+        for connection in connections:
+            connection.cut()
+
+    def close(self) -> None:
+        """Cut all connections, and take no more."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:
+                    near.close()
+                    continue
+                with self._lock:
+                    self.connections += 1
+                    connection = _Connection(near, far, self._next_cut(), self._forget)
+                    self._open.add(connection)
+                connection.start()
+
+    def _forget(self, connection: _Connection) -> None:
+        with self._lock:
+            if connection in self._open:
+                self._open.remove(connection)
+                self.cuts += connection.was_cut
+
+
+class _Connection:
+    """Both sockets of one connection."""
+
+    def __init__(
+        self, near: socket.socket, far: socket.socket, left: int | None, forget: Callable[[_Connection], None]
+    ) -> None:
+        self.was_cut = False
+        self._sockets = near, far
+        self._left = left
+        self._forget = forget
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        near, far = self._sockets
+        for source, target in ((near, far), (far, near)):
+            threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    def cut(self) -> None:
+        self.was_cut = True
+        self._close()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(_CHUNK):
+                allowed = self._take(len(data))
+                target.sendall(data[:allowed])
+                if allowed < len(data):
+                    self.cut()
+                    return
+        self._close()
+
+    def _take(self, count: int) -> int:
+        """How many of so many bytes may pass."""
+        with self._lock:
+            if self._left is None:
+                return count
+            allowed = min(count, self._left)
+            self._left -= allowed
+            return allowed
+
+    def _close(self) -> None:
+        for one in self._sockets:
+            with suppress(OSError):
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        self._forget(self)
