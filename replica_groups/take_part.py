@@ -91,7 +91,7 @@ def take_part(
     available, address = states.check(), connections.listen()
     seat = Seat(exchange, member.name, address, available, _Links(member, connections, shaped))
     with seat.taken():
-        saved = states_to_go_on_from(exchange, member.name, states, available)
+        saved = states_to_go_on_from(exchange, member.name, member.replica.name, states, available)
         spec = spec.with_changes(exchange.changes())
         if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
             ranks = Ranks(device=device_of(member.replica))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,6 +24,11 @@ class StoreSettings(Settings):
     )
     endpoint: str | None = Field(
         None, description="where a service that is not Amazon's speaks S3", examples=["http://127.0.0.1:8333"]
+    )
+    history: Literal["whole", "recent"] = Field(
+        "whole",
+        description="`recent`: contributions that are older than the snapshots that stay are removed; nobody can "
+        "replay their rounds, and who was away for longer begins with an empty error feedback",
     )
     region: str | None = Field(None, description="of an S3 bucket", examples=["eu-central-1"])
 

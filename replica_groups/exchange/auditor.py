@@ -27,12 +27,12 @@ class Auditor:
         rounds: int,
         snapshot_every: int,
         optimizer: RoundOptimizer | None = None,
-        keep: int = 2,
+        retention: Retention | None = None,
     ) -> None:
         self.exchange = exchange
         self.rounds = rounds
         self.snapshot_every = snapshot_every
-        self._retention = Retention(exchange.log, keep)
+        self._retention = retention or Retention(exchange.log)
         self._start = snapshot
         self._basis = snapshot.basis
         self._optimizer = optimizer or OuterOptimizer(exchange.settings)

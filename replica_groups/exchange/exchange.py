@@ -416,7 +416,10 @@ class Exchange:
             for one in self.decisions.wait_for_record(round_).contributions:
                 if one.replica == replica and any(blob.block == block for blob in one.blobs):
                     read = partial(self.log.read_blob, round_, replica, one.epoch, block)
-                    return self.decisions.patiently(read)
+                    try:
+                        return self.decisions.patiently(read)
+                    except FileNotFoundError:
+                        raise Refused(f"what {replica} contributed to round {round_} is no more in the log") from None
         raise self._refused(member, f"no `{block}` of {replica} in a closed round {round_}")
 
     # ---- agreement ----

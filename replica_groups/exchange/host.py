@@ -20,6 +20,7 @@ from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import open_log
 from replica_groups.exchange.restart import Restart, find_restart, newest_sound
+from replica_groups.exchange.retention import Retention
 from replica_groups.protocol.rules import Rules, Window
 
 
@@ -99,7 +100,8 @@ def begin_run(
         exchange.fail(str(error))  # members wait to hear where they begin
         raise
     optimizer, now = round_optimizer(spec, start.snapshot.basis), spec.latest
-    auditor = Auditor(exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer, now.snapshots.keep)
+    retention = Retention(exchange.log, now.snapshots.keep, now.store.history)
+    auditor = Auditor(exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer, retention)
     auditor.start()
     exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note)
     return auditor

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution
+from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution, Refused
 from hetero_pp.outer.exchange_service import AvailableStates, ExchangeService
 from hetero_pp.outer.step import RoundOptimizer
 from hetero_pp.snapshot import Snapshot
@@ -22,7 +22,7 @@ OptimizerFor = Callable[[Tensor | None], RoundOptimizer]
 
 
 def states_to_go_on_from(
-    exchange: ExchangeService, member: str, states: SavedStates, available: AvailableStates
+    exchange: ExchangeService, member: str, replica: str, states: SavedStates, available: AvailableStates
 ) -> int | None:
     """The newest round that is decided of which a member has a sound state; None if there is none.
 
@@ -30,10 +30,24 @@ def states_to_go_on_from(
     """
     last_round = exchange.last_round()
     useful = frozenset(round_ for round_ in available.rounds if round_ <= last_round)
+    if useful and not _is_known_since(exchange, member, replica, range(max(useful) + 1, last_round + 1)):
+        useful = frozenset()  # what was counted since cannot be taken out of its error feedback
     aside = states.set_aside_all_but(useful)
     if aside is not None:
         print(f"{member}: states that the run does not go on from were moved to {aside}", file=sys.stderr, flush=True)
     return max(useful, default=None)
+
+
+def _is_known_since(exchange: ExchangeService, member: str, replica: str, rounds: range) -> bool:
+    """Whether it can still be read what was counted of a replica in these rounds: what is older goes first."""
+    for round_ in rounds:
+        for entry in exchange.record(round_, member).contributions:
+            if entry.replica == replica:
+                try:
+                    return bool(exchange.fetch(member, round_, replica, entry.blobs[0].block))
+                except Refused:
+                    return False
+    return True
 
 
 @dataclass(frozen=True)

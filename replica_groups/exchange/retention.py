@@ -1,12 +1,14 @@
 """What is removed from a log while its run goes on: snapshots that newer ones replace, and blobs that never counted.
 
-Records, counted contributions and the first snapshot stay: theta after any round can be come to again. Nothing is
-removed that the auditor has not passed.
+Records stay, and so do counted contributions and the first snapshot, so that theta after any round can be come to
+again, unless only recent history is asked for: then they go with the snapshots that they lead to. Nothing is removed
+that the auditor has not passed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from replica_groups.exchange.log import ContributionLog, blob_key, round_key, snapshot_key
 
@@ -16,8 +18,9 @@ class Retention:
     """Of one run."""
 
     log: ContributionLog
-    keep: int
+    keep: int = 2
     """How many snapshots, beside the first."""
+    history: Literal["whole", "recent"] = "whole"
 
     def audited(self, round_: int) -> None:
         """The auditor has passed a round: what no record names of the one before goes.
@@ -31,6 +34,26 @@ class Retention:
         """There is a snapshot after this round: all but the newest go."""
         older = sorted(number for number in self.log.snapshots() if 0 < number <= round_)[: -self.keep]
         self.log.store.delete([snapshot_key(number) for number in older])
+        if self.history == "recent":
+            self._forget_history(round_)
+
+    def _forget_history(self, newest: int) -> None:
+        """Contributions up to the oldest snapshot that stays. What is older goes first, whatever ends this."""
+        stay = sorted(number for number in self.log.snapshots() if 0 < number <= newest)
+        if len(stay) < self.keep:
+            return
+        self.log.store.delete([snapshot_key(0)])
+        found: list[list[str]] = []
+        for number in range(stay[0], 0, -1):
+            blobs = self._blobs(number)
+            if not blobs:
+                break  # they went with an older snapshot
+            found.append(blobs)
+        for blobs in reversed(found):
+            self.log.store.delete(blobs)
+
+    def _blobs(self, round_: int) -> list[str]:
+        return [key for key in self.log.store.below(round_key(round_)) if key.endswith(".blob")]
 
     def _remove_uncounted(self, round_: int) -> None:
         record = self.log.read_record(round_)
@@ -39,5 +62,4 @@ class Retention:
             for entry in record.contributions
             for blob in entry.blobs
         }
-        found = [key for key in self.log.store.below(round_key(round_)) if key.endswith(".blob")]
-        self.log.store.delete([key for key in found if key not in counted])
+        self.log.store.delete([key for key in self._blobs(round_) if key not in counted])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from hetero_pp.errors import StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.program.cli import app
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.store.folder import FolderStore
@@ -67,9 +70,28 @@ def test_the_first_and_the_newest_snapshots_stay(store: Store) -> None:
     assert log.snapshots() == {0, 6, 8}
 
 
-def _train(corpus: Path, runs: Path, *settings: str) -> ContributionLog:
+def _rounds_with_blobs(log: ContributionLog) -> set[int]:
+    return {int(key[6:12]) for key in log.store.below() if key.endswith(".blob")}
+
+
+def test_history_goes_with_the_snapshots_that_it_leads_to(store: Store) -> None:
+    log = ContributionLog(store)
+    recent = Retention(log, 2, "recent")
+    store.put(snapshot_key(0), b"a snapshot")
+    for round_ in range(1, 9):
+        _round(log, round_)
+        if round_ % 2 == 0:
+            store.put(snapshot_key(round_), b"a snapshot")
+            recent.kept_snapshot(round_)
+        if round_ == 3:  # there is but one snapshot beside the first
+            assert log.snapshots() == {0, 2} and _rounds_with_blobs(log) == {1, 2, 3}
+    assert (log.snapshots(), _rounds_with_blobs(log)) == ({6, 8}, {7, 8})
+    assert log.records() == set(range(1, 9))
+
+
+def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> ContributionLog:
     given = [f"data.corpus={corpus}", "outer.rounds=4", "snapshots.every=1", *settings]
-    run_topology(MIXED, given, runs, in_process=True)
+    run_topology(MIXED, given, runs, in_process=True, resume=resume)
     return ContributionLog(FolderStore(runs / "mixed" / "log"))
 
 
@@ -126,3 +148,31 @@ def test_an_auditor_waits_for_a_store_that_is_gone(
     assert left == {"get": 0, "create": 0, "delete": 0}
     assert audited(log.store) == {1, 2, 3, 4}
     assert capfd.readouterr().err.count("exchange: the store: cannot be reached; trying again") == 5
+
+
+def test_a_run_with_recent_history_is_replayed_from_there(corpus: Path, tmp_path: Path) -> None:
+    log = _train(corpus, tmp_path, "store.history=recent")
+    assert (log.snapshots(), _rounds_with_blobs(log), log.records()) == ({3, 4}, {4}, {1, 2, 3, 4})
+    found = CliRunner().invoke(app, ["replay", str(tmp_path / "mixed")])
+    assert found.exit_code == 0, found.output
+    assert [line.split(":")[0] for line in found.stdout.splitlines() if line.startswith("round")] == [
+        "round 3",
+        "round 4",
+    ]
+
+
+def test_a_member_that_was_away_for_longer_than_history_begins_anew(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its state is from before the contributions that are left; what was counted since cannot be taken out of it."""
+    _train(corpus, tmp_path, "outer.rounds=2", "store.history=recent")
+    state = tmp_path / "mixed" / "state" / "dc"
+    shutil.copytree(state, tmp_path / "old")
+    log = _train(corpus, tmp_path, "outer.rounds=6", "store.history=recent", resume=True)
+    assert _rounds_with_blobs(log) == {6}
+    shutil.rmtree(state)
+    shutil.copytree(tmp_path / "old", state)
+    capfd.readouterr()
+    _train(corpus, tmp_path, "outer.rounds=7", "store.history=recent", resume=True)
+    assert "dc: states that the run does not go on from were moved to" in capfd.readouterr().err
+    assert log.last_record() == 7
