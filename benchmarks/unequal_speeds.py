@@ -9,7 +9,8 @@ timed first. Boundaries are not compressed and both see as many tokens a step. A
 Rounds of time are run first, with equal weights and by tokens; then rounds of as many steps as the slow replica took in
 them, which so take as long. Shares are of the time from the first inner loop to the last outer round: in training is
 what the fast replica's own inner steps take of it, outer rounds, evaluation and waiting the rest. The loss is that of
-the synced model. With --json, rows that the file has are not run again.
+the synced model: in the end, and when the run of the repeat that ended first did. With --json, rows that the file has
+are not run again.
 """
 
 from __future__ import annotations
@@ -116,14 +117,20 @@ def _loss_after(events: Sequence[Mapping[str, Any]], summary: Mapping[str, Any])
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """A line for each way: medians over repeats."""
-    print(f"{'rounds of':<28}{'ratio':>7}{'fast trains':>13}{'slow trains':>13}{'seconds':>9}{'loss':>8}")
+    print(f"{'rounds of':<25}{'ratio':>7}{'fast trains':>13}{'slow trains':>13}{'seconds':>9}{'loss':>8}{'by then':>9}")
     for way in WAYS:
         own = [row for row in rows if row["way"] == way]
         if own:
             fast, slow = (median(row["in_training"][name] for row in own) for name in ("fast", "slow"))
             ratio, seconds = median(row["ratio"] for row in own), median(row["seconds"] for row in own)
-            loss = median(row["loss"][-1] for row in own)
-            print(f"{way:<28}{ratio:>7.1f}{fast:>13.1%}{slow:>13.1%}{seconds:>9.1f}{loss:>8.3f}")
+            loss, then = median(row["loss"][-1] for row in own), median(_loss_by_then(row, rows) for row in own)
+            print(f"{way:<25}{ratio:>7.1f}{fast:>13.1%}{slow:>13.1%}{seconds:>9.1f}{loss:>8.3f}{then:>9.3f}")
+
+
+def _loss_by_then(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
+    """After the last round that was over when the first run of the same repeat ended."""
+    end = min(one["loss_after"][-1][0] for one in rows if one["repeat"] == row["repeat"])
+    return next(loss for seconds, loss in reversed(row["loss_after"]) if seconds <= end)
 
 
 def main() -> None:
