@@ -113,13 +113,13 @@ def test_records_say_what_each_did_and_its_tokens_are_its_weight(over_grpc: Path
 def test_a_round_comes_to_the_mean_by_tokens(over_grpc: Path) -> None:
     """theta - (w D + w' D') / (w + w'), with what both sent decoded and summed here, in float64."""
     spec, log = read_run(RunFolder(over_grpc)), _log(over_grpc)
-    before, after = (log.read_snapshot(round_).parameters for round_ in (1, 2))
-    record = log.read_record(2)
+    before, after = (log.read_snapshot(round_).parameters for round_ in (ROUNDS - 1, ROUNDS))
+    record = log.read_record(ROUNDS)
     read, whole = log.blobs_of(record), sum(entry.weight for entry in record.contributions)
     for block, shapes in shapes_by_block(spec.parameter_shapes).items():
         moved = {name: torch.zeros(shape, dtype=torch.float64).flatten() for name, shape in shapes.items()}
         for entry in record.contributions:
-            address = BlobAddress(spec.run, 2, entry.replica, block)
+            address = BlobAddress(spec.run, ROUNDS, entry.replica, block)
             blob = ReceivedBlob(read(entry.replica, block), address, shapes, spec.config.outer.compression)
             for name in shapes:
                 sent = blob.tensor(name)
