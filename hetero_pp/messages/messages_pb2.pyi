@@ -34,6 +34,7 @@ class Happened(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RESTARTED: _ClassVar[Happened]
     GIVEN_UP: _ClassVar[Happened]
     SILENT: _ClassVar[Happened]
+    INJECTED: _ClassVar[Happened]
 
 class Awaited(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -60,6 +61,7 @@ HEALED: Happened
 RESTARTED: Happened
 GIVEN_UP: Happened
 SILENT: Happened
+INJECTED: Happened
 AWAITED_UNSPECIFIED: Awaited
 JOINING: Awaited
 CONTRIBUTING: Awaited
@@ -364,14 +366,18 @@ class BlobHeader(_message.Message):
     def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class DepositReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("exchange",)
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    exchange: str
+    def __init__(self, exchange: _Optional[str] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
-    __slots__ = ("round",)
+    __slots__ = ("round", "exchange")
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     round: int
-    def __init__(self, round: _Optional[int] = ...) -> None: ...
+    exchange: str
+    def __init__(self, round: _Optional[int] = ..., exchange: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("round", "replica", "block")

@@ -6,6 +6,7 @@ raised again as the errors they were.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import grpc
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import MalformedMessage, Refused, WrongToken
+from hetero_pp.errors import ExchangeLost, MalformedMessage, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
 from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, Standing
@@ -112,6 +113,8 @@ class _Servicer(ExchangeServicer):
     def __init__(self, exchange: WatchedExchange, token: str) -> None:
         self.exchange = exchange
         self.token = token
+        self.process = secrets.token_hex(8)
+        """Names this process: one that takes its place knows only what it is told itself."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `make_server`."""
@@ -219,9 +222,11 @@ class _Servicer(ExchangeServicer):
             raise
         address = BlobAddress(self.exchange.run, header.round, header.replica, header.block)
         self.exchange.deposit(member, address, bytes(data), header.epoch, header.steps, _term(context))
-        return pb.DepositReply()
+        return pb.DepositReply(exchange=self.process)
 
     def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
+        if request.exchange not in ("", self.process):
+            raise ExchangeLost("what was contributed to the exchange before this one has to be told again")
         return self.exchange.record(request.round, _member(context), _term(context))
 
     def Fetch(  # type: ignore[override]  # a Frame is raw bytes

@@ -69,6 +69,8 @@ class ExchangeClient:
         )
         self._stay: grpc.Future[pb.StayReply] | None = None
         self._process = secrets.token_hex(8)
+        self._told: set[str] = set()
+        """The exchange's processes that have noted something since the last record was asked for."""
         self._closed = False
 
     @property
@@ -193,9 +195,10 @@ class ExchangeClient:
 
         def send() -> None:
             try:
-                self._deposit(header_and_payload_frames(header, [data]), metadata=self._metadata)
+                reply = self._deposit(header_and_payload_frames(header, [data]), metadata=self._metadata)
             except grpc.RpcError as error:
                 raise self._translate(error) from None
+            self._told.add(reply.exchange)
 
         self._again(send)
 
@@ -203,8 +206,11 @@ class ExchangeClient:
         """See ExchangeService. Raises ExchangeLost if the exchange is gone meanwhile: it may have to hear again what
         was deposited.
         """
+        told, self._told = self._told, set()
+        if len(told) > 1:
+            raise ExchangeLost(f"the exchange at {self.address} was gone while it was told of round {round_}")
         try:
-            return self._calls.Record(pb.RecordRequest(round=round_), metadata=self._metadata)
+            return self._calls.Record(pb.RecordRequest(round=round_, exchange="".join(told)), metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
