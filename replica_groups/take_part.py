@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shaping import MonotonicClock
 from hetero_pp.link.shared_lines import Lines
@@ -24,6 +25,7 @@ from replica_groups.exchange.reporter import Reporter
 from replica_groups.exchange.restart import states_to_go_on_from
 from replica_groups.exchange.shaped import ShapedExchange
 from replica_groups.gate import Gate
+from replica_groups.held_back import HeldBack
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.round_length import StepsOf, round_length
@@ -71,12 +73,14 @@ def take_part(
     ranks: Ranks = ALONE,
     gate: Gate | None = None,
     steps_of: StepsOf | None = None,
+    faults: Faults = NO_FAULTS,
 ) -> None:
     """Train all rounds that are left as one member of a run, or as one of the ranks that are a member together.
 
     The exchange says after which round the run goes on, if it does not begin. Whoever made the connections closes
     them, or aborts them if this raises HeteroPPError: the run has failed, here or elsewhere. With a gate each round
-    begins when that is open. With `steps_of` rounds that are time are as long as that says; see round_length.
+    begins when that is open. With `steps_of` rounds that are time are as long as that says; see round_length. `faults`
+    are what the member has to survive.
     """
     config = spec.config
     link = spec.links[exchange_link_name(member.name)]
@@ -95,7 +99,7 @@ def take_part(
         spec = spec.with_changes(exchange.changes())
         if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
             ranks = Ranks(device=device_of(member.replica))
-        trainer, outer, holds = _build(spec, run, member, exchange, folder, ranks)
+        trainer, outer, holds = _build(spec, run, member, exchange, folder, ranks, faults)
         states = replace(states, every=spec.latest.states_every)
         length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
         steps = StepsTaken(member.replica.name, config.inner.steps)
@@ -105,7 +109,9 @@ def take_part(
             outer.restore()
             steps.load(states.path(saved))
         reporter = Reporter(exchange, member.name)
-        loop = TrainingLoop(trainer, member.replica.name, outer, seat, reporter, states, length, steps, gate=gate)
+        loop = TrainingLoop(
+            trainer, member.replica.name, outer, seat, reporter, states, length, steps, gate=gate, faults=faults
+        )
         try:
             loop.run(holds, saved, spec)
             if copies is not None:
@@ -122,7 +128,13 @@ def _copies(config: RunConfig, folder: RunFolder, member: MemberSpec) -> StateCo
 
 
 def _build(
-    spec: RunSpec, run: str, member: MemberSpec, exchange: ExchangeService, folder: RunFolder, ranks: Ranks
+    spec: RunSpec,
+    run: str,
+    member: MemberSpec,
+    exchange: ExchangeService,
+    folder: RunFolder,
+    ranks: Ranks,
+    faults: Faults,
 ) -> tuple[TrainingMember, OuterRound, int]:
     """What trains, what meets the others, and after which round: that of the run's newest snapshot."""
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
@@ -137,7 +149,7 @@ def _build(
         member.replica.name,
         trainer.parameters,
         start.parameters,
-        exchange,
+        HeldBack(exchange, faults),
         spec.config.outer,
         optimizer=round_optimizer(spec, start.basis),
         ranks=ranks,

@@ -6,10 +6,12 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from hetero_pp.errors import LinkError, Suspended, TermOver
+from hetero_pp.faults import NO_FAULTS, Faults, Phase
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
@@ -93,12 +95,14 @@ class TrainingLoop:
         length: RoundLength,
         steps: StepsTaken,
         gate: Gate | None = None,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         """`gate`: asked before every inner step, by members that are threads; what was done before a round is told
         before.
         """
         self.member, self.replica, self.outer, self.seat = member, replica, outer, seat
         self.reporter, self.states, self.length, self.steps, self.gate = reporter, states, length, steps, gate
+        self.faults = faults
         self.holds = 0
         """The round after which the member holds theta."""
         self._has_started = False
@@ -172,6 +176,7 @@ class TrainingLoop:
         if self.gate is not None:
             self.reporter.flush()
         self.member.follow(spec.rates_in(round_, self.steps.before(round_), self.steps.last))
+        self.faults.touch(self.outer.theta)
         self.member.remember()
         self._under_way = True
         self.seat.pulse.trains(round_, work.epoch)
@@ -191,7 +196,7 @@ class TrainingLoop:
         self._finish(round_, MemberRound(round=round_, compute_seconds=compute, wait_seconds=wait), started)
         if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:  # from the last the run may be extended
             self.reporter.flush()  # a run that goes on from this state has lost no report from before it
-            self.states.save(round_, self._save)
+            self.states.save(round_, partial(self._save, round_))
 
     def _train(self, round_: int) -> int:
         """The inner steps of a round: how many there were."""
@@ -205,6 +210,8 @@ class TrainingLoop:
             done = self.member.inner_step(round_, steps, first + steps, bool(is_last))
             report.inner_step.CopyFrom(done)
             self.reporter.send(report)
+            if steps == 0:
+                self.faults.reached(Phase.TRAINING, round_)
             is_over = self.length.is_over(steps, done.is_last)
             steps += 1
             self.seat.pulse.progressed()
@@ -217,6 +224,7 @@ class TrainingLoop:
     def _finish(self, round_: int, times: MemberRound, started: float) -> None:
         """The evaluation of what a round came to, if all of the replica is still there for it, and what it took."""
         synchronised = time.monotonic()
+        self.faults.reached(Phase.EVALUATING, round_)
         try:
             self._evaluate(round_)
         except LinkError as error:
@@ -229,8 +237,10 @@ class TrainingLoop:
         self._report_links(round_)  # first: whoever hears that the round is over knows what it sent
         self.reporter.send(report)
 
-    def _save(self, folder: Path) -> None:
+    def _save(self, round_: int, folder: Path) -> None:
+        self.faults.write()
         self.member.save(folder)
+        self.faults.reached(Phase.SAVING, round_)
         self.outer.save(folder)
         self.steps.save(folder)
 

@@ -55,6 +55,9 @@ def launch(
     token: Annotated[
         Path | None, typer.Option("--token-file", help="With --only: the file with the run's token.")
     ] = None,
+    chaos: Annotated[
+        Path | None, typer.Option("--chaos", metavar="FILE", help="Faults that the run has to survive (docs/chaos.md).")
+    ] = None,
     commands: Annotated[bool, typer.Option("--print-commands", help="Show what to run on each host.")] = False,
     runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
@@ -66,16 +69,19 @@ def launch(
     Everything the run leaves is in runs/<name>/; an earlier run of that name moves to runs/<name>.1, .2, ...
     """
     with readable_errors():
+        from hetero_pp.errors import ConfigError
         from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
 
         from_weights = [] if weights is None else [f"model.weights={json.dumps(str(weights))}"]
         settings = [*overrides, *from_weights]
         if commands:
             print_commands(config, settings)
+        elif only is not None and chaos is not None:
+            raise ConfigError((), f"--only {only}: leave out --chaos, which needs the whole run on this machine")
         elif only is not None:
             run_on_this_host(config, settings, runs, Host(only, exchange, token), in_process, resume, typed())
         else:
-            run_topology(config, settings, runs, in_process, resume, typed())
+            run_topology(config, settings, runs, in_process, resume, typed(), chaos)
 
 
 def typed() -> list[str]:
@@ -258,11 +264,17 @@ def replay(
 
 
 @app.command()
-def schema() -> None:
-    """Print the JSON schema of the YAML, for editors."""
+def schema(
+    of: Annotated[Literal["run", "chaos"], typer.Argument(help="Of a run, or of a file of faults.")] = "run",
+) -> None:
+    """Print the JSON schema of a YAML, for editors."""
+    from pydantic import BaseModel
+
+    from hetero_pp.program.chaos.settings import Chaos
     from hetero_pp.run.config import RunConfig
 
-    typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+    model: type[BaseModel] = Chaos if of == "chaos" else RunConfig
+    typer.echo(json.dumps(model.model_json_schema(), indent=2))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from contextlib import closing, suppress
 from types import TracebackType
 
 from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed
+from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import stage_link_name
@@ -94,8 +95,10 @@ def reports_to_members(
 class NetworkConnections:
     """Of a member to the exchange at `address` and to the stages beside it. Implements Connections."""
 
-    def __init__(self, spec: RunSpec, member: MemberSpec, address: str, token: str, lines: Lines) -> None:
-        self.lines = lines
+    def __init__(
+        self, spec: RunSpec, member: MemberSpec, address: str, token: str, lines: Lines, faults: Faults = NO_FAULTS
+    ) -> None:
+        self.lines, self._faults = lines, faults
         self.exchange = ExchangeClient(address, token, member.name, timeout=spec.config.exchange.timeout)
         self._spec, self._member, self._token = spec, member, token
         self._server: StageLinkServer | None = None
@@ -137,6 +140,7 @@ class NetworkConnections:
         below, above = None, None
         if self._dialer is not None:
             address = downstream or self.exchange.locate(self._dialer.target)
+            address = self._faults.route(self._dialer.link, address)
             below = self._dialer.dial(address, epoch, CONNECT_TIMEOUT)
             self._ends = LinkEnds(None, below)
         if self._server is not None:

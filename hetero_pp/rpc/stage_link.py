@@ -41,7 +41,7 @@ class StageLinkDialer:
         self, spec: LinkSpec, run: str, member: str, seed: int, lines: Lines | None = None, patience: float = 0.0
     ) -> None:
         """For `patience` seconds a link that is cut off is dialled again; then the neighbour counts as gone."""
-        self.target = spec.target
+        self.target, self.link = spec.target, spec.name
         self.ledger = Ledger()
         """Of all its links."""
         self._spec, self._seed, self._patience = spec, seed, patience

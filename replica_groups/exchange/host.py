@@ -8,6 +8,7 @@ from functools import partial
 
 from hetero_pp.changed_keys import Values, read_changes, write_changes
 from hetero_pp.errors import DamagedFile, HeteroPPError
+from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.progress import NowAndThen
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
@@ -29,7 +30,12 @@ class UnderWay(HeteroPPError):
 
 
 def make_exchange(
-    spec: RunSpec, folder: RunFolder, resume: Values | None = None, goes_on: bool = False, lonely: bool = False
+    spec: RunSpec,
+    folder: RunFolder,
+    resume: Values | None = None,
+    goes_on: bool = False,
+    lonely: bool = False,
+    faults: Faults = NO_FAULTS,
 ) -> Exchange:
     """An exchange that members can join; `begin_run` lets them train. `resume`: see `begin_run`.
 
@@ -37,7 +43,7 @@ def make_exchange(
     process, which cannot be gone without it.
     """
     agreement = Agreement(spec.config, read_changes(folder.changes), resume or {})
-    log, rules = open_log(spec.config, folder), rules_of(spec, lonely)
+    log, rules = ContributionLog(faults.disk(open_log(spec.config, folder).store)), rules_of(spec, lonely)
     return Exchange(
         spec.run,
         spec.roster,

@@ -19,11 +19,13 @@ from ruamel.yaml import YAML
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from hetero_pp.program.chaos.file import read_chaos
 from hetero_pp.program.cli import app
 from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.definition import Experiment, Scale
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +49,10 @@ RUN_BY = {
     ),
     "hetero-pp launch configs/quickstart.yaml --resume --set outer.rounds=32 --set inner.learning_rate=5e-3": (
         "tests/program/test_changes.py::test_over_the_network_a_changed_run_has_the_same_bits"
+    ),
+    "hetero-pp launch configs/quickstart.yaml --chaos configs/chaos/quickstart.yaml": (
+        "tests/faults/test_survives.py::"
+        "test_a_stage_killed_in_training_is_replaced_and_its_group_trains_the_round_again"
     ),
     "hetero-pp launch mixed.yaml --from mixed-hf": STARTED_FROM,
     "hetero-pp launch CONFIG --from quickstart-hf": STARTED_FROM,
@@ -288,6 +294,8 @@ def test_every_yaml_is_valid(block: Block, tmp_path: Path) -> None:
         assert all(setting.config(row) for row in experiment.rows)
     elif "base" in content:
         assert Scale.model_validate(content)
+    elif "faults" in content:
+        assert read_chaos(path, RunSpec(ConfigFile(ROOT / "configs" / "quickstart.yaml").config, 256)).faults
     elif _is_whole(content):
         assert ConfigFile(path).config.name == content["name"]
     else:

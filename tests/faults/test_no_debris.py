@@ -24,11 +24,12 @@ SECONDS_TO_END = 10
 
 
 class Launched:
-    """A run started as a user starts it, long enough never to end by itself."""
+    """A run started as a user starts it, long enough never to end by itself; whoever dies ends it."""
 
     def __init__(self, corpus: Path, runs: Path) -> None:
         command = [sys.executable, "-m", "hetero_pp", "launch", str(YAML), "--runs", str(runs)]
-        command += ["--set", f"data.corpus={corpus}", "--set", "outer.rounds=100000"]
+        settings = [f"data.corpus={corpus}", "outer.rounds=100000", "restarts.count=0", "exchange.quorum=1"]
+        command += [part for setting in settings for part in ("--set", setting)]
         self.command = command
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.metrics = runs / "mixed" / "metrics.jsonl"

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.starts_processes
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 5
+ENDS = ["--set", "restarts.count=0", "--set", "exchange.quorum=1"]
+"""Whoever dies ends the run."""
 
 ON_RANKS = """
 name: ranks
@@ -104,7 +106,7 @@ def test_ranks_that_were_killed_go_on(corpus: Path, tmp_path: Path, launch: Any)
     config.write_text(ON_RANKS)
     plain = ["--in-process", "--set", "replicas.0.engine=torch", "--set", "replicas.0.ranks=1"]
     unbroken = _summary(_command(config, corpus, tmp_path / "a", *plain), tmp_path / "a", "ranks")
-    command = _command(config, corpus, tmp_path / "b")
+    command = _command(config, corpus, tmp_path / "b", *ENDS)
     run = launch(command, tmp_path / "b" / "ranks")
     everyone = run.wait_for_state(2)
     ranks = [process for process in everyone if "hetero_pp.program.launch.rank_process" in process.cmdline()]

@@ -10,6 +10,8 @@ from pathlib import Path
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError
 from hetero_pp.links import EXCHANGE
+from hetero_pp.program.chaos.file import read_chaos
+from hetero_pp.program.chaos.schedule import missed, schedule_of
 from hetero_pp.program.launch.claim import claim, claim_store
 from hetero_pp.program.launch.crew import launch
 from hetero_pp.program.launch.hosts import (
@@ -25,7 +27,7 @@ from hetero_pp.program.launch.hosts import (
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.interrupted import told_how_to_go_on
-from hetero_pp.program.launch.recorded import OnReport, run_and_record
+from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.reading import shown_reading
@@ -46,13 +48,20 @@ class Host:
 
 
 def run_topology(
-    path: Path, overrides: Sequence[str], runs: Path, in_process: bool, resume: bool = False, typed: Sequence[str] = ()
+    path: Path,
+    overrides: Sequence[str],
+    runs: Path,
+    in_process: bool,
+    resume: bool = False,
+    typed: Sequence[str] = (),
+    chaos: Path | None = None,
 ) -> None:
     """Train the topology of a YAML and leave everything in a new folder under `runs`; or go on with the one there.
 
-    `typed` is the command that was typed, for who interrupts it.
+    `typed` is the command that was typed, for who interrupts it; `chaos` a file of faults that the run has to survive.
     """
     prepared = _prepare(path, overrides, runs, None, resume)
+    start = _start(prepared.spec, in_process, chaos)
     name = prepared.spec.config.name
     folder = RunFolder(runs.absolute() / name)
     with (
@@ -60,7 +69,17 @@ def run_topology(
         claim_store(prepared.spec.config, folder),
         told_how_to_go_on(prepared, RunFolder(runs / name), typed),
     ):
-        run_and_record(prepared, runs, run_in_process if in_process else launch, resume)
+        run_and_record(prepared, runs, start, resume)
+
+
+def _start(spec: RunSpec, in_process: bool, chaos: Path | None) -> Start:
+    """What starts a run, with the faults of a file. Raises ConfigError if it cannot have them."""
+    if chaos is None:
+        return run_in_process if in_process else launch
+    faults = read_chaos(chaos, spec, in_process)
+    if in_process:
+        return partial(run_in_process, missed=missed(faults))
+    return partial(launch, chaos=schedule_of(faults, spec))
 
 
 def run_on_this_host(

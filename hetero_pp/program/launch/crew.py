@@ -7,7 +7,6 @@ processes on two cores would otherwise each pay.
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import secrets
 import signal
@@ -22,6 +21,8 @@ from hetero_pp.changed_keys import Values
 from hetero_pp.errors import RunFailed
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
+from hetero_pp.program.chaos.director import Director
+from hetero_pp.program.chaos.schedule import Schedule
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, Job
 from hetero_pp.program.launch.member_process import process_main
 from hetero_pp.program.launch.restarts import Restarts
@@ -40,17 +41,23 @@ _SECONDS_TO_LEAVE = 20.0
 _SECONDS_BETWEEN_LOOKS = 1.0
 
 
-def launch(spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: Values | None = None) -> None:
+def launch(
+    spec: RunSpec,
+    folder: RunFolder,
+    on_report: Callable[[Report], None],
+    resume: Values | None = None,
+    chaos: Schedule | None = None,
+) -> None:
     """Run the whole topology over gRPC, one process a member. `folder` holds the resolved configuration.
 
     If `resume` is not None it goes on with the run that is in the folder, and from there on changes these keys.
-    Whatever dies is started again, as often as the configuration says.
+    Whatever dies is started again, as often as the configuration says. With `chaos` these faults are done to it.
 
     Raises RunFailed with the first cause if the run cannot go on, or if reports could not be followed. However this
     function ends, its processes have.
     """
     token = secrets.token_hex(16)
-    with Crew(spec, folder, on_report, resume) as crew:
+    with Crew(spec, folder, on_report, resume, chaos) as crew:
         crew.start([EXCHANGE, *spec.members])
         address = crew.open_exchange(token)
         watcher = Watcher(partial(reports_of, address, token, crew.on_silence), crew.on_report)
@@ -63,7 +70,12 @@ class Crew:
     """The processes of one run, each with a connection to it that is also its lifeline."""
 
     def __init__(
-        self, spec: RunSpec, folder: RunFolder, on_report: Callable[[Report], None], resume: Values | None = None
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        on_report: Callable[[Report], None],
+        resume: Values | None = None,
+        chaos: Schedule | None = None,
     ) -> None:
         """`on_report` is told what the crew itself does: whom it starts again. Reports of the run go to `on_report` of
         the crew, which looks for members that the exchange has given up.
@@ -71,6 +83,7 @@ class Crew:
         self._spec, self._folder, self._tell = spec, folder, on_report
         self._resume = resume
         self._restarts = Restarts(spec.config.restarts)
+        self._director = None if chaos is None else Director(chaos, folder, on_report)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._processes: dict[str, ForkServerProcess] = {}
@@ -88,6 +101,8 @@ class Crew:
 
     def __exit__(self, *_: object) -> None:
         """End whatever still runs: by closing its lifeline, then by force."""
+        if self._director is not None:
+            self._director.close()
         self._let_go()
         deadline = time.monotonic() + _SECONDS_TO_END
         for process in self._processes.values():
@@ -101,9 +116,12 @@ class Crew:
         for member in members:
             ours, theirs = self._context.Pipe()
             job = Job(member, self._folder, None if again else self._resume, again)
-            process = self._context.Process(target=process_main, args=(theirs, job), name=member)
+            orders = None if self._director is None else self._director.orders(member)
+            process = self._context.Process(target=process_main, args=(theirs, job, orders), name=member)
             process.start()
             theirs.close()
+            if self._director is not None and orders is not None and process.pid is not None:
+                self._director.started(member, process.pid, orders)
             self._processes[member], self._connections[member] = process, ours
 
     def open_exchange(self, token: str, listen: str = "") -> str:
@@ -195,7 +213,7 @@ class Crew:
         self._given_up.add(member)
         members, replicas = self._spec.members, self._spec.config.replicas
         lost = {members[name].replica.name for name in self._given_up if name in members}
-        needed = max(1, math.ceil(self._spec.config.exchange.quorum * len(replicas) - 1e-9))
+        needed = self._spec.config.exchange.needed(len(replicas))
         if member == EXCHANGE or len(replicas) - len(lost) < needed:
             raise RunFailed(cause)
         self._say(GIVEN_UP, member, f"{cause}; the run goes on without it")
@@ -217,6 +235,8 @@ class Crew:
                 self._silent.pop(report.member, None)
             elif report.HasField("standing") and report.standing.what == SILENT:
                 self._silent.setdefault(report.standing.place, time.monotonic())
+        if self._director is not None:
+            self._director.on_report(report)
         self._tell(report)
 
     def on_silence(self, is_silent: bool) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
+from hetero_pp.faults import Missed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.in_process import InProcessLink
 from hetero_pp.link.shared_lines import Lines
@@ -33,15 +35,17 @@ def run_in_process(
     on_report: Callable[[Report], None],
     resume: Values | None = None,
     steps_of: StepsOf | None = None,
+    missed: Mapping[str, frozenset[int]] = MappingProxyType({}),
 ) -> None:
     """Train the whole topology, or go on with the run in the folder (see crew.launch).
 
     Where rounds are time, `steps_of` may say how many steps they had: a run with the same is the same, to the bit.
+    `missed`: of replicas, the rounds whose records are there before their contributions arrive.
 
     Raises the first member's error, if any fails, ConfigError for replicas that need processes of their own, RunFailed
     if reports could not be followed.
     """
-    members = MemberThreads(spec, folder, on_report, resume, steps_of)
+    members = MemberThreads(spec, folder, on_report, resume, steps_of, missed)
     try:
         members.begin()
         members.gate.open(spec.latest.outer.rounds)
@@ -108,14 +112,15 @@ class MemberThreads:
         on_report: Callable[[Report], None],
         resume: Values | None = None,
         steps_of: StepsOf | None = None,
+        missed: Mapping[str, frozenset[int]] = MappingProxyType({}),
     ) -> None:
-        """`resume`: see crew.launch. Raises ConfigError for replicas that need processes of their own."""
+        """`resume`, `missed`: see run_in_process. Raises ConfigError for replicas that need processes of their own."""
         require_threads(spec)
         torch.set_num_threads(spec.config.threads)
         self.exchange = make_exchange(spec, folder, resume, lonely=True)
         self.gate = Gate(spec.members)
         self._resume = resume
-        self._steps_of = steps_of
+        self._steps_of, self._missed = steps_of, missed
         self._spec, self._folder = spec, folder
         self._lines = Lines()
         self._links = _links(spec, self._lines)
@@ -179,9 +184,17 @@ class MemberThreads:
 
     def _run(self, member: MemberSpec) -> None:
         torch.set_num_threads(self._spec.config.threads)
-        connections = self._connections(member)
+        connections, faults = self._connections(member), Missed(self._missed.get(member.replica.name, ()))
         try:
-            take_part(self._spec, member, connections, self._folder, gate=self.gate, steps_of=self._steps_of)
+            take_part(
+                self._spec,
+                member,
+                connections,
+                self._folder,
+                gate=self.gate,
+                steps_of=self._steps_of,
+                faults=faults,
+            )
             connections.close()
         except Exception as error:  # noqa: BLE001 (a bug in one thread must not leave the others waiting)
             self._errors.append(error)

@@ -22,8 +22,10 @@ from typing import NoReturn
 import torch
 
 from hetero_pp.errors import HeteroPPError, LinkError, Refused, RunFailed, WrongToken
+from hetero_pp.faults import Faults
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import EXCHANGE
+from hetero_pp.links import EXCHANGE, exchange_link_name
+from hetero_pp.program.chaos.injected import Orders, faults_of
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
 from hetero_pp.rpc.channels import keep_freed_memory
@@ -40,8 +42,8 @@ _SECONDS_TO_HEAR = 5.0
 """How long the exchange goes on answering after a failure."""
 
 
-def process_main(launcher: Connection, job: Job) -> NoReturn:
-    """Run one member of the run until it is over, then end the process."""
+def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -> NoReturn:
+    """Run one member of the run until it is over, then end the process. `orders`: of what it has to survive."""
     os.setsid()  # Ctrl-C reaches the launcher only, which then ends the others
     _redirect_output(job.folder.output(job.member), job.again)
     keep_freed_memory()
@@ -51,10 +53,11 @@ def process_main(launcher: Connection, job: Job) -> NoReturn:
         threading.Thread(target=_follow_lifeline, args=(launcher,), name="lifeline", daemon=True).start()
         spec = read_run(job.folder)
         torch.set_num_threads(spec.config.threads)
+        faults = faults_of(orders)
         if job.member == EXCHANGE:
-            code = _run_exchange(spec, job, message, launcher)
+            code = _run_exchange(spec, job, message, launcher, faults)
         else:
-            code = _run_member(spec, job, message, launcher)
+            code = _run_member(spec, job, message, launcher, faults)
     except EOFError:
         code = CONSEQUENCE  # the launcher ended before it gave this process anything to do
     except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
@@ -87,8 +90,8 @@ def _send(launcher: Connection, **message: str) -> None:
         launcher.send_bytes(json.dumps(message).encode())
 
 
-def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection) -> int:
-    exchange = make_exchange(spec, job.folder, job.resume, job.again)
+def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection, faults: Faults) -> int:
+    exchange = make_exchange(spec, job.folder, job.resume, job.again, faults=faults)
     listen = message.get("listen") or spec.config.exchange.listen
     try:
         server, port = serve_exchange(exchange, message["token"], listen, len(spec.members) + _further_nodes(spec))
@@ -116,13 +119,14 @@ def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, str], launcher:
     return 0
 
 
-def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection) -> int:
-    member, exchange, token = spec.members[job.member], message["exchange"], message["token"]
+def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection, faults: Faults) -> int:
+    member, token = spec.members[job.member], message["token"]
+    exchange = faults.route(exchange_link_name(job.member), message["exchange"])
     try:
         if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
-            _run_ranks(spec, member.replica, job, exchange, token)
+            _run_ranks(spec, member.replica, job, exchange, token, faults)
         else:
-            _take_part(spec, member, job, exchange, token)
+            _take_part(spec, member, job, exchange, token, faults)
     except OSError as error:  # a disk that is full, for example: that may pass
         print(error, file=sys.stderr)
         _send(launcher, failure=str(error))
@@ -139,10 +143,10 @@ def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: C
     return 0
 
 
-def _run_ranks(spec: RunSpec, replica: DatacenterReplica, job: Job, exchange: str, token: str) -> None:
+def _run_ranks(spec: RunSpec, replica: DatacenterReplica, job: Job, exchange: str, token: str, faults: Faults) -> None:
     """One node of a replica. The nodes that wait for one that fails hear of it, even if none of them has joined."""
     try:
-        run_ranks(replica, spec.run, job.folder, exchange, token, spec.config.exchange.timeout)
+        run_ranks(replica, spec.run, job.folder, exchange, token, spec.config.exchange.timeout, faults.missed)
     except Refused:  # one node too many, which has no say
         raise
     except (HeteroPPError, OSError) as error:
@@ -159,10 +163,10 @@ def _further_nodes(spec: RunSpec) -> int:
     return sum(one.nodes - 1 for one in spec.config.replicas if isinstance(one, DatacenterReplica))
 
 
-def _take_part(spec: RunSpec, member: MemberSpec, job: Job, exchange: str, token: str) -> None:
-    with NetworkConnections(spec, member, exchange, token, Lines(job.folder.lines)) as connections:
+def _take_part(spec: RunSpec, member: MemberSpec, job: Job, exchange: str, token: str, faults: Faults) -> None:
+    with NetworkConnections(spec, member, exchange, token, Lines(job.folder.lines), faults) as connections:
         try:
-            take_part(spec, member, connections, job.folder)
+            take_part(spec, member, connections, job.folder, faults=faults)
         except HeteroPPError as error:
             if connections.exchange.has_joined:  # who was never let in has no say: another process may have its name
                 connections.report_failure(str(error), isinstance(error, LinkError | RunFailed))

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
+from hetero_pp.faults import Missed
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.program.launch.ranks import TOKEN, RankJob
@@ -48,7 +49,7 @@ def main() -> None:
             require_one_run(ranks, spec.run, job.member)
             if not ranks.is_first and os.environ["LOCAL_RANK"] == "0":
                 connections.exchange.stay(platform.node())
-            take_part(spec, member, connections, folder, ranks)
+            take_part(spec, member, connections, folder, ranks, faults=Missed(job.missed))
             ranks.wait()  # the first has told that the member is through, so that none leaves too early
         except (LinkError, RunFailed) as error:
             print(error, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -39,6 +39,8 @@ class RankJob:
     folder: str
     config_name: str
     exchange: str
+    missed: list[int]
+    """Rounds whose contributions are held back; see Faults."""
 
 
 class RankDied(HeteroPPError):
@@ -46,7 +48,13 @@ class RankDied(HeteroPPError):
 
 
 def run_ranks(
-    replica: DatacenterReplica, run: str, folder: RunFolder, exchange: str, token: str, timeout: float
+    replica: DatacenterReplica,
+    run: str,
+    folder: RunFolder,
+    exchange: str,
+    token: str,
+    timeout: float,
+    missed: Iterable[int] = (),
 ) -> None:
     """Run all of this node's ranks to their end; other nodes are waited for `timeout` seconds.
 
@@ -54,7 +62,7 @@ def run_ranks(
     failed because of another member.
     """
     endpoint = meeting_place(replica.rendezvous) if replica.nodes > 1 and replica.rendezvous is not None else ""
-    job = RankJob(replica.name, str(folder.path.absolute()), folder.config_name, exchange)
+    job = RankJob(replica.name, str(folder.path.absolute()), folder.config_name, exchange, sorted(missed))
     register()
     config = LaunchConfig(
         min_nodes=replica.nodes,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hetero_pp.messages.messages_pb2 import (
     GIVEN_UP,
     HEALED,
+    INJECTED,
     LATE,
     PAUSED,
     RESTARTED,
@@ -65,6 +66,8 @@ class Happenings:
                 yield f"round {told.round} goes on, after {format_seconds(time - self._paused_at)}"
             case what if what == HEALED:
                 yield f"after round {told.round} {told.place} {told.cause}, and takes the right one from the log"
+            case what if what == INJECTED:
+                yield f"on purpose, in round {told.round}: {told.cause}"
 
     def _over(self, told: Standing, cause: str) -> Iterator[str]:
         self._lost[told.replica] = told.place

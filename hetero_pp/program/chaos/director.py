@@ -1,0 +1,192 @@
+"""Does what a schedule says to the processes of a run that this machine has started, and tells what it did."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+
+from hetero_pp.faults import Phase
+from hetero_pp.links import EXCHANGE
+from hetero_pp.messages.messages_pb2 import INJECTED, Report, Standing
+from hetero_pp.program.chaos.file import ranks_of
+from hetero_pp.program.chaos.injected import Orders
+from hetero_pp.program.chaos.schedule import Injection, Point, Schedule, missed
+from hetero_pp.program.chaos.settings import Kind
+from hetero_pp.run.folder import RunFolder
+
+
+class Director:
+    """Of one launch. Calls come from the launcher, from who follows its reports, and from a thread for each process."""
+
+    def __init__(self, schedule: Schedule, folder: RunFolder, tell: Callable[[Report], None]) -> None:
+        """`tell` hears of each fault that was done."""
+        self._schedule, self._folder, self._tell = schedule, folder, tell
+        self._left = {key: list(injections) for key, injections in schedule.at.items()}
+        """What is still to be done at points of rounds."""
+        self._missed = missed(schedule.chaos)
+        self._lock = threading.Lock()
+        self._processes: dict[str, psutil.Process] = {}
+        self._connections: dict[str, Connection] = {}
+        self._points: defaultdict[str, tuple[int, str]] = defaultdict(lambda: (0, "starting"))
+        """Where each member was last."""
+        self._begun = threading.Event()
+        self._over = threading.Event()
+        threading.Thread(target=self._keep_time, name="chaos", daemon=True).start()
+
+    # ---- what the launcher tells ----
+
+    def orders(self, member: str) -> Orders:
+        """For a process that is about to start."""
+        ours, theirs = Pipe()
+        with self._lock:
+            self._connections[member] = ours
+            points = frozenset(point for name, point in self._left if name in (member, EXCHANGE))
+        replica = "" if member == EXCHANGE else self._schedule.spec.members[member].replica.name
+        late = self._missed.get(replica, frozenset())
+        return Orders(theirs, points, late, self._schedule.has_links, self._schedule.fills(member))
+
+    def started(self, member: str, pid: int, orders: Orders) -> None:
+        """The process has its orders."""
+        orders.launcher.close()
+        with self._lock, suppress(psutil.NoSuchProcess):
+            self._processes[member] = psutil.Process(pid)
+        threading.Thread(target=self._follow, args=(member, self._connections[member]), daemon=True).start()
+
+    def on_report(self, report: Report) -> None:
+        """Every report of the run: when it begins, and where replicas are whose ranks have no other way to tell."""
+        if report.HasField("begun"):
+            self._begun.set()
+        if report.HasField("inner_step") and ranks_of(report.member, self._schedule.spec):
+            self._come_to(report.member, (report.inner_step.round, Phase.TRAINING))
+
+    def close(self) -> None:
+        """Nothing is done any more, and nobody stays frozen."""
+        self._over.set()
+        with self._lock:
+            processes = list(self._processes.values())
+        _wake(processes)
+
+    # ---- when ----
+
+    def _keep_time(self) -> None:
+        while not self._begun.wait(1.0):
+            if self._over.is_set():
+                return
+        start = time.monotonic()
+        for after, injection in self._schedule.timed():
+            if self._over.wait(max(0.0, start + after - time.monotonic())):
+                return
+            self._do(injection)
+
+    def _follow(self, member: str, connection: Connection) -> None:
+        """What one process tells, until its end."""
+        with suppress(EOFError, OSError):
+            while True:
+                told = json.loads(connection.recv_bytes())
+                point = (told["round"], Phase(told["phase"]))
+                self._come_to(member, point)
+                if told["waits"]:
+                    go = {"do": "go", "round": point[0], "phase": point[1]}
+                    connection.send_bytes(json.dumps(go).encode())
+
+    def _come_to(self, member: str, point: Point) -> None:
+        with self._lock:
+            self._points[member] = point
+            due = [*self._left.pop((member, point), []), *self._left.pop((EXCHANGE, point), [])]
+        for injection in due:
+            self._do(injection, point)
+
+    # ---- what ----
+
+    def _do(self, injection: Injection, point: Point | None = None) -> None:
+        member = injection.member
+        with self._lock:
+            process, connection = self._processes.get(member), self._connections.get(member)
+            round_, phase = point or self._points[self._newest() if member == EXCHANGE else member]
+        if process is None or connection is None or self._over.is_set():
+            return
+        with suppress(OSError, psutil.Error):  # it has ended meanwhile: nothing is done, and nothing told
+            self._inject(injection, process, connection)
+            standing = Standing(what=INJECTED, place=member, round=round_, cause=f"{injection} ({phase})")
+            self._tell(Report(time=time.time(), member=EXCHANGE, standing=standing))
+
+    def _newest(self) -> str:
+        """The member that was last to come to a later round than the others; the exchange has no phases of its own."""
+        return max(self._points, key=lambda name: self._points[name][0], default=EXCHANGE)
+
+    def _inject(self, injection: Injection, process: psutil.Process, connection: Connection) -> None:
+        match injection:
+            case Injection(Kind.KILL, rank=None):
+                process.kill()
+            case Injection(Kind.KILL, rank=int(rank)):
+                _rank(process, rank).kill()
+            case Injection(Kind.FREEZE, seconds=seconds):
+                self._freeze(process, seconds)
+            case Injection(Kind.CORRUPT, member, what="state"):
+                flip_bit_of(_largest(_newest_of(self._folder.state(member).glob("round-*"))))
+            case Injection(Kind.CORRUPT, what="snapshot"):
+                flip_bit_of(_newest_of(self._folder.log.glob("snapshot-*")))
+            case Injection(kind, _, link, seconds, by):
+                message = {"do": kind, "link": link, "seconds": seconds, "by": by}
+                connection.send_bytes(json.dumps(message).encode())
+
+    def _freeze(self, process: psutil.Process, seconds: float) -> None:
+        """All of it, its ranks, too."""
+        frozen = [process, *process.children(recursive=True)]
+        for one in frozen:
+            one.suspend()
+        timer = threading.Timer(seconds, _wake, [frozen])
+        timer.daemon = True
+        timer.start()
+
+
+def _wake(frozen: Iterable[psutil.Process]) -> None:
+    for one in frozen:
+        _signal(one, signal.SIGCONT)
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    with suppress(psutil.Error):
+        process.send_signal(number)
+
+
+def _rank(process: psutil.Process, rank: int) -> psutil.Process:
+    """Of the ranks that a member's process has started; OSError if they are not there."""
+    for child in process.children(recursive=True):
+        with suppress(psutil.Error):
+            if child.environ().get("RANK") == str(rank):
+                return child
+    raise ProcessLookupError(f"no rank {rank}")
+
+
+def _newest_of(paths: Iterable[Path]) -> Path:
+    """By its number; OSError if there is none."""
+    found = sorted(paths)
+    if not found:
+        raise FileNotFoundError("nothing to flip a bit of")
+    return found[-1]
+
+
+def _largest(folder: Path) -> Path:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip_bit_of(path: Path) -> None:
+    """In the middle of a file."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))

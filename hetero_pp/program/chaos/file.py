@@ -1,0 +1,196 @@
+"""Reads a file of faults, and holds it against the run that they are for; complaints name file, line and key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.faults import Phase
+from hetero_pp.links import EXCHANGE
+from hetero_pp.program.chaos.schedule import missed
+from hetero_pp.program.chaos.settings import (
+    FAULTS,
+    AnyFault,
+    AtRate,
+    Chaos,
+    Corrupt,
+    Cut,
+    Delay,
+    Fault,
+    Fill,
+    Freeze,
+    Kill,
+    Miss,
+    kind_of,
+)
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_lines import Key, YamlLines, complaint
+from hetero_pp.settings import Settings
+from hetero_pp.topology import DatacenterReplica
+
+T = TypeVar("T", bound=Settings)
+
+
+def read_chaos(path: Path, spec: RunSpec, in_process: bool = False) -> Chaos:
+    """The faults of a file, if this run can have them. Raises ConfigError with file, line and key."""
+    lines = YamlLines(path)
+    root = lines.plain()
+    try:
+        chaos = _validated(root)
+        for index, fault in enumerate(chaos.faults):
+            with _below("faults", index):
+                _check(fault, spec, in_process)
+        _require_quorum(chaos, spec)
+    except ConfigError as error:
+        raise lines.located(error, Chaos) from None
+    return chaos
+
+
+def _validated(root: Mapping[str, Any]) -> Chaos:
+    """Entry by entry, as the first key says which fault each is. Raises ConfigError with its key."""
+    entries, faults = root.get("faults"), []
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        key = kind_of(entry)
+        if key is None:
+            raise ConfigError(("faults", index), f"found no fault, expected one of the keys {', '.join(FAULTS)}")
+        with _below("faults", index):
+            faults.append(_parsed(FAULTS[key], entry))
+    return _parsed(Chaos, dict(root) | ({"faults": faults} if faults else {}))
+
+
+def _parsed(model: type[T], value: Any) -> T:
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise complaint(error, model) from None
+
+
+@contextmanager
+def _below(*key: str | int) -> Iterator[None]:
+    """Complaints in the block are about what is below a key."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError((*key, *error.key), error.message) from None
+
+
+# ---- one fault ----
+
+
+def _check(fault: AnyFault, spec: RunSpec, in_process: bool) -> None:
+    if in_process and not isinstance(fault, Miss):
+        key = kind_of(fault.model_dump()) or ""
+        raise ConfigError((key,), "found it for threads of one process, expected `miss` only: leave out --in-process")
+    match fault:
+        case Miss():
+            _expect("miss", fault.miss, [replica.name for replica in spec.config.replicas])
+            for place, round_ in enumerate(fault.rounds):
+                _expect_round(("rounds", place), round_, spec)
+        case AtRate():
+            for place, member in enumerate(fault.members):
+                with _below("members"):
+                    _expect(place, member, _processes(spec))
+        case Cut():
+            _expect("cut", fault.cut, spec.links)
+            _check_moment(fault, spec.links[fault.cut].source, spec)
+        case Delay():
+            _expect("delay", fault.delay, spec.links)
+            _check_moment(fault, spec.links[fault.delay].source, spec)
+        case Kill():
+            _expect("kill", fault.kill, _processes(spec))
+            _check_rank(fault, spec)
+            _check_moment(fault, fault.kill, spec)
+        case Freeze():
+            _expect("freeze", fault.freeze, _processes(spec))
+            _check_moment(fault, fault.freeze, spec)
+        case Fill():
+            _expect("fill", fault.fill, _processes(spec))
+            _require_one_process("fill", fault.fill, spec)
+            _check_moment(fault, fault.fill, spec)
+        case Corrupt():
+            _check_corrupt(fault, spec)
+            _check_moment(fault, fault.corrupt, spec)
+
+
+def _check_corrupt(fault: Corrupt, spec: RunSpec) -> None:
+    _expect("corrupt", fault.corrupt, _processes(spec))
+    if (fault.what == "snapshot") != (fault.corrupt == EXCHANGE):
+        raise ConfigError(
+            ("what",),
+            f"found `{fault.what}` of {fault.corrupt}, expected `theta` or `state` of a member, `snapshot` of "
+            "the exchange",
+        )
+    if fault.what == "theta":
+        _require_one_process("corrupt", fault.corrupt, spec)
+    if fault.what == "snapshot" and spec.config.store.url is not None:
+        raise ConfigError(("what",), "found `snapshot` of a run with a `store.url`, expected a log in the run's folder")
+
+
+def _check_rank(fault: Kill, spec: RunSpec) -> None:
+    if fault.rank is None:
+        return
+    ranks = ranks_of(fault.kill, spec)
+    if fault.rank >= ranks:
+        raise ConfigError(("rank",), f"found {fault.rank}, expected less than {fault.kill}'s {ranks} ranks")
+
+
+def _require_one_process(key: str, member: str, spec: RunSpec) -> None:
+    if ranks_of(member, spec):
+        raise ConfigError((key,), f"found {member}, which trains on ranks; expected a member that is one process")
+
+
+def _check_moment(fault: Fault, member: str, spec: RunSpec) -> None:
+    if fault.at is None:
+        return
+    _expect_round(("at", "round"), fault.at.round, spec)
+    if ranks_of(member, spec) and fault.at.phase != Phase.TRAINING:
+        raise ConfigError(
+            ("at", "phase"), f"found `{fault.at.phase}` of {member}, whose ranks tell only when they are `training`"
+        )
+    every, last = spec.latest.states_every, spec.latest.outer.rounds
+    if fault.at.phase == Phase.SAVING and fault.at.round % every and fault.at.round != last:
+        raise ConfigError(
+            ("at", "round"),
+            f"found {fault.at.round}, expected one after which states are saved: a multiple of {every}, or {last}",
+        )
+
+
+def _expect(key: str | int, found: str, names: Mapping[str, object] | list[str]) -> None:
+    if found not in names:
+        raise ConfigError((key,), f"found `{found}`, expected one of {', '.join(names)}")
+
+
+def _expect_round(key: Key, round_: int, spec: RunSpec) -> None:
+    rounds = spec.latest.outer.rounds
+    if round_ > rounds:
+        raise ConfigError(key, f"found {round_}, expected at most the {rounds} of `outer.rounds`")
+
+
+def _processes(spec: RunSpec) -> list[str]:
+    return [EXCHANGE, *spec.members]
+
+
+def ranks_of(member: str, spec: RunSpec) -> int:
+    """On how many ranks a member trains that are processes beside its own; 0 if it is one process."""
+    replica = spec.members[member].replica if member in spec.members else None
+    return replica.ranks if isinstance(replica, DatacenterReplica) and replica.engine != "torch" else 0
+
+
+def _require_quorum(chaos: Chaos, spec: RunSpec) -> None:
+    """Raise ConfigError if a round could never close, as a contribution is held back until it has."""
+    replicas, needed = len(spec.config.replicas), spec.config.exchange.needed(len(spec.config.replicas))
+    without = missed(chaos)
+    for index, fault in enumerate(chaos.faults):
+        for place, round_ in enumerate(fault.rounds if isinstance(fault, Miss) else ()):
+            left = replicas - sum(round_ in rounds for rounds in without.values())
+            if left < needed:
+                raise ConfigError(
+                    ("faults", index, "rounds", place),
+                    f"found {round_}, in which {left} of {replicas} replicas are left; expected at least {needed}, as "
+                    "`exchange.quorum` says",
+                )

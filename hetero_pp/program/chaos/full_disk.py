@@ -1,0 +1,74 @@
+"""A store that is written to as if its disk were full, for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from hetero_pp.errors import StoreError
+from hetero_pp.store.store import Store
+
+
+class FullDisk:
+    """Implements Store: what another one does, unless `write`, which is asked before each write, raises OSError."""
+
+    def __init__(self, store: Store, write: Callable[[], None]) -> None:
+        self._store, self._write = store, write
+
+    def _require_space(self, key: str) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            raise StoreError(f"{self.url(key)}: cannot be written ({error.strerror})") from error
+
+    def get(self, key: str) -> bytes:
+        """See Store."""
+        return self._store.get(key)
+
+    def put(self, key: str, data: bytes) -> None:
+        """See Store."""
+        self._require_space(key)
+        self._store.put(key, data)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See Store."""
+        self._require_space(key)
+        return self._store.create(key, data)
+
+    def below(self, folder: str = "") -> list[str]:
+        """See Store."""
+        return self._store.below(folder)
+
+    def names(self, folder: str = "") -> list[str]:
+        """See Store."""
+        return self._store.names(folder)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See Store."""
+        self._store.delete(keys)
+
+    def put_file(self, key: str, path: Path) -> None:
+        """See Store."""
+        self._require_space(key)
+        self._store.put_file(key, path)
+
+    def get_to(self, key: str, path: Path) -> None:
+        """See Store."""
+        self._store.get_to(key, path)
+
+    def path(self, key: str) -> Path | None:
+        """See Store. None: so that nobody writes a file beside it."""
+        return None
+
+    def url(self, key: str = "") -> str:
+        """See Store."""
+        return self._store.url(key)
+
+    def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
+        """See Store."""
+        return self._store.sign(method, key, seconds)
+
+    def forget_parts(self) -> None:
+        """See Store."""
+        self._store.forget_parts()

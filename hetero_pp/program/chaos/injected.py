@@ -1,0 +1,137 @@
+"""Faults inside one process of a run, done when the launcher says so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from hetero_pp.faults import NO_FAULTS, Faults, Phase
+from hetero_pp.program.chaos.full_disk import FullDisk
+from hetero_pp.program.chaos.schedule import Point
+from hetero_pp.program.chaos.settings import Kind
+from hetero_pp.program.chaos.wire import Wire
+from hetero_pp.store.store import Store
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a process is told of its faults when it starts."""
+
+    launcher: Connection
+    """The rest is told over it; back go the phases that the process comes to."""
+    points: frozenset[Point]
+    """Where it waits until what is done there is done."""
+    missed: frozenset[int]
+    has_wires: bool
+    """Whether its links can be cut."""
+    has_disk: bool
+    """Whether its disk can be full."""
+
+
+def faults_of(orders: Orders | None) -> Faults:
+    """Of this process, which begins to listen to its launcher."""
+    return NO_FAULTS if orders is None else InjectedFaults(orders)
+
+
+class InjectedFaults(Faults):
+    """See Faults. A message is a JSON object: what is done, to which link, and for how long."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.missed = orders.missed
+        self._orders = orders
+        self._go = threading.Condition()
+        self._gone_on: set[Point] = set()
+        self._wires: dict[str, Wire] = {}
+        self._corrupts = threading.Event()
+        self._full_until = 0.0
+        threading.Thread(target=self._listen, name="faults", daemon=True).start()
+
+    # ---- what the process asks ----
+
+    def reached(self, phase: Phase, round_: int) -> None:
+        """See Faults."""
+        point = (round_, phase)
+        waits = point in self._orders.points and point not in self._gone_on
+        try:
+            self._orders.launcher.send_bytes(json.dumps({"round": round_, "phase": phase, "waits": waits}).encode())
+        except OSError:
+            return  # the lifeline ends this process
+        if waits:
+            with self._go:
+                self._go.wait_for(lambda: point in self._gone_on)
+
+    def touch(self, theta: Mapping[str, Tensor]) -> None:
+        """See Faults."""
+        if self._corrupts.is_set():
+            self._corrupts.clear()
+            flip_bit(next(iter(theta.values())))
+
+    def write(self) -> None:
+        """See Faults."""
+        if time.monotonic() < self._full_until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def disk(self, store: Store) -> Store:
+        """See Faults."""
+        return FullDisk(store, self.write) if self._orders.has_disk else store
+
+    def route(self, link: str, address: str) -> str:
+        """See Faults: over a wire, of which a link has one at a time."""
+        if not self._orders.has_wires:
+            return address
+        wire = self._wires.get(link)
+        if wire is None:
+            wire = self._wires[link] = Wire(address)
+        wire.target = address
+        return wire.address
+
+    # ---- what the launcher says ----
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = json.loads(self._orders.launcher.recv_bytes())
+            except (EOFError, OSError):
+                return
+            self._do(message)
+
+    def _do(self, message: Mapping[str, object]) -> None:
+        seconds, by = float(str(message.get("seconds", 0))), float(str(message.get("by", 0)))
+        wire = self._wires.get(str(message.get("link", "")))
+        match message["do"]:
+            case "go":
+                with self._go:
+                    self._gone_on.add((int(str(message["round"])), Phase(str(message["phase"]))))
+                    self._go.notify_all()
+            case Kind.CUT if wire is not None:
+                wire.cut()
+                _later(seconds, wire.mend)
+            case Kind.DELAY if wire is not None:
+                wire.slow_down(by)
+                _later(seconds, lambda: wire.slow_down(0.0))
+            case Kind.CORRUPT:
+                self._corrupts.set()
+            case Kind.FILL:
+                self._full_until = time.monotonic() + seconds
+
+
+def _later(seconds: float, do: object) -> None:
+    assert callable(do)
+    timer = threading.Timer(seconds, do)
+    timer.daemon = True
+    timer.start()
+
+
+def flip_bit(tensor: Tensor) -> None:
+    """The lowest of the first value, fp32: the smallest change that there is."""
+    with torch.no_grad():
+        tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1)

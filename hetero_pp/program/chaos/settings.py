@@ -1,0 +1,145 @@
+"""The file of faults that `launch --chaos` reads: what is done to whom, and when."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
+
+from hetero_pp.faults import Phase
+from hetero_pp.settings import Duration, Settings
+from hetero_pp.units import parse_quantity
+
+_RATES = {"/s": 1.0, "/min": 1 / 60, "/h": 1 / 3600}
+
+Rate = Annotated[
+    float,
+    BeforeValidator(lambda value: parse_quantity(value, _RATES, "125/h")),
+    PlainSerializer(lambda value: f"{value!r} /s", return_type=str),
+    WithJsonSchema({"type": "string", "examples": ["125/h"], "description": "such as `125/h`"}),
+]
+
+
+class Kind(StrEnum):
+    """Of a fault, and the key that begins its entry."""
+
+    KILL = "kill"
+    FREEZE = "freeze"
+    CUT = "cut"
+    DELAY = "delay"
+    CORRUPT = "corrupt"
+    FILL = "fill"
+    MISS = "miss"
+
+
+class Moment(Settings):
+    """A point of a round, as the member comes to it; for the exchange, the first member."""
+
+    round: int = Field(ge=1)
+    phase: Phase = Phase.TRAINING
+
+
+class Fault(Settings):
+    """Done once: `at` a point of a round, or so long `after` the run began to train."""
+
+    at: Moment | None = None
+    after: Duration | None = None
+
+    @model_validator(mode="after")
+    def _has_a_moment(self) -> Self:
+        if (self.at is None) == (self.after is None):
+            found = "neither" if self.at is None else "both"
+            raise ValueError(f"found {found}, expected one of `at: {{round: 3}}` and `after: 30 s`")
+        return self
+
+
+class Kill(Fault):
+    """SIGKILL."""
+
+    kill: str = Field(description="a member, or `exchange`")
+    rank: int | None = Field(None, ge=0, description="of a replica on ranks, this one of them alone")
+
+
+class Freeze(Fault):
+    """SIGSTOP, and SIGCONT later."""
+
+    freeze: str = Field(description="a member, or `exchange`")
+    lasts: Duration = Field(20.0, gt=0)
+
+
+class Cut(Fault):
+    """Connections break, and none can be made."""
+
+    cut: str = Field(description="a link, as `home.0-1` between stages 0 and 1 or `home.1-exchange`")
+    lasts: Duration = Field(5.0, gt=0)
+
+
+class Delay(Fault):
+    """Whatever passes takes longer."""
+
+    delay: str = Field(description="a link, as for `cut`")
+    by: Duration = Field(0.2, gt=0, description="in each direction")
+    lasts: Duration = Field(20.0, gt=0)
+
+
+class Corrupt(Fault):
+    """One bit is flipped."""
+
+    corrupt: str = Field(description="a member, or `exchange`")
+    what: Literal["theta", "state", "snapshot"] = Field(
+        "theta",
+        description="theta in a member's memory where its next round starts; its newest saved state; of the exchange, "
+        "the newest snapshot",
+    )
+
+
+class Fill(Fault):
+    """Writes fail as on a full disk."""
+
+    fill: str = Field(description="a member, or `exchange`")
+    lasts: Duration = Field(5.0, gt=0)
+
+
+class Miss(Settings):
+    """A replica's contributions arrive once the records of their rounds are there."""
+
+    miss: str = Field(description="a replica")
+    rounds: list[Annotated[int, Field(ge=1)]] = Field(min_length=1)
+
+
+class AtRate(Settings):
+    """Faults at random, each at any time, of any of these kinds, to any of these members, as likely as the others."""
+
+    rate: Rate = Field(gt=0, description="of all of them together")
+    of: list[Literal["kill", "freeze", "cut", "delay"]] = Field(min_length=1)
+    members: list[str] = Field([], description="by default all and the exchange; of links, those that they dial")
+    seed: int = Field(0, ge=0)
+    lasts: Duration = Field(20.0, gt=0, description="of all but `kill`")
+    by: Duration = Field(0.2, gt=0, description="of `delay`")
+
+
+AnyFault = Kill | Freeze | Cut | Delay | Corrupt | Fill | Miss | AtRate
+
+FAULTS: dict[str, type[AnyFault]] = {
+    "kill": Kill,
+    "freeze": Freeze,
+    "cut": Cut,
+    "delay": Delay,
+    "corrupt": Corrupt,
+    "fill": Fill,
+    "miss": Miss,
+    "rate": AtRate,
+}
+"""By the key that says which an entry is."""
+
+
+class Chaos(Settings):
+    """All that is done to a run."""
+
+    faults: list[AnyFault] = Field(min_length=1)
+
+
+def kind_of(entry: Any) -> str | None:
+    """The key that says which fault an entry of the file is."""
+    return next((key for key in FAULTS if isinstance(entry, dict) and key in entry), None)

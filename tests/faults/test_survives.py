@@ -1,0 +1,148 @@
+"""A run goes on whatever dies, freezes or breaks: real processes and connections, one kind of fault a test.
+
+However it went, rounds are consecutive, all replicas hold the same weights, and so does who replays the log.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from started import run_program
+
+from hetero_pp.messages.messages_pb2 import HEALED, INJECTED, RESTARTED, SILENT, SUSPENDED, TERM_OVER, Happened
+
+pytestmark = pytest.mark.starts_processes
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+ROUNDS = 5
+
+ON_RANKS = """
+name: ranks
+model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
+data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 10}
+inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
+outer: {rounds: 3, compression: {density: 1/32}}
+replicas:
+  - {name: titan, kind: datacenter, engine: torchtitan, ranks: 2, batch_size: 4, device: cpu}
+  - {name: plain, kind: datacenter, batch_size: 4, device: cpu}
+"""
+
+
+class Survived:
+    """A run that had faults, to its end."""
+
+    def __init__(
+        self, config: Path, faults: str, corpus: Path, runs: Path, settings: Sequence[str], rounds: int
+    ) -> None:
+        chaos = runs / "chaos.yaml"
+        chaos.write_text(f"faults: [{faults}]")
+        command = ["launch", str(config), "--runs", str(runs), "--chaos", str(chaos)]
+        sets = [f"data.corpus={corpus}", f"outer.rounds={rounds}", "snapshots.every=1", "exchange.quorum=1", *settings]
+        done = run_program(*command, *(part for one in sets for part in ("--set", one)))
+        (folder,) = (path.parent for path in runs.glob("*/summary.json"))
+        self.folder, self.rounds, self.code, self.errors = folder, rounds, done.returncode, done.stderr
+        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        self.standing = [one for line in lines if (one := json.loads(line)).get("event") == "standing"]
+
+    def happened(self, what: Happened, place: str | None = None) -> list[str]:
+        """Of whom, or of one place, such a thing was told, with its cause."""
+        name = Happened.Name(what).lower()
+        found = [one for one in self.standing if one["what"] == name and place in (None, one["place"])]
+        return [f"{one['place']}: {one['cause']}" for one in found]
+
+    def assert_sound(self) -> None:
+        """To its last round, with one set of weights, which the log gives again."""
+        assert self.code == 0, self.errors
+        assert len(self.happened(INJECTED)) == 1
+        assert self.summary["rounds"] == self.rounds
+        numbers = sorted(int(path.parent.name.removeprefix("round-")) for path in self.folder.glob("log/*/record.json"))
+        assert numbers == list(range(1, self.rounds + 1))
+        (sha256,) = set(self.summary["parameters_sha256"].values())
+        replayed = run_program("replay", str(self.folder))
+        assert replayed.returncode == 0, replayed.stderr
+        assert replayed.stdout.split()[-1] == sha256
+
+
+@pytest.fixture
+def survive(corpus: Path, tmp_path: Path) -> Any:
+    def run(faults: str, *settings: str, config: Path = MIXED, rounds: int = ROUNDS) -> Survived:
+        return Survived(config, faults, corpus, tmp_path, settings, rounds)
+
+    return run
+
+
+def test_a_stage_killed_in_training_is_replaced_and_its_group_trains_the_round_again(survive: Any) -> None:
+    run = survive("{kill: home.1, at: {round: 3, phase: training}}")
+    run.assert_sound()
+    assert any("killed by SIGKILL: started again, 1 of 3 times" in one for one in run.happened(RESTARTED, "home.1"))
+    assert run.happened(SUSPENDED)
+    record = json.loads((run.folder / "log" / "round-000003" / "record.json").read_text())
+    assert {one["replica"]: int(one["epoch"]) for one in record["contributions"]}["home"] > 3  # a term more than stages
+
+
+def test_a_datacenter_killed_while_it_contributes_is_replaced(survive: Any) -> None:
+    run = survive("{kill: dc, at: {round: 3, phase: contributing}}")
+    run.assert_sound()
+    assert run.happened(RESTARTED, "dc")
+    assert run.happened(TERM_OVER, "dc")
+
+
+def test_the_exchange_killed_with_contributions_in_it_takes_over_from_its_log(survive: Any) -> None:
+    run = survive("{kill: exchange, at: {round: 3, phase: waiting}}")
+    run.assert_sound()
+    assert run.happened(RESTARTED) == run.happened(RESTARTED, "exchange")
+
+
+def test_a_stage_that_was_frozen_finds_its_term_over_and_joins_again(survive: Any) -> None:
+    lease = 'exchange.lease={"factor": 1, "least": "3 s", "most": "3 s"}'
+    run = survive("{freeze: home.1, lasts: 5 s, at: {round: 3}}", lease)
+    run.assert_sound()
+    assert run.happened(SILENT, "home.1")
+
+
+def test_a_killed_rank_has_its_replica_started_again(survive: Any, tmp_path: Path) -> None:
+    config = tmp_path / "ranks.yaml"
+    config.write_text(ON_RANKS)
+    run = survive("{kill: titan, rank: 1, at: {round: 2}}", config=config, rounds=3)
+    run.assert_sound()
+    assert any("killed by SIGKILL" in one for one in run.happened(RESTARTED, "titan"))
+
+
+@pytest.mark.parametrize("link", ["home.0-1", "dc-exchange"])
+def test_a_link_that_was_cut_is_there_again(survive: Any, link: str) -> None:
+    run = survive(f"{{cut: {link}, lasts: 2 s, at: {{round: 3}}}}")
+    run.assert_sound()
+    assert not run.happened(RESTARTED)
+
+
+def test_other_bits_of_theta_are_found_and_healed(survive: Any) -> None:
+    run = survive("{corrupt: home.1, at: {round: 2}}")
+    run.assert_sound()
+    (healed,) = run.happened(HEALED)
+    assert re.fullmatch(r"home\.1: held another layers\.1\.\S+ than replay gives", healed)
+
+
+def test_a_disk_that_is_full_for_a_while_is_waited_for(survive: Any) -> None:
+    run = survive("{fill: exchange, lasts: 3 s, at: {round: 3}}")
+    run.assert_sound()
+    assert not run.happened(RESTARTED)
+
+
+def test_below_a_quorum_a_run_ends_when_restarts_are_used_up(survive: Any) -> None:
+    run = survive("{kill: home.1, at: {round: 3}}", "restarts.count=0")
+    assert run.code == 1
+    assert run.errors.strip().splitlines() == ["hetero-pp: home.1 was killed by SIGKILL"]
+    assert "home.1 was killed by SIGKILL" in run.summary["failed"]
+
+
+def test_above_a_quorum_a_run_goes_on_without_who_has_used_up_its_restarts(survive: Any) -> None:
+    run = survive("{kill: home.1, at: {round: 3}}", "restarts.count=0", "exchange.quorum=0.5")
+    records = [json.loads((run.folder / f"log/round-{n:06d}/record.json").read_text()) for n in range(1, ROUNDS + 1)]
+    counted = [[one["replica"] for one in record["contributions"]] for record in records]
+    assert counted == [["dc", "home"], ["dc", "home"], ["dc"], ["dc"], ["dc"]]
