@@ -248,8 +248,8 @@ class ExchangeSettings(Settings):
     timeout: Duration = Field(
         3600.0,
         gt=0,
-        description="how long the exchange, its members and the nodes of a replica wait for each other while nothing "
-        "comes; then the run ends and names who was waited for",
+        description="how long members that have not come are waited for before a run begins, and an exchange that does "
+        "not answer by members and the nodes of a replica",
     )
     line: str | None = Field(None, description="the kind of line that all members reach it by, from `lines`")
     quorum: Ratio = Field(0.5, gt=0, le=1, description="share of the replicas without which no round closes")

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,6 +58,8 @@ class RoundResult:
     """From the call to its return."""
     parameters_sha256: str
     """On which all replicas agree."""
+    not_counted: Mapping[str, str] = field(default_factory=dict)
+    """Replicas whose contributions the round does not count, each with why; mostly none."""
 
 
 class Run:
@@ -245,6 +247,7 @@ class Run:
                 contribution_bytes=self._state.closed[round_].bytes,
                 seconds=seconds,
                 parameters_sha256=next(iter(replicas.values())).sha256[round_],
+                not_counted=self._state.standings.not_counted(round_),
             )
 
 

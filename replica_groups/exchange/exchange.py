@@ -215,7 +215,7 @@ class Exchange:
                 return Expected(JOINING, 0, absent, len(absent), heard)
             if open_round is None:
                 left = [member for member in members if self.coordinator.places[member].held]
-                return Expected(FINISHING, self._rounds, left, len(left), heard)
+                return Expected(FINISHING, self._rounds, left, len(left), heard, is_bounded=False)
             counted = {replica: own.blobs for replica, own in open_round.deposits.items()}
             missing = [
                 member
@@ -224,7 +224,7 @@ class Exchange:
             ]
             deposited = sum(map(len, counted.values()))
             progress = (open_round.number, deposited, None if deposited else self._steps_told)
-            return Expected(CONTRIBUTING, open_round.number, missing, progress, heard)
+            return Expected(CONTRIBUTING, open_round.number, missing, progress, heard, is_bounded=False)
 
     def tell_waiting(self, waiting: Waiting) -> None:
         """Tell whoever watches whom it waits for."""

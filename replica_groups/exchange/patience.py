@@ -30,6 +30,8 @@ class Expected:
     """Another value whenever something came that is waited for."""
     heard: Mapping[str, float] = field(default_factory=dict)
     """When anything came from a member, by a clock of its own."""
+    is_bounded: bool = True
+    """Whether to give up at all: not once a run has begun, as then it goes on without whoever is gone, or pauses."""
 
 
 class Patience:
@@ -65,7 +67,7 @@ class Patience:
 
     def lost(self, expected: Expected, now: float) -> str | None:
         """Why to wait no longer, if nothing came within the limit from any of those that are waited for."""
-        if not expected.missing:
+        if not expected.missing or not expected.is_bounded:
             return None
         last = max([self._since, *(expected.heard[one] for one in expected.missing if one in expected.heard)])
         if now - last < self._limit:

@@ -135,3 +135,10 @@ def test_who_watches_some_members_hears_of_them_and_of_all(exchange: Exchange, s
     events = [(report.member, report.WhichOneof("event")) for report in (first, *watching)]
     joined = [(member, "joined") for member in ROSTER.members]
     assert events == [*joined, ("exchange", "begun"), ("home.1", "inner_step")]
+
+
+def test_a_run_that_has_begun_is_never_given_up() -> None:
+    patience, expected = Patience(10.0), Expected(CONTRIBUTING, 2, ["a"], 0, is_bounded=False)
+    assert patience.look(expected, 0.0) is None
+    assert patience.lost(expected, 1e9) is None
+    assert patience.look(expected, 1e9) is not None

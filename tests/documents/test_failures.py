@@ -1,0 +1,28 @@
+"""Each test that docs/failures.md names is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMED = sorted(set(re.findall(r"`(tests/[^`]+)`", (ROOT / "docs/failures.md").read_text())))
+
+
+def _tests_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_test_that_is_named_is_there(name: str) -> None:
+    path, _, function = name.partition("::")
+    found = _tests_of(ROOT / path)
+    assert found if not function else function in found
+
+
+def test_some_are_named() -> None:
+    assert len(NAMED) > 10
