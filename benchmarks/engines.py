@@ -49,6 +49,7 @@ from replica_groups.engines.engine import Engine
 from replica_groups.exchange.collective import CollectiveExchange
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.pulse import Pulse
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks
 
@@ -157,10 +158,13 @@ def _outer_round(
         process.start()
         client, stop = ExchangeClient(ours.recv(), "token", "r"), ours
     shared = CollectiveExchange(client, ranks)
-    outer = OuterRound("run", "r", "r", engine, parameters, shared, settings, ranks=ranks)
-    outer.synchronise(1)
-    before = _reset_peak(ranks.device)
-    seconds = _timed(lambda: outer.synchronise(2), ranks.device)
+    shared.join("r", "")
+    outer = OuterRound("run", "r", "r", engine, parameters, shared, settings, ranks=ranks, keeps_undo=False)
+    pulse = Pulse(shared, "r", lambda before, cause: None)
+    with pulse.beating():
+        outer.synchronise(1, shared.assign("r", 0).epoch)
+        epoch, before = shared.assign("r", 1).epoch, _reset_peak(ranks.device)
+        seconds = _timed(lambda: outer.synchronise(2, epoch), ranks.device)
     extra = max(ranks.gather(_peak(ranks.device) - before))
     if client is not None and stop is not None:
         client.close()

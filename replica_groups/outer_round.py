@@ -86,6 +86,8 @@ class OuterRound:
         self.error = {name: _kept(torch.zeros_like(self.theta[name]), is_pinned) for name in parameters.shapes}
         self._before: dict[str, Tensor] = {}
         """Error feedback as it was before the contribution whose round is not decided yet."""
+        self._undecided: tuple[int, int | None, Mapping[str, bytes]] | None = None
+        """Round, epoch and blobs of what error feedback has no more, and may have been counted or not."""
         self.starts: dict[str, Tensor] = {}
         """What this replica starts the round with, where that is not theta (an ablation of the embedding's split)."""
 
@@ -119,7 +121,8 @@ class OuterRound:
         """Return to the round's start: error feedback is what it was before what was contributed and not decided."""
         for name, before in self._before.items():
             self.error[name].copy_(before)
-        self._before = {}
+        if self._before:
+            self._before, self._undecided = {}, None
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -142,8 +145,10 @@ class OuterRound:
         there it is set to zero, elsewhere it decays as if nothing had come (it did, and is lost).
         """
         for round_ in sorted({*rounds, *stale}):
-            record = self.exchange.record(round_, self.member)
-            if round_ in stale:
+            record = self._await_record(round_, {}, None, 0)
+            if self._undecided is not None and self._undecided[0] == round_:
+                self._take_back_uncounted(record, self._undecided[2], self._undecided[1])
+            elif round_ in stale:
                 self._forget_counted(record)
             if round_ in rounds:
                 self.apply(record, None)
@@ -160,7 +165,7 @@ class OuterRound:
 
         It may name what was contributed before the replica was formed anew: to another coordinator, which was first.
         """
-        self._before = {}
+        self._before, self._undecided = {}, None
         counted = next((one for one in record.contributions if one.replica == self.replica), None)
         if counted is not None and (epoch is None or counted.epoch == epoch):
             return True
@@ -247,6 +252,7 @@ class OuterRound:
             address = BlobAddress(self.run, round_, self.replica, block)
             blobs[block] = encode_blob(address, selections, self.settings.compression)
             self._deposit(round_, {block: blobs[block]}, epoch, steps)
+        self._undecided = round_, epoch, blobs
         return blobs
 
     def _deposit(self, round_: int, blobs: Mapping[str, bytes], epoch: int | None, steps: int) -> None:

@@ -105,17 +105,18 @@ class TrainingLoop:
         self.faults = faults
         self.holds = 0
         """The round after which the member holds theta."""
+        self._saved: int | None = None
+        """The round after which its state was saved, until the rounds since are caught up with."""
         self._has_started = False
         self._under_way = False
         """Whether a round was begun that `undo` brings back to its start."""
 
     def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
         """Train until the run is over, from theta after round `holds`; what else it has is from after round `saved`."""
-        self.holds = holds
+        self.holds, self._saved = holds, saved
         while (work := self.seat.ask(self.holds)).round:
             try:
-                self._reach(work, saved)
-                saved = None
+                self._reach(work)
                 self._train_round(work, spec)
             except (Suspended, TermOver, LinkError) as error:
                 self._return(error)
@@ -125,16 +126,19 @@ class TrainingLoop:
 
     # ---- where a round starts ----
 
-    def _reach(self, work: Assignment, saved: int | None) -> None:
+    def _reach(self, work: Assignment) -> None:
         """Come to where the assigned round starts, with all of the replica."""
         self.length.begin(work.elapsed)
         if work.heals:
             self._heal()
+            if self.holds >= work.round:
+                raise Suspended(f"round {work.round} has closed meanwhile")
         before = work.round - 1
         missed = range(self.holds + 1, work.round)
-        self.outer.catch_up(missed, range(0) if saved is None else range(saved + 1, work.round))
+        # What was taken back may have been counted nevertheless, if this member's term ended before it heard of that.
+        self.outer.catch_up(missed, missed if self._saved is None else range(self._saved + 1, work.round))
         self.steps.catch_up(before, lambda round_: self.outer.exchange.record(round_, self.outer.member))
-        self.holds = before
+        self.holds, self._saved = before, None
         if missed or not self._has_started:
             self.member.start_round(self.outer)
             self._has_started = True
@@ -154,6 +158,7 @@ class TrainingLoop:
         momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in kept}
         self.outer.reset({name: tensors[name] for name in self.outer.theta}, momentum, round_)
         self.outer.catch_up(range(round_ + 1, self.holds + 1))
+        self.holds = max(self.holds, round_)
         self.outer.restore()
         self.member.start_round(self.outer)
 

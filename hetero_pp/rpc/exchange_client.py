@@ -203,8 +203,8 @@ class ExchangeClient:
         self._again(send)
 
     def record(self, round_: int, member: str | None = None) -> pb.RoundRecord:
-        """See ExchangeService. Raises ExchangeLost if the exchange is gone meanwhile: it may have to hear again what
-        was deposited.
+        """See ExchangeService. Raises ExchangeLost once an exchange that was gone meanwhile is there again: it may have
+        to hear again what was deposited.
         """
         told, self._told = self._told, set()
         if len(told) > 1:
@@ -212,7 +212,10 @@ class ExchangeClient:
         try:
             return self._calls.Record(pb.RecordRequest(round=round_, exchange="".join(told)), metadata=self._metadata)
         except grpc.RpcError as error:
-            raise self._translate(error) from None
+            lost = self._translate(error)
+            if isinstance(lost, ExchangeLost):
+                self._await_return(lost)
+            raise lost from None
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangeService."""
@@ -276,10 +279,14 @@ class ExchangeClient:
         while True:
             try:
                 return ask()
-            except ExchangeLost:
-                if not self.has_joined or self._closed:
-                    raise
-                self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
+            except ExchangeLost as lost:
+                self._await_return(lost)
+
+    def _await_return(self, lost: ExchangeLost) -> None:
+        """Wait until the exchange is there again. Raises what was `lost` if it never was, or is not wanted any more."""
+        if not self.has_joined or self._closed:
+            raise lost
+        self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
 
     def _stream(self, call: grpc.UnaryStreamMultiCallable[Request, Reply], request: Request) -> Iterator[Reply]:
         try:

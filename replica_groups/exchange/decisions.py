@@ -52,7 +52,8 @@ class Decisions:
         self.log = log
         self.changed = threading.Condition()
         self.failure: str | None = None
-        self.coordinator = Coordinator(rules, clock(), log.terms(), goes_on)
+        terms = {place: term for place, term in log.terms().items() if place in rules.places}
+        self.coordinator = Coordinator(rules, clock(), terms, goes_on)
         self._clock, self._on_effect = clock, on_effect
         self._tokens_a_step = tokens_a_step or {}
         self._welcomed: dict[tuple[str, str], int] = {}
@@ -198,10 +199,10 @@ class Decisions:
 
     def wait_for_work(self, place: str, term: int) -> e.Assign:
         """Until a member that has asked is told what to train. Raises TermOver."""
-        self.wait_until(lambda: (place, term) in self._assigned or not self.coordinator.holds(place, term))
         with self.changed:
+            self.wait_until(lambda: (place, term) in self._assigned or not self.coordinator.holds(place, term))
             self.require_term(place, term)
-            return self._assigned.pop((place, term))
+            return self._assigned[place, term]  # and leave it: a call whose caller is gone may have waited, too
 
     def wait_for_record(self, round_: int, place: str | None = None, term: int | None = None) -> RoundRecord:
         """Until a round is decided.
@@ -213,8 +214,8 @@ class Decisions:
             is_over = term is not None and place is not None and not self.coordinator.holds(place, term)
             return round_ <= self.coordinator.last_round or (place, term) in self._suspended or is_over
 
-        self.wait_until(is_due)
         with self.changed:
+            self.wait_until(is_due)
             if round_ > self.coordinator.last_round and place is not None and term is not None:
                 self.require_term(place, term)
                 raise Suspended(self._suspended[place, term].cause)

@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -72,6 +72,7 @@ class Exchange:
         rules: Rules | None = None,
         goes_on: bool = False,
         tokens_a_step: Mapping[str, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without a snapshot members can join, but nothing else can be asked until `begin` brings one.
 
@@ -85,7 +86,7 @@ class Exchange:
         self.refusals = 0
         self.watchers = Watchers()
         rules = rules or Rules(roster.members, roster.blocks)
-        self.decisions = Decisions(rules, log, self._told, goes_on, tokens_a_step)
+        self.decisions = Decisions(rules, log, self._told, goes_on, tokens_a_step, clock)
         self.coordinator = self.decisions.coordinator
         self._agreement = agreement
         self._goes_on = goes_on
@@ -346,6 +347,8 @@ class Exchange:
         self._require_begun(member)
         term, epoch = self._term(member, term), self._epoch(address.replica, epoch)
         if not self._is_awaited(member, address, epoch, term):
+            # What comes late is learnt from: how long to wait for the next.
+            self.decisions.tell(e.Deposited(member, term, address.round, epoch, address.block, None, steps))
             return
         entry = self._checked(member, address, data)
         if self._begins_to_write(member, address, epoch, entry):
@@ -396,6 +399,7 @@ class Exchange:
         return False
 
     def _count(self, member: str, address: BlobAddress, epoch: int, entry: BlobEntry, steps: int, term: int) -> None:
+        self.decisions.require_alive()
         event = e.Deposited(member, term, address.round, epoch, address.block, entry, steps)
         for answer in self.decisions.tell(event):
             if isinstance(answer, e.Refused) and answer.place == member:

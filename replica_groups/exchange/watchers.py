@@ -24,6 +24,7 @@ class Watchers:
         self._lock = threading.Lock()
         self._watchers: list[queue.SimpleQueue[Report | None]] = []
         self._reports: deque[Report] = deque(maxlen=REMEMBERED_REPORTS)
+        self._ended = False
 
     def tell(self, reports: Sequence[Report]) -> None:
         """To all of them, in this order."""
@@ -43,6 +44,8 @@ class Watchers:
         with self._lock:
             for report in self._reports:
                 watcher.put(report)
+            if self._ended:
+                watcher.put(None)
             self._watchers.append(watcher)
         try:
             while (one := watcher.get()) is not None:
@@ -55,5 +58,6 @@ class Watchers:
     def end(self) -> None:
         """No report will come any more."""
         with self._lock:
+            self._ended = True
             for watcher in self._watchers:
                 watcher.put(None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from members import join_all, patient
 from plain_loop import PlainLoop
 
 from hetero_pp.engine_settings import EngineName
@@ -104,20 +105,23 @@ class Round:
         self.ranks, self.shapes = ranks, plain.shapes
         blocks = frozenset(shapes_by_block(plain.shapes))
         roster = Roster({"engine": "engine", "plain": "plain"}, {"engine": blocks, "plain": blocks})
-        self.exchange = Exchange(
-            "run", roster, Snapshot(0, start, None), self.settings, ContributionLog(FolderStore(folder / "log"))
-        )
-        shared = CollectiveExchange(self.exchange if ranks.is_first else None, ranks)
-        self.sharded = OuterRound("run", "engine", "engine", engine, start, shared, self.settings, ranks=ranks)
+        log = ContributionLog(FolderStore(folder / "log"))
+        self.exchange = Exchange("run", roster, Snapshot(0, start, None), self.settings, log, rules=patient(roster))
+        if ranks.is_first:
+            join_all(self.exchange)
+        self.shared = CollectiveExchange(self.exchange if ranks.is_first else None, ranks)
+        self.sharded = OuterRound("run", "engine", "engine", engine, start, self.shared, self.settings, ranks=ranks)
         self.whole = OuterRound("run", "plain", "plain", plain, start, self.exchange, self.settings)
 
     def synchronise(self, round_: int) -> None:
+        work = self.shared.assign("engine", round_ - 1)
         if not self.ranks.is_first:
-            self.sharded.synchronise(round_)
+            self.sharded.synchronise(round_, work.epoch)
             return
+        self.exchange.assign("plain", round_ - 1)
         other = threading.Thread(target=self.whole.synchronise, args=(round_,))
         other.start()
-        self.sharded.synchronise(round_)
+        self.sharded.synchronise(round_, work.epoch)
         other.join()
 
     def contributions_apart(self, round_: int) -> tuple[bool, float]:

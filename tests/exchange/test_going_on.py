@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from log_files import snapshot_path
+from members import join_all, patient
 from torch import Tensor, nn
 
 from hetero_pp.errors import HeteroPPError
@@ -64,7 +65,9 @@ class Run:
         self.settings, self.first, self.folder = settings, snapshot.round, folder
         blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
         roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
-        self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(FolderStore(folder / "log")))
+        log = ContributionLog(FolderStore(folder / "log"))
+        self.exchange = Exchange("run", roster, snapshot, settings, log, rules=patient(roster))
+        join_all(self.exchange)
         self.auditor = Auditor(self.exchange, snapshot, ROUNDS, 1, _optimizer(settings, snapshot))
         self.errors: list[HeteroPPError] = []
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
@@ -105,7 +108,8 @@ class Run:
         try:
             for round_ in range(self.first + 1, ROUNDS + 1):
                 self._learn(name, round_)
-                self.outer[name].synchronise(round_)
+                work = self.exchange.assign(name, round_ - 1)
+                self.outer[name].synchronise(round_, work.epoch)
                 saved = self.folder / f"{name}-{round_}"
                 saved.mkdir()
                 self.outer[name].save(saved)

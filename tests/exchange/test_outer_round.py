@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from members import join_all, patient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -160,7 +161,9 @@ class Replicas:
     def __init__(self, snapshot: Snapshot, settings: OuterSettings, folder: Path) -> None:
         blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
         roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
-        self.exchange = Exchange("run", roster, snapshot, settings, ContributionLog(FolderStore(folder)))
+        log = ContributionLog(FolderStore(folder))
+        self.exchange = Exchange("run", roster, snapshot, settings, log, rules=patient(roster))
+        join_all(self.exchange)
         self.parameters = {name: {p: nn.Parameter(t.clone()) for p, t in snapshot.parameters.items()} for name in NAMES}
         self.outer = {
             name: OuterRound(
@@ -184,7 +187,8 @@ class Replicas:
             for parameter, tensor in self.parameters[name].items():
                 tensor.add_(_change(name, parameter, round_, tensor.shape))
         try:
-            self.outer[name].synchronise(round_)
+            work = self.exchange.assign(name, round_ - 1)
+            self.outer[name].synchronise(round_, work.epoch)
         except HeteroPPError as error:
             self.exchange.fail(str(error))
             errors.append(error)
@@ -251,6 +255,7 @@ def test_a_member_that_diverged_says_so_and_sends_nothing(tmp_path: Path) -> Non
     replicas = Replicas(snapshot, settings, tmp_path)
     with torch.no_grad():
         replicas.parameters["alpha"]["norm.weight"][3] = float("nan")
+    replicas.exchange.assign("alpha", 0)
     with pytest.raises(HeteroPPError, match=r"alpha diverged: norm\.weight is not finite after round 1"):
         replicas.outer["alpha"].synchronise(1)
     assert not (tmp_path / "round-000001" / "alpha" / "1" / "norm.blob").exists()

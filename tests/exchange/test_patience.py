@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from members import assign_all, join_all, patient
 from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, Report
@@ -75,7 +76,8 @@ def snapshot() -> Snapshot:
 
 @pytest.fixture
 def exchange(tmp_path: Path) -> Exchange:
-    return Exchange("run", ROSTER, None, SETTINGS, ContributionLog(FolderStore(tmp_path / "log")))
+    log = ContributionLog(FolderStore(tmp_path / "log"))
+    return Exchange("run", ROSTER, None, SETTINGS, log, rules=patient(ROSTER))
 
 
 def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> None:
@@ -90,6 +92,7 @@ def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> N
     expected = exchange.expected()
     assert (expected.awaited, expected.round, list(expected.missing)) == (CONTRIBUTING, 1, list(ROSTER.members))
     for round_ in range(1, SETTINGS.rounds + 1):
+        assign_all(exchange, round_ - 1)
         for member, address in _deposits(round_):
             before = exchange.expected()
             assert member in before.missing
@@ -105,9 +108,9 @@ def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> N
 
 
 def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snapshot: Snapshot) -> None:
-    for member in ROSTER.members:
-        exchange.join(member, "")
+    join_all(exchange)
     exchange.begin(snapshot)
+    assign_all(exchange)
     step = Report(member="home.0")
     step.inner_step.replica = "home"
     before = exchange.expected()
@@ -122,8 +125,7 @@ def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snaps
 
 
 def test_who_watches_some_members_hears_of_them_and_of_all(exchange: Exchange, snapshot: Snapshot) -> None:
-    for member in ROSTER.members:
-        exchange.join(member, "")
+    join_all(exchange)
     exchange.begin(snapshot)
     steps = [Report(member=member) for member in ROSTER.members]
     for step in steps:

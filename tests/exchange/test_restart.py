@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from log_files import folder_of, snapshot_path
+from members import join_all, patient
 from torch import Tensor, nn
 
 import hetero_pp.snapshot
@@ -26,7 +27,7 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.restart import Restart, find_restart, join_run
+from replica_groups.exchange.restart import Restart, find_restart, states_to_go_on_from
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import LocalParameters
 from replica_groups.saved_states import DIGESTS, SavedStates
@@ -50,7 +51,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
     """The log of five rounds with snapshots after 0, 2, 4 and 5, and theta after each round."""
     folder = tmp_path_factory.mktemp("log")
     snapshot = initial_snapshot(SHAPE, rank=4, seed=1)
-    exchange = Exchange("run", _roster(snapshot, "dc"), snapshot, SETTINGS, ContributionLog(FolderStore(folder)))
+    roster, store = _roster(snapshot, "dc"), FolderStore(folder)
+    exchange = Exchange("run", roster, snapshot, SETTINGS, ContributionLog(store), rules=patient(roster))
+    join_all(exchange)
     auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
     auditor.start()
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
@@ -60,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        outer.synchronise(round_)
+        outer.synchronise(round_, exchange.assign("dc", round_ - 1).epoch)
         after[round_] = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     auditor.join()
     return folder, after
@@ -131,15 +134,16 @@ def test_if_there_is_none_one_line_says_who_holds_what(log: ContributionLog) -> 
 def test_members_tell_and_the_exchange_chooses(log: ContributionLog, tmp_path: Path) -> None:
     """Through the exchange, as members do: nobody is told anything before all have joined."""
     first = load_snapshot(snapshot_path(log, 0))
-    exchange = Exchange("run", _roster(first, "a", "b"), None, SETTINGS, log)
+    roster = _roster(first, "a", "b")
+    exchange = Exchange("run", roster, None, SETTINGS, log, rules=patient(roster))
     states = {name: SavedStates(tmp_path / name, "run", 1) for name in ("a", "b")}
     for name, rounds in {"a": (3, 4), "b": (2, 3)}.items():
         for round_ in rounds:
             states[name].save(round_, lambda folder: (folder / "part").write_bytes(b"state"))
-    told: dict[str, int] = {}
+    told: dict[str, int | None] = {}
     members = [
         threading.Thread(
-            target=lambda name=name: told.update({name: join_run(exchange, name, "", states[name])}), daemon=True
+            target=lambda name=name: told.update({name: _joined(exchange, name, states[name])}), daemon=True
         )
         for name in states
     ]
@@ -321,9 +325,17 @@ def test_a_damaged_state_is_named_and_not_held(tmp_path: Path, damage: str) -> N
     assert "round-000004 is damaged: " in held.damaged[0]
 
 
-def _joined(states: SavedStates, snapshot: Snapshot, folder: Path) -> int:
-    exchange = Exchange("run", _roster(snapshot, "dc"), snapshot, SETTINGS, ContributionLog(FolderStore(folder)))
-    return join_run(exchange, "dc", "", states)
+def _joined(exchange: Exchange, member: str, states: SavedStates) -> int | None:
+    """The round that a member goes on from, of which it has a state."""
+    available = states.check()
+    exchange.join(member, "", available)
+    return states_to_go_on_from(exchange, member, states, available)
+
+
+def _joined_at(snapshot: Snapshot, states: SavedStates, folder: Path) -> int | None:
+    roster, store = _roster(snapshot, "dc"), FolderStore(folder)
+    exchange = Exchange("run", roster, snapshot, SETTINGS, ContributionLog(store), rules=patient(roster))
+    return _joined(exchange, "dc", states)
 
 
 def test_an_exchange_that_begins_anew_costs_no_member_its_states(
@@ -331,14 +343,14 @@ def test_an_exchange_that_begins_anew_costs_no_member_its_states(
 ) -> None:
     snapshot = initial_snapshot(SHAPE, rank=4, seed=1)
     states = _saved(tmp_path / "state")
-    assert _joined(states, snapshot, tmp_path / "log") == 0
+    assert _joined_at(snapshot, states, tmp_path / "log") is None
     assert states.rounds() == []
     assert f"were moved to {tmp_path / 'state' / 'aside-1'}" in capfd.readouterr().err
     for round_ in (3, 4):
         kept = tmp_path / "state" / "aside-1" / f"round-00000{round_}"
         assert (kept / "engine" / "moments").read_bytes() == bytes(range(256))
     states.save(3, lambda folder: (folder / "new").write_text("another"))
-    _joined(states, snapshot, tmp_path / "log")
+    _joined_at(snapshot, states, tmp_path / "log")
     assert (tmp_path / "state" / "aside-2" / "round-000003" / "new").exists()
     assert (tmp_path / "state" / "aside-1" / "round-000003" / "engine").exists()
 
@@ -350,7 +362,7 @@ def test_states_of_a_later_round_or_another_run_do_not_push_new_ones_out(tmp_pat
     _saved(tmp_path / "other", "another run", rounds=(2,)).path(2).rename(states.path(2))
     _saved(tmp_path / "later", rounds=(40,)).path(40).rename(states.path(40))
     assert states.check().rounds == {3, 40}
-    assert _joined(states, later, tmp_path / "log") == 3
+    assert _joined_at(later, states, tmp_path / "log") == 3
     assert states.rounds() == [3]
     assert {path.name for path in (tmp_path / "state" / "aside-1").iterdir()} == {"round-000002", "round-000040"}
     states.save(4, lambda folder: (folder / "new").write_text("state"))

@@ -17,7 +17,7 @@ from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
-from hetero_pp.outer.exchange_service import NO_STATES, AvailableStates
+from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, Standing
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
@@ -32,6 +32,9 @@ BLOB = b"a blob of some bytes"
 ADDRESS = BlobAddress(RUN, 3, "dc", "norm")
 CHANGES = Changes({"outer.rounds": {1: 2, 5: 9}, "inner.learning_rate": {1: 0.5, 3: 0.25}})
 NORM = torch.arange(6.0).view(2, 3)
+TERM = 5
+WORK = Assignment(round=8, epoch=7, downstream="127.0.0.1:7", heals=True, is_first=True)
+STANDING = Standing(is_over=True, suspended=7, cause="home.0: it ended")
 
 STRANGERS: dict[str, dict[str, str]] = {
     "wrong token": {"token": "another token", "run": RUN},
@@ -53,6 +56,9 @@ class Recorder:
         self.asked: list[tuple[object, ...]] = []
         self.reports = [pb.Report(member="dc")]
         self.sounds: list[str] = []
+        self.left_terms: list[int | None] = []
+        self.processes: list[str | None] = []
+        """By what callers that wanted a place have named themselves."""
         self.stayed = threading.Event()
         self.refused: list[tuple[str, str]] = []
 
@@ -64,8 +70,12 @@ class Recorder:
         self.asked.append(("changes",))
         return CHANGES
 
-    def join(self, member: str, address: str, available: AvailableStates = NO_STATES) -> None:
+    def join(
+        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
+    ) -> int:
         self.asked.append(("join", member, address, available))
+        self.processes.append(process)
+        return TERM
 
     def last_round(self) -> int:
         self.asked.append(("last_round",))
@@ -75,23 +85,57 @@ class Recorder:
         self.asked.append(("locate", member))
         return "127.0.0.1:5"
 
-    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
-        self.asked.append(("snapshot", *names))
+    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
+        self.asked.append(("newest_snapshot",))
+        return 6, ["a", "b"]
+
+    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
+        self.asked.append(("snapshot", round_, *names))
         return dict.fromkeys(names, NORM)
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
-        self.asked.append(("deposit", member, address, data))
+    def assign(self, member: str, holds: int, address: str = "", term: int | None = None) -> Assignment:
+        self.asked.append(("assign", member, holds, address, term))
+        return WORK
 
-    def record(self, round_: int) -> pb.RoundRecord:
-        self.asked.append(("record", round_))
+    def beat(
+        self,
+        member: str,
+        round_: int | None = None,
+        epoch: int = 0,
+        progress: int = 0,
+        computes: bool = False,
+        term: int | None = None,
+    ) -> Standing:
+        self.asked.append(("beat", member, round_, epoch, progress, computes, term))
+        return Standing() if round_ is None else STANDING
+
+    def broken(self, member: str, epoch: int, cause: str, term: int | None = None) -> None:
+        self.asked.append(("broken", member, epoch, cause, term))
+
+    def died(self, member: str, cause: str) -> None:
+        self.asked.append(("died", member, cause))
+
+    def deposit(
+        self,
+        member: str,
+        address: BlobAddress,
+        data: bytes,
+        epoch: int | None = None,
+        steps: int = 0,
+        term: int | None = None,
+    ) -> None:
+        self.asked.append(("deposit", member, address, data, epoch, steps, term))
+
+    def record(self, round_: int, member: str | None = None, term: int | None = None) -> pb.RoundRecord:
+        self.asked.append(("record", round_, member, term))
         return pb.RoundRecord(round=round_)
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         self.asked.append(("fetch", member, round_, replica, block))
         return BLOB
 
-    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
-        self.asked.append(("confirm", member, round_, dict(sha256)))
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes], term: int | None = None) -> None:
+        self.asked.append(("confirm", member, round_, dict(sha256), term))
 
     def report(self, reports: Sequence[pb.Report]) -> None:
         self.asked.append(("report", *(report.member for report in reports)))
@@ -107,7 +151,8 @@ class Recorder:
         self.asked.append(("stay", member))
         self.stayed.set()
 
-    def left(self, member: str, node: str = "") -> None:
+    def left(self, member: str, node: str = "", term: int | None = None) -> None:
+        self.left_terms.append(term)
         self.asked.append(("left", member, *([node] if node else [])))
 
     def refuse(self, sender: str, reason: str) -> None:
@@ -178,7 +223,8 @@ def _method(path: str) -> str:
 
 def test_the_calls_are_those_that_members_make() -> None:
     """So that none of what follows holds because nothing was called."""
-    made = "Agree Changes Join LastRound Locate Snapshot Deposit Record Fetch Confirm Report Stay Watch"
+    made = "Agree Changes Join LastRound Locate Assign Beat Broken Died NewestSnapshot Snapshot Deposit Record Fetch"
+    made += " Confirm Report Stay Watch"
     assert CALLS.keys() >= {f"/hetero_pp.Exchange/{name}" for name in made.split()}
 
 
@@ -213,12 +259,19 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     client = ExchangeClient(served.address, TOKEN, "dc", RUN)
     held = AvailableStates(frozenset({2, 7}), ("round 8 is damaged",))
     assert client.agree("dc", "{}") == RUN
-    client.join("dc", "127.0.0.1:6", held)
+    assert client.join("dc", "127.0.0.1:6", held) == TERM
     assert client.changes() == CHANGES
     assert client.last_round() == 7
     assert client.locate("home.1") == "127.0.0.1:5"
+    assert client.assign("dc", 7, "127.0.0.1:6") == WORK
+    assert client.beat("dc") == Standing()
+    assert client.beat("dc", 8, 7, 6, True) == STANDING
+    client.broken("dc", 7, "a cause")
+    client.died("home.1", "another")
+    assert client.newest_snapshot() == (6, ["a", "b"])
     assert client.snapshot(["a", "b"])["b"].equal(NORM)
-    client.deposit("dc", ADDRESS, BLOB)
+    assert client.snapshot(["a"], 0)["a"].equal(NORM)
+    client.deposit("dc", ADDRESS, BLOB, 7, 50)
     assert client.record(3).round == 3
     assert client.fetch("dc", 3, "home", "norm") == BLOB
     client.confirm("dc", 3, {"norm.weight": b"\1" * 32})
@@ -227,25 +280,44 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert served.exchange.stayed.wait(TIMEOUT)  # which joining begins, and nobody waits for
     client.close()
     served.stop()
-    assert sorted(served.exchange.asked, key=str) == sorted(
+    there = [("stay", "dc"), ("left", "dc")]  # again with a beat, if the call has ended
+    assert all(one in served.exchange.asked for one in there)
+    assert sorted((one for one in served.exchange.asked if one not in there), key=str) == sorted(
         [
             ("agree", "dc", "{}"),
             ("join", "dc", "127.0.0.1:6", held),
             ("changes",),
             ("last_round",),
-            ("stay", "dc"),
-            ("left", "dc"),
             ("locate", "home.1"),
-            ("snapshot", "a", "b"),
-            ("deposit", "dc", ADDRESS, BLOB),
-            ("record", 3),
+            ("assign", "dc", 7, "127.0.0.1:6", TERM),
+            ("beat", "dc", None, 0, 0, False, TERM),
+            ("beat", "dc", 8, 7, 6, True, TERM),
+            ("broken", "dc", 7, "a cause", TERM),
+            ("died", "home.1", "another"),
+            ("newest_snapshot",),
+            ("snapshot", None, "a", "b"),
+            ("snapshot", 0, "a"),
+            ("deposit", "dc", ADDRESS, BLOB, 7, 50, TERM),
+            ("record", 3, "dc", TERM),
             ("fetch", "dc", 3, "home", "norm"),
-            ("confirm", "dc", 3, {"norm.weight": b"\1" * 32}),
+            ("confirm", "dc", 3, {"norm.weight": b"\1" * 32}, TERM),
             ("report", "dc"),  # whoever knows the token speaks for itself only
             ("watch",),
         ],
         key=str,
     )
+    assert set(served.exchange.left_terms) == {TERM}
+
+
+def test_a_client_names_itself_so_that_it_may_ask_twice(served: Served) -> None:
+    clients = [ExchangeClient(served.address, TOKEN, "dc", RUN) for _ in range(2)]
+    for client in (clients[0], clients[0], clients[1]):
+        client.join("dc", "")
+    for client in clients:
+        client.close()
+    first, again, other = served.exchange.processes
+    assert first == again != other
+    assert first and other
 
 
 @pytest.mark.parametrize(
@@ -260,6 +332,11 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
         lambda: client.changes(),
         lambda: client.last_round(),
         lambda: client.locate("dc"),
+        lambda: client.assign("dc", 0),
+        lambda: client.beat("dc"),
+        lambda: client.broken("dc", 1, "a cause"),
+        lambda: client.died("dc", "a cause"),
+        lambda: client.newest_snapshot(),
         lambda: client.snapshot(["a"]),
         lambda: client.deposit("dc", ADDRESS, BLOB),
         lambda: client.record(3),
@@ -272,7 +349,7 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
             ask()
     client.close()
     served.stop()
-    assert len(served.exchange.refused) == 12
+    assert len(served.exchange.refused) == 17
     assert served.exchange.asked == []
 
 

@@ -15,7 +15,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer import exchange_service
-from hetero_pp.outer.exchange_service import AvailableStates
+from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from replica_groups.exchange.shaped import ShapedExchange
 
@@ -49,8 +49,15 @@ class Far:
         self._ask("changes")
         return NO_CHANGES
 
-    def join(self, member: str, address: str, held: AvailableStates = exchange_service.NO_STATES) -> None:
-        self._ask((member, address, held))
+    def join(
+        self,
+        member: str,
+        address: str,
+        available: AvailableStates = exchange_service.NO_STATES,
+        process: str | None = None,
+    ) -> int:
+        self._ask((member, address, available, process))
+        return 2
 
     def last_round(self) -> int:
         self._ask("last round")
@@ -60,15 +67,32 @@ class Far:
         self._ask(member)
         return "there"
 
-    def snapshot(self, names: Sequence[str]) -> dict[str, Tensor]:
-        self._ask(list(names))
+    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
+        self._ask("newest snapshot")
+        return 3, ["a"]
+
+    def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
+        self._ask((round_, list(names)))
         return {name: torch.zeros(125) for name in names}
 
-    def deposit(self, member: str, address: BlobAddress, data: bytes) -> None:
-        self._ask((member, address, data))
+    def assign(self, member: str, holds: int, address: str = "") -> Assignment:
+        self._ask((member, holds, address))
+        return Assignment(5, 2)
 
-    def record(self, round_: int) -> RoundRecord:
-        self._ask(round_)
+    def beat(
+        self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
+    ) -> Standing:
+        self._ask((member, round_, epoch, progress, computes))
+        return Standing(is_over=True)
+
+    def broken(self, member: str, epoch: int, cause: str) -> None:
+        self._ask((member, epoch, cause))
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+        self._ask((member, address, data, epoch, steps))
+
+    def record(self, round_: int, member: str | None = None) -> RoundRecord:
+        self._ask((round_, member))
         return RoundRecord(round=round_)
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
@@ -110,8 +134,8 @@ NOTHING = (0, 0, 0, 0.0)
 
 def test_a_deposit_goes_up(shaped: Shaped) -> None:
     """It is there when the uplink has carried it."""
-    shaped.exchange.deposit("home.0", ADDRESS, BLOB)
-    assert shaped.far.asked == [(pytest.approx(100 + 3 + UP_SECONDS), ("home.0", ADDRESS, BLOB))]
+    shaped.exchange.deposit("home.0", ADDRESS, BLOB, 2, 50)
+    assert shaped.far.asked == [(pytest.approx(100 + 3 + UP_SECONDS), ("home.0", ADDRESS, BLOB, 2, 50))]
     assert shaped.clock.time == pytest.approx(100 + 3 + UP_SECONDS)
     assert shaped.counts(4) == [_count(1, UP_SECONDS), NOTHING]
 
@@ -125,8 +149,8 @@ def test_a_fetched_blob_comes_down(shaped: Shaped) -> None:
 
 
 def test_a_snapshot_comes_down_before_the_first_round(shaped: Shaped) -> None:
-    assert list(shaped.exchange.snapshot(["a", "b"])) == ["a", "b"]  # two tensors of 125 fp32 numbers
-    assert shaped.far.asked == [(100.0, ["a", "b"])]
+    assert list(shaped.exchange.snapshot(["a", "b"], 3)) == ["a", "b"]  # two tensors of 125 fp32 numbers
+    assert shaped.far.asked == [(100.0, (3, ["a", "b"]))]
     assert shaped.clock.time == pytest.approx(100 + 0.25 + DOWN_SECONDS)
     assert shaped.counts(0) == [NOTHING, _count(1, DOWN_SECONDS)]
 
@@ -147,13 +171,18 @@ def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> N
     held = AvailableStates(frozenset({4}))
     assert shaped.exchange.agree("home.0", "{}") == "run"
     assert shaped.exchange.changes() == NO_CHANGES
-    shaped.exchange.join("home.0", "here", held)
+    assert shaped.exchange.join("home.0", "here", held, "me") == 2
+    assert shaped.exchange.newest_snapshot() == (3, ["a"])
+    assert shaped.exchange.assign("home.0", 4, "here") == Assignment(5, 2)
+    assert shaped.exchange.beat("home.0", 5, 2, 9, True) == Standing(is_over=True)
+    shaped.exchange.broken("home.0", 2, "a cause")
     assert shaped.exchange.last_round() == 4
     assert shaped.exchange.locate("home.1") == "there"
-    assert shaped.exchange.record(4).round == 4
+    assert shaped.exchange.record(4, "home.0").round == 4
     shaped.exchange.confirm("home.0", 4, {"norm.weight": b"x"})
     shaped.exchange.report(reports)
-    joined = [("home.0", "{}"), "changes", ("home.0", "here", held), "last round"]
-    asked = [*joined, "home.1", 4, ("home.0", 4, {"norm.weight": b"x"}), reports]
+    joined = [("home.0", "{}"), "changes", ("home.0", "here", held, "me"), "newest snapshot"]
+    works = [("home.0", 4, "here"), ("home.0", 5, 2, 9, True), ("home.0", 2, "a cause"), "last round"]
+    asked = [*joined, *works, "home.1", (4, "home.0"), ("home.0", 4, {"norm.weight": b"x"}), reports]
     assert shaped.far.asked == [(100.0, what) for what in asked]
     assert shaped.counts(0) == shaped.counts(4) == [NOTHING, NOTHING]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from members import join_all, patient
 from torch import Tensor
 
 from hetero_pp.data.tokens import prepare_tokens
@@ -52,9 +53,11 @@ class Member:
         self.member = StageMember("home", worker, None, [], 0)
         settings = OuterSettings.model_validate({"rounds": 3, "learning_rate": RATE, "compression": EXACT})
         roster = Roster({"home.0": "home"}, {"home.0": frozenset(map(block_of, start))})
-        exchange = Exchange(
-            "run", roster, Snapshot(0, start, whole.basis), settings, ContributionLog(FolderStore(folder))
+        log = ContributionLog(FolderStore(folder))
+        self.exchange = exchange = Exchange(
+            "run", roster, Snapshot(0, start, whole.basis), settings, log, rules=patient(roster)
         )
+        join_all(exchange)
         with torch.no_grad():
             for name, parameter in stage.parameters.items():
                 parameter.copy_(start[name])
@@ -66,7 +69,8 @@ class Member:
         """Train, by adding these changes, and synchronise."""
         for name, change in changes.items():
             self.parameters[name].add_(change)
-        self.outer.synchronise(number)
+        work = self.exchange.assign("home.0", number - 1)
+        self.outer.synchronise(number, work.epoch)
         self.member.start_round(self.outer)
 
 
