@@ -1,0 +1,133 @@
+"""A small run for tests of rounds and places: an exchange on a clock of its own, and members that deposit."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from members import FOR_EVER, assign_all, join_all
+
+from hetero_pp.messages.messages_pb2 import Standing as Told
+from hetero_pp.model import ModelShape, block_of, shapes_by_block, shapes_of
+from hetero_pp.outer.exchange_service import Assignment
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.run.spec import Roster
+from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.store.folder import FolderStore
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.protocol import events as e
+from replica_groups.protocol.rules import Rules, Window
+
+SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40)
+SETTINGS = OuterSettings(
+    rounds=9, learning_rate=0.7, momentum=0.5, compression=CompressionSettings(density=1 / 8, tile=(8, 8))
+)
+GRACE = Window(2.0, 10.0, 100.0)
+LIMIT = 1000.0
+LEASE = Window(3.0, 15.0, 60.0)
+
+
+class Clock:
+    """Seconds, which pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.time = 50.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+class Run:
+    """An exchange whose clock only moves with `passes`. Of two stages the first holds the first blocks."""
+
+    def __init__(self, folder: Path, groups: dict[str, int], quorum: float = 0.5, lease: Window = FOR_EVER) -> None:
+        """`groups`: replica -> stages; one is a datacenter replica."""
+        self.snapshot: Snapshot = initial_snapshot(SHAPE, None, seed=1)
+        blocks = sorted(set(map(block_of, self.snapshot.parameters)))
+        members, owned = {}, {}
+        for replica, stages in groups.items():
+            for stage in range(stages):
+                member = replica if stages == 1 else f"{replica}.{stage}"
+                members[member] = replica
+                owned[member] = frozenset(blocks[stage::stages])
+        self.roster = Roster(members, owned)
+        self.folder, self.clock = folder, Clock()
+        self.rules = Rules(members, owned, quorum, grace=GRACE, limit=LIMIT, lease=lease, hang=FOR_EVER)
+        self.exchange = self._open(goes_on=False)
+        join_all(self.exchange)
+        self.exchange.begin(self.snapshot)
+
+    def _open(self, goes_on: bool) -> Exchange:
+        log = ContributionLog(FolderStore(self.folder))
+        exchange = Exchange(
+            "run", self.roster, None, SETTINGS, log, rules=self.rules, goes_on=goes_on, clock=self.clock
+        )
+        exchange.decisions.end()  # no thread of its own: whoever says that time passes says it here
+        return exchange
+
+    def take_over(self) -> None:
+        """Another exchange, of what the first has left in the log."""
+        self.exchange = self._open(goes_on=True)
+        self.exchange.begin(self.snapshot, last_round=self.exchange.log.last_record())
+
+    def assign(self, holds: int, *members: str) -> dict[str, int]:
+        """These members, or all, ask for work: who trains which round."""
+        found = assign_all(self.exchange, holds, members or None)
+        return {member: work.round for member, work in found.items()}
+
+    def ask_in_thread(self, member: str, holds: int) -> Future[Assignment]:
+        """What a member gets, who may have to wait; it has asked when this returns."""
+        pool = ThreadPoolExecutor(1)
+        found = pool.submit(self.exchange.assign, member, holds)
+        pool.shutdown(wait=False)
+        self.exchange.decisions.wait_until(lambda: self.exchange.coordinator.places[member].asked is not None)
+        return found
+
+    def passes(self, seconds: float, heard: tuple[str, ...] = ()) -> None:
+        """Time passes, and these members are heard every second."""
+        end = self.clock.time + seconds
+        while self.clock.time < end:
+            self.clock.time = min(self.clock.time + 1.0, end)
+            for member in heard:
+                self.exchange.beat(member)
+            self.exchange.decisions.tell(e.Tick())
+
+    def blob(self, address: BlobAddress, seed: int = 0) -> bytes:
+        """What an honest member would send."""
+        shapes = shapes_by_block(shapes_of(self.snapshot.parameters))[address.block]
+        selections = []
+        for name, shape in shapes.items():
+            delta = torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(name)))
+            selections.append((name, shape, select(torch.zeros(shape), delta, SETTINGS.compression)))
+        return encode_blob(address, selections, SETTINGS.compression)
+
+    def deposit(self, round_: int, *members: str, epoch: int | None = None, term: int | None = None) -> None:
+        """All that these members contribute to a round."""
+        for member in members:
+            for block in sorted(self.roster.blocks[member]):
+                address = BlobAddress("run", round_, self.roster.members[member], block)
+                self.exchange.deposit(member, address, self.blob(address), epoch, 7, term)
+
+    def counted(self, round_: int) -> dict[str, int]:
+        """Which replicas a round counts, each with its epoch. Raises FileNotFoundError while it is open."""
+        return {one.replica: one.epoch for one in self.exchange.log.read_record(round_).contributions}
+
+    def late(self, round_: int) -> list[str]:
+        """Who was waited for in vain."""
+        return list(self.exchange.log.read_record(round_).late)
+
+    def told(self) -> list[Told]:
+        """What the exchange told of members and replicas; it tells nothing more then."""
+        watching = self.exchange.watch()
+        self.exchange.end_watching()
+        return [report.standing for report in watching if report.HasField("standing")]
+
+
+def closed(run: Run) -> int:
+    """The last round that is decided."""
+    return run.exchange.coordinator.last_round

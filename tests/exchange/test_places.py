@@ -1,0 +1,207 @@
+"""Who holds a place: terms, epochs, who is refused, who is fenced, and what a replica does that lost a member."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from members import assign_all
+from runs import LEASE, Run, closed
+
+from hetero_pp.errors import Refused, Suspended, TermOver
+from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER
+from hetero_pp.outer.exchange_service import Standing
+
+MIXED = {"dc": 1, "home": 2}
+TIMEOUT = 20.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path, MIXED, lease=LEASE)
+    run.assign(0)
+    return run
+
+
+def _in_thread(work: Callable[[], object]) -> Future[object]:
+    pool = ThreadPoolExecutor(1)
+    found = pool.submit(work)
+    pool.shutdown(wait=False)
+    return found
+
+
+# ---- terms ----
+
+
+def test_a_process_that_asks_twice_has_one_term(tmp_path: Path) -> None:
+    run = Run(tmp_path, MIXED)
+    run.exchange.died("dc", "its host said so")
+    assert [run.exchange.join("dc", "", process="a process") for _ in range(3)] == [2, 2, 2]
+    assert run.exchange.log.terms()["dc"] == 2
+
+
+def test_a_second_process_is_refused_while_the_first_is_there(run: Run) -> None:
+    with pytest.raises(Refused, match="found a second `dc`"):
+        run.exchange.join("dc", "", process="another")
+    assert run.exchange.beat("dc", term=1) == Standing()
+    assert run.exchange.log.terms()["dc"] == 1
+
+
+def test_a_vacant_place_is_taken_with_the_next_term(run: Run) -> None:
+    """However it became vacant; what held it before is over, whatever it says."""
+    for term in (2, 3):
+        run.exchange.died("dc", "its host said so")
+        assert run.exchange.join("dc", "", process=f"process {term}") == term
+    assert run.exchange.log.terms() == {"dc": 3, "home.0": 1, "home.1": 1}
+    for work in (
+        partial(run.exchange.assign, "dc", 0, term=2),
+        partial(run.deposit, 1, "dc", term=2),
+        partial(run.exchange.record, 1, "dc", 2),
+    ):
+        with pytest.raises(TermOver, match="its term 2 is over"):
+            work()
+    assert run.exchange.beat("dc", term=2).is_over
+    assert not run.exchange.beat("dc", term=3).is_over
+    run.exchange.broken("dc", 2, "an old one's complaint", term=2)
+    run.exchange.left("dc", term=2)
+    assert run.exchange.coordinator.holds("dc", 3)
+
+
+def test_who_comes_after_somebody_silent_waits_for_the_end_of_its_lease(run: Run) -> None:
+    """A machine that has restarted need not be refused, and one that is only slow keeps its place."""
+    run.passes(LEASE.least / 2, heard=("home.0", "home.1"))
+    waits = _in_thread(lambda: run.exchange.join("dc", "", process="another"))
+    run.exchange.decisions.wait_until(lambda: run.exchange.coordinator.places["dc"].applicant == "another")
+    assert not waits.done()
+    run.passes(LEASE.least / 2 + 1, heard=("home.0", "home.1"))
+    assert waits.result(TIMEOUT) == 2
+    silent = [one for one in run.told() if one.what == SILENT]
+    assert [(one.place, one.term) for one in silent] == [("dc", 1)]
+    assert "nothing was heard of it for 15 s" in silent[0].cause
+
+
+def test_who_is_heard_keeps_its_place_however_long_it_takes(run: Run) -> None:
+    run.passes(20 * LEASE.most, heard=("dc", "home.0", "home.1"))
+    assert all(run.exchange.coordinator.places[member].held for member in run.roster.members)
+
+
+def test_a_lease_is_learnt_from_how_often_somebody_is_heard(run: Run) -> None:
+    """Three times the longest silence that it came back from: a slow link is no death."""
+    others = ("home.0", "home.1")
+    for gap in (10.0, 14.0):
+        run.passes(gap, heard=others)
+        run.exchange.beat("dc")
+    run.passes(LEASE.factor * 14.0 - 1, heard=others)
+    assert run.exchange.coordinator.holds("dc", 1)
+    run.passes(2, heard=others)
+    assert not run.exchange.coordinator.holds("dc", 1)
+
+
+def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> None:
+    others = ("home.0", "home.1")
+    for gap in (10.0, 14.0):
+        run.passes(gap, heard=others)
+        run.exchange.beat("dc")
+    run.exchange.left("dc", term=1)
+    run.passes(LEASE.least - 1, heard=others)
+    assert run.exchange.coordinator.holds("dc", 1)
+    run.exchange.beat("dc")  # it is there again
+    run.passes(LEASE.factor * 10.0, heard=others)
+    assert run.exchange.coordinator.holds("dc", 1)
+    run.exchange.beat("dc")
+    run.exchange.left("dc", term=1)
+    run.passes(LEASE.least + 1, heard=others)
+    assert not run.exchange.coordinator.holds("dc", 1)
+
+
+# ---- a group that lost a stage ----
+
+
+def test_the_others_of_a_replica_return_and_it_is_formed_anew(run: Run) -> None:
+    """With another epoch, and where the new one listens; what is of the old epoch is void."""
+    run.deposit(1, "home.0", epoch=2)
+    waits = _in_thread(lambda: run.exchange.record(1, "home.0", 1))
+    run.exchange.died("home.1", "killed by a test")
+    with pytest.raises(Suspended, match=r"home\.1: killed by a test"):
+        waits.result(TIMEOUT)
+    standing = run.exchange.beat("home.0", term=1)
+    assert (standing.is_over, standing.suspended) == (False, 2)
+    run.exchange.join("home.1", "")
+    with pytest.raises(Suspended, match="home was formed anew since"):
+        run.deposit(1, "home.0", epoch=2)
+    assert run.exchange.beat("dc") == Standing()
+    work = assign_all(run.exchange, 0, ["home.0", "home.1"])
+    assert {(one.round, one.epoch) for one in work.values()} == {(1, 3)}
+    assert run.exchange.beat("home.0", term=1) == Standing()
+    run.deposit(1, "dc", "home.0", "home.1")
+    assert run.counted(1) == {"dc": 1, "home": 3}
+    told = [(one.what, one.place) for one in run.told()]
+    assert told == [(TERM_OVER, "home.1"), (SUSPENDED, "home.0")]
+
+
+def test_who_asks_learns_where_the_stage_after_listens_now(run: Run) -> None:
+    run.exchange.died("home.1", "killed by a test")
+    run.exchange.join("home.1", "")
+    waits = _in_thread(lambda: run.exchange.assign("home.0", 0, "here:1"))
+    run.exchange.assign("home.1", 0, "there:2")
+    found = waits.result(TIMEOUT)
+    assert getattr(found, "downstream", None) == "there:2"
+
+
+def test_what_is_whole_stays_counted_when_a_stage_is_gone(run: Run) -> None:
+    """The others wait for the record, and need not train the round again."""
+    run.deposit(1, "home.0", "home.1")
+    run.exchange.died("home.1", "killed by a test")
+    assert run.exchange.beat("home.0", term=1) == Standing()
+    run.deposit(1, "dc")
+    assert run.counted(1) == {"dc": 1, "home": 2}
+    assert run.exchange.record(1, "home.0", 1).round == 1
+
+
+def test_who_cannot_reach_a_neighbour_has_its_replica_formed_anew(run: Run) -> None:
+    run.exchange.broken("home.0", 2, "nothing came from home.1", term=1)
+    assert run.exchange.beat("home.0", term=1).is_over
+    assert run.exchange.beat("home.1", term=1).suspended == 2
+    assert run.exchange.join("home.0", "") == 2
+    run.exchange.broken("home.1", 2, "nothing came from home.0", term=1)  # it means the epoch before
+    assert {one.epoch for one in assign_all(run.exchange, 0, ["home.0", "home.1"]).values()} == {3}
+
+
+def test_a_call_whose_caller_is_gone_takes_no_work_away(run: Run) -> None:
+    """A connection that breaks leaves a call behind that waits; who asks again gets what there is to do."""
+    run.exchange.died("home.1", "killed by a test")
+    asked = [run.ask_in_thread("home.0", 0), run.ask_in_thread("home.0", 0)]
+    run.exchange.join("home.1", "")
+    run.exchange.assign("home.1", 0)
+    assert {(one.round, one.epoch) for one in (waits.result(TIMEOUT) for waits in asked)} == {(1, 3)}
+
+
+# ---- another exchange takes over ----
+
+
+def test_another_exchange_knows_who_holds_what_and_takes_contributions(run: Run) -> None:
+    """Rounds and terms are in the log; who trains what is heard from those who do."""
+    run.deposit(1, "dc", "home.0", "home.1")
+    assert run.assign(1) == dict.fromkeys(run.roster.members, 2)
+    run.deposit(2, "home.0")
+    run.take_over()
+    assert closed(run) == 1
+    for member, epoch in {"dc": 1, "home.0": 2, "home.1": 2}.items():
+        assert run.exchange.beat(member, 2, epoch) == Standing()
+    run.deposit(2, "home.0", "home.1", "dc", term=1)
+    assert run.counted(2) == {"dc": 1, "home": 2}
+    assert run.assign(2) == dict.fromkeys(run.roster.members, 3)
+
+
+def test_a_term_is_never_given_twice_by_two_exchanges(tmp_path: Path) -> None:
+    """The store says who was first."""
+    run = Run(tmp_path, MIXED)
+    first = run.exchange
+    run.take_over()
+    first.died("dc", "as the first heard")
+    run.exchange.died("dc", "as the second heard")
+    terms = [exchange.join("dc", "", process=name) for exchange, name in ((first, "one"), (run.exchange, "other"))]
+    assert sorted(terms) == [2, 3]

@@ -1,0 +1,176 @@
+"""When a round closes: with all, with a quorum and the grace window, at the limit; and what becomes of who is late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runs import GRACE, LIMIT, Run, closed
+
+from hetero_pp.messages.messages_pb2 import LATE, PAUSED, WENT_ON
+
+THREE = {"a": 1, "b": 1, "c": 1}
+FOUR = {"a": 1, "b": 1, "c": 1, "d": 1}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Of four replicas, of which two are a quorum."""
+    run = Run(tmp_path, FOUR)
+    run.assign(0)
+    return run
+
+
+def test_all_who_are_there_are_enough_at_once(run: Run) -> None:
+    run.deposit(1, "a", "b", "c")
+    assert closed(run) == 0
+    run.deposit(1, "d")
+    assert run.counted(1).keys() == FOUR.keys()
+    assert run.late(1) == []
+
+
+def test_a_quorum_waits_for_the_others_as_long_as_the_grace_window_is(run: Run) -> None:
+    """At first that is as long as it may be."""
+    run.deposit(1, "a")
+    run.passes(5 * GRACE.most)  # below a quorum nothing closes, however long it takes
+    assert closed(run) == 0
+    run.deposit(1, "b")
+    run.passes(GRACE.most - 1)
+    assert closed(run) == 0
+    run.passes(1)
+    assert run.counted(1).keys() == {"a", "b"}
+    assert run.late(1) == ["c", "d"]
+
+
+def test_the_window_follows_what_was_seen(run: Run) -> None:
+    """`factor` times how late the latest nine tenths came, and never less than `least`."""
+    run.deposit(1, "a", "b")
+    run.passes(20)
+    run.deposit(1, "c", "d")
+    assert closed(run) == 1
+    run.assign(1)
+    run.deposit(2, "a", "b")
+    run.passes(GRACE.factor * 20 - 1)
+    assert closed(run) == 1
+    run.passes(1)
+    assert run.counted(2).keys() == {"a", "b"}
+
+
+def test_who_comes_too_late_is_waited_for_longer_the_next_time(run: Run) -> None:
+    """Else who is a little later than the window each time would never be counted."""
+    for round_ in range(1, 4):
+        run.deposit(round_, "a", "b", "c", "d")
+        run.assign(round_)
+    assert run.exchange.coordinator.lateness.grace == GRACE.least
+    run.deposit(4, "a", "b", "c")
+    run.passes(GRACE.least)
+    assert run.counted(4).keys() == {"a", "b", "c"}
+    run.passes(15)
+    run.deposit(4, "d")  # 25 s after the quorum
+    assert run.exchange.refusals == 0
+    assert run.counted(4).keys() == {"a", "b", "c"}
+    for round_ in range(5, 7):
+        run.assign(round_ - 1)
+        run.deposit(round_, "a", "b", "c")
+        run.passes(25)
+        run.deposit(round_, "d")
+    assert run.exchange.coordinator.lateness.grace == GRACE.factor * 25
+    run.assign(6)
+    run.deposit(7, "a", "b", "c")
+    run.passes(25)
+    run.deposit(7, "d")
+    assert run.counted(7).keys() == FOUR.keys()
+    assert [(one.what, one.replica, one.round) for one in run.told()][:1] == [(LATE, "d", 4)]
+
+
+def test_what_comes_late_is_told_once_however_many_blobs_it_has(run: Run) -> None:
+    run.deposit(1, "a", "b", "c")
+    run.passes(GRACE.most)
+    for _ in range(2):
+        run.deposit(1, "d")
+    run.deposit(1, "a")  # which is counted, and is sent once more
+    assert [(one.what, one.replica, one.round) for one in run.told()] == [(LATE, "d", 1)]
+
+
+def test_at_the_limit_a_quorum_is_enough_at_once(run: Run) -> None:
+    run.deposit(1, "a")
+    run.passes(LIMIT - 5)
+    assert closed(run) == 0
+    run.deposit(1, "b")
+    assert closed(run) == 0
+    run.passes(5)
+    assert run.counted(1).keys() == {"a", "b"}
+
+
+def test_beyond_the_limit_the_quorum_closes_the_round(run: Run) -> None:
+    run.deposit(1, "a")
+    run.passes(LIMIT + 1)
+    assert closed(run) == 0
+    run.deposit(1, "b")
+    assert run.counted(1).keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize(("quorum", "needed"), [(0.0, 1), (0.3, 1), (0.5, 2), (1.0, 3)])
+def test_a_quorum_is_a_share_of_all_replicas(tmp_path: Path, quorum: float, needed: int) -> None:
+    """At least one, and rounded up."""
+    run = Run(tmp_path, THREE, quorum)
+    run.assign(0)
+    for count, replica in enumerate(THREE, 1):
+        run.deposit(1, replica)
+        run.passes(GRACE.most)
+        assert closed(run) == (1 if count >= needed else 0)
+        if closed(run):
+            break
+
+
+def test_nobody_waits_for_who_is_gone(run: Run) -> None:
+    run.deposit(1, "a", "b", "c")
+    run.exchange.died("d", "its host said so")
+    assert run.counted(1).keys() == {"a", "b", "c"}
+    assert run.late(1) == ["d"]
+
+
+def test_a_group_counts_once_it_is_whole(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"dc": 1, "home": 2}, quorum=1.0)
+    run.assign(0)
+    run.deposit(1, "dc", "home.0")
+    run.passes(LIMIT + 1)
+    assert closed(run) == 0
+    run.deposit(1, "home.1")
+    assert run.counted(1) == {"dc": 1, "home": 2}
+
+
+def test_below_a_quorum_the_run_pauses_says_so_and_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, THREE, quorum=0.6)
+    run.assign(0)
+    run.deposit(1, "a")
+    for replica in "bc":
+        run.exchange.died(replica, "its host said so")
+    run.passes(3 * LIMIT)
+    assert closed(run) == 0
+    run.exchange.join("b", "")
+    run.assign(0, "b")
+    run.deposit(1, "b")
+    assert run.counted(1) == {"a": 1, "b": 2}
+    told = [(one.what, one.round) for one in run.told() if one.what in (PAUSED, WENT_ON)]
+    assert told == [(PAUSED, 1), (WENT_ON, 1)]
+
+
+def test_who_joins_late_waits_for_the_next_round(tmp_path: Path) -> None:
+    """So that all stay in step; within the grace window it takes part at once."""
+    run = Run(tmp_path, FOUR)
+    run.assign(0, "a", "b")
+    run.passes(GRACE.most)
+    run.assign(0, "c")
+    run.passes(1)
+    waiting = run.ask_in_thread("d", 0)
+    run.deposit(1, "a", "b", "c")
+    assert run.counted(1).keys() == {"a", "b", "c"}
+    assert waiting.result(20).round == 2
+
+
+def test_who_joins_late_takes_part_if_there_is_no_quorum_without(tmp_path: Path) -> None:
+    run = Run(tmp_path, FOUR)
+    run.assign(0, "a")
+    run.passes(GRACE.most + 1)
+    assert run.assign(0, "b") == {"b": 1}
