@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
 
 from hetero_pp.outer.exchange_service import Assignment
 from hetero_pp.run.spec import Roster
+from hetero_pp.snapshot import Snapshot
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.protocol.rules import Rules, Window
 
+Answer = TypeVar("Answer")
+TIMEOUT = 30.0
+"""Seconds in which whoever does not have to wait for anybody is answered, however busy the machine is."""
 FOR_EVER = Window(1.0, math.inf, math.inf)
 
 
@@ -25,9 +32,28 @@ def join_all(exchange: Exchange) -> None:
         exchange.join(member, "")
 
 
+def begin(exchange: Exchange, snapshot: Snapshot) -> None:
+    """Let the run begin once every member has its place: who is there then takes part in the first round."""
+    join_all(exchange)
+    exchange.begin(snapshot)
+
+
 def assign_all(exchange: Exchange, holds: int = 0, members: Collection[str] | None = None) -> dict[str, Assignment]:
     """All of them, or these, ask for work at once, as the members of a replica wait for each other: what they get."""
     asking = list(exchange.roster.members if members is None else members)
-    with ThreadPoolExecutor(len(asking)) as pool:
-        work = pool.map(lambda member: exchange.assign(member, holds), asking)
-        return dict(zip(asking, work, strict=True))
+    found = [in_thread(partial(exchange.assign, member, holds)) for member in asking]
+    return {member: one.result(TIMEOUT) for member, one in zip(asking, found, strict=True)}
+
+
+def in_thread(work: Callable[[], Answer]) -> Future[Answer]:
+    """What comes of something that may take for ever, and then is left alone."""
+    end: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            end.set_result(work())
+        except Exception as error:  # noqa: BLE001 (raised again where the result is asked for)
+            end.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return end

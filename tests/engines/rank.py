@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from members import join_all, patient
+from members import begin, patient
 from plain_loop import PlainLoop
 
 from hetero_pp.engine_settings import EngineName
@@ -106,9 +106,9 @@ class Round:
         blocks = frozenset(shapes_by_block(plain.shapes))
         roster = Roster({"engine": "engine", "plain": "plain"}, {"engine": blocks, "plain": blocks})
         log = ContributionLog(FolderStore(folder / "log"))
-        self.exchange = Exchange("run", roster, Snapshot(0, start, None), self.settings, log, rules=patient(roster))
+        self.exchange = Exchange("run", roster, None, self.settings, log, rules=patient(roster))
         if ranks.is_first:
-            join_all(self.exchange)
+            begin(self.exchange, Snapshot(0, start, None))
         self.shared = CollectiveExchange(self.exchange if ranks.is_first else None, ranks)
         self.sharded = OuterRound("run", "engine", "engine", engine, start, self.shared, self.settings, ranks=ranks)
         self.whole = OuterRound("run", "plain", "plain", plain, start, self.exchange, self.settings)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-from members import FOR_EVER, assign_all, join_all
+from members import FOR_EVER, TIMEOUT, assign_all, begin, in_thread
 
 from hetero_pp.messages.messages_pb2 import Standing as Told
 from hetero_pp.model import ModelShape, block_of, shapes_by_block, shapes_of
@@ -59,8 +61,7 @@ class Run:
         self.folder, self.clock = folder, Clock()
         self.rules = Rules(members, owned, quorum, grace=GRACE, limit=LIMIT, lease=lease, hang=FOR_EVER)
         self.exchange = self._open(goes_on=False)
-        join_all(self.exchange)
-        self.exchange.begin(self.snapshot)
+        begin(self.exchange, self.snapshot)
 
     def _open(self, goes_on: bool) -> Exchange:
         log = ContributionLog(FolderStore(self.folder))
@@ -81,11 +82,20 @@ class Run:
         return {member: work.round for member, work in found.items()}
 
     def ask_in_thread(self, member: str, holds: int) -> Future[Assignment]:
-        """What a member gets, who may have to wait; it has asked when this returns."""
-        pool = ThreadPoolExecutor(1)
-        found = pool.submit(self.exchange.assign, member, holds)
-        pool.shutdown(wait=False)
-        self.exchange.decisions.wait_until(lambda: self.exchange.coordinator.places[member].asked is not None)
+        """What a member gets, who has to wait for it; it has asked when this returns."""
+        asked = threading.Event()
+
+        tell = self.exchange.decisions.tell
+
+        def told(event: e.Event) -> Sequence[e.Effect]:
+            effects = tell(event)
+            asked.set()
+            return effects
+
+        self.exchange.decisions.tell = told  # type: ignore[method-assign]
+        found = in_thread(lambda: self.exchange.assign(member, holds))
+        assert asked.wait(TIMEOUT)
+        self.exchange.decisions.tell = tell  # type: ignore[method-assign]
         return found
 
     def passes(self, seconds: float, heard: tuple[str, ...] = ()) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from log_files import folder_of, snapshot_path
-from members import assign_all, join_all, patient
+from members import assign_all, begin, in_thread, patient
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -71,8 +71,7 @@ def exchange(snapshot: Snapshot, tmp_path: Path) -> Iterator[Exchange]:
     log = ContributionLog(FolderStore(tmp_path / "log"))
     tokens = {"home": 100, "dc": 300}
     exchange = Exchange("run", ROSTER, None, SETTINGS, log, rules=patient(ROSTER), tokens_a_step=tokens)
-    join_all(exchange)
-    exchange.begin(snapshot)
+    begin(exchange, snapshot)
     assign_all(exchange)
     yield exchange
     exchange.end_watching()
@@ -389,7 +388,7 @@ def test_hashes_of_a_stranger_are_refused(exchange: Exchange, snapshot: Snapshot
 
 
 class _Counted(threading.Condition):
-    """Tells how many wait: `waiting` is released by each, with the lock held. A clock, which waits for so long, is none."""
+    """Tells how many wait: `waiting` is released by each, with the lock held. A clock waits for so long, and is none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -525,8 +524,8 @@ def log(tmp_path: Path) -> _SlowLog:
 
 @pytest.fixture
 def slow(snapshot: Snapshot, log: _SlowLog) -> Exchange:
-    exchange = Exchange("run", ROSTER, snapshot, SETTINGS, log, rules=patient(ROSTER))
-    join_all(exchange)
+    exchange = Exchange("run", ROSTER, None, SETTINGS, log, rules=patient(ROSTER))
+    begin(exchange, snapshot)
     assign_all(exchange)
     _counted(exchange)
     return exchange
@@ -539,24 +538,9 @@ def _begin(exchange: Exchange, log: _SlowLog, address: BlobAddress, *blobs: byte
     log.held = log.held or address
     deposits = []
     for where, blob in zip((log.reached, condition.waiting), blobs, strict=False):
-        deposits.append(_in_thread(partial(exchange.deposit, "dc", address, blob)))
+        deposits.append(in_thread(partial(exchange.deposit, "dc", address, blob)))
         assert where.acquire(timeout=TIMEOUT)
     return deposits
-
-
-def _in_thread(work: Callable[[], None]) -> Future[None]:
-    """What comes of something that may take for ever."""
-    end: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            end.set_result(None)
-        except Exception as error:  # noqa: BLE001 (raised again where the result is asked for)
-            end.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return end
 
 
 def test_nobody_waits_for_the_disk_that_takes_the_blob_of_another(
@@ -640,7 +624,7 @@ def test_a_record_is_on_the_disk_before_it_is_told_and_nobody_else_waits(
     _deposit_all_others(slow, snapshot, address)
     log.held = 1
     (deposit,) = _begin(slow, log, address, _blob(snapshot, address))
-    again = _in_thread(partial(slow.deposit, "dc", address, _blob(snapshot, address)))
+    again = in_thread(partial(slow.deposit, "dc", address, _blob(snapshot, address)))
     slow.report([Report(member="home.0")])
     with pytest.raises(Refused, match="closed round"):
         slow.fetch("home.0", 1, "dc", "norm")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from log_files import snapshot_path
-from members import join_all, patient
+from members import begin, patient
 from torch import Tensor, nn
 
 from hetero_pp.errors import HeteroPPError
@@ -66,8 +66,8 @@ class Run:
         blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
         roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
         log = ContributionLog(FolderStore(folder / "log"))
-        self.exchange = Exchange("run", roster, snapshot, settings, log, rules=patient(roster))
-        join_all(self.exchange)
+        self.exchange = Exchange("run", roster, None, settings, log, rules=patient(roster))
+        begin(self.exchange, snapshot)
         self.auditor = Auditor(self.exchange, snapshot, ROUNDS, 1, _optimizer(settings, snapshot))
         self.errors: list[HeteroPPError] = []
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from members import join_all, patient
+from members import begin, patient
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -162,8 +162,8 @@ class Replicas:
         blocks = frozenset(shapes_by_block(shapes_of(snapshot.parameters)))
         roster = Roster(dict(zip(NAMES, NAMES, strict=True)), dict.fromkeys(NAMES, blocks))
         log = ContributionLog(FolderStore(folder))
-        self.exchange = Exchange("run", roster, snapshot, settings, log, rules=patient(roster))
-        join_all(self.exchange)
+        self.exchange = Exchange("run", roster, None, settings, log, rules=patient(roster))
+        begin(self.exchange, snapshot)
         self.parameters = {name: {p: nn.Parameter(t.clone()) for p, t in snapshot.parameters.items()} for name in NAMES}
         self.outer = {
             name: OuterRound(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from members import assign_all, join_all, patient
+from members import assign_all, begin, patient
 from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, Report
@@ -108,8 +108,7 @@ def test_whom_an_exchange_waits_for(exchange: Exchange, snapshot: Snapshot) -> N
 
 
 def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snapshot: Snapshot) -> None:
-    join_all(exchange)
-    exchange.begin(snapshot)
+    begin(exchange, snapshot)
     assign_all(exchange)
     step = Report(member="home.0")
     step.inner_step.replica = "home"
@@ -125,8 +124,7 @@ def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snaps
 
 
 def test_who_watches_some_members_hears_of_them_and_of_all(exchange: Exchange, snapshot: Snapshot) -> None:
-    join_all(exchange)
-    exchange.begin(snapshot)
+    begin(exchange, snapshot)
     steps = [Report(member=member) for member in ROSTER.members]
     for step in steps:
         step.inner_step.round = 1

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
-from members import assign_all
+from members import TIMEOUT, assign_all, in_thread
 from runs import LEASE, Run, closed
 
 from hetero_pp.errors import Refused, Suspended, TermOver
@@ -16,7 +14,6 @@ from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER
 from hetero_pp.outer.exchange_service import Standing
 
 MIXED = {"dc": 1, "home": 2}
-TIMEOUT = 20.0
 
 
 @pytest.fixture
@@ -24,13 +21,6 @@ def run(tmp_path: Path) -> Run:
     run = Run(tmp_path, MIXED, lease=LEASE)
     run.assign(0)
     return run
-
-
-def _in_thread(work: Callable[[], object]) -> Future[object]:
-    pool = ThreadPoolExecutor(1)
-    found = pool.submit(work)
-    pool.shutdown(wait=False)
-    return found
 
 
 # ---- terms ----
@@ -73,7 +63,7 @@ def test_a_vacant_place_is_taken_with_the_next_term(run: Run) -> None:
 def test_who_comes_after_somebody_silent_waits_for_the_end_of_its_lease(run: Run) -> None:
     """A machine that has restarted need not be refused, and one that is only slow keeps its place."""
     run.passes(LEASE.least / 2, heard=("home.0", "home.1"))
-    waits = _in_thread(lambda: run.exchange.join("dc", "", process="another"))
+    waits = in_thread(lambda: run.exchange.join("dc", "", process="another"))
     run.exchange.decisions.wait_until(lambda: run.exchange.coordinator.places["dc"].applicant == "another")
     assert not waits.done()
     run.passes(LEASE.least / 2 + 1, heard=("home.0", "home.1"))
@@ -123,7 +113,7 @@ def test_a_lost_connection_is_no_death_but_is_waited_for_less_long(run: Run) -> 
 def test_the_others_of_a_replica_return_and_it_is_formed_anew(run: Run) -> None:
     """With another epoch, and where the new one listens; what is of the old epoch is void."""
     run.deposit(1, "home.0", epoch=2)
-    waits = _in_thread(lambda: run.exchange.record(1, "home.0", 1))
+    waits = in_thread(lambda: run.exchange.record(1, "home.0", 1))
     run.exchange.died("home.1", "killed by a test")
     with pytest.raises(Suspended, match=r"home\.1: killed by a test"):
         waits.result(TIMEOUT)
@@ -145,10 +135,10 @@ def test_the_others_of_a_replica_return_and_it_is_formed_anew(run: Run) -> None:
 def test_who_asks_learns_where_the_stage_after_listens_now(run: Run) -> None:
     run.exchange.died("home.1", "killed by a test")
     run.exchange.join("home.1", "")
-    waits = _in_thread(lambda: run.exchange.assign("home.0", 0, "here:1"))
+    waits = in_thread(lambda: run.exchange.assign("home.0", 0, "here:1"))
     run.exchange.assign("home.1", 0, "there:2")
     found = waits.result(TIMEOUT)
-    assert getattr(found, "downstream", None) == "there:2"
+    assert found.downstream == "there:2"
 
 
 def test_what_is_whole_stays_counted_when_a_stage_is_gone(run: Run) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from log_files import folder_of, snapshot_path
-from members import join_all, patient
+from members import begin, patient
 from torch import Tensor, nn
 
 import hetero_pp.snapshot
@@ -52,8 +52,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
     folder = tmp_path_factory.mktemp("log")
     snapshot = initial_snapshot(SHAPE, rank=4, seed=1)
     roster, store = _roster(snapshot, "dc"), FolderStore(folder)
-    exchange = Exchange("run", roster, snapshot, SETTINGS, ContributionLog(store), rules=patient(roster))
-    join_all(exchange)
+    exchange = Exchange("run", roster, None, SETTINGS, ContributionLog(store), rules=patient(roster))
+    begin(exchange, snapshot)
     auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
     auditor.start()
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from members import join_all, patient
+from members import begin, patient
 from torch import Tensor
 
 from hetero_pp.data.tokens import prepare_tokens
@@ -54,10 +54,8 @@ class Member:
         settings = OuterSettings.model_validate({"rounds": 3, "learning_rate": RATE, "compression": EXACT})
         roster = Roster({"home.0": "home"}, {"home.0": frozenset(map(block_of, start))})
         log = ContributionLog(FolderStore(folder))
-        self.exchange = exchange = Exchange(
-            "run", roster, Snapshot(0, start, whole.basis), settings, log, rules=patient(roster)
-        )
-        join_all(exchange)
+        self.exchange = exchange = Exchange("run", roster, None, settings, log, rules=patient(roster))
+        begin(exchange, Snapshot(0, start, whole.basis))
         with torch.no_grad():
             for name, parameter in stage.parameters.items():
                 parameter.copy_(start[name])
