@@ -137,8 +137,8 @@ class TrainingLoop:
         missed = range(self.holds + 1, work.round)
         # What was taken back may have been counted nevertheless, if this member's term ended before it heard of that.
         self.outer.catch_up(missed, missed if self._saved is None else range(self._saved + 1, work.round))
-        self.steps.catch_up(before, lambda round_: self.outer.exchange.record(round_, self.outer.member))
         self.holds, self._saved = before, None
+        self.steps.catch_up(before, lambda round_: self.outer.exchange.record(round_, self.outer.member))
         if missed or not self._has_started:
             self.member.start_round(self.outer)
             self._has_started = True

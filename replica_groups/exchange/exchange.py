@@ -170,6 +170,7 @@ class Exchange:
         """A newer snapshot is in the log."""
         with self._changed:
             self._newest = round_
+            self._changed.notify_all()
 
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         """See ExchangeService."""

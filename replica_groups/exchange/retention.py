@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hetero_pp.errors import DamagedFile
 from replica_groups.exchange.log import ContributionLog, blob_key, round_key, snapshot_key
 
 
@@ -56,7 +57,10 @@ class Retention:
         return [key for key in self.log.store.below(round_key(round_)) if key.endswith(".blob")]
 
     def _remove_uncounted(self, round_: int) -> None:
-        record = self.log.read_record(round_)
+        try:
+            record = self.log.read_record(round_)
+        except (DamagedFile, FileNotFoundError):
+            return  # of a round before the run went on, from a later snapshot: nobody knows what counted
         counted = {
             blob_key(round_, entry.replica, entry.epoch, blob.block)
             for entry in record.contributions

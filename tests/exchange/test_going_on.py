@@ -68,7 +68,7 @@ class Run:
         log = ContributionLog(FolderStore(folder / "log"))
         self.exchange = Exchange("run", roster, None, settings, log, rules=patient(roster))
         begin(self.exchange, snapshot)
-        self.auditor = Auditor(self.exchange, snapshot, ROUNDS, 1, _optimizer(settings, snapshot))
+        self.auditor = Auditor(self.exchange, snapshot, ROUNDS, 1, _optimizer(settings, snapshot), keep=ROUNDS)
         self.errors: list[HeteroPPError] = []
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.outer: dict[str, OuterRound] = {}

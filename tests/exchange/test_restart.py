@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 from collections.abc import Mapping
@@ -54,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
     roster, store = _roster(snapshot, "dc"), FolderStore(folder)
     exchange = Exchange("run", roster, None, SETTINGS, ContributionLog(store), rules=patient(roster))
     begin(exchange, snapshot)
-    auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2)
+    auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2, keep=3)
     auditor.start()
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
     outer = OuterRound("run", "dc", "dc", LocalParameters(parameters), snapshot.parameters, exchange, SETTINGS)
@@ -81,7 +82,7 @@ def _held(**rounds: set[int]) -> dict[str, AvailableStates]:
 
 
 def _find(log: ContributionLog, held: Mapping[str, AvailableStates]) -> Restart:
-    return find_restart(log, "run", held, lambda basis: OuterOptimizer(SETTINGS))
+    return find_restart(log, "run", held, lambda basis: OuterOptimizer(SETTINGS), every=1)
 
 
 def _flip(path: Path, bit: int) -> None:
@@ -121,7 +122,22 @@ def test_a_replayed_round_has_the_momentum_of_its_snapshot(log: ContributionLog)
         assert tensor.equal(replayed.tensors()[name]), name
 
 
-def test_if_there_is_none_one_line_says_who_holds_what(log: ContributionLog) -> None:
+@pytest.mark.parametrize("held", [_held(a={5}, b={2}, dc=set()), _held(a={1, 5}, b={1}, dc={1, 5})])
+def test_if_some_fell_behind_the_newest_round_of_the_log_is_taken(
+    trained: tuple[Path, Rounds], log: ContributionLog, held: dict[str, AvailableStates]
+) -> None:
+    """The others lose nothing by it; who goes on with what is told."""
+    found = _find(log, held)
+    assert found.snapshot.round == 5
+    behind = {member for member, states in held.items() if 5 not in states.rounds}
+    assert {member for member in held if f"{member} has what it saved" in found.note} == behind
+    for name, tensor in trained[1][5].items():
+        assert tensor.equal(found.snapshot.parameters[name]), name
+
+
+def test_if_the_log_gives_none_one_line_says_who_holds_what(log: ContributionLog) -> None:
+    for round_ in log.snapshots():
+        snapshot_path(log, round_).unlink()
     with pytest.raises(HeteroPPError) as failure:
         _find(log, _held(a={3, 4}, b={2}, dc=set()))
     told = str(failure.value)
@@ -258,8 +274,12 @@ def test_a_snapshot_under_another_name_or_none_at_all(log: ContributionLog) -> N
 
 def test_a_contribution_that_is_lost_is_named(log: ContributionLog) -> None:
     next((folder_of(log) / "round-000003").rglob("*.blob")).unlink()
-    with pytest.raises(HeteroPPError, match=r"round-000003/dc/1/[\w.]+\.blob is not there"):
-        _find(log, _held(dc={3}))
+    found = _find(log, _held(dc={3}))
+    assert found.snapshot.round == 5  # from a later snapshot
+    assert [one for one in found.damaged if re.search(r"round-000003/dc/1/[\w.]+\.blob is not there", one)]
+    for round_ in (4, 5):
+        snapshot_path(log, round_).unlink()
+    assert _find(log, _held(dc={3})).snapshot.round == 2
 
 
 def test_copies_beside_the_log_are_left_alone(log: ContributionLog) -> None:

@@ -1,0 +1,306 @@
+"""What a member does with what was not counted, and how it comes back to the others: error feedback, undo, the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from members import TIMEOUT, in_thread
+from runs import GRACE, SETTINGS, Run
+from torch import Tensor, nn
+
+from hetero_pp.errors import Suspended, TermOver
+from hetero_pp.model import shapes_by_block, shapes_of
+from hetero_pp.outer.exchange_service import Assignment
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
+from hetero_pp.snapshot import MOMENTUM
+from replica_groups.exchange.auditor import Auditor
+from replica_groups.outer_round import OuterRound
+from replica_groups.parameter_store import LocalParameters
+
+DECAY = SETTINGS.compression.error_feedback_decay
+
+
+class Member:
+    """A replica of one place, whose training is a change at random that follows from its name and the round."""
+
+    def __init__(self, run: Run, name: str, returned: float = 1.0, keeps_undo: bool = True) -> None:
+        self.run, self.name = run, name
+        self.start = run.snapshot.parameters
+        self.parameters = {key: nn.Parameter(tensor.clone()) for key, tensor in self.start.items()}
+        settings = SETTINGS.model_copy(update={"returned": returned})
+        held = LocalParameters(self.parameters)
+        self.outer = OuterRound(
+            "run", name, name, held, dict(self.start), run.exchange, settings, keeps_undo=keeps_undo
+        )
+
+    def change(self, key: str, round_: int) -> Tensor:
+        seed = 1000 * round_ + sum(map(ord, f"{self.name}{key}"))
+        return torch.randn(self.start[key].shape, generator=torch.Generator().manual_seed(seed)) * 0.1
+
+    @torch.no_grad()
+    def train(self, round_: int) -> dict[str, Tensor]:
+        """What the pseudo-gradient is, by parameter, as the outer round finds it."""
+        for key, parameter in self.parameters.items():
+            parameter.add_(self.change(key, round_))
+        return {key: self.outer.theta[key] - parameter.detach() for key, parameter in self.parameters.items()}
+
+    def errors(self) -> dict[str, Tensor]:
+        return {key: tensor.clone() for key, tensor in self.outer.error.items()}
+
+    def sent(self, round_: int, blobs: Mapping[str, bytes]) -> dict[str, Tensor]:
+        """What blobs of this member come to, dense."""
+        found: dict[str, Tensor] = {}
+        for block, shapes in shapes_by_block(shapes_of(self.start)).items():
+            address = BlobAddress("run", round_, self.name, block)
+            for key, decoded in decode_blob(blobs[block], address, shapes, SETTINGS.compression).items():
+                dense = torch.zeros(self.start[key].shape)
+                dense.view(-1)[decoded.indices] = decoded.values
+                found[key] = dense
+        return found
+
+    def logged(self, round_: int, epoch: int) -> dict[str, Tensor]:
+        blobs = {
+            block: self.run.exchange.log.read_blob(round_, self.name, epoch, block)
+            for block in shapes_by_block(shapes_of(self.start))
+        }
+        return self.sent(round_, blobs)
+
+    def holds(self) -> dict[str, Tensor]:
+        return {key: parameter.detach().clone() for key, parameter in self.parameters.items()}
+
+
+def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor), name
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path, {"a": 1, "b": 1})
+
+
+def _round(round_: int, *members: Member) -> dict[str, dict[str, Tensor]]:
+    """All of them train and are counted: what each has moved by."""
+    run, moved = members[0].run, {}
+    work = {member.name: in_thread(lambda m=member: m.run.exchange.assign(m.name, round_ - 1)) for member in members}
+    for member in members:
+        assert work[member.name].result(TIMEOUT).round == round_
+        moved[member.name] = member.train(round_)
+    ends = [in_thread(lambda m=member: m.outer.synchronise(round_)) for member in members]
+    for end in ends:
+        end.result(TIMEOUT)
+    assert run.counted(round_).keys() == {member.name for member in members}
+    return moved
+
+
+@pytest.mark.parametrize("returned", [1.0, 0.5, 0.0])
+def test_what_was_not_counted_goes_back(run: Run, returned: float) -> None:
+    """e <- decay e + d - D as if it were counted, then e <- e + r D; theta is what the others came to."""
+    a, b = Member(run, "a"), Member(run, "b", returned)
+    _round(1, a, b)
+    before = b.errors()
+    run.assign(1)
+    moved = b.train(2)
+    a.train(2)
+    counted = in_thread(lambda: a.outer.synchronise(2))
+    run.exchange.decisions.wait_until(lambda: "a" in (run.exchange.coordinator.open or _NONE).whole)
+    run.passes(GRACE.most)
+    counted.result(TIMEOUT)
+    contributed: dict[str, bytes] = {}
+    contribute = b.outer.contribute
+
+    def noted(round_: int, epoch: int | None = None, steps: int = 0) -> dict[str, bytes]:
+        contributed.update(contribute(round_, epoch, steps))
+        return contributed
+
+    b.outer.contribute = noted  # type: ignore[method-assign]
+    record = b.outer.synchronise(2)
+    assert ([one.replica for one in record.contributions], list(record.late)) == (["a"], ["b"])
+    for key, sent in b.sent(2, contributed).items():
+        kept = before[key] * DECAY + moved[key] - sent
+        expected = kept + returned * sent
+        torch.testing.assert_close(b.outer.error[key], expected, rtol=0, atol=1e-7, msg=key)
+        assert sent.count_nonzero() > 0
+    _assert_equal(b.holds(), a.holds())
+    _round(3, a, b)
+    _assert_equal(b.holds(), a.holds())
+
+
+class _NoRound:
+    whole: tuple[str, ...] = ()
+
+
+_NONE = _NoRound()
+
+
+def test_a_round_that_is_undone_and_trained_again_has_the_same_bits(run: Run) -> None:
+    """Whatever was contributed before: error feedback is that of the round's start, and then that of once."""
+    a, b = Member(run, "a"), Member(run, "b")
+    _round(1, a, b)
+    before = a.errors()
+    run.assign(1)
+    a.train(2)
+    a.outer.contribute(2)
+    after = a.errors()
+    assert any(not after[key].equal(before[key]) for key in before)
+    for _ in range(2):
+        a.outer.undo()
+        a.outer.restore()
+        _assert_equal(a.errors(), before)
+    a.train(2)
+    a.outer.contribute(2)
+    _assert_equal(a.errors(), after)
+
+
+def test_an_undo_in_the_midst_of_contributing_is_exact_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = Member(run, "a"), Member(run, "b")
+    _round(1, a, b)
+    before = a.errors()
+    run.assign(1)
+    a.train(2)
+    deposit, done = run.exchange.deposit, []
+
+    def suspended(member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+        if done:
+            raise Suspended("a test says so")
+        done.append(address)
+        deposit(member, address, data, epoch, steps)
+
+    monkeypatch.setattr(run.exchange, "deposit", suspended)
+    with pytest.raises(Suspended):
+        a.outer.synchronise(2)
+    assert any(not a.outer.error[key].equal(before[key]) for key in before)
+    a.outer.undo()
+    _assert_equal(a.errors(), before)
+
+
+# ---- coming back ----
+
+
+def test_who_missed_rounds_catches_up_with_the_others(run: Run) -> None:
+    """To the bits of whoever was there; what its error feedback holds stays, as nothing of it was counted."""
+    a, b = Member(run, "a"), Member(run, "b")
+    _round(1, a, b)
+    before = b.errors()
+    run.exchange.died("b", "its host said so")
+    for round_ in (2, 3):
+        _round(round_, a)
+    b.outer.catch_up(range(2, 4), range(2, 4))
+    _assert_equal(b.holds(), a.holds())
+    _assert_equal(dict(b.outer.optimizer.state), dict(a.outer.optimizer.state))
+    _assert_equal(b.errors(), before)
+    assert run.exchange.join("b", "") == 2
+    _round(4, a, b)
+    _assert_equal(b.holds(), a.holds())
+
+
+def test_a_saved_state_forgets_what_was_counted_since(run: Run, tmp_path: Path) -> None:
+    """Its positions are zero, the rest decays, once for each round that counted its replica."""
+    a, b = Member(run, "a"), Member(run, "b")
+    _round(1, a, b)
+    (tmp_path / "state").mkdir()
+    b.outer.save(tmp_path / "state")
+    for round_ in (2, 3):
+        _round(round_, a, b)
+    again = Member(run, "b")
+    again.outer.reset(b.outer.theta, {}, 3)
+    again.outer.load(tmp_path / "state", 1, 3)
+    saved = again.errors()
+    again.outer.catch_up(range(0), range(2, 4))
+    for key, error in saved.items():
+        expected = error.clone()
+        for round_ in (2, 3):
+            expected = expected * DECAY
+            expected[b.logged(round_, 1)[key] != 0] = 0.0
+        assert again.outer.error[key].equal(expected), key
+        assert not expected.equal(error)
+
+
+@pytest.mark.parametrize("keeps_undo", [True, False])
+def test_what_is_counted_after_all_is_in_error_feedback_no_more(run: Run, keeps_undo: bool) -> None:
+    """Its term is over while it waits for the record, which then names it: nothing of that is sent a second time."""
+    a, b = Member(run, "a"), Member(run, "b", keeps_undo=keeps_undo)
+    _round(1, a, b)
+    run.assign(1)
+    a.train(2)
+    before, moved = b.errors(), b.train(2)
+    waits = in_thread(lambda: b.outer.synchronise(2, 1))
+    run.exchange.decisions.wait_until(lambda: "b" in (run.exchange.coordinator.open or _NONE).whole)
+    run.exchange.died("b", "frozen, as a test says")
+    with pytest.raises(TermOver):
+        waits.result(TIMEOUT)
+    b.outer.undo()
+    b.outer.restore()
+    a.outer.synchronise(2, 1)
+    assert run.counted(2) == {"a": 1, "b": 1}
+    b.outer.catch_up(range(2, 3), range(2, 3))
+    _assert_equal(b.holds(), a.holds())
+    for key, sent in b.logged(2, 1).items():
+        if keeps_undo:  # what training changed is forgotten with the round
+            expected = before[key] * DECAY
+            expected[sent != 0] = 0.0
+        else:
+            expected = before[key] * DECAY + moved[key] - sent
+        torch.testing.assert_close(b.outer.error[key], expected, rtol=0, atol=1e-7, msg=key)
+
+
+# ---- healing, and joining late ----
+
+
+def test_who_holds_other_bits_comes_back_to_those_of_replay(run: Run) -> None:
+    """From a snapshot and the rounds since, with the outer optimizer's momentum: as take_part does."""
+    auditor = Auditor(run.exchange, run.snapshot, SETTINGS.rounds, snapshot_every=2)
+    auditor.start()
+    a, b = Member(run, "a"), Member(run, "b")
+    for round_ in (1, 2):
+        _round(round_, a, b)
+    run.exchange.decisions.wait_until(lambda: run.exchange._newest == 2)
+    b.outer.theta["norm.weight"][3] += 1.0
+    _round(3, a, b)
+    assert not b.holds()["norm.weight"].equal(a.holds()["norm.weight"])
+    run.exchange.decisions.wait_until(lambda: run.exchange.coordinator.places["b"].differs)
+    heals: list[Assignment] = [in_thread(lambda: run.exchange.assign("b", 3)).result(TIMEOUT)]
+    assert [one.heals for one in heals] == [True]
+    assert not run.exchange.assign("a", 3).heals
+    round_, names = run.exchange.newest_snapshot()
+    assert round_ == 2
+    tensors = run.exchange.snapshot(names, round_)
+    momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in names if name.startswith(MOMENTUM)}
+    assert momentum
+    b.outer.reset(tensors, momentum, round_)
+    b.outer.catch_up(range(3, 4))
+    _assert_equal(b.holds(), a.holds())
+    _assert_equal(dict(b.outer.optimizer.state), dict(a.outer.optimizer.state))
+    _round(4, a, b)
+    _assert_equal(b.holds(), a.holds())
+    assert not run.exchange.assign("b", 4).heals
+    run.exchange.fail("the test is over")
+    auditor.join(TIMEOUT)
+
+
+def test_who_joins_late_begins_from_a_later_snapshot_with_its_momentum(run: Run) -> None:
+    auditor = Auditor(run.exchange, run.snapshot, SETTINGS.rounds, snapshot_every=2)
+    auditor.start()
+    a, b = Member(run, "a"), Member(run, "b")
+    for round_ in (1, 2, 3):
+        _round(round_, a, b)
+    run.exchange.decisions.wait_until(lambda: run.exchange._newest == 2)
+    run.exchange.died("b", "its host said so")
+    run.exchange.join("b", "")
+    round_, names = run.exchange.newest_snapshot()
+    tensors = run.exchange.snapshot(names, round_)
+    assert {name for name in names if name.startswith(MOMENTUM)} == {f"{MOMENTUM}{key}" for key in a.start}
+    late = Member(run, "b")
+    momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in names if name.startswith(MOMENTUM)}
+    late.outer.reset(tensors, momentum, round_)
+    late.outer.catch_up(range(round_ + 1, 4))
+    _assert_equal(late.holds(), a.holds())
+    _round(4, a, late)
+    _assert_equal(late.holds(), a.holds())
+    _assert_equal(run.exchange.snapshot(list(a.start), 0), dict(run.snapshot.parameters))
+    run.exchange.fail("the test is over")
+    auditor.join(TIMEOUT)
