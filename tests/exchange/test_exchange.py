@@ -388,7 +388,7 @@ def test_hashes_of_a_stranger_are_refused(exchange: Exchange, snapshot: Snapshot
 
 
 class _Counted(threading.Condition):
-    """Tells how many wait: `waiting` is released by each, with the lock held. A clock waits for so long, and is none."""
+    """Tells how many wait: `waiting` is released by each, with the lock held. A clock, which waits long, is none."""
 
     def __init__(self) -> None:
         super().__init__()
