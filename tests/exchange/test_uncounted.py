@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,12 +86,12 @@ def run(tmp_path: Path) -> Run:
 
 def _round(round_: int, *members: Member) -> dict[str, dict[str, Tensor]]:
     """All of them train and are counted: what each has moved by."""
-    run, moved = members[0].run, {}
-    work = {member.name: in_thread(lambda m=member: m.run.exchange.assign(m.name, round_ - 1)) for member in members}
+    run, moved = members[0].run, dict[str, dict[str, Tensor]]()
+    work = {member.name: in_thread(partial(run.exchange.assign, member.name, round_ - 1)) for member in members}
     for member in members:
         assert work[member.name].result(TIMEOUT).round == round_
         moved[member.name] = member.train(round_)
-    ends = [in_thread(lambda m=member: m.outer.synchronise(round_)) for member in members]
+    ends = [in_thread(partial(member.outer.synchronise, round_)) for member in members]
     for end in ends:
         end.result(TIMEOUT)
     assert run.counted(round_).keys() == {member.name for member in members}
@@ -162,7 +163,7 @@ def test_an_undo_in_the_midst_of_contributing_is_exact_too(run: Run, monkeypatch
     before = a.errors()
     run.assign(1)
     a.train(2)
-    deposit, done = run.exchange.deposit, []
+    deposit, done = run.exchange.deposit, list[BlobAddress]()
 
     def suspended(member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         if done:
