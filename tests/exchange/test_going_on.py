@@ -24,6 +24,7 @@ from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.retention import Retention
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import LocalParameters
 
@@ -68,7 +69,8 @@ class Run:
         log = ContributionLog(FolderStore(folder / "log"))
         self.exchange = Exchange("run", roster, None, settings, log, rules=patient(roster))
         begin(self.exchange, snapshot)
-        self.auditor = Auditor(self.exchange, snapshot, ROUNDS, 1, _optimizer(settings, snapshot), keep=ROUNDS)
+        optimizer, retention = _optimizer(settings, snapshot), Retention(log, keep=ROUNDS)
+        self.auditor = Auditor(self.exchange, snapshot, ROUNDS, 1, optimizer, retention)
         self.errors: list[HeteroPPError] = []
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.outer: dict[str, OuterRound] = {}

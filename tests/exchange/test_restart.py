@@ -29,6 +29,7 @@ from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.restart import Restart, find_restart, states_to_go_on_from
+from replica_groups.exchange.retention import Retention
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import LocalParameters
 from replica_groups.saved_states import DIGESTS, SavedStates
@@ -55,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rounds]:
     roster, store = _roster(snapshot, "dc"), FolderStore(folder)
     exchange = Exchange("run", roster, None, SETTINGS, ContributionLog(store), rules=patient(roster))
     begin(exchange, snapshot)
-    auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2, keep=3)
+    auditor = Auditor(exchange, snapshot, SETTINGS.rounds, snapshot_every=2, retention=Retention(exchange.log, keep=3))
     auditor.start()
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in snapshot.parameters.items()}
     outer = OuterRound("run", "dc", "dc", LocalParameters(parameters), snapshot.parameters, exchange, SETTINGS)
@@ -349,7 +350,7 @@ def _joined(exchange: Exchange, member: str, states: SavedStates) -> int | None:
     """The round that a member goes on from, of which it has a state."""
     available = states.check()
     exchange.join(member, "", available)
-    return states_to_go_on_from(exchange, member, states, available)
+    return states_to_go_on_from(exchange, member, exchange.roster.members[member], states, available)
 
 
 def _joined_at(snapshot: Snapshot, states: SavedStates, folder: Path) -> int | None:
