@@ -249,7 +249,9 @@ def export(
 
 @app.command()
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/quickstart.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The folder of a run, or the URL of a log in a store of its own.")
+    ],
     round_: Annotated[
         int | None, typer.Option("--round", min=0, help="Up to which round; by default the last that is closed.")
     ] = None,

@@ -19,7 +19,7 @@ from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.open_log import open_log
+from replica_groups.exchange.open_log import keep_configuration, open_log
 from replica_groups.exchange.restart import Restart, find_restart, newest_sound
 from replica_groups.exchange.retention import Retention
 from replica_groups.protocol.rules import Rules, Window
@@ -137,6 +137,7 @@ def _go_on(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values)
     if wanted:
         spec = spec.with_changes(spec.changes.changed(spec.config, start.snapshot.round + 1, wanted))
         write_changes(spec.changes, folder.changes)
+        keep_configuration(spec.config, folder, exchange.log)
     exchange.log.forget_after(start.snapshot.round)
     return start, spec
 

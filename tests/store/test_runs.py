@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.program.cli import app
 from hetero_pp.program.export import export
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.folder import RunFolder
@@ -64,5 +67,10 @@ def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Pa
 
     log.store.delete([snapshot_key(2), record_key(2)])
     assert _train(corpus, runs, url, resume=True)["parameters_sha256"] == expected
+    shutil.rmtree(folder.path / "state")
+    url = lasting.replace("/runs?", "/runs/mixed?") if "?" in lasting else f"{lasting}/mixed"
+    told = CliRunner().invoke(app, ["replay", url])
+    assert told.exit_code == 0, told.output
+    assert f"sha256 {expected['dc']}" in told.stdout
     export(folder.path, tmp_path / "model", "fp32", 1)
     assert (tmp_path / "model" / "config.json").is_file()

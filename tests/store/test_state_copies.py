@@ -193,6 +193,18 @@ def test_a_member_goes_on_on_another_machine_to_the_same_bits(lasting: str, corp
         assert found[key] == expected[key]
 
 
+def test_a_run_goes_on_on_other_machines_from_its_store_alone(lasting: str, corpus: Path, tmp_path: Path) -> None:
+    sets = (f"store.url={lasting}", "states.to=store")
+    expected = _train(corpus, tmp_path / "runs", *sets, "outer.rounds=3")
+    assert _train(corpus, tmp_path / "others", *sets, "outer.rounds=4", resume=True)["rounds"] == 4
+    found = _train(corpus, tmp_path / "more", *sets, "outer.rounds=5", "inner.learning_rate=1e-3", resume=True)
+    whole = _train(corpus, tmp_path / "whole", "outer.rounds=3")
+    assert expected["parameters_sha256"] == whole["parameters_sha256"]
+    _train(corpus, tmp_path / "whole", "outer.rounds=4", resume=True)
+    whole = _train(corpus, tmp_path / "whole", "outer.rounds=5", "inner.learning_rate=1e-3", resume=True)
+    assert found["parameters_sha256"] == whole["parameters_sha256"]
+
+
 def test_states_go_to_a_store_that_there_is(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"states\.to: found `store`, expected a `store\.url` with it"):
         _train(corpus, tmp_path, "states.to=store")

@@ -22,7 +22,7 @@ from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
-from replica_groups.exchange.open_log import open_log, require_unused
+from replica_groups.exchange.open_log import fetch_configuration, keep_configuration, open_log, require_unused
 
 MOST_REFUSALS = 20
 """That are shown; all are in metrics.jsonl."""
@@ -106,11 +106,13 @@ def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
             require_unused(open_log(spec.config, folder))
         new_run_folder(runs, spec.config.name)
     save_config(spec.config, folder.config)
+    keep_configuration(spec.config, folder, open_log(spec.config, folder))
     return folder
 
 
 def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
     """The run in the folder as far as it is known before it goes on, and what is changed from there on."""
+    fetch_configuration(prepared.spec.config, folder)
     agreement = require_same_run(prepared.spec.config, prepared.given, folder)
     next_round = open_log(prepared.spec.config, folder).last_record() + 1
     for line in unheeded(prepared.spec.config, agreement):
