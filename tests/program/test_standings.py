@@ -28,6 +28,7 @@ from hetero_pp.files import write_whole
 from hetero_pp.messages.messages_pb2 import (
     GIVEN_UP,
     HEALED,
+    INJECTED,
     LATE,
     PAUSED,
     RESTARTED,
@@ -164,11 +165,13 @@ def test_pauses_and_what_is_healed_or_given_up() -> None:
         standing(START, HEALED, place="dc", round=1, cause="held another norm than replay gives"),
         standing(START, GIVEN_UP, place="home.1", cause=f"{KILLED}; the run goes on without it"),
     ]
+    reports.append(standing(START, INJECTED, place="dc", cause="freeze of dc for 20 s (training)"))
     assert said(reports) == [
         "round 2 pauses: 0 of 2 replicas are there, 1 are needed; it goes on as soon as they are",
         "round 2 goes on, after 12 s",
         "after round 1 dc held another norm than replay gives, and takes the right one from the log",
         f"{KILLED}; the run goes on without it",
+        "on purpose: freeze of dc for 20 s (training)",
     ]
 
 

@@ -116,10 +116,10 @@ class LiveDisplay:
         """A round's line waits for its validation loss, but not beyond the close of the next round or the end."""
         lines: list[str] = []
         with self._state.lock:
-            closed = self._state.rounds
-            while self._rounds_told < closed:
-                round_ = self._rounds_told + 1
-                if not is_last and round_ == closed and self._state.mean_validation_loss(round_) is None:
+            closed = self._state.closed
+            while (round_ := self._rounds_told + 1) in closed:
+                has_next = round_ + 1 in closed
+                if not is_last and not has_next and self._state.mean_validation_loss(round_) is None:
                     break
                 lines.append(round_line(self._state, round_))
                 self._rounds_told = round_

@@ -52,6 +52,8 @@ class Happenings:
             case what if what in (RESTARTED, GIVEN_UP):
                 self._told_of[told.place] = told.cause
                 yield told.cause
+            case what if what == INJECTED:
+                yield f"on purpose: {told.cause}"
             case what if what in (TERM_OVER, SILENT):
                 yield from self._over(told, with_name(told.place, told.cause))
             case what if what == SUSPENDED and told.replica in self._lost:

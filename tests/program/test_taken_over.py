@@ -1,0 +1,137 @@
+"""Another exchange takes the place of one that has ended: who watches misses no round, and hears nothing twice."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from test_ended_early import MIXED, ROUNDS
+
+from hetero_pp.errors import LinkClosed
+from hetero_pp.links import EXCHANGE
+from hetero_pp.messages.messages_pb2 import Begun, Finished, Joined, Report
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.recorded import Beginnings
+from hetero_pp.rpc.connections import reports_of, reports_to_members
+from hetero_pp.rpc.exchange import WatchedExchange, serve_exchange
+from replica_groups.exchange.exchange import Exchange
+
+TOKEN = "a token"
+TIMEOUT = 60.0
+
+JOINED = Report(time=1, member="dc", joined=Joined(term=1))
+BEGUN = Report(time=2, member=EXCHANGE, begun=Begun())
+AGAIN = Report(time=3, member=EXCHANGE, begun=Begun(last_round=3))
+FINISHED = Report(time=4, member="dc", finished=Finished())
+
+
+@pytest.mark.parametrize(
+    ("resume", "last_rounds", "taken_over"),
+    [
+        (False, [0], [False]),
+        (False, [0, 3], [False, True]),
+        (False, [3], [True]),  # what the one before it told was lost with it
+        (False, [0, 0], [False, True]),
+        (True, [3], [False]),
+        (True, [3, 5], [False, True]),
+    ],
+)
+def test_a_run_begins_once(resume: bool, last_rounds: list[int], taken_over: list[bool]) -> None:
+    begun = Beginnings(resume)
+    assert [begun.is_taken_over(Begun(last_round=one)) for one in last_rounds] == taken_over
+
+
+def test_rounds_of_which_nobody_heard_are_told_from_the_log(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Exchange.watch
+
+    def as_if_it_had_died_with_every_second_round(exchange: Exchange) -> Iterator[Report]:
+        for report in watch(exchange):
+            if report.HasField("round_closed") and report.round_closed.round in (2, ROUNDS):
+                begun = Begun(last_round=report.round_closed.round)
+                yield Report(time=report.time, member=EXCHANGE, begun=begun)
+            else:
+                yield report
+
+    monkeypatch.setattr(Exchange, "watch", as_if_it_had_died_with_every_second_round)
+    given = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}"]
+    run_topology(MIXED, given, tmp_path, in_process=True)
+    folder = tmp_path / "mixed"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["rounds"] == ROUNDS
+    assert all(one["bytes"] > 0 for one in summary["contributions"]["per_round"])
+    assert "failed" not in summary
+    told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(line["round"] for line in told if line["event"] == "round_closed") == list(range(1, ROUNDS + 1))
+    assert len([line for line in told if line["event"] == "begun"]) == 1
+
+
+class Telling:
+    """An exchange that only tells, and then ends, or waits to be stopped."""
+
+    def __init__(self, reports: Sequence[Report], ends: bool) -> None:
+        self.run = "run"
+        self._reports, self._stopped = reports, threading.Event()
+        if ends:
+            self._stopped.set()
+
+    def watch(self, members: Collection[str] = ()) -> Iterator[Report]:
+        yield from self._reports
+        self._stopped.wait(TIMEOUT)
+
+    def heard(self, member: str, term: int | None = None) -> None:
+        pass
+
+    def serve(self, listen: str = "127.0.0.1:0") -> tuple[grpc.Server, str]:
+        server, port = serve_exchange(cast(WatchedExchange, self), TOKEN, listen, members=1)
+        return server, f"127.0.0.1:{port}"
+
+    def stop(self, server: grpc.Server) -> None:
+        server.stop(None).wait(TIMEOUT)
+        self._stopped.set()
+
+
+def _watched_over_two(first: Sequence[Report], second: Sequence[Report], watch: Any) -> list[Report]:
+    """What is told while one exchange is stopped, once all of its reports have come, and another takes its address."""
+    before, after = Telling(first, ends=False), Telling(second, ends=True)
+    server, address = before.serve()
+    told: list[Report] = []
+    for report in watch(address):
+        told.append(report)
+        if len(told) == len(first):
+            before.stop(server)
+            server, _ = after.serve(address)
+    after.stop(server)
+    return told
+
+
+def test_who_watches_hears_of_both_and_nothing_twice() -> None:
+    silence: list[bool] = []
+    told = _watched_over_two(
+        [JOINED, BEGUN], [JOINED, AGAIN, FINISHED], lambda address: reports_of(address, TOKEN, silence.append)
+    )
+    assert told == [JOINED, BEGUN, AGAIN, FINISHED]
+    assert silence == [True, False]
+
+
+def test_so_do_other_hosts_until_their_members_are_through() -> None:
+    told = _watched_over_two(
+        [JOINED, BEGUN],
+        [AGAIN, FINISHED, BEGUN],
+        lambda address: reports_to_members(address, TOKEN, ["dc"], TIMEOUT, lambda _: None),
+    )
+    assert told == [JOINED, BEGUN, AGAIN, FINISHED]
+
+
+def test_an_exchange_that_ends_the_run_is_no_reason_to_wait_for_another() -> None:
+    exchange = Telling([JOINED], ends=True)
+    server, address = exchange.serve()
+    with pytest.raises(LinkClosed, match="has ended the run"):
+        list(reports_to_members(address, TOKEN, ["dc"], TIMEOUT, lambda _: None))
+    exchange.stop(server)
