@@ -13,6 +13,7 @@ from hetero_pp.lines import LineSettings, SiteSettings
 from hetero_pp.links import LinkSettings
 from hetero_pp.model import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.run.check_exchange import check_exchange
 from hetero_pp.run.check_topology import check_lines, check_topology
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
@@ -97,6 +98,7 @@ class RunConfig(Settings):
             raise ConfigError(("replicas",), "found nothing, expected at least one replica")
         check_topology(self.replicas, self.links, values.width, values.layers)
         check_lines(self.replicas, self.exchange, self.sites, self.lines)
+        check_exchange(self.exchange)
         check_participants(self.plan, self.links, self.lines, values.layers)
         if self.states.to == "store" and self.store.url is None:
             raise ConfigError(("states", "to"), "found `store`, expected a `store.url` with it")

@@ -79,6 +79,25 @@ def _invoke(text: str, tmp_path: Path, corpus: Path, *arguments: str) -> tuple[i
     return result.exit_code, result.stderr, path
 
 
+EXCHANGE = {
+    "grace upside down": ("grace: {least: 2 min, most: 1 min}", "exchange.grace.least", ["2:00", "1:00", "grace.most"]),
+    "lease upside down": ("lease: {least: 10 min}", "exchange.lease.least", ["10:00", "5:00", "`exchange.lease.most`"]),
+    "hang upside down": ("hang: {most: 1 min}", "exchange.hang.least", ["5:00", "1:00", "`exchange.hang.most`"]),
+    "grace above the limit": ("limit: 5 min", "exchange.grace.most", ["10:00", "5:00", "`exchange.limit`"]),
+}
+
+
+@pytest.mark.parametrize("case", EXCHANGE)
+def test_bounds_that_contradict_each_other_are_named(case: str, tmp_path: Path, corpus: Path) -> None:
+    setting, key, words = EXCHANGE[case]
+    code, errors, path = _invoke(f"{GOOD}exchange:\n  {setting}\n", tmp_path, corpus)
+    line = len(GOOD.splitlines()) + (1 if "above" in case else 2)  # of the nearest key that is there
+    assert (code, len(errors.splitlines())) == (2, 1), errors
+    assert errors.startswith(f"hetero-pp: {path}:{line}: {key}"), errors
+    for word in words:
+        assert word in errors
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_named(case: str, tmp_path: Path, corpus: Path) -> None:
     old, new, line, key, words = CASES[case]

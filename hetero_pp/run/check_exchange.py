@@ -1,0 +1,25 @@
+"""What only all settings of when a round closes, and how long somebody is waited for, can check together."""
+
+from __future__ import annotations
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.topology import ExchangeSettings
+from hetero_pp.units import format_seconds
+
+
+def check_exchange(exchange: ExchangeSettings) -> None:
+    """Raise ConfigError for bounds that contradict each other."""
+    bounds = {"grace": exchange.grace, "lease": exchange.lease, "hang": exchange.hang}
+    for name, window in bounds.items():
+        if window.least > window.most:
+            raise ConfigError(
+                ("exchange", name, "least"),
+                f"found {format_seconds(window.least)}, expected at most the {format_seconds(window.most)} of "
+                f"`exchange.{name}.most`",
+            )
+    if exchange.grace.most > exchange.limit:
+        raise ConfigError(
+            ("exchange", "grace", "most"),
+            f"found {format_seconds(exchange.grace.most)}, expected at most the {format_seconds(exchange.limit)} of "
+            "`exchange.limit`, after which a round closes",
+        )

@@ -1,0 +1,46 @@
+"""A member's client outlives its exchange: another one at the same address hears again what the first was told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from members import TIMEOUT, in_thread
+from runs import Run
+from test_uncounted import Member
+
+from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.rpc.exchange_client import ExchangeClient
+
+
+def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: Path) -> None:
+    """Its contribution is counted, though the first exchange has died with what it knew of it."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    server, port = serve_exchange(run.exchange, "token", "127.0.0.1:0", 2)
+    client = ExchangeClient(f"127.0.0.1:{port}", "token", "a", "run")
+    run.exchange.died("a", "to be taken over the network")
+    term = client.join("a", "")
+    a, b = Member(run, "a"), Member(run, "b")
+    a.outer.exchange = client
+    run.assign(0, "b")
+    work = client.assign("a", 0)
+    assert (term, work.round, work.epoch) == (2, 1, 2)
+    a.train(1)
+    waits = in_thread(lambda: a.outer.synchronise(1, work.epoch, 7))
+    first = run.exchange
+    first.decisions.wait_until(lambda: first.coordinator.open is not None and "a" in first.coordinator.open.whole)
+    ended = server.stop(None)  # every call breaks at once
+    first.decisions.fail("it is gone")  # for its threads that wait: nobody hears of it any more
+    assert ended.wait(TIMEOUT)
+    assert not waits.done()
+    run.take_over()
+    server, _ = serve_exchange(run.exchange, "token", f"127.0.0.1:{port}", 2)
+    assert not run.exchange.beat("b", 1, 1).is_over
+    b.outer.exchange = run.exchange
+    b.train(1)
+    b.outer.synchronise(1, 1, 7)
+    assert waits.result(TIMEOUT).round == 1
+    assert run.counted(1) == {"a": 2, "b": 1}
+    for name, tensor in b.holds().items():
+        assert a.holds()[name].equal(tensor), name
+    client.close()
+    server.stop(None).wait()
