@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.topology import ExchangeSettings
+from hetero_pp.topology import ExchangeSettings, GraceSettings, HangSettings, LeaseSettings
 from hetero_pp.units import format_seconds
 
 
 def check_exchange(exchange: ExchangeSettings) -> None:
     """Raise ConfigError for bounds that contradict each other."""
-    bounds = {"grace": exchange.grace, "lease": exchange.lease, "hang": exchange.hang}
-    for name, window in bounds.items():
+    windows: dict[str, GraceSettings | LeaseSettings | HangSettings] = {
+        "grace": exchange.grace,
+        "lease": exchange.lease,
+        "hang": exchange.hang,
+    }
+    for name, window in windows.items():
         if window.least > window.most:
             raise ConfigError(
                 ("exchange", name, "least"),
