@@ -26,6 +26,7 @@ class Faults:
     outages: float | None = None
     corruptions: float | None = None
     clock_jumps: float | None = None
+    power_cuts: float | None = None
     lost: float = 0.0
     doubled: float = 0.0
     late: float = 0.0
@@ -47,7 +48,7 @@ class Faults:
             mean is None or mean >= LIGHT_SECONDS
             for mean in (
                 *(self.kills, self.freezes, self.hangs, self.cuts, self.coordinator_kills),
-                *(self.coordinator_freezes, self.second_coordinators, self.outages),
+                *(self.coordinator_freezes, self.second_coordinators, self.outages, self.power_cuts),
             )
         )
 
@@ -99,6 +100,7 @@ def draw_faults(dice: Random) -> Faults:
         outages=every(0.3),
         corruptions=every(0.3, 2.0),
         clock_jumps=every(0.2),
+        power_cuts=every(0.2, 3.0),
         lost=some(0.4, 0.1),
         doubled=some(0.4, 0.3),
         late=some(0.5, 0.3),
@@ -108,3 +110,24 @@ def draw_faults(dice: Random) -> Faults:
         elsewhere=dice.choice((0.0, 0.3)),
         torn=dice.choice((0.0, 0.5)),
     )
+
+
+HARSH = Faults(
+    kills=100.0,
+    freezes=150.0,
+    hangs=150.0,
+    cuts=150.0,
+    coordinator_kills=150.0,
+    coordinator_freezes=300.0,
+    second_coordinators=200.0,
+    outages=300.0,
+    corruptions=100.0,
+    lost=0.03,
+    doubled=0.3,
+    late=0.3,
+    store_fails=0.1,
+)
+"""All kinds at once, where bugs are to be found soon."""
+
+HANGS = Faults(hangs=100.0)
+"""Alone, as whatever else goes wrong ends a process that hangs, too."""

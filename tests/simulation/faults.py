@@ -35,6 +35,7 @@ class FaultInjector:
             (faults.outages, self._fail_store),
             (faults.corruptions, self._corrupt),
             (faults.clock_jumps, self._jump),
+            (faults.power_cuts, self._cut_power),
         ):
             if mean is not None:
                 self._plan(mean, strike)
@@ -174,6 +175,20 @@ class FaultInjector:
     def _end_one_coordinator(self) -> None:
         if len(self._world.hosts) > 1:
             self._world.kill_host(self._world.dice.choice(self._world.hosts))
+
+    def _cut_power(self) -> None:
+        """Every process ends at once; then the run is resumed."""
+        world, dice = self._world, self._world.dice
+        world.tell("every process is killed")
+        for host in list(world.hosts):
+            world.kill_host(host)
+        for member in list(world.members):
+            world.gone(member)
+        resumed = dice.uniform(1.0, 60.0)
+        world.timeline.after(resumed, world.need_host, False)
+        for place in world.rules.places:
+            world.timeline.after(resumed + dice.uniform(0.0, 20.0), self._come_back, place)
+        world.disturb(resumed + 20.0 + HOLDS_SECONDS)
 
     def _fail_store(self) -> None:
         seconds = self._world.dice.uniform(1.0, 60.0)

@@ -226,7 +226,7 @@ class Invariants:
                 watched.assigned[effect.place] = effect.term, effect.round, effect.epoch
                 if effect.round == watched.number:
                     watched.trains.setdefault(places[effect.place], set()).add(effect.place)
-            case e.Suspended(place):
+            case e.Suspended(place) if not isinstance(event, e.Heard):  # else said again
                 self._out_of_step(watched, places[place])
             case e.Fenced(place, term):
                 if watched.assigned.get(place, (0,))[0] == term:

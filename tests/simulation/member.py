@@ -185,6 +185,8 @@ class Member:
         """An answer of its coordinator."""
         if host is not self.host or self.world.timeline.now < self.cut_until or self.phase == LEAVING:
             return
+        if self.hangs and not isinstance(effect, e.Fenced):
+            return
         match effect:
             case e.Welcome(_, _, term) if term > self.term:
                 self._undo()

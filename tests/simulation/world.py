@@ -73,7 +73,7 @@ class World:
         self._stuck_at = 0.0
         self._decided_at = 0.0
         self._counted = self._live = 0
-        self.start_host()
+        self.start_host(goes_on=False)
         for place in self.rules.places:
             seconds = self.dice.uniform(0.0, 5.0) if self.dice.random() < 0.9 else self.dice.uniform(0.0, 100.0)
             self.timeline.after(seconds, self.start, place, True)
@@ -121,6 +121,8 @@ class World:
         if self.store.last == self.rounds:
             left = [member.process for member in self.members]
             raise Violation(6, f"the run is over, and {left} do not end")
+        if self.injector.is_over:
+            raise Violation(6, f"nothing goes wrong any more, and the round does not close with {there}")
         if len(there) >= self.rules.needed and self._are_hosts_well():
             raise Violation(6, f"{there} are there, and the round does not close")
 
@@ -161,18 +163,18 @@ class World:
         for name in self.rules.replicas if replica is None else [replica]:
             self._calm_since[name] = max(self._calm_since[name], until)
 
-    def need_host(self) -> None:
+    def need_host(self, goes_on: bool = True) -> None:
         """A coordinator begins, unless there is one. One that cannot read the store tries again."""
         if self.hosts:
             return
         if self.timeline.now < self.store.down_until:
-            self.timeline.after(1.0, self.need_host)
+            self.timeline.after(1.0, self.need_host, goes_on)
         else:
-            self.start_host()
+            self.start_host(goes_on)
 
-    def start_host(self) -> Host:
-        """A coordinator goes on where the store says."""
-        host = Host(self, self.next_number(), goes_on=bool(self.store.terms))
+    def start_host(self, goes_on: bool = True) -> Host:
+        """A coordinator begins where the store says. If the run `goes_on`, members are presumed to be there."""
+        host = Host(self, self.next_number(), goes_on)
         self.hosts.append(host)
         self.tell(f"begins after round {self.store.last}: coordinator {host.number}")
         return host
