@@ -14,12 +14,14 @@ import grpc
 from hetero_pp.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkFarewell, LinkHello, LinkLeft
 from hetero_pp.rpc.channels import make_channel
-from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd
+from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.link_hello import Introduction, first_frame
 from hetero_pp.rpc.link_stream import LinkStream
 from hetero_pp.rpc.services import call_path
 
 SERVICE = DESCRIPTOR.services_by_name["StageLink"]
+PART_SECONDS = 0.5
+"""How long a listener may take to hear that a link is over."""
 AGAIN_SECONDS = 0.1
 """Between two attempts, where a listener is there and breaks the stream at once."""
 
@@ -65,7 +67,7 @@ class Dialling:
     def wait_until_parted(self) -> None:
         """Wait until the listener has heard that this end is over, as long as that may take."""
         if self._is_over.is_set():
-            self._parting.join(2 * STOP_SECONDS)
+            self._parting.join(PART_SECONDS)
 
     def _follow(self, stream: LinkStream, frames: Iterator[bytes]) -> None:
         """Receive, over as many streams as it takes."""
@@ -139,7 +141,7 @@ class Dialling:
         if self._end.failure is not None and self._end.streams > 0:
             farewell = LinkFarewell(hello=self._hello(), cause=self._end.failure)
             with suppress(grpc.RpcError):
-                self._leave(farewell, timeout=STOP_SECONDS)
+                self._leave(farewell, timeout=PART_SECONDS)
         with self._lock:
             if self._stream is not None:
                 self._stream.hang_up()
