@@ -189,6 +189,8 @@ class Coordinator:
             yield from (e.LookUp(other.name) for other in replica.places)
         elif epoch == replica.epoch and replica.alive:
             yield from self._adopt(place, round_)
+        elif replica.round is not None or place.asked is not None:
+            return  # it has returned since, and this was said before
         elif self.open is None or round_ != self.open.number or not self._is_whole(replica):
             yield e.Suspended(place.name, place.term, epoch, "its replica has to be formed anew")
 

@@ -226,6 +226,11 @@ class Invariants:
                 watched.assigned[effect.place] = effect.term, effect.round, effect.epoch
                 if effect.round == watched.number:
                     watched.trains.setdefault(places[effect.place], set()).add(effect.place)
+            case e.Suspended(place, term, epoch) if (
+                watched.assigned.get(place, (0, 0, 0))[2] > epoch
+                and host.coordinator.replicas[places[place]].round is not None
+            ):
+                raise Violation(5, f"term {term} of {place} is to return from epoch {epoch}, as it has")
             case e.Suspended(place) if not isinstance(event, e.Heard):  # else said again
                 self._out_of_step(watched, places[place])
             case e.Fenced(place, term):

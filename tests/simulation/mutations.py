@@ -55,6 +55,9 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         Edit(Coordinator, "_suspend", SUSPENDED, NOT_SUSPENDED),
         Edit(Coordinator, "_heard_training", SUSPENDED, NOT_SUSPENDED),
     ),
+    "tells who has returned to return": (
+        Edit(Coordinator, "_heard_training", "replica.round is not None or place.asked is not None", "False"),
+    ),
     "assigns a round twice": (Edit(Coordinator, "_may_join", "return replica not in self.open.whole", "return True"),),
     "lets in out of phase": (Edit(Coordinator, "_may_join", "return self.rules.joins_at_once or", "return True or"),),
     "overwrites a record": (Edit(Store, "create", "if record.round not in self.records:", "if True:"),),
