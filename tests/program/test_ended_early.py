@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,15 +110,26 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@contextmanager
+def _without_snapshots(folder: Path) -> Iterator[None]:
+    """While the block runs the log gives no round."""
+    aside = folder.parent / "aside"
+    aside.mkdir()
+    for path in (folder / "log").glob("snapshot-*"):
+        shutil.move(path, aside / path.name)
+    yield
+    for path in aside.iterdir():
+        shutil.move(path, folder / "log" / path.name)
+    aside.rmdir()
+
+
 def test_tensorboard_has_one_value_a_step(finished: Path, cut: Path, corpus: Path) -> None:
     """However often a run was gone on with; an attempt that failed leaves nothing."""
     for _ in range(2):
         _train(corpus, cut.parent, resume=True)
         _cut(cut)
-    shutil.move(cut / "state" / "dc", cut / "dc")
-    with pytest.raises(HeteroPPError):
+    with _without_snapshots(cut), pytest.raises(HeteroPPError):
         _train(corpus, cut.parent, resume=True)
-    shutil.move(cut / "dc", cut / "state" / "dc")
     assert len(list((cut / "tensorboard").iterdir())) == 1
     _train(corpus, cut.parent, resume=True)
     found, unbroken = _scalars(cut), _scalars(finished / "mixed")
@@ -163,14 +175,24 @@ def test_a_damaged_record_of_an_early_round_costs_the_summary_only_its_sizes(
     assert (found["contributions"]["per_round"][0]["bytes"], found["rounds"]) == (0, ROUNDS)
 
 
-def test_no_round_that_all_hold_is_told_in_one_line(cut: Path, corpus: Path) -> None:
+def test_a_run_that_its_log_cannot_give_is_told_in_one_line(cut: Path, corpus: Path) -> None:
     shutil.rmtree(cut / "state" / "dc")
     before = (cut / "metrics.jsonl").read_text()
-    with pytest.raises(HeteroPPError) as failure:
+    with _without_snapshots(cut), pytest.raises(HeteroPPError) as failure:
         _train(corpus, cut.parent, resume=True)
     assert "dc holds none; home.0 holds 3, 4; home.1 holds 3, 4; home.2 holds 3, 4" in str(failure.value)
     assert (cut / "metrics.jsonl").read_text() == before
     assert not (cut / "metrics.jsonl.part").exists()
+
+
+def test_a_member_that_has_lost_its_states_goes_on_with_the_others(
+    cut: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(cut / "state" / "dc")
+    found = _train(corpus, cut.parent, resume=True)
+    assert "dc has what it saved nowhere: it begins with an empty error feedback" in capsys.readouterr().out
+    assert found["rounds"] == ROUNDS
+    assert len(set(found["parameters_sha256"].values())) == 1
 
 
 def test_a_run_that_is_over_is_not_undone(finished: Path, corpus: Path, tmp_path: Path) -> None:
