@@ -185,7 +185,7 @@ class FaultInjector:
         for member in list(world.members):
             world.gone(member)
         resumed = dice.uniform(1.0, 60.0)
-        world.timeline.after(resumed, world.need_host, False)
+        world.timeline.after(resumed, world.need_host)
         for place in world.rules.places:
             world.timeline.after(resumed + dice.uniform(0.0, 20.0), self._come_back, place)
         world.disturb(resumed + 20.0 + HOLDS_SECONDS)

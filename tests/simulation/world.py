@@ -163,14 +163,14 @@ class World:
         for name in self.rules.replicas if replica is None else [replica]:
             self._calm_since[name] = max(self._calm_since[name], until)
 
-    def need_host(self, goes_on: bool = True) -> None:
+    def need_host(self) -> None:
         """A coordinator begins, unless there is one. One that cannot read the store tries again."""
         if self.hosts:
             return
         if self.timeline.now < self.store.down_until:
-            self.timeline.after(1.0, self.need_host, goes_on)
+            self.timeline.after(1.0, self.need_host)
         else:
-            self.start_host(goes_on)
+            self.start_host(goes_on=bool(self.members))
 
     def start_host(self, goes_on: bool = True) -> Host:
         """A coordinator begins where the store says. If the run `goes_on`, members are presumed to be there."""
