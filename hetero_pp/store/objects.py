@@ -27,8 +27,9 @@ PART_BYTES, MOST_PARTS = 8 * 2**20, 9_000
 CONNECT_SECONDS, PART_SECONDS = 10, 120
 """For a connection; for one request, or one part, on the slowest line that is of use."""
 
-RETRIES = 10
-"""After a lost connection or an error of the server, with pauses that grow."""
+BACKOFF = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
+RETRIES = 1000
+"""After a lost connection or an error of the server, with pauses that grow: patience ends them, not their number."""
 
 
 class ObjectStore:
@@ -143,7 +144,7 @@ def _opened(url: str, options: Mapping[str, str], patience: float) -> Any:
         "timeout": timedelta(seconds=PART_SECONDS),
         "allow_http": options.get("endpoint", "").startswith("http://"),
     }
-    retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=patience)}
+    retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=patience), "backoff": BACKOFF}
     if url.startswith("memory:"):
         return MemoryStore()
     try:

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -245,3 +246,32 @@ def test_a_service_that_cannot_be_reached_is_one_line(free_port: int) -> None:
     ):
         with pytest.raises(StoreError, match=r"^s3://runs/mine/key: cannot be \w+ \(Connection refused\)$"):
             call("key")
+
+
+class _Starting(BaseHTTPRequestHandler):
+    """A service that is not ready for its first dozen of requests."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        self.send_response(500 if self.asked <= 12 else 404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Nobody is told."""
+
+
+def test_a_service_that_is_not_ready_is_asked_again() -> None:
+    """For as long as there is patience, however often that is."""
+    service = ThreadingHTTPServer(("127.0.0.1", 0), _Starting)
+    threading.Thread(target=service.serve_forever, daemon=True).start()
+    options = {"endpoint": f"http://127.0.0.1:{service.server_port}", "access_key_id": "a", "secret_access_key": "b"}
+    try:
+        with pytest.raises(FileNotFoundError):
+            ObjectStore("s3://runs/mine", options).get("key")
+    finally:
+        service.shutdown()
+        service.server_close()
+    assert _Starting.asked == 13
