@@ -7,7 +7,7 @@ raised again as the errors they were.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import grpc
@@ -17,7 +17,7 @@ from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import ExchangeLost, MalformedMessage, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
-from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, Standing
+from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
@@ -27,15 +27,21 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
 MAX_BLOB_BYTES = 4 << 30
 
 
+IsAsked = Callable[[], bool]
+
+
 class WatchedExchange(Protocol):
-    """The exchange, as the server asks it for all members: see ExchangeService. `term`: which the caller holds."""
+    """The exchange, as the server asks it for all members: see ExchangeService. `term`: which the caller holds.
+
+    What waits for long may ask whether its caller is still there, and is woken when that changes.
+    """
 
     run: str
 
     def agree(self, member: str, configuration: str) -> str: ...
 
     def join(
-        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
+        self, member: str, address: str, available: AvailableStates, process: str | None, is_asked: IsAsked
     ) -> int: ...
 
     def last_round(self) -> int: ...
@@ -48,7 +54,7 @@ class WatchedExchange(Protocol):
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]: ...
 
-    def assign(self, member: str, holds: int, address: str = "", term: int | None = None) -> Assignment: ...
+    def assign(self, member: str, holds: int, address: str, term: int | None, is_asked: IsAsked) -> Assignment: ...
 
     def beat(
         self,
@@ -75,7 +81,10 @@ class WatchedExchange(Protocol):
         term: int | None = None,
     ) -> None: ...
 
-    def record(self, round_: int, member: str | None = None, term: int | None = None) -> pb.RoundRecord: ...
+    def record(self, round_: int, member: str | None, term: int | None, is_asked: IsAsked) -> pb.RoundRecord: ...
+
+    def wake(self) -> None:
+        """A caller is gone."""
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes: ...
 
@@ -133,6 +142,11 @@ class _Servicer(ExchangeServicer):
             )
         self.exchange.heard(member, _term(context))
 
+    def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
+        """Whether a call's caller is there. Else who comes and goes on a bad line would leave all threads waiting."""
+        context.add_callback(self.exchange.wake)
+        return context.is_active
+
     def _moving(self, frames: Iterable[bytes], member: str) -> Iterator[bytes]:
         """The same frames; each that goes over the link shows that the member is there."""
         for frame in frames:
@@ -147,7 +161,8 @@ class _Servicer(ExchangeServicer):
             raise Refused(f"found protocol version {request.version}, expected {PROTOCOL_VERSION}")
         available = AvailableStates(frozenset(request.rounds), tuple(request.damaged))
         process = request.process or None
-        return pb.JoinReply(term=self.exchange.join(_member(context), request.address, available, process))
+        member, is_asked = _member(context), self._is_asked(context)
+        return pb.JoinReply(term=self.exchange.join(member, request.address, available, process, is_asked))
 
     def LastRound(self, request: pb.LastRoundRequest, context: grpc.ServicerContext) -> pb.LastRoundReply:
         return pb.LastRoundReply(last_round=self.exchange.last_round())
@@ -169,7 +184,8 @@ class _Servicer(ExchangeServicer):
         return pb.LocateReply(address=self.exchange.locate(request.member))
 
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
-        work = self.exchange.assign(_member(context), request.holds, request.address, _term(context))
+        member, is_asked = _member(context), self._is_asked(context)
+        work = self.exchange.assign(member, request.holds, request.address, _term(context), is_asked)
         return pb.AssignReply(
             round=work.round,
             epoch=work.epoch,
@@ -227,7 +243,7 @@ class _Servicer(ExchangeServicer):
     def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
         if request.exchange not in ("", self.process):
             raise ExchangeLost("what was contributed to the exchange before this one has to be told again")
-        return self.exchange.record(request.round, _member(context), _term(context))
+        return self.exchange.record(request.round, _member(context), _term(context), self._is_asked(context))
 
     def Fetch(  # type: ignore[override]  # a Frame is raw bytes
         self, request: pb.FetchRequest, context: grpc.ServicerContext

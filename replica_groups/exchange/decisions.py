@@ -9,10 +9,10 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from hetero_pp.errors import HeteroPPError, RunFailed, StoreError, Suspended, TermOver
+from hetero_pp.errors import HeteroPPError, LinkClosed, RunFailed, StoreError, Suspended, TermOver
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from replica_groups.exchange.log import ContributionLog
@@ -34,6 +34,13 @@ _OVERSLEPT = 3.0
 """Seconds of sleep beyond which this process was itself frozen."""
 
 OnEffect = Callable[[e.Effect], None]
+IsAsked = Callable[[], bool]
+"""Whether the caller of something that waits is still there."""
+
+
+def always() -> bool:
+    """Of a caller that is a thread of this process."""
+    return True
 
 
 class Decisions:
@@ -52,6 +59,8 @@ class Decisions:
         self.log = log
         self.changed = threading.Condition()
         self.failure: str | None = None
+        self.waiting = 0
+        """Callers over the network that wait for a decision."""
         terms = {place: term for place, term in log.terms().items() if place in rules.places}
         self.coordinator = Coordinator(rules, clock(), terms, goes_on)
         self._clock, self._on_effect = clock, on_effect
@@ -186,25 +195,49 @@ class Decisions:
         if self.failure is not None:
             raise RunFailed(self.failure)
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for it, with the lock held while it is asked. Raises RunFailed."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.failure is not None or condition())
-            self.require_alive()
+    def wait_until(self, condition: Callable[[], bool], is_asked: IsAsked = always) -> None:
+        """Wait for it, with the lock held while it is asked, as long as somebody asks.
 
-    def wait_for_term(self, place: str, process: str) -> int:
+        Raises RunFailed, LinkClosed once nobody does.
+        """
+        with self.changed, self._counted_as_waiting(is_asked):
+            self.changed.wait_for(lambda: self.failure is not None or condition() or not is_asked())
+            self.require_alive()
+            if not is_asked() and not condition():
+                raise LinkClosed("who has asked is gone")
+
+    @contextlib.contextmanager
+    def _counted_as_waiting(self, is_asked: IsAsked) -> Iterator[None]:
+        self.waiting += is_asked is not always
+        self.changed.notify_all()
+        try:
+            yield
+        finally:
+            self.waiting -= is_asked is not always
+            self.changed.notify_all()
+
+    def wake(self) -> None:
+        """Who has asked may be gone."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def wait_for_term(self, place: str, process: str, is_asked: IsAsked = always) -> int:
         """Until a process that has applied for a place holds it: the term."""
-        self.wait_until(lambda: (place, process) in self._welcomed)
+        self.wait_until(lambda: (place, process) in self._welcomed, is_asked)
         return self._welcomed[place, process]
 
-    def wait_for_work(self, place: str, term: int) -> e.Assign:
+    def wait_for_work(self, place: str, term: int, is_asked: IsAsked = always) -> e.Assign:
         """Until a member that has asked is told what to train. Raises TermOver."""
         with self.changed:
-            self.wait_until(lambda: (place, term) in self._assigned or not self.coordinator.holds(place, term))
+            self.wait_until(
+                lambda: (place, term) in self._assigned or not self.coordinator.holds(place, term), is_asked
+            )
             self.require_term(place, term)
             return self._assigned[place, term]  # and leave it: a call whose caller is gone may have waited, too
 
-    def wait_for_record(self, round_: int, place: str | None = None, term: int | None = None) -> RoundRecord:
+    def wait_for_record(
+        self, round_: int, place: str | None = None, term: int | None = None, is_asked: IsAsked = always
+    ) -> RoundRecord:
         """Until a round is decided.
 
         For a member: raises TermOver, and Suspended if its replica has to train the round again.
@@ -215,7 +248,7 @@ class Decisions:
             return round_ <= self.coordinator.last_round or (place, term) in self._suspended or is_over
 
         with self.changed:
-            self.wait_until(is_due)
+            self.wait_until(is_due, is_asked)
             if round_ > self.coordinator.last_round and place is not None and term is not None:
                 self.require_term(place, term)
                 raise Suspended(self._suspended[place, term].cause)

@@ -42,7 +42,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, en
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot
-from replica_groups.exchange.decisions import Decisions
+from replica_groups.exchange.decisions import Decisions, IsAsked, always
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.standing import reports_of
@@ -247,7 +247,12 @@ class Exchange:
         return self.run
 
     def join(
-        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
+        self,
+        member: str,
+        address: str,
+        available: AvailableStates = NO_STATES,
+        process: str | None = None,
+        is_asked: IsAsked = always,
     ) -> int:
         """See ExchangeService. A second process under one name is refused."""
         self._expect_member(member)
@@ -255,7 +260,7 @@ class Exchange:
         for answer in self.decisions.tell(e.Applied(member, process)):
             if isinstance(answer, e.Refused):
                 raise self._refused(member, answer.reason)
-        term = self.decisions.wait_for_term(member, process)
+        term = self.decisions.wait_for_term(member, process, is_asked)
         with self._changed:
             self._addresses[member] = address
             self._available[member] = available
@@ -300,14 +305,17 @@ class Exchange:
         self._expect_member(member)
         self.decisions.tell(e.Died(member, cause=cause))
 
-    def assign(self, member: str, holds: int, address: str = "", term: int | None = None) -> Assignment:
+    def assign(
+        self, member: str, holds: int, address: str = "", term: int | None = None, is_asked: IsAsked = always
+    ) -> Assignment:
         """See ExchangeService."""
         term = self._term(member, term)
         with self._changed:
-            self._addresses[member] = address
+            if self.coordinator.holds(member, term):
+                self._addresses[member] = address
         self.decisions.asks(member, term)
         self.decisions.tell(e.Asked(member, term, holds))
-        work = self.decisions.wait_for_work(member, term)
+        work = self.decisions.wait_for_work(member, term, is_asked)
         after = self._after(member)
         with self._changed:
             return Assignment(
@@ -407,11 +415,17 @@ class Exchange:
                 raise self._refused(member, answer.reason)
         self.decisions.require_alive()
 
-    def record(self, round_: int, member: str | None = None, term: int | None = None) -> RoundRecord:
+    def record(
+        self, round_: int, member: str | None = None, term: int | None = None, is_asked: IsAsked = always
+    ) -> RoundRecord:
         """See ExchangeService."""
         if member is not None:
             term = self._term(member, term)
-        return self.decisions.wait_for_record(round_, member, term)
+        return self.decisions.wait_for_record(round_, member, term, is_asked)
+
+    def wake(self) -> None:
+        """Who has asked, and waits, may be gone."""
+        self.decisions.wake()
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangeService."""

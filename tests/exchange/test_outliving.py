@@ -8,6 +8,7 @@ from members import TIMEOUT, in_thread
 from runs import Run
 from test_uncounted import Member
 
+from hetero_pp.messages.messages_pb2 import RecordRequest
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 
@@ -42,5 +43,25 @@ def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: 
     assert run.counted(1) == {"a": 2, "b": 1}
     for name, tensor in b.holds().items():
         assert a.holds()[name].equal(tensor), name
+    client.close()
+    server.stop(None).wait()
+
+
+def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path) -> None:
+    """Over a line that comes and goes a member asks again and again; the server has so many threads."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    server, port = serve_exchange(run.exchange, "token", "127.0.0.1:0", 1)
+    run.assign(0, "a", "b")
+    decisions = run.exchange.decisions
+    for _ in range(60):
+        client = ExchangeClient(f"127.0.0.1:{port}", "token", "a", "run")
+        waits = client._calls.Record.future(RecordRequest(round=1), metadata=client._metadata, wait_for_ready=True)
+        decisions.wait_until(lambda: decisions.waiting > 0)
+        client.close()
+        decisions.wait_until(lambda: decisions.waiting == 0)
+        assert waits.done()
+    client = ExchangeClient(f"127.0.0.1:{port}", "token", "a", "run")
+    client.wait_until_ready(TIMEOUT)
+    assert client.newest_snapshot()[0] == 0
     client.close()
     server.stop(None).wait()

@@ -17,12 +17,12 @@ from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
-from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, Standing
+from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc import exchange as served_exchange
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of, reports_to_members
-from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.rpc.exchange import IsAsked, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
 
@@ -59,7 +59,7 @@ class Recorder:
         self.left_terms: list[int | None] = []
         self.processes: list[str | None] = []
         """By what callers that wanted a place have named themselves."""
-        self.stayed = threading.Event()
+        self.stayed, self.woken = threading.Event(), threading.Event()
         self.refused: list[tuple[str, str]] = []
 
     def agree(self, member: str, configuration: str) -> str:
@@ -71,7 +71,7 @@ class Recorder:
         return CHANGES
 
     def join(
-        self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
+        self, member: str, address: str, available: AvailableStates, process: str | None, is_asked: IsAsked
     ) -> int:
         self.asked.append(("join", member, address, available))
         self.processes.append(process)
@@ -93,7 +93,7 @@ class Recorder:
         self.asked.append(("snapshot", round_, *names))
         return dict.fromkeys(names, NORM)
 
-    def assign(self, member: str, holds: int, address: str = "", term: int | None = None) -> Assignment:
+    def assign(self, member: str, holds: int, address: str, term: int | None, is_asked: IsAsked) -> Assignment:
         self.asked.append(("assign", member, holds, address, term))
         return WORK
 
@@ -126,7 +126,10 @@ class Recorder:
     ) -> None:
         self.asked.append(("deposit", member, address, data, epoch, steps, term))
 
-    def record(self, round_: int, member: str | None = None, term: int | None = None) -> pb.RoundRecord:
+    def wake(self) -> None:
+        self.woken.set()
+
+    def record(self, round_: int, member: str | None, term: int | None, is_asked: IsAsked) -> pb.RoundRecord:
         self.asked.append(("record", round_, member, term))
         return pb.RoundRecord(round=round_)
 
