@@ -184,8 +184,8 @@ def round_line(state: RunState, round_: int) -> str:
 
 def _validation(state: RunState, round_: int) -> str:
     """The mean over all replicas; over those that told theirs, by name, if others could not."""
-    mean, missing = state.mean_validation_loss(round_), state.missing_losses(round_)
-    if mean is not None or not missing:
+    mean = state.mean_validation_loss(round_)
+    if mean is not None or not (state.standings.not_counted(round_) or state.missing_losses(round_)):
         return _loss(mean)
     told = {name: replica.validation_loss.get(round_) for name, replica in state.replicas.items()}
     return ", ".join(f"{name} {_loss(loss)}" for name, loss in told.items())

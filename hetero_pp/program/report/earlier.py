@@ -45,7 +45,8 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
             strange += 1
     if strange:
         complain(f"{strange} lines of {folder.metrics.name} that cannot be read are left out")
-    reports += [report for report in unplaced if report.time <= closed.get(last, 0.0)]
+    until = max((time for round_, time in closed.items() if round_ <= last), default=0.0)
+    reports += [report for report in unplaced if report.time <= until]
     log, began = open_log(config, folder), min((report.time for report in reports), default=time.time())
     for round_ in range(1, last + 1):
         try:
