@@ -1,0 +1,287 @@
+"""What a run keeps of its work while processes are killed and frozen and links are cut, and how soon it goes on.
+
+    python benchmarks/chaos.py [--json FILE] [--minutes 30] [--rate 125] [--seed 0] [--parts PART ...]
+
+A datacenter replica, a group of two stages and one of three train in rounds of so much time, on one machine, as
+processes of their own. Faults come at random, `rate` of them in an hour: kills, freezes and cuts of ten seconds, as
+likely of any member as of the exchange.
+
+- `matrix`: one fault of every kind to every role in every phase of a round, one a round, all replicas in each.
+- `goodput`: tokens of counted contributions a second under faults, beside those of stretches without them right before
+  and after: the machine may be shared, so that ratios say more than figures. `soak`: memory and descriptors meanwhile.
+- `all_or_nothing`: the same where whoever dies ends the run, which is then started again by `--resume`.
+- `slow_uplink`: contributions of tens of seconds at 1 Mbit/s: nobody is taken for dead.
+
+With --json results are written as they come; a part that the file has is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from chaos_run import REPLICAS, YAML, ChaosRun, role_of, tokens_a_second
+from command_line import parse, save
+
+from hetero_pp.program.experiments.provenance import commit, machine
+
+SMOKE = {"minutes": 0.1, "stretch": 0.1, "cells": 1, "parts": ["matrix", "goodput"], "rate": 1800.0, "seconds": 1.0}
+PHASES = ("training", "contributing", "waiting", "evaluating", "saving")
+MOST_SECONDS_A_CELL = 120.0
+
+
+# ---- one fault of every kind ----
+
+
+def cells() -> list[tuple[str, str, str]]:
+    """(kind, whom, phase)"""
+    killed = itertools.product(["kill"], ["far.1", "dc", "exchange", "far.0", "far.2"], PHASES)
+    frozen = itertools.product(["freeze"], ["far.1", "dc", "exchange"], PHASES)
+    cut = itertools.product(["cut"], ["far.0-1", "dc-exchange", "far.1-exchange"], PHASES)
+    rest = [("corrupt", "dc", "training"), ("corrupt", "far.1", "training"), ("fill", "exchange", "training")]
+    found = [list(killed), list(frozen), list(cut), rest]
+    return [one for row in itertools.zip_longest(*found) for one in row if one is not None]
+
+
+def entry(cell: tuple[str, str, str], round_: int) -> str:
+    """A cell as an entry of a file of faults."""
+    kind, whom, phase = cell
+    lasts = "" if kind in ("kill", "corrupt") else ", lasts: 2 s"
+    return f"{{{kind}: {whom}{lasts}, at: {{round: {round_}, phase: {phase}}}}}"
+
+
+def matrix(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
+    """A round a cell, from the second on; where one is lost the others are tried in another run."""
+    left, rows, runs = cells()[: arguments.cells], list[dict[str, Any]](), list[dict[str, Any]]()
+    while left:
+        run = ChaosRun(folder / f"matrix-{len(runs)}", ["exchange.quorum=1", f"outer.rounds={len(left) + 3}"])
+        run.start([entry(cell, number) for number, cell in enumerate(left, start=2)])
+        begun, done = time.monotonic(), 0
+        while run.runs:
+            run.wait(MOST_SECONDS_A_CELL, done + 1)
+            if (now := max(run.closed(), default=0)) == done and run.runs:
+                break
+            done = now
+        ended = not run.runs
+        run.stop()
+        injected = {one["round"]: one for one in run.events() if one.get("what") == "injected"}
+        survived = {round_ for round_, one in run.records().items() if len(one["contributions"]) == len(REPLICAS)}
+        tried = len(left) if ended else min(len(left), done)
+        for number, (kind, whom, phase) in enumerate(left[:tried], start=2):
+            role = "link" if "-" in whom else role_of(whom)
+            own = {"kind": kind, "whom": whom, "role": role, "phase": phase, "was_done": number in injected}
+            rows.append(own | {"survived": number in survived and number + 1 in survived})
+        runs.append({"seconds": time.monotonic() - begun, "to_its_end": ended, "replay": run.replay()})
+        left = left[tried:]
+        tell({"cells": rows, "survived": sum(row["survived"] for row in rows), "runs": runs})
+
+
+# ---- faults at random ----
+
+
+def at_random(arguments: argparse.Namespace, seed: int) -> list[str]:
+    """The file's only entry."""
+    return [f"{{rate: {arguments.rate:g}/h, of: [kill, freeze, cut], lasts: 10 s, seed: {seed}}}"]
+
+
+def timed(arguments: argparse.Namespace, *more: str) -> list[str]:
+    """Settings: rounds are time."""
+    return [f"inner={{seconds: {arguments.seconds:g}, learning_rate: 6e-3}}", *more]
+
+
+def baseline(folder: Path, name: str, arguments: argparse.Namespace) -> float:
+    """Tokens a second of a stretch without faults."""
+    run = ChaosRun(folder / name, timed(arguments))
+    run.start()
+    run.wait(MOST_SECONDS_A_CELL, 1)
+    run.wait(60 * arguments.stretch)
+    run.stop()
+    return tokens_a_second(run)
+
+
+def goodput(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
+    """Under faults, between two stretches without."""
+    found: dict[str, Any] = {"baseline_goodput": [baseline(folder, "before", arguments)]}
+    run = ChaosRun(folder / "goodput", timed(arguments))
+    run.start(at_random(arguments, arguments.seed))
+    run.wait(MOST_SECONDS_A_CELL, 1)
+    begin, samples = time.monotonic(), defaultdict(list)
+    while (seconds := time.monotonic() - begin) < 60 * arguments.minutes and run.wait(5.0):
+        for member, pid, memory, descriptors in run.sizes():
+            samples[member, pid].append((seconds, memory, descriptors))
+        tell(found | figures(run, found) | {"minutes": seconds / 60, "soak": soak(samples)})
+    found["ended_by_itself"] = not run.runs
+    run.stop()
+    found |= {"minutes": (time.monotonic() - begin) / 60, "replay": run.replay(), "soak": soak(samples)}
+    found["baseline_goodput"].append(baseline(folder, "after", arguments))
+    tell(found | figures(run, found))
+
+
+def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run came to so far; a fault of which it is not known yet is `survived: null`."""
+    events, records, closed = run.events(), run.records(), run.closed()
+    own, usual = tokens_a_second(run), float(np.mean(found["baseline_goodput"]))
+    hashes = defaultdict(set)
+    for one in events:
+        if one["event"] == "round_verified":
+            hashes[one["round"]].add(one["parameters_sha256"])
+    faults = [_fault(one, events, records, closed) for one in events if one.get("what") == "injected"]
+    resumed = [one["resume_seconds"] for one in faults if one["resume_seconds"] is not None]
+    counted = sum(len(record["contributions"]) for record in records.values())
+    return {
+        "goodput": own,
+        "fault_free_share": own / usual if usual else None,
+        "rounds": len(records),
+        "rounds_are_consecutive": sorted(records) == list(range(1, len(records) + 1)),
+        "hashes_are_equal": all(len(one) == 1 for one in hashes.values()),
+        "participation": counted / (len(REPLICAS) * len(records)) if records else None,
+        "resume_seconds": {"median": median(resumed), "worst": max(resumed), "of": len(resumed)} if resumed else None,
+        "faults": faults,
+    }
+
+
+def _fault(
+    told: Mapping[str, Any],
+    events: Sequence[Mapping[str, Any]],
+    records: Mapping[int, Any],
+    closed: Mapping[int, float],
+) -> dict[str, Any]:
+    """One fault, and what became of whom it was done to."""
+    place, when, cause = told["place"], told["time"], told["cause"]
+    replica, kind = place.partition(".")[0], cause.split()[0]
+    later = [records[round_] for round_, time_ in closed.items() if time_ > when and round_ in records]
+    counted = [one for one in later if place == "exchange" or replica in [c["replica"] for c in one["contributions"]]]
+    again = None
+    if kind == "kill" and place != "exchange":
+        joined = [one["time"] for one in events if one["event"] == "joined" and one["member"] == place]
+        back = min((time_ for time_ in joined if time_ > when), default=None)
+        steps = (one["time"] for one in events if one["event"] == "inner_step" and one["replica"] == replica)
+        again = None if back is None else min((time_ - when for time_ in steps if time_ > back), default=None)
+    elif kind == "kill":
+        again = min((time_ - when for time_ in closed.values() if time_ > when), default=None)
+    return {
+        "kind": kind,
+        "whom": cause,
+        "role": role_of(place),
+        "phase": cause.rpartition("(")[2].rstrip(")"),
+        "survived": True if counted else None if len(later) < len(REPLICAS) else False,
+        "resume_seconds": again,
+    }
+
+
+def soak(samples: Mapping[tuple[str, int], Sequence[tuple[float, int, int]]]) -> list[dict[str, Any]]:
+    """Of each process that lived for three minutes, after its first: how memory and descriptors grow, with errors."""
+    rows = []
+    for (member, _), taken in samples.items():
+        kept = np.array([one for one in taken if one[0] > taken[0][0] + 60])
+        if len(kept) > 2 and kept[-1, 0] - kept[0, 0] > 120:
+            row: dict[str, Any] = {"member": member, "seconds": float(kept[-1, 0] - kept[0, 0])}
+            row["megabytes_an_hour"] = slope(kept[:, 0] / 3600, kept[:, 1] / 1e6)
+            row["descriptors_an_hour"] = slope(kept[:, 0] / 3600, kept[:, 2])
+            rows.append(row | {"megabytes": float(kept[-1, 1] / 1e6), "descriptors": int(kept[-1, 2])})
+    return rows
+
+
+def slope(x: Any, y: Any) -> list[float]:
+    """Of a line through points, with its standard error."""
+    line = np.polyfit(x, y, 1)
+    left, spread = y - np.polyval(line, x), x - x.mean()
+    return [float(line[0]), float(np.sqrt((left @ left) / (len(x) - 2) / (spread @ spread)))]
+
+
+def all_or_nothing(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
+    """Whoever dies ends the run, which is started again at once; a fault costs everybody what was not saved."""
+    usual = baseline(folder, "before-all", arguments)
+    run = ChaosRun(folder / "all", timed(arguments, "restarts.count=0", "exchange.quorum=1"))
+    begin, starts, since = time.monotonic(), 0, None
+    while (seconds := time.monotonic() - begin) < 60 * arguments.minutes:
+        run.start(at_random(arguments, arguments.seed + 1000 + starts), resume=starts > 0)
+        starts += 1
+        run.wait(60 * arguments.minutes - seconds)
+        since = since or next(iter(run.closed().values()), None)
+    run.stop()
+    own = tokens_a_second(run, since, time.time())
+    found = {"goodput": own, "baseline_goodput": usual, "fault_free_share": own / usual, "starts": starts}
+    tell(found | {"minutes": (time.monotonic() - begin) / 60, "rounds": len(run.records()), "replay": run.replay()})
+
+
+# ---- a slow uplink ----
+
+SLOW = YAML.replace("width: 64", "width: 192").replace("outer: {rounds: 100000}", "outer: {rounds: 2, method: diloco}")
+
+
+def slow_uplink(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
+    """What the exchange says of members whose uplinks are full for long."""
+    text = SLOW.replace("replicas:", "lines: {home: {up: 1 Mbit/s, down: 100 Mbit/s, latency: 15 ms}}\nreplicas:")
+    text = text.replace("stages: 2,", "stages: {count: 2, line: home},").replace(", line: fibre", "")
+    run = ChaosRun(folder / "slow", ["exchange.quorum=1", "exchange.limit=1h"], text)
+    begin = time.monotonic()
+    run.start()
+    run.wait(600.0)
+    run.stop()
+    events = run.events()
+    happened = [one for one in events if one.get("what") in ("silent", "term_over", "suspended", "restarted")]
+    outer = [one["outer_seconds"] for one in events if one["event"] == "member_round" and one["member"] != "dc"]
+    beats = {"taken_for_dead": len(happened), "what": [one["what"] for one in happened]}
+    longest = max(outer, default=None)
+    tell(beats | {"rounds": len(run.records()), "longest_outer_round": longest, "seconds": time.monotonic() - begin})
+
+
+PARTS: dict[str, Callable[[Path, argparse.Namespace, Callable[[Any], None]], None]] = {
+    "matrix": matrix,
+    "goodput": goodput,
+    "all_or_nothing": all_or_nothing,
+    "slow_uplink": slow_uplink,
+}
+
+
+def show(name: str, found: Mapping[str, Any]) -> None:
+    """A few lines for a part."""
+    if name == "matrix":
+        lost = [row for row in found["cells"] if not row["survived"]]
+        print(f"matrix: {found['survived']} of {len(found['cells'])} survived", *lost, sep="\n  ")
+    else:
+        kept = {key: value for key, value in found.items() if key not in ("faults", "soak")}
+        print(f"{name}: {json.dumps(kept)}")
+
+
+def main() -> None:
+    """Measure what is not there yet, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="under faults")
+    parser.add_argument("--stretch", type=float, default=2.0, help="minutes without, before and after")
+    parser.add_argument("--rate", type=float, default=125.0, help="faults an hour")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a round's inner loop")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cells", type=int, default=1000, help="of the matrix, at most")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    arguments = parse(parser, SMOKE)
+    found: dict[str, Any] = {}
+    if arguments.json is not None and arguments.json.exists():
+        found = json.loads(arguments.json.read_text())
+    found |= {"machine": machine(), "commit": commit(), "rate": arguments.rate, "seed": arguments.seed}
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-chaos-") as folder:
+        for name in arguments.parts:
+            if found.get(name, {}).get("is_whole"):
+                continue
+
+            def tell(result: Any, name: str = name) -> None:
+                found[name] = result
+                save(found, arguments.json)
+
+            PARTS[name](Path(folder), arguments, tell)
+            tell(found[name] | {"is_whole": True})
+            show(name, found[name])
+
+
+if __name__ == "__main__":
+    main()

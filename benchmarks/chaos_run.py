@@ -1,0 +1,143 @@
+"""Runs that faults are done to: started as a user starts them, followed by what they leave, stopped by Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SECONDS_BETWEEN_LOOKS = 1.0
+
+YAML = """\
+name: chaos
+seed: 1
+model: {preset: micro, width: 64, heads: 2, feed_forward: 128}
+data: {corpus: docstrings, sequence_length: 64, validation_sequences: 4, repeat: true}
+inner: {steps: 4, learning_rate: 6e-3}
+outer: {rounds: 100000}
+snapshots: {every: 1}
+exchange:
+  quorum: 0.5
+  grace: {factor: 3, least: 2 s, most: 10 s}
+  limit: 60 s
+  lease: {factor: 5, least: 5 s, most: 10 s}
+restarts: {count: 100000}
+replicas:
+  - {name: dc, kind: datacenter, batch_size: 8}
+  - {name: near, kind: participants, stages: 2, batch_size: 8, micro_batches: 2, boundary: {rank: 1/4}}
+  - {name: far, kind: participants, stages: [{layers: 1}, {layers: 2}, {layers: 1}], batch_size: 8, micro_batches: 2,
+     boundary: {rank: 1/4}}
+"""
+REPLICAS = ("dc", "near", "far")
+
+
+def role_of(place: str) -> str:
+    """What a member is."""
+    if "." not in place:
+        return "exchange" if place == "exchange" else "datacenter"
+    return {"0": "first stage", "2": "last stage"}.get(place[-1], "stage")
+
+
+class ChaosRun:
+    """One run in the background, in a folder of its own."""
+
+    def __init__(self, folder: Path, settings: Sequence[str], text: str = YAML) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        runs = folder.parent / "runs"  # of all, so that the corpus is encoded once
+        self.folder = runs / folder.name
+        (folder / "run.yaml").write_text(text)
+        sets = [part for setting in (f"name={folder.name}", *settings) for part in ("--set", setting)]
+        launch = [sys.executable, "-m", "hetero_pp", "launch", str(folder / "run.yaml")]
+        self._command = [*launch, "--runs", str(runs), *sets]
+        self._output, self._chaos = folder / "output.txt", folder / "chaos.yaml"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, faults: Sequence[str] = (), resume: bool = False) -> None:
+        """`faults`: entries of a file of faults."""
+        more = ["--resume"] if resume else []
+        if faults:
+            self._chaos.write_text("faults:\n" + "".join(f"  - {fault}\n" for fault in faults))
+            more += ["--chaos", str(self._chaos)]
+        with self._output.open("ab") as file:
+            self._process = subprocess.Popen([*self._command, *more], stdout=file, stderr=file)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """As Ctrl-C does."""
+        if self._process is not None and self.runs:
+            self._process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(30)
+            self._process.kill()
+            self._process.wait()
+
+    def events(self) -> list[dict[str, Any]]:
+        """Whatever was told of it so far."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def closed(self) -> dict[int, float]:
+        """round -> when it was decided"""
+        return {one["round"]: one["time"] for one in self.events() if one["event"] == "round_closed"}
+
+    def records(self) -> dict[int, dict[str, Any]]:
+        """round -> its record"""
+        paths = sorted((self.folder / "log").glob("round-*/record.json"))
+        return {int(path.parent.name.removeprefix("round-")): json.loads(path.read_text()) for path in paths}
+
+    def wait(self, seconds: float, until_closed: int | None = None) -> bool:
+        """For so long, or until it ends, or a round is closed: whether neither came before the time was over."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.runs:
+            if until_closed is not None and max(self.closed(), default=0) >= until_closed:
+                return False
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        return self.runs
+
+    def replay(self) -> str:
+        """What `hetero-pp replay` says of it: the last line."""
+        command = [sys.executable, "-m", "hetero_pp", "replay", str(self.folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return f"rc {done.returncode}: " + ([*done.stdout.splitlines(), *done.stderr.splitlines()] or [""])[-1]
+
+    def sizes(self) -> Iterator[tuple[str, int, int, int]]:
+        """(member, its process, bytes of memory, descriptors) of all that run now; the launcher, too."""
+        if self._process is None:
+            return
+        with suppress(psutil.Error):
+            launcher = psutil.Process(self._process.pid)
+            yield "launcher", launcher.pid, launcher.memory_info().rss, launcher.num_fds()
+            for child in launcher.children(recursive=True):
+                with suppress(psutil.Error, OSError):
+                    log = (Path("/proc") / str(child.pid) / "fd" / "2").resolve()
+                    if log.parent == self.folder / "logs":
+                        yield log.stem, child.pid, child.memory_info().rss, child.num_fds()
+
+
+def tokens_a_second(run: ChaosRun, since: float | None = None, until: float | None = None) -> float:
+    """Tokens of counted contributions, from when the first round was decided (or `since`) to the last (or `until`)."""
+    closed, records = run.closed(), run.records()
+    if len(records) < 2:
+        return 0.0
+    first = min(records)
+    begin, end = since or closed[first], until or closed[max(records)]
+    tokens = sum(tokens_of(record) for round_, record in records.items() if round_ > first)
+    return tokens / (end - begin)
+
+
+def tokens_of(record: Mapping[str, Any]) -> int:
+    """That came into theta by a round."""
+    return sum(int(one.get("tokens", 0)) for one in record["contributions"])
