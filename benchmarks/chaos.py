@@ -34,7 +34,7 @@ from command_line import parse, save
 
 from hetero_pp.program.experiments.provenance import commit, machine
 
-SMOKE = {"minutes": 0.1, "stretch": 0.1, "cells": 1, "parts": ["matrix", "goodput"], "rate": 1800.0, "seconds": 1.0}
+SMOKE = {"cells": 1, "parts": ["matrix"]}
 PHASES = ("training", "contributing", "waiting", "evaluating", "saving")
 MOST_SECONDS_A_CELL = 120.0
 
@@ -100,18 +100,25 @@ def timed(arguments: argparse.Namespace, *more: str) -> list[str]:
 
 def baseline(folder: Path, name: str, arguments: argparse.Namespace) -> float:
     """Tokens a second of a stretch without faults."""
-    run = ChaosRun(folder / name, timed(arguments))
-    run.start()
-    run.wait(MOST_SECONDS_A_CELL, 1)
-    run.wait(60 * arguments.stretch)
-    run.stop()
+    with ChaosRun(folder / name, timed(arguments)) as run:
+        run.start()
+        run.wait(MOST_SECONDS_A_CELL, 1)
+        run.wait(60 * arguments.stretch)
     return tokens_a_second(run)
 
 
 def goodput(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
     """Under faults, between two stretches without."""
     found: dict[str, Any] = {"baseline_goodput": [baseline(folder, "before", arguments)]}
-    run = ChaosRun(folder / "goodput", timed(arguments))
+    with ChaosRun(folder / "goodput", timed(arguments)) as run:
+        _follow(run, found, arguments, tell)
+    found |= {"replay": run.replay()}
+    found["baseline_goodput"].append(baseline(folder, "after", arguments))
+    tell(found | figures(run, found))
+
+
+def _follow(run: ChaosRun, found: dict[str, Any], arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
+    """Under faults, with what is known so far now and then."""
     run.start(at_random(arguments, arguments.seed))
     run.wait(MOST_SECONDS_A_CELL, 1)
     begin, samples = time.monotonic(), defaultdict(list)
@@ -119,11 +126,8 @@ def goodput(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], N
         for member, pid, memory, descriptors in run.sizes():
             samples[member, pid].append((seconds, memory, descriptors))
         tell(found | figures(run, found) | {"minutes": seconds / 60, "soak": soak(samples)})
-    found["ended_by_itself"] = not run.runs
-    run.stop()
-    found |= {"minutes": (time.monotonic() - begin) / 60, "replay": run.replay(), "soak": soak(samples)}
-    found["baseline_goodput"].append(baseline(folder, "after", arguments))
-    tell(found | figures(run, found))
+    found["ended_by_itself"] = None if run.runs else run.said()
+    found |= {"minutes": (time.monotonic() - begin) / 60, "soak": soak(samples)}
 
 
 def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:

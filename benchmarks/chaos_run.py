@@ -46,6 +46,11 @@ def role_of(place: str) -> str:
     return {"0": "first stage", "2": "last stage"}.get(place[-1], "stage")
 
 
+def round_of(path: Path) -> int:
+    """Whose record a file is."""
+    return int(path.parent.name.removeprefix("round-"))
+
+
 class ChaosRun:
     """One run in the background, in a folder of its own."""
 
@@ -74,6 +79,12 @@ class ChaosRun:
         """Whether it has not ended."""
         return self._process is not None and self._process.poll() is None
 
+    def __enter__(self) -> ChaosRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         """As Ctrl-C does."""
         if self._process is not None and self.runs:
@@ -83,6 +94,10 @@ class ChaosRun:
             self._process.kill()
             self._process.wait()
 
+    def said(self) -> str:
+        """Its last words."""
+        return "\n".join(self._output.read_text().splitlines()[-3:])
+
     def events(self) -> list[dict[str, Any]]:
         """Whatever was told of it so far."""
         path = self.folder / "metrics.jsonl"
@@ -90,13 +105,15 @@ class ChaosRun:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def closed(self) -> dict[int, float]:
-        """round -> when it was decided"""
-        return {one["round"]: one["time"] for one in self.events() if one["event"] == "round_closed"}
+        """round -> when it was decided: who watches may have lost what was told of it with the exchange"""
+        return {round_of(path): path.stat().st_mtime for path in self._records()}
+
+    def _records(self) -> list[Path]:
+        return sorted((self.folder / "log").glob("round-*/record.json"))
 
     def records(self) -> dict[int, dict[str, Any]]:
         """round -> its record"""
-        paths = sorted((self.folder / "log").glob("round-*/record.json"))
-        return {int(path.parent.name.removeprefix("round-")): json.loads(path.read_text()) for path in paths}
+        return {round_of(path): json.loads(path.read_text()) for path in self._records()}
 
     def wait(self, seconds: float, until_closed: int | None = None) -> bool:
         """For so long, or until it ends, or a round is closed: whether neither came before the time was over."""
@@ -129,7 +146,7 @@ class ChaosRun:
 
 def tokens_a_second(run: ChaosRun, since: float | None = None, until: float | None = None) -> float:
     """Tokens of counted contributions, from when the first round was decided (or `since`) to the last (or `until`)."""
-    closed, records = run.closed(), run.records()
+    records, closed = run.records(), run.closed()
     if len(records) < 2:
         return 0.0
     first = min(records)

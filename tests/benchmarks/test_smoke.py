@@ -11,10 +11,11 @@ from started import run_script
 pytestmark = pytest.mark.starts_processes
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-HELPERS = {"command_line", "contribution_target", "namespaces", "slow_switch"}
+HELPERS = {"chaos_run", "command_line", "contribution_target", "namespaces", "slow_switch"}
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 PRINTED = {
     "access_lines": [r"kernel +\d.*of home\.0: \d.*\n +launch +\d.*\n +simulate +\d|no machines in namespaces"],
+    "chaos": [r"matrix: 1 of 1 survived"],
     "codec": [r"real run: signs\W+\d", r"megabytes_micro: \d", r"templar, 8 at once\W+\d"],
     "compressors": [r"numba, k = 32: -?\d", r"one pass, numba\W+\d", r"templar, 8 at once\W+\d"],
     "engines": [r"plain\W+\d", r"torchtitan\W+\d.*parameters", r"deepspeed\W+\d.*parameters"],

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from members import TIMEOUT, in_thread
 from runs import Run
 from test_uncounted import Member
 
+from hetero_pp.errors import ExchangeLost
 from hetero_pp.messages.messages_pb2 import RecordRequest
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 
@@ -63,5 +66,39 @@ def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path) -> None:
     client = ExchangeClient(f"127.0.0.1:{port}", "token", "a", "run")
     client.wait_until_ready(TIMEOUT)
     assert client.newest_snapshot()[0] == 0
+    client.close()
+    server.stop(None).wait()
+
+
+def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(tmp_path: Path) -> None:
+    """No call was under way that could have broken: without being asked, the member would wait for ever."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    server, port = serve_exchange(run.exchange, "token", "127.0.0.1:0", 2)
+    client = ExchangeClient(f"127.0.0.1:{port}", "token", "a", "run")
+    run.exchange.died("a", "to be taken over the network")
+    client.join("a", "")
+    a, b = Member(run, "a"), Member(run, "b")
+    a.outer.exchange = client
+    run.assign(0, "b")
+    work = client.assign("a", 0)
+    a.train(1)
+    own = a.outer.contribute(1, work.epoch, 7)
+    first = run.exchange
+    ended = server.stop(None)
+    first.decisions.fail("it is gone")
+    assert ended.wait(TIMEOUT)
+    run.take_over()
+    server, _ = serve_exchange(run.exchange, "token", f"127.0.0.1:{port}", 2)
+    assert client.last_round() == 0  # it has reached the other one
+    assert not run.exchange.beat("b", 1, 1).is_over
+    with pytest.raises(ExchangeLost, match="has to be told again"):
+        client.record(1, "a")
+    for block, data in own.items():
+        client.deposit("a", BlobAddress(run.exchange.run, 1, "a", block), data, work.epoch, 7)
+    b.outer.exchange = run.exchange
+    b.train(1)
+    b.outer.synchronise(1, 1, 7)
+    assert client.record(1, "a").round == 1
+    assert run.counted(1) == {"a": 2, "b": 1}
     client.close()
     server.stop(None).wait()

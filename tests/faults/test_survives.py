@@ -143,6 +143,7 @@ def test_below_a_quorum_a_run_ends_when_restarts_are_used_up(survive: Any) -> No
 
 def test_above_a_quorum_a_run_goes_on_without_who_has_used_up_its_restarts(survive: Any) -> None:
     run = survive("{kill: home.1, at: {round: 3}}", "restarts.count=0", "exchange.quorum=0.5")
+    assert run.code == 0, run.errors
     records = [json.loads((run.folder / f"log/round-{n:06d}/record.json").read_text()) for n in range(1, ROUNDS + 1)]
     counted = [[one["replica"] for one in record["contributions"]] for record in records]
     assert counted == [["dc", "home"], ["dc", "home"], ["dc"], ["dc"], ["dc"]]
