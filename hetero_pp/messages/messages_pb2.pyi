@@ -278,12 +278,14 @@ class BrokenReply(_message.Message):
     def __init__(self) -> None: ...
 
 class DiedRequest(_message.Message):
-    __slots__ = ("member", "cause")
+    __slots__ = ("member", "cause", "term")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     member: str
     cause: str
-    def __init__(self, member: _Optional[str] = ..., cause: _Optional[str] = ...) -> None: ...
+    term: int
+    def __init__(self, member: _Optional[str] = ..., cause: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
 
 class DiedReply(_message.Message):
     __slots__ = ()

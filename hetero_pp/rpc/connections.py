@@ -61,12 +61,12 @@ class _Once:
         return True
 
 
-def tell_died(address: str, token: str, member: str, cause: str) -> None:
+def tell_died(address: str, token: str, member: str, cause: str, term: int | None) -> None:
     """Tell the exchange at an address that a member's process has ended; in vain if it is gone, too."""
     client = ExchangeClient(address, token, "launcher", timeout=CONNECT_TIMEOUT)
     with closing(client) as exchange, suppress(HeteroPPError):
         exchange.wait_until_ready(CONNECT_TIMEOUT)
-        exchange.died(member, cause)
+        exchange.died(member, cause, term)
 
 
 def reports_to_members(

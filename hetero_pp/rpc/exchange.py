@@ -68,7 +68,7 @@ class WatchedExchange(Protocol):
 
     def broken(self, member: str, epoch: int, cause: str, term: int | None = None) -> None: ...
 
-    def died(self, member: str, cause: str) -> None:
+    def died(self, member: str, cause: str, term: int | None = None) -> None:
         """Who started a member's process knows that it has ended."""
 
     def deposit(
@@ -207,7 +207,7 @@ class _Servicer(ExchangeServicer):
         return pb.BrokenReply()
 
     def Died(self, request: pb.DiedRequest, context: grpc.ServicerContext) -> pb.DiedReply:
-        self.exchange.died(request.member, request.cause)
+        self.exchange.died(request.member, request.cause, request.term if request.HasField("term") else None)
         return pb.DiedReply()
 
     def NewestSnapshot(

@@ -162,9 +162,9 @@ class ExchangeClient:
         """See ExchangeService."""
         self._ask(self._calls.Broken, pb.BrokenRequest(epoch=epoch, cause=cause))
 
-    def died(self, member: str, cause: str) -> None:
-        """Tell that the process of a member has ended, as who started it knows."""
-        self._ask(self._calls.Died, pb.DiedRequest(member=member, cause=cause))
+    def died(self, member: str, cause: str, term: int | None = None) -> None:
+        """Tell that the process of a member has ended, as who started it knows; and which term it held."""
+        self._ask(self._calls.Died, pb.DiedRequest(member=member, cause=cause, term=term))
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
         """See ExchangeService."""

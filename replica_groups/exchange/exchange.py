@@ -300,10 +300,10 @@ class Exchange:
         """See ExchangeService."""
         self.decisions.tell(e.Broken(member, self._term(member, term), epoch, cause))
 
-    def died(self, member: str, cause: str) -> None:
-        """Who started a member's process knows that it has ended, however that was."""
+    def died(self, member: str, cause: str, term: int | None = None) -> None:
+        """Who started a member's process knows that it has ended, however that was, and perhaps which term it held."""
         self._expect_member(member)
-        self.decisions.tell(e.Died(member, cause=cause))
+        self.decisions.tell(e.Died(member, term, cause))
 
     def assign(
         self, member: str, holds: int, address: str = "", term: int | None = None, is_asked: IsAsked = always
@@ -412,7 +412,7 @@ class Exchange:
         event = e.Deposited(member, term, address.round, epoch, address.block, entry, steps)
         for answer in self.decisions.tell(event):
             if isinstance(answer, e.Refused) and answer.place == member:
-                raise self._refused(member, answer.reason)
+                raise Suspended(answer.reason) if answer.is_over else self._refused(member, answer.reason)
         self.decisions.require_alive()
 
     def record(

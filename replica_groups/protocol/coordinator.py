@@ -346,7 +346,8 @@ class Coordinator:
             yield from self._adopt(place, event.round)
         found, expected = (event.round, event.epoch), (replica.round, replica.epoch)
         if self.open is None or event.round != self.open.number or found != expected:
-            yield e.Refused(place.name, f"found (round, epoch) {found}, expected {expected}", term=event.term)
+            reason = f"found (round, epoch) {found}, expected {expected}"
+            yield e.Refused(place.name, reason, term=event.term, is_over=True)
             return
         self.open.taking_part.add(replica.name)
         complaint = self.open.deposit(replica.name, event.epoch, event.block, event.entry, event.steps, self.rules, now)

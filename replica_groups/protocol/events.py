@@ -250,6 +250,9 @@ class Refused:
     reason: str
     process: str | None = None
     term: int | None = None
+    is_over: bool = False
+    """Whether there is nothing wrong with what was asked, but that it comes too late: the replica does something else
+    by now."""
 
 
 @dataclass(frozen=True)

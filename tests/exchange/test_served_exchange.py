@@ -112,8 +112,8 @@ class Recorder:
     def broken(self, member: str, epoch: int, cause: str, term: int | None = None) -> None:
         self.asked.append(("broken", member, epoch, cause, term))
 
-    def died(self, member: str, cause: str) -> None:
-        self.asked.append(("died", member, cause))
+    def died(self, member: str, cause: str, term: int | None = None) -> None:
+        self.asked.append(("died", member, cause, term))
 
     def deposit(
         self,
@@ -270,7 +270,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert client.beat("dc") == Standing()
     assert client.beat("dc", 8, 7, 6, True) == STANDING
     client.broken("dc", 7, "a cause")
-    client.died("home.1", "another")
+    client.died("home.1", "another", 4)
     assert client.newest_snapshot() == (6, ["a", "b"])
     assert client.snapshot(["a", "b"])["b"].equal(NORM)
     assert client.snapshot(["a"], 0)["a"].equal(NORM)
@@ -296,7 +296,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("beat", "dc", None, 0, 0, False, TERM),
             ("beat", "dc", 8, 7, 6, True, TERM),
             ("broken", "dc", 7, "a cause", TERM),
-            ("died", "home.1", "another"),
+            ("died", "home.1", "another", 4),
             ("newest_snapshot",),
             ("snapshot", None, "a", "b"),
             ("snapshot", 0, "a"),

@@ -91,6 +91,8 @@ class Crew:
         self._exchange: dict[str, str] = {}
         """What members are told."""
         self._given_up: set[str] = set()
+        self._terms: dict[str, int] = {}
+        """For the how-manyeth time each member holds its place."""
         self._silent: dict[str, float] = {}
         """Members whose term is over, though their process is there, and when that was."""
         self._lock = threading.Lock()
@@ -225,7 +227,7 @@ class Crew:
     def _say_died(self, member: str, cause: str) -> None:
         """To the exchange, so that nobody waits for the member until it has been silent for too long."""
         token, address = self._exchange["token"], self._exchange["exchange"]
-        tell = partial(tell_died, address, token, member, cause)
+        tell = partial(tell_died, address, token, member, cause, self._terms.get(member))
         threading.Thread(target=tell, name=f"{member} has died", daemon=True).start()
 
     def on_report(self, report: Report) -> None:
@@ -233,6 +235,7 @@ class Crew:
         with self._lock:
             if report.HasField("joined"):
                 self._silent.pop(report.member, None)
+                self._terms[report.member] = report.joined.term
             elif report.HasField("standing") and report.standing.what == SILENT:
                 self._silent.setdefault(report.standing.place, time.monotonic())
         if self._director is not None:
