@@ -128,9 +128,10 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _loss_by_then(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
-    """After the last round that was over when the first run of the same repeat ended."""
+    """After the last round that was over when the first run of the same repeat ended; after its first, if none was."""
     end = min(one["loss_after"][-1][0] for one in rows if one["repeat"] == row["repeat"])
-    return next(loss for seconds, loss in reversed(row["loss_after"]) if seconds <= end)
+    over = [loss for seconds, loss in row["loss_after"] if seconds <= end]
+    return over[-1] if over else row["loss_after"][0][1]
 
 
 def main() -> None:
