@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from members import TIMEOUT, in_thread
-from runs import Run
+from small_run import Run
 from test_uncounted import Member
 
 from hetero_pp.errors import ExchangeLost

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from members import TIMEOUT, assign_all, in_thread
-from runs import LEASE, Run, closed
+from small_run import LEASE, Run, closed
 
 from hetero_pp.errors import Refused, Suspended, TermOver
 from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER

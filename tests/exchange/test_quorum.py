@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from members import TIMEOUT
-from runs import GRACE, LIMIT, Run, closed
+from small_run import GRACE, LIMIT, Run, closed
 
 from hetero_pp.messages.messages_pb2 import LATE, PAUSED, WENT_ON
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from members import TIMEOUT, in_thread
-from runs import GRACE, SETTINGS, Run
+from small_run import GRACE, SETTINGS, Run
 from torch import Tensor, nn
 
 from hetero_pp.errors import Suspended, TermOver
