@@ -60,7 +60,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments = [f"-{name}.port={port}" for name, port in ports.items()]
     off = [f"-s3.port.{name}=0" for name in ("iceberg", "lance")]
     own = ["-dir", str(folder), "-ip", "127.0.0.1", "-ip.bind", "127.0.0.1", "-s3.config", str(folder / "s3.json")]
-    command = [program, "server", "-s3", *own, *arguments, *off, "-master.volumeSizeLimitMB=64", "-volume.max=100"]
+    command = [program, "server", "-s3", *own, *arguments, *off, "-master.volumeSizeLimitMB=64", "-volume.max=1000"]
     with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log, cwd=folder) as service:
         try:
             address = f"http://127.0.0.1:{ports['s3']}"
