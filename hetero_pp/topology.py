@@ -7,7 +7,6 @@ group (`home.0`). A *link* joins two members: neighbouring stages (`home.0-1`), 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -259,10 +258,6 @@ class ExchangeSettings(Settings):
     )
     lease: LeaseSettings = LeaseSettings()
     hang: HangSettings = HangSettings()
-
-    def needed(self, replicas: int) -> int:
-        """How many of so many replicas a quorum is."""
-        return max(1, math.ceil(self.quorum * replicas - 1e-9))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hetero_pp.errors import HeteroPPError, LinkClosed, RunFailed, StoreError, Suspended, TermOver
@@ -59,8 +59,6 @@ class Decisions:
         self.log = log
         self.changed = threading.Condition()
         self.failure: str | None = None
-        self.waiting = 0
-        """Callers over the network that wait for a decision."""
         terms = {place: term for place, term in log.terms().items() if place in rules.places}
         self.coordinator = Coordinator(rules, clock(), terms, goes_on)
         self._clock, self._on_effect = clock, on_effect
@@ -200,21 +198,11 @@ class Decisions:
 
         Raises RunFailed, LinkClosed once nobody does.
         """
-        with self.changed, self._counted_as_waiting(is_asked):
+        with self.changed:
             self.changed.wait_for(lambda: self.failure is not None or condition() or not is_asked())
             self.require_alive()
             if not is_asked() and not condition():
                 raise LinkClosed("who has asked is gone")
-
-    @contextlib.contextmanager
-    def _counted_as_waiting(self, is_asked: IsAsked) -> Iterator[None]:
-        self.waiting += is_asked is not always
-        self.changed.notify_all()
-        try:
-            yield
-        finally:
-            self.waiting -= is_asked is not always
-            self.changed.notify_all()
 
     def wake(self) -> None:
         """Who has asked may be gone."""

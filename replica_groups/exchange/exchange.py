@@ -38,7 +38,7 @@ from hetero_pp.model import Shapes, shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, Standing
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot
@@ -46,6 +46,7 @@ from replica_groups.exchange.decisions import Decisions, IsAsked, always
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.standing import reports_of
+from replica_groups.exchange.uploads import received_entry
 from replica_groups.exchange.watchers import Watchers
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
@@ -104,7 +105,6 @@ class Exchange:
         self._available: dict[str, AvailableStates] = {}
         self._being_written: set[tuple[BlobAddress, int]] = set()
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
-        self._finished: set[str] = set()
         self._here: set[str] = set()
         self._heard: dict[str, float] = {}
         self._steps_told = 0
@@ -264,7 +264,6 @@ class Exchange:
         with self._changed:
             self._addresses[member] = address
             self._available[member] = available
-            self._finished.discard(member)
             self._changed.notify_all()
         report = Report(time=time.time(), member=member)
         report.joined.address, report.joined.term = address, term
@@ -382,10 +381,8 @@ class Exchange:
         return address.round > last_round
 
     def _checked(self, member: str, address: BlobAddress, data: bytes) -> BlobEntry:
-        shapes = self._shapes[address.block]
         try:
-            blob = ReceivedBlob(data, address, shapes, self.settings.compression)
-            return entry_of(address, data, sum(len(blob.tensor(name).values) for name in shapes))
+            return received_entry(data, address, self._shapes[address.block], self.settings.compression)
         except MalformedContribution as error:
             raise self._refused(member, str(error)) from None
 
@@ -486,18 +483,11 @@ class Exchange:
             if report.HasField("inner_step"):
                 with self._changed:
                     self._steps_told += 1
-            if report.HasField("finished"):
-                self._leaves(report.member)
+            if report.HasField("finished") and report.member in self.coordinator.places:
+                self.decisions.tell(e.Left(report.member, self.coordinator.places[report.member].term))
             if report.HasField("failure") and not report.failure.consequence:
                 cause = report.failure.cause
                 self.decisions.fail(cause if report.member == EXCHANGE else f"{report.member}: {cause}")
-
-    def _leaves(self, member: str) -> None:
-        with self._changed:
-            self._finished.add(member)
-            self._changed.notify_all()
-        if member in self.coordinator.places:
-            self.decisions.tell(e.Left(member, self.coordinator.places[member].term))
 
     def _told(self, effect: e.Effect) -> None:
         """What the rules decide is told to whoever watches."""

@@ -225,7 +225,7 @@ class Coordinator:
 
     def _lost(self, event: e.Lost, now: float) -> Iterator[e.Effect]:
         place = self.places[event.place]
-        if self.holds(event.place, event.term) and not place.through:
+        if self.holds(event.place, event.term):
             place.lost = True
         yield from ()
 
@@ -328,7 +328,6 @@ class Coordinator:
         place = self.places[event.place]
         if self.holds(event.place, event.term):
             place.vacate()
-            place.through = True
         yield from ()
 
     # ---- rounds ----

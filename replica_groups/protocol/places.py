@@ -30,7 +30,6 @@ class Place:
     """When to try again, if the store has failed."""
     asked: int | None = None
     """The round after which it holds theta, while it waits for work."""
-    through: bool = False
     lost: bool = False
     silence: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
     stillness: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
@@ -42,7 +41,7 @@ class Place:
     def take(self, term: int, process: str | None, now: float, rules: Rules) -> None:
         """Somebody holds it from now on."""
         self.term, self.process = term, process
-        self.held, self.presumed, self.lost, self.through = True, False, False, False
+        self.held, self.presumed, self.lost = True, False, False
         self.asked, self.progress, self.computes, self.differs = None, -1, False, False
         self.silence, self.stillness = Silence(rules.lease, now), Silence(rules.hang, now)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Semaphore
 
 import pytest
 from members import TIMEOUT, in_thread
@@ -10,9 +11,9 @@ from small_run import Run
 from test_uncounted import Member
 
 from hetero_pp.errors import ExchangeLost
-from hetero_pp.messages.messages_pb2 import RecordRequest
+from hetero_pp.messages.messages_pb2 import RecordRequest, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.rpc.exchange import IsAsked, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 
 
@@ -50,18 +51,27 @@ def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: 
     server.stop(None).wait()
 
 
-def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path) -> None:
+def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a line that comes and goes a member asks again and again; the server has so many threads."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
     server, port = serve_exchange(run.exchange, "token", "127.0.0.1:0", 1)
     run.assign(0, "a", "b")
-    decisions = run.exchange.decisions
+    entered, left, record = Semaphore(0), Semaphore(0), run.exchange.record
+
+    def counted(round_: int, member: str | None, term: int | None, is_asked: IsAsked) -> RoundRecord:
+        entered.release()
+        try:
+            return record(round_, member, term, is_asked)
+        finally:
+            left.release()
+
+    monkeypatch.setattr(run.exchange, "record", counted)
     for _ in range(60):
         client = ExchangeClient(f"127.0.0.1:{port}", "token", "a", "run")
         waits = client._calls.Record.future(RecordRequest(round=1), metadata=client._metadata, wait_for_ready=True)
-        decisions.wait_until(lambda: decisions.waiting > 0)
+        assert entered.acquire(timeout=TIMEOUT)
         client.close()
-        decisions.wait_until(lambda: decisions.waiting == 0)
+        assert left.acquire(timeout=TIMEOUT)
         assert waits.done()
     client = ExchangeClient(f"127.0.0.1:{port}", "token", "a", "run")
     client.wait_until_ready(TIMEOUT)

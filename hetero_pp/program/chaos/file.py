@@ -32,6 +32,7 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_lines import Key, YamlLines, complaint
 from hetero_pp.settings import Settings
 from hetero_pp.topology import DatacenterReplica
+from replica_groups.exchange.host import rules_of
 
 T = TypeVar("T", bound=Settings)
 
@@ -183,7 +184,7 @@ def ranks_of(member: str, spec: RunSpec) -> int:
 
 def _require_quorum(chaos: Chaos, spec: RunSpec) -> None:
     """Raise ConfigError if a round could never close, as a contribution is held back until it has."""
-    replicas, needed = len(spec.config.replicas), spec.config.exchange.needed(len(spec.config.replicas))
+    replicas, needed = len(spec.config.replicas), rules_of(spec).needed
     without = missed(chaos)
     for index, fault in enumerate(chaos.faults):
         for place, round_ in enumerate(fault.rounds if isinstance(fault, Miss) else ()):

@@ -30,6 +30,7 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange.host import rules_of
 
 PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
 """Imported once for all processes; the first optimizer that is made imports torch._dynamo."""
@@ -215,8 +216,7 @@ class Crew:
         self._given_up.add(member)
         members, replicas = self._spec.members, self._spec.config.replicas
         lost = {members[name].replica.name for name in self._given_up if name in members}
-        needed = self._spec.config.exchange.needed(len(replicas))
-        if member == EXCHANGE or len(replicas) - len(lost) < needed:
+        if member == EXCHANGE or len(replicas) - len(lost) < rules_of(self._spec).needed:
             raise RunFailed(cause)
         self._say(GIVEN_UP, member, f"{cause}; the run goes on without it")
 
