@@ -37,6 +37,7 @@ from hetero_pp.program.experiments.provenance import commit, machine
 SMOKE = {"cells": 1, "parts": ["matrix"]}
 PHASES = ("training", "contributing", "waiting", "evaluating", "saving")
 MOST_SECONDS_A_CELL = 120.0
+SECONDS_BETWEEN_TELLS = 120.0  # it takes CPU that the run does not have
 
 
 # ---- one fault of every kind ----
@@ -121,11 +122,13 @@ def _follow(run: ChaosRun, found: dict[str, Any], arguments: argparse.Namespace,
     """Under faults, with what is known so far now and then."""
     run.start(at_random(arguments, arguments.seed))
     run.wait(MOST_SECONDS_A_CELL, 1)
-    begin, samples = time.monotonic(), defaultdict(list)
+    begin, samples, told = time.monotonic(), defaultdict(list), 0.0
     while (seconds := time.monotonic() - begin) < 60 * arguments.minutes and run.wait(5.0):
         for member, pid, memory, descriptors in run.sizes():
             samples[member, pid].append((seconds, memory, descriptors))
-        tell(found | figures(run, found) | {"minutes": seconds / 60, "soak": soak(samples)})
+        if seconds > told + SECONDS_BETWEEN_TELLS:
+            told = seconds
+            tell(found | figures(run, found) | {"minutes": seconds / 60, "soak": soak(samples)})
     found["ended_by_itself"] = None if run.runs else run.said()
     found |= {"minutes": (time.monotonic() - begin) / 60, "soak": soak(samples)}
 
@@ -138,7 +141,11 @@ def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
     for one in events:
         if one["event"] == "round_verified":
             hashes[one["round"]].add(one["parameters_sha256"])
-    faults = [_fault(one, events, records, closed) for one in events if one.get("what") == "injected"]
+    steps = defaultdict(list)
+    for one in events:
+        if one["event"] == "inner_step":
+            steps[one["replica"]].append(one["time"])
+    faults = [_fault(one, events, steps, records, closed) for one in events if one.get("what") == "injected"]
     resumed = [one["resume_seconds"] for one in faults if one["resume_seconds"] is not None]
     counted = sum(len(record["contributions"]) for record in records.values())
     return {
@@ -156,6 +163,7 @@ def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
 def _fault(
     told: Mapping[str, Any],
     events: Sequence[Mapping[str, Any]],
+    steps: Mapping[str, Sequence[float]],
     records: Mapping[int, Any],
     closed: Mapping[int, float],
 ) -> dict[str, Any]:
@@ -168,8 +176,7 @@ def _fault(
     if kind == "kill" and place != "exchange":
         joined = [one["time"] for one in events if one["event"] == "joined" and one["member"] == place]
         back = min((time_ for time_ in joined if time_ > when), default=None)
-        steps = (one["time"] for one in events if one["event"] == "inner_step" and one["replica"] == replica)
-        again = None if back is None else min((time_ - when for time_ in steps if time_ > back), default=None)
+        again = None if back is None else min((time_ - when for time_ in steps[replica] if time_ > back), default=None)
     elif kind == "kill":
         again = min((time_ - when for time_ in closed.values() if time_ > when), default=None)
     return {

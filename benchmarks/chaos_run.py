@@ -64,6 +64,7 @@ class ChaosRun:
         self._command = [*launch, "--runs", str(runs), *sets]
         self._output, self._chaos = folder / "output.txt", folder / "chaos.yaml"
         self._process: subprocess.Popen[bytes] | None = None
+        self._events, self._read = list[dict[str, Any]](), 0
 
     def start(self, faults: Sequence[str] = (), resume: bool = False) -> None:
         """`faults`: entries of a file of faults."""
@@ -99,10 +100,15 @@ class ChaosRun:
         return "\n".join(self._output.read_text().splitlines()[-3:])
 
     def events(self) -> list[dict[str, Any]]:
-        """Whatever was told of it so far."""
+        """Whatever was told of it so far. Each line is read once: there are hundreds a second."""
         path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._events += [json.loads(line) for line in whole.splitlines()]
+            self._read += len(whole) + len(newline)
+        return self._events
 
     def closed(self) -> dict[int, float]:
         """round -> when it was decided: who watches may have lost what was told of it with the exchange"""
