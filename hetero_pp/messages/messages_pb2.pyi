@@ -352,20 +352,46 @@ class SnapshotHeader(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ...) -> None: ...
 
 class BlobHeader(_message.Message):
-    __slots__ = ("round", "replica", "block", "size", "epoch", "steps")
+    __slots__ = ("round", "replica", "block", "size", "epoch", "steps", "stored")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     round: int
     replica: str
     block: str
     size: int
     epoch: int
     steps: int
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    stored: StoredBlob
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., size: _Optional[int] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., stored: _Optional[_Union[StoredBlob, _Mapping]] = ...) -> None: ...
+
+class StoredBlob(_message.Message):
+    __slots__ = ("url", "sha256", "size")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    sha256: bytes
+    size: int
+    def __init__(self, url: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
+
+class Upload(_message.Message):
+    __slots__ = ("blob", "sha256")
+    BLOB_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    blob: BlobHeader
+    sha256: bytes
+    def __init__(self, blob: _Optional[_Union[BlobHeader, _Mapping]] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+
+class UploadUrlReply(_message.Message):
+    __slots__ = ("url",)
+    URL_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    def __init__(self, url: _Optional[str] = ...) -> None: ...
 
 class DepositReply(_message.Message):
     __slots__ = ("exchange",)
@@ -382,14 +408,16 @@ class RecordRequest(_message.Message):
     def __init__(self, round: _Optional[int] = ..., exchange: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("round", "replica", "block")
+    __slots__ = ("round", "replica", "block", "reaches_store")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
+    REACHES_STORE_FIELD_NUMBER: _ClassVar[int]
     round: int
     replica: str
     block: str
-    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ...) -> None: ...
+    reaches_store: bool
+    def __init__(self, round: _Optional[int] = ..., replica: _Optional[str] = ..., block: _Optional[str] = ..., reaches_store: _Optional[bool] = ...) -> None: ...
 
 class HashReport(_message.Message):
     __slots__ = ("round", "sha256")

@@ -223,6 +223,16 @@ class ExchangeStub:
                 request_serializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
                 response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.DepositReply.FromString,
                 _registered_method=True)
+        self.UploadUrl = channel.unary_unary(
+                '/hetero_pp.Exchange/UploadUrl',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.Upload.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.UploadUrlReply.FromString,
+                _registered_method=True)
+        self.Uploaded = channel.unary_unary(
+                '/hetero_pp.Exchange/Uploaded',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.Upload.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.DepositReply.FromString,
+                _registered_method=True)
         self.Record = channel.unary_unary(
                 '/hetero_pp.Exchange/Record',
                 request_serializer=hetero__pp_dot_messages_dot_messages__pb2.RecordRequest.SerializeToString,
@@ -335,6 +345,20 @@ class ExchangeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UploadUrl(self, request, context):
+        """instead of Deposit: where the blob may be put into the store
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Uploaded(self, request, context):
+        """and then, that it is there
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Record(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -434,6 +458,16 @@ def add_ExchangeServicer_to_server(servicer, server):
             'Deposit': grpc.stream_unary_rpc_method_handler(
                     servicer.Deposit,
                     request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.DepositReply.SerializeToString,
+            ),
+            'UploadUrl': grpc.unary_unary_rpc_method_handler(
+                    servicer.UploadUrl,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.Upload.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.UploadUrlReply.SerializeToString,
+            ),
+            'Uploaded': grpc.unary_unary_rpc_method_handler(
+                    servicer.Uploaded,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.Upload.FromString,
                     response_serializer=hetero__pp_dot_messages_dot_messages__pb2.DepositReply.SerializeToString,
             ),
             'Record': grpc.unary_unary_rpc_method_handler(
@@ -793,6 +827,60 @@ class Exchange:
             target,
             '/hetero_pp.Exchange/Deposit',
             hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.DepositReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadUrl(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Exchange/UploadUrl',
+            hetero__pp_dot_messages_dot_messages__pb2.Upload.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.UploadUrlReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Uploaded(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Exchange/Uploaded',
+            hetero__pp_dot_messages_dot_messages__pb2.Upload.SerializeToString,
             hetero__pp_dot_messages_dot_messages__pb2.DepositReply.FromString,
             options,
             channel_credentials,

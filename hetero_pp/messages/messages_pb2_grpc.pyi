@@ -68,6 +68,10 @@ class ExchangeStub:
     """SnapshotHeader and the tensors"""
     Deposit: _grpc.StreamUnaryMultiCallable[_messages_pb2.Frame, _messages_pb2.DepositReply]
     """BlobHeader and the blob"""
+    UploadUrl: _grpc.UnaryUnaryMultiCallable[_messages_pb2.Upload, _messages_pb2.UploadUrlReply]
+    """instead of Deposit: where the blob may be put into the store"""
+    Uploaded: _grpc.UnaryUnaryMultiCallable[_messages_pb2.Upload, _messages_pb2.DepositReply]
+    """and then, that it is there"""
     Record: _grpc.UnaryUnaryMultiCallable[_messages_pb2.RecordRequest, _messages_pb2.RoundRecord]
     Fetch: _grpc.UnaryStreamMultiCallable[_messages_pb2.FetchRequest, _messages_pb2.Frame]
     """BlobHeader and the blob"""
@@ -167,6 +171,22 @@ class ExchangeServicer(metaclass=_abc_1.ABCMeta):
         context: _grpc.ServicerContext,
     ) -> _messages_pb2.DepositReply:
         """BlobHeader and the blob"""
+
+    @_abc_1.abstractmethod
+    def UploadUrl(
+        self,
+        request: _messages_pb2.Upload,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.UploadUrlReply:
+        """instead of Deposit: where the blob may be put into the store"""
+
+    @_abc_1.abstractmethod
+    def Uploaded(
+        self,
+        request: _messages_pb2.Upload,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.DepositReply:
+        """and then, that it is there"""
 
     @_abc_1.abstractmethod
     def Record(

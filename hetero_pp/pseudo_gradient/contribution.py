@@ -36,6 +36,9 @@ QUANTISERS = {"levels": 0, "signs": 1}
 """As they are numbered in a blob. All but signs send a table of levels a tensor."""
 BEFORE_BODY = len(MAGIC) + 1 + hashlib.sha256().digest_size
 
+MAX_BLOB_BYTES = 4 << 30
+"""More than any block comes to; whoever takes a blob in looks at its size first."""
+
 EXPECTED_CODE_BITS = {1: 1.0, 2: 1.25, 3: 1.6, 4: 2.1, 8: 5.5, 32: 28.5}
 """Of one of the largest values, about, as levels are not used equally often: what real runs come to."""
 

@@ -18,14 +18,12 @@ from hetero_pp.errors import ExchangeLost, MalformedMessage, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
 from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 from hetero_pp.rpc.services import service_handler
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
-MAX_BLOB_BYTES = 4 << 30
-
 
 IsAsked = Callable[[], bool]
 
@@ -81,12 +79,31 @@ class WatchedExchange(Protocol):
         term: int | None = None,
     ) -> None: ...
 
+    def upload_url(
+        self, member: str, address: BlobAddress, sha256: bytes, epoch: int | None = None, term: int | None = None
+    ) -> str | None:
+        """Where a member may put a blob into the store itself; None if there is none, empty if it need not be sent."""
+
+    def uploaded(
+        self,
+        member: str,
+        address: BlobAddress,
+        sha256: bytes,
+        epoch: int | None = None,
+        steps: int = 0,
+        term: int | None = None,
+    ) -> None:
+        """A member has put a blob there; as `deposit` otherwise."""
+
     def record(self, round_: int, member: str | None, term: int | None, is_asked: IsAsked) -> pb.RoundRecord: ...
 
     def wake(self) -> None:
         """A caller is gone."""
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes: ...
+
+    def stored(self, member: str, round_: int, replica: str, block: str) -> pb.StoredBlob | None:
+        """Where a member may read a blob from the store itself; None if there is no such place."""
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes], term: int | None = None) -> None: ...
 
@@ -236,9 +253,22 @@ class _Servicer(ExchangeServicer):
         except MalformedMessage as error:
             self.exchange.refuse(member, str(error))
             raise
-        address = BlobAddress(self.exchange.run, header.round, header.replica, header.block)
+        address = self._address(header)
         self.exchange.deposit(member, address, bytes(data), header.epoch, header.steps, _term(context))
         return pb.DepositReply(exchange=self.process)
+
+    def UploadUrl(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.UploadUrlReply:
+        address, epoch = self._address(request.blob), request.blob.epoch
+        url = self.exchange.upload_url(_member(context), address, request.sha256, epoch, _term(context))
+        return pb.UploadUrlReply(url=url)
+
+    def Uploaded(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.DepositReply:
+        address, epoch, steps = self._address(request.blob), request.blob.epoch, request.blob.steps
+        self.exchange.uploaded(_member(context), address, request.sha256, epoch, steps, _term(context))
+        return pb.DepositReply(exchange=self.process)
+
+    def _address(self, header: pb.BlobHeader) -> BlobAddress:
+        return BlobAddress(self.exchange.run, header.round, header.replica, header.block)
 
     def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
         if request.exchange not in ("", self.process):
@@ -248,9 +278,12 @@ class _Servicer(ExchangeServicer):
     def Fetch(  # type: ignore[override]  # a Frame is raw bytes
         self, request: pb.FetchRequest, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        member = _member(context)
-        data = self.exchange.fetch(member, request.round, request.replica, request.block)
-        header = pb.BlobHeader(round=request.round, replica=request.replica, block=request.block, size=len(data))
+        member, which = _member(context), (request.round, request.replica, request.block)
+        stored = self.exchange.stored(member, *which) if request.reaches_store else None
+        data = b"" if stored is not None else self.exchange.fetch(member, *which)
+        header = pb.BlobHeader(
+            round=request.round, replica=request.replica, block=request.block, size=len(data), stored=stored
+        )
         yield from self._moving(header_and_payload_frames(header, [data]), member)
 
     def Confirm(self, request: pb.HashReport, context: grpc.ServicerContext) -> pb.HashReply:

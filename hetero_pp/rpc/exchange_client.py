@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkTimeout, MalformedMessage, WrongToken
+from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkTimeout, MalformedMessage, StoreError, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.outer.exchange_service import (
@@ -23,12 +25,16 @@ from hetero_pp.outer.exchange_service import (
     AvailableStates,
     Standing,
 )
-from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
-from hetero_pp.rpc.exchange import MAX_BLOB_BYTES, SERVICE
+from hetero_pp.rpc.exchange import SERVICE
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 from hetero_pp.rpc.services import ERROR_OF_CODE, call_path
+from hetero_pp.store.presigned import download, upload, without_signature
 from hetero_pp.units import format_seconds
+
+STANDSTILL = 60.0
+"""Seconds after which an upload or a download of which nothing moves is given up."""
 
 BEAT_TIMEOUT = 5.0
 """Seconds after which a beat that is not answered counts as lost: the next one may get through."""
@@ -69,6 +75,8 @@ class ExchangeClient:
         )
         self._stay: grpc.Future[pb.StayReply] | None = None
         self._process = secrets.token_hex(8)
+        self._reaches_store = True
+        """As far as is known; what cannot be had from there, or brought there, goes by the exchange."""
         self._told: set[str] = set()
         """The exchange's processes that have noted something since the last record was asked for."""
         self._closed = False
@@ -193,14 +201,37 @@ class ExchangeClient:
             steps=steps,
         )
 
-        def send() -> None:
-            try:
-                reply = self._deposit(header_and_payload_frames(header, [data]), metadata=self._metadata)
-            except grpc.RpcError as error:
-                raise self._translate(error) from None
-            self._told.add(reply.exchange)
+        self._told.add(self._again(lambda: self._upload(header, data) or self._send(header, data)).exchange)
 
-        self._again(send)
+    def _upload(self, header: pb.BlobHeader, data: bytes) -> pb.DepositReply | None:
+        """Hand in a blob by way of the store; None if that cannot be done."""
+        if not self._reaches_store:
+            return None
+        request = pb.Upload(blob=header, sha256=hashlib.sha256(data).digest())
+        try:
+            reply = self._calls.UploadUrl(request, metadata=self._metadata)
+            if not reply.HasField("url"):
+                self._reaches_store = False
+                return None
+            if reply.url:
+                upload(reply.url, data, STANDSTILL)
+            return self._calls.Uploaded(request, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
+        except StoreError as error:
+            self._do_without(error)
+            return None
+
+    def _do_without(self, error: StoreError) -> None:
+        """From now on blobs go by the exchange: the store is where this member does not reach."""
+        self._reaches_store = False
+        print(f"{error}: contributions go by the exchange from now on", file=sys.stderr, flush=True)
+
+    def _send(self, header: pb.BlobHeader, data: bytes) -> pb.DepositReply:
+        try:
+            return self._deposit(header_and_payload_frames(header, [data]), metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._translate(error) from None
 
     def record(self, round_: int, member: str | None = None) -> pb.RoundRecord:
         """See ExchangeService. Raises ExchangeLost once an exchange that was gone meanwhile is there again: it may have
@@ -219,11 +250,19 @@ class ExchangeClient:
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangeService."""
-        request = pb.FetchRequest(round=round_, replica=replica, block=block)
 
         def read() -> bytes:
+            by_store = self._reaches_store
+            request = pb.FetchRequest(round=round_, replica=replica, block=block, reaches_store=by_store)
             frames = self._stream(self._fetch, request)
-            return bytes(read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)[1])
+            header, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
+            if not header.HasField("stored"):
+                return bytes(data)
+            try:
+                return _downloaded(header.stored)
+            except StoreError as error:
+                self._do_without(error)
+                return read()
 
         return self._again(read)
 
@@ -301,6 +340,13 @@ class ExchangeClient:
         if code in ERROR_OF_CODE:
             return ERROR_OF_CODE[code](details)
         return ExchangeLost(f"the exchange at {self.address} does not answer ({code.name.lower()}: {details})")
+
+
+def _downloaded(stored: pb.StoredBlob) -> bytes:
+    data = download(stored.url, stored.size, STANDSTILL)
+    if hashlib.sha256(data).digest() != stored.sha256:
+        raise StoreError(f"{without_signature(stored.url)} is not the blob of its digest")
+    return data
 
 
 def _snapshot_bytes(header: pb.SnapshotHeader) -> int:

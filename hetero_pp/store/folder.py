@@ -69,6 +69,16 @@ class FolderStore:
                 path.unlink(missing_ok=True)
             self._remove_empty(path.parent)
 
+    def size(self, key: str) -> int:
+        """See Store."""
+        with _told("read", self.path(key)):
+            return self.path(key).stat().st_size
+
+    def copy(self, key: str, to: str) -> None:
+        """See Store."""
+        with _told("read", self.path(key)):
+            self.put_file(to, self.path(key))
+
     def put_file(self, key: str, path: Path) -> None:
         """See Store."""
         self._put(key, lambda part: shutil.copyfile(path, part))

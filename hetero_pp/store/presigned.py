@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
@@ -18,27 +19,34 @@ def upload(url: str, data: bytes, timeout: float) -> None:
 
     Raises StoreError, one line without the signature, unless the store has confirmed that it keeps the object.
     """
-    _ask(urllib.request.Request(url, data, HEADERS, method="PUT"), "uploaded", timeout)
+    # The timeout would be for all bytes together if they were given at once; of a file it is for each part.
+    headers = HEADERS | {"Content-Length": str(len(data))}
+    _ask(urllib.request.Request(url, io.BytesIO(data), headers, method="PUT"), "uploaded", timeout)
 
 
-def download(url: str, timeout: float) -> bytes:
-    """GET an object. Raises StoreError as `upload` does."""
-    return _ask(urllib.request.Request(url), "downloaded", timeout)
+def download(url: str, size: int, timeout: float) -> bytes:
+    """GET an object of so many bytes. Raises StoreError as `upload` does, and if it has more or fewer."""
+    data = _ask(urllib.request.Request(url), "downloaded", timeout, size + 1)
+    if len(data) != size:
+        raise StoreError(f"{without_signature(url)}: found another size than {size} bytes")
+    return data
 
 
-def _ask(request: urllib.request.Request, done: str, timeout: float) -> bytes:
+def _ask(request: urllib.request.Request, done: str, timeout: float, most: int = -1) -> bytes:
+    bare = without_signature(request.full_url)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
-            body: bytes = answer.read()
+            body: bytes = answer.read(most)
             return body
     except urllib.error.HTTPError as error:
-        raise StoreError(f"{_bare(request)}: cannot be {done} (HTTP {error.code} {error.reason})") from None
+        raise StoreError(f"{bare}: cannot be {done} (HTTP {error.code} {error.reason})") from None
     except urllib.error.URLError as error:
         reason = error.reason.strerror if isinstance(error.reason, OSError) else None
-        raise StoreError(f"{_bare(request)}: cannot be {done} ({reason or error.reason})") from None
+        raise StoreError(f"{bare}: cannot be {done} ({reason or error.reason})") from None
     except (OSError, http.client.HTTPException) as error:
-        raise StoreError(f"{_bare(request)}: cannot be {done} ({error or type(error).__name__})") from None
+        raise StoreError(f"{bare}: cannot be {done} ({error or type(error).__name__})") from None
 
 
-def _bare(request: urllib.request.Request) -> str:
-    return urlsplit(request.full_url)._replace(query="", fragment="").geturl()
+def without_signature(url: str) -> str:
+    """What messages call an object that a URL is for."""
+    return urlsplit(url)._replace(query="", fragment="").geturl()

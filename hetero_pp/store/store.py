@@ -50,6 +50,12 @@ class Store(Protocol):
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; nothing happens for one that is not there."""
 
+    def size(self, key: str) -> int:
+        """An object's bytes, counted; FileNotFoundError as `get`."""
+
+    def copy(self, key: str, to: str) -> None:
+        """Keep an object under another key, too, of any size; FileNotFoundError as `get`."""
+
     def put_file(self, key: str, path: Path) -> None:
         """Keep a file's content, which need not fit into memory."""
 

@@ -7,18 +7,18 @@ members ask, what may be let in, and what is told to whoever watches.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 
 from torch import Tensor
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
-from hetero_pp.errors import MalformedContribution, Refused, Suspended
+from hetero_pp.errors import DamagedFile, Refused
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import (
     CONTRIBUTING,
@@ -32,9 +32,10 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
     RoundRecord,
     RoundVerified,
+    StoredBlob,
     Waiting,
 )
-from hetero_pp.model import Shapes, shapes_by_block, shapes_of
+from hetero_pp.model import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, Standing
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
@@ -43,10 +44,11 @@ from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot
 from replica_groups.exchange.decisions import Decisions, IsAsked, always
-from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.deposits import Deposits, Offer
+from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.standing import reports_of
-from replica_groups.exchange.uploads import received_entry
+from replica_groups.exchange.uploads import download_url
 from replica_groups.exchange.watchers import Watchers
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
@@ -89,6 +91,7 @@ class Exchange:
         rules = rules or Rules(roster.members, roster.blocks)
         self.decisions = Decisions(rules, log, self._told, goes_on, tokens_a_step, clock)
         self.coordinator = self.decisions.coordinator
+        self._deposits = Deposits(run, roster, settings.compression, self.decisions, self._refused)
         self._agreement = agreement
         self._goes_on = goes_on
         self._terms_before = {name: place.term for name, place in self.coordinator.places.items() if place.term}
@@ -99,11 +102,9 @@ class Exchange:
         self._reading = threading.Lock()
         self._newest = 0
         self._begun_after = 0
-        self._shapes: dict[str, Shapes] = {}
         self._names: frozenset[str] = frozenset()
         self._addresses: dict[str, str] = {}
         self._available: dict[str, AvailableStates] = {}
-        self._being_written: set[tuple[BlobAddress, int]] = set()
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
         self._here: set[str] = set()
         self._heard: dict[str, float] = {}
@@ -140,7 +141,7 @@ class Exchange:
         """
         last_round = snapshot.round if last_round is None else last_round
         with self._changed:
-            self._shapes = shapes_by_block(shapes_of(snapshot.parameters))
+            self._deposits.begin(shapes_by_block(shapes_of(snapshot.parameters)))
             self._names = frozenset(snapshot.parameters)
             if spec is not None:
                 self._rounds, self._changes = spec.latest.outer.rounds, spec.changes
@@ -343,74 +344,36 @@ class Exchange:
         steps: int = 0,
         term: int | None = None,
     ) -> None:
-        """See ExchangeService. The blob is decoded before it is kept, so no receiver meets a malformed one.
+        """See ExchangeService."""
+        self._deposits.hand_in(self._offer(member, address, hashlib.sha256(data).digest(), epoch, steps, term), data)
 
-        It counts once it is on the disk. That is waited for by who deposits the blob, and by nobody else.
+    def upload_url(
+        self, member: str, address: BlobAddress, sha256: bytes, epoch: int | None = None, term: int | None = None
+    ) -> str | None:
+        """Where a member may put a blob of this digest into the store itself; None if there is no such place, empty if
+        it need not be sent: it is counted already, or late.
         """
+        return self._deposits.upload_url(self._offer(member, address, sha256, epoch, 0, term))
+
+    def uploaded(
+        self,
+        member: str,
+        address: BlobAddress,
+        sha256: bytes,
+        epoch: int | None = None,
+        steps: int = 0,
+        term: int | None = None,
+    ) -> None:
+        """A member has put a blob where `upload_url` says; as `deposit` otherwise."""
+        self._deposits.uploaded(self._offer(member, address, sha256, epoch, steps, term))
+
+    def _offer(
+        self, member: str, address: BlobAddress, sha256: bytes, epoch: int | None, steps: int, term: int | None
+    ) -> Offer:
         self._expect_member(member)
-        if self.roster.members[member] != address.replica or address.block not in self.roster.blocks[member]:
-            raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's")
-        if address.run != self.run:
-            raise self._refused(member, "a contribution to another run")
         self._require_begun(member)
-        term, epoch = self._term(member, term), self._epoch(address.replica, epoch)
-        if not self._is_awaited(member, address, epoch, term):
-            # What comes late is learnt from: how long to wait for the next.
-            self.decisions.tell(e.Deposited(member, term, address.round, epoch, address.block, None, steps))
-            return
-        entry = self._checked(member, address, data)
-        if self._begins_to_write(member, address, epoch, entry):
-            try:
-                self.decisions.patiently(lambda: self.log.write_blob(address, epoch, data))
-                self._count(member, address, epoch, entry, steps, term)
-            finally:
-                with self._changed:
-                    self._being_written.discard((address, epoch))
-                    self._changed.notify_all()
-
-    def _is_awaited(self, member: str, address: BlobAddress, epoch: int, term: int) -> bool:
-        """Whether a blob may still count: False in a round that is closed, where its sender finds that it was late."""
-        with self._changed:
-            self.decisions.require_alive()
-            self.decisions.require_term(member, term)
-            last_round, current = self.coordinator.last_round, self._epoch(address.replica, None)
-        if not 1 <= address.round <= last_round + 1:
-            raise self._refused(member, f"found round {address.round}, expected {last_round + 1}")
-        if address.round > last_round and epoch != current:
-            raise Suspended(f"{address.replica} was formed anew since")
-        return address.round > last_round
-
-    def _checked(self, member: str, address: BlobAddress, data: bytes) -> BlobEntry:
-        try:
-            return received_entry(data, address, self._shapes[address.block], self.settings.compression)
-        except MalformedContribution as error:
-            raise self._refused(member, str(error)) from None
-
-    def _begins_to_write(self, member: str, address: BlobAddress, epoch: int, entry: BlobEntry) -> bool:
-        """Whether the blob is new, and the caller the only one who writes it; False if it is counted already.
-
-        Waits for another deposit of the same blob: until that is over, it is not known whether it counts.
-        """
-        key = (address, epoch)
-        with self._changed:
-            self.decisions.wait_until(lambda: key not in self._being_written)
-            open_round = self.coordinator.open
-            own = None if open_round is None else open_round.deposits.get(address.replica)
-            known = None if own is None or own.epoch != epoch else own.blobs.get(address.block)
-            if known is None:
-                self._being_written.add(key)
-                return True
-        if known != entry:
-            raise self._refused(member, f"a second, different `{address.block}` for round {address.round}")
-        return False
-
-    def _count(self, member: str, address: BlobAddress, epoch: int, entry: BlobEntry, steps: int, term: int) -> None:
-        self.decisions.require_alive()
-        event = e.Deposited(member, term, address.round, epoch, address.block, entry, steps)
-        for answer in self.decisions.tell(event):
-            if isinstance(answer, e.Refused) and answer.place == member:
-                raise Suspended(answer.reason) if answer.is_over else self._refused(member, answer.reason)
-        self.decisions.require_alive()
+        current = self.coordinator.replicas[self.roster.members[member]].epoch
+        return Offer(member, self._term(member, term), address, current if epoch is None else epoch, sha256, steps)
 
     def record(
         self, round_: int, member: str | None = None, term: int | None = None, is_asked: IsAsked = always
@@ -426,16 +389,30 @@ class Exchange:
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangeService."""
+        key, blob = self._counted(member, round_, replica, block)
+        try:
+            return self.decisions.patiently(lambda: self.log.read_blob(key, blob.sha256))
+        except FileNotFoundError:
+            raise Refused(f"what {replica} contributed to round {round_} is no more in the log") from None
+        except DamagedFile as error:
+            raise Refused(str(error)) from None
+
+    def stored(self, member: str, round_: int, replica: str, block: str) -> StoredBlob | None:
+        """Where a member may read a blob of a closed round from the store itself; None if there is no such place."""
+        key, blob = self._counted(member, round_, replica, block)
+        url = self.decisions.patiently(lambda: download_url(self.log, key))
+        return None if url is None else StoredBlob(url=url, sha256=blob.sha256, size=blob.size)
+
+    def _counted(self, member: str, round_: int, replica: str, block: str) -> tuple[str, BlobEntry]:
+        """The key of a blob, and what the round's record says of it."""
         self.decisions.require_alive()
         self._require_begun(member)
         if 1 <= round_ <= self.coordinator.last_round:
-            for one in self.decisions.wait_for_record(round_).contributions:
-                if one.replica == replica and any(blob.block == block for blob in one.blobs):
-                    read = partial(self.log.read_blob, round_, replica, one.epoch, block)
-                    try:
-                        return self.decisions.patiently(read)
-                    except FileNotFoundError:
-                        raise Refused(f"what {replica} contributed to round {round_} is no more in the log") from None
+            record = self.decisions.wait_for_record(round_)
+            for entry in record.contributions:
+                for blob in entry.blobs:
+                    if (entry.replica, blob.block) == (replica, block):
+                        return key_of(record, entry, blob), blob
         raise self._refused(member, f"no `{block}` of {replica} in a closed round {round_}")
 
     # ---- agreement ----
@@ -558,6 +535,3 @@ class Exchange:
     def _term(self, member: str, term: int | None) -> int:
         self._expect_member(member)
         return self.coordinator.places[member].term if term is None else term
-
-    def _epoch(self, replica: str, epoch: int | None) -> int:
-        return self.coordinator.replicas[replica].epoch if epoch is None else epoch

@@ -2,15 +2,15 @@
 
     snapshot-000000.safetensors
     round-000001/record.json
-    round-000001/<replica>/<epoch>/<block>.blob
+    round-000001/<replica>/<epoch>/<block>.<digest>.blob
     audited/round-000001.json
     terms/<place>/<n>
 
 theta after any round follows from a snapshot and the records and contributions since, bit for bit. What is written is
 whole and durable before anybody is told of it; what is read is held against its digest.
 
-A record and a term belong to whoever was first, however many write them at once. So whoever acts for the run holds
-nothing that cannot be read here again.
+A record and a term belong to whoever was first, however many write them at once, and a blob's name holds its digest, so
+that none is ever written over by another. So whoever acts for the run holds nothing that cannot be read here again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from safetensors import safe_open
 
 from hetero_pp.errors import DamagedFile
-from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 from hetero_pp.snapshot import Snapshot, load_snapshot, open_snapshot, save_snapshot
 from hetero_pp.store.local import reading, writing
@@ -34,6 +34,9 @@ from hetero_pp.store.store import Store
 from replica_groups.exchange.audits import audit_key, audited
 
 TERMS = "terms"
+
+_NAMED_DIGITS = 16
+"""Of a blob's digest, in its name: no two blobs of one member, round and epoch share them by chance."""
 
 
 class ContributionLog:
@@ -46,11 +49,15 @@ class ContributionLog:
 
     def write_blob(self, address: BlobAddress, epoch: int, data: bytes) -> None:
         """Keep one blob, of a replica in its so-manyeth epoch."""
-        self.store.put(blob_key(address.round, address.replica, epoch, address.block), data)
+        sha256 = hashlib.sha256(data).digest()
+        self.store.put(blob_key(address.round, address.replica, epoch, address.block, sha256), data)
 
-    def read_blob(self, round_: int, replica: str, epoch: int, block: str) -> bytes:
-        """One blob, as it is; FileNotFoundError if there is none. `blobs_of` holds it against a record."""
-        return self.store.get(blob_key(round_, replica, epoch, block))
+    def read_blob(self, key: str, sha256: bytes) -> bytes:
+        """The blob of this digest. Raises DamagedFile if it is not, FileNotFoundError if there is none."""
+        data = self.store.get(key)
+        if hashlib.sha256(data).digest() != sha256:
+            raise DamagedFile(f"{self.store.url(key)} is damaged: not the blob of its digest")
+        return data
 
     def blobs_of(self, record: RoundRecord) -> Callable[[str, str], bytes]:
         """Reads (replica, block) of what a record names.
@@ -58,18 +65,15 @@ class ContributionLog:
         Raises DamagedFile if it is not what was counted, FileNotFoundError if it is lost or was not counted.
         """
         named = {
-            (entry.replica, blob.block): (entry.epoch, blob) for entry in record.contributions for blob in entry.blobs
+            (entry.replica, blob.block): (key_of(record, entry, blob), blob.sha256)
+            for entry in record.contributions
+            for blob in entry.blobs
         }
 
         def read(replica: str, block: str) -> bytes:
             if (replica, block) not in named:
                 raise FileNotFoundError(f"no `{block}` of {replica} was counted in round {record.round}")
-            epoch, blob = named[replica, block]
-            data = self.read_blob(record.round, replica, epoch, block)
-            if hashlib.sha256(data).digest() != blob.sha256:
-                where = self.store.url(blob_key(record.round, replica, epoch, block))
-                raise DamagedFile(f"{where} is damaged: not the blob that the round record names")
-            return data
+            return self.read_blob(*named[replica, block])
 
         return read
 
@@ -195,9 +199,14 @@ def record_key(round_: int) -> str:
     return f"{round_key(round_)}/record.json"
 
 
-def blob_key(round_: int, replica: str, epoch: int, block: str) -> str:
+def blob_key(round_: int, replica: str, epoch: int, block: str, sha256: bytes) -> str:
     """Of one blob of a contribution."""
-    return f"{round_key(round_)}/{replica}/{epoch}/{block}.blob"
+    return f"{round_key(round_)}/{replica}/{epoch}/{block}.{sha256.hex()[:_NAMED_DIGITS]}.blob"
+
+
+def key_of(record: RoundRecord, entry: ContributionEntry, blob: BlobEntry) -> str:
+    """Of a blob that a record names."""
+    return blob_key(record.round, entry.replica, entry.epoch, blob.block, blob.sha256)
 
 
 def round_key(round_: int) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hetero_pp.errors import DamagedFile
-from replica_groups.exchange.log import ContributionLog, blob_key, round_key, snapshot_key
+from replica_groups.exchange.log import ContributionLog, key_of, round_key, snapshot_key
+from replica_groups.exchange.uploads import UPLOADED
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,12 @@ class Retention:
             self.log.store.delete(blobs)
 
     def _blobs(self, round_: int) -> list[str]:
-        return [key for key in self.log.store.below(round_key(round_)) if key.endswith(".blob")]
+        return [key for key in self.log.store.below(round_key(round_)) if key.endswith((".blob", UPLOADED))]
 
     def _remove_uncounted(self, round_: int) -> None:
         try:
             record = self.log.read_record(round_)
         except (DamagedFile, FileNotFoundError):
             return  # of a round before the run went on, from a later snapshot: nobody knows what counted
-        counted = {
-            blob_key(round_, entry.replica, entry.epoch, blob.block)
-            for entry in record.contributions
-            for blob in entry.blobs
-        }
+        counted = {key_of(record, entry, blob) for entry in record.contributions for blob in entry.blobs}
         self.log.store.delete([key for key in self._blobs(round_) if key not in counted])

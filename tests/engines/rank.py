@@ -130,7 +130,7 @@ class Round:
         for block, shapes in shapes_by_block(self.shapes).items():
             ours, theirs = (
                 decode_blob(
-                    self.exchange.log.read_blob(round_, replica, 1, block),
+                    self.exchange.fetch(replica, round_, replica, block),
                     BlobAddress("run", round_, replica, block),
                     shapes,
                     self.settings.compression,

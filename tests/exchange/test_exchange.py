@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from log_files import folder_of, snapshot_path
+from log_files import folder_of, snapshot_path, stored_blob
 from members import assign_all, begin, in_thread, patient
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -185,11 +185,12 @@ def test_the_log_holds_the_record_and_the_blobs(exchange: Exchange, snapshot: Sn
     folder = folder_of(exchange.log) / "round-000001"
     assert exchange.log.read_record(1) == exchange.record(1)
     assert (folder / "record.json").read_text().startswith("{")
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert files == {"record.json"} | {f"{a.replica}/{EPOCHS[a.replica]}/{a.block}.blob" for _, a in _deposits()}
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    assert len(files) == 1 + len(_deposits()) and "record.json" in files
     for _, address in _deposits():
-        epoch = EPOCHS[address.replica]
-        assert exchange.log.read_blob(1, address.replica, epoch, address.block) == _blob(snapshot, address)
+        data = _blob(snapshot, address)
+        name = f"{address.block}.{hashlib.sha256(data).hexdigest()[:16]}.blob"
+        assert files[f"{address.replica}/{EPOCHS[address.replica]}/{name}"].read_bytes() == data
 
 
 # ---- refusals ----
@@ -737,13 +738,15 @@ def test_a_blob_that_was_changed_in_the_log_is_found(
 ) -> None:
     exchange, _ = trained
     address = _address("home", "norm", round_=2)
-    exchange.log.write_blob(address, 2, _blob(snapshot, address, seed=77))
-    with pytest.raises(DamagedFile, match=r"/round-000002/home/2/norm\.blob is damaged: not the blob"):
+    exchange.log.store.put(stored_blob(exchange.log, 2, "home", 2, "norm"), _blob(snapshot, address, seed=77))
+    with pytest.raises(DamagedFile, match=r"/round-000002/home/2/norm\.\w+\.blob is damaged: not the blob"):
         _replayed(exchange, snapshot.parameters, range(1, 4))
+    with pytest.raises(Refused, match=r"/round-000002/home/2/norm\.\w+\.blob is damaged: not the blob"):
+        exchange.fetch("dc", 2, "home", "norm")
     theta, record = dict(snapshot.parameters), exchange.record(2)
 
     def as_it_is(replica: str, block: str) -> bytes:
-        return exchange.log.read_blob(2, replica, EPOCHS[replica], block)
+        return exchange.log.store.get(stored_blob(exchange.log, 2, replica, EPOCHS[replica], block))
 
     with pytest.raises(MalformedContribution, match="home, norm"):
         replay(theta, "run", record, as_it_is, OuterOptimizer(SETTINGS))
@@ -779,20 +782,19 @@ def test_the_auditor_fails_a_run_whose_members_agree_on_something_else(exchange:
 
 def test_a_blob_changed_before_the_auditor_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
     _deposit_all(exchange, snapshot)
-    address = _address("dc", "norm")
-    exchange.log.write_blob(address, 1, _blob(snapshot, address, seed=5))
+    exchange.log.store.put(stored_blob(exchange.log, 1, "dc", 1, "norm"), _blob(snapshot, _address("dc", "norm"), 5))
     auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)
     auditor.start()
     auditor.join()
-    cause = r"the auditor cannot replay the log: .*/dc/1/norm\.blob is damaged: not the blob that the .* names"
+    cause = r"the auditor cannot replay the log: .*/dc/1/norm\.\w+\.blob is damaged: not the blob of its digest"
     _expect_failure(exchange, cause)
 
 
 def test_a_blob_lost_before_the_auditor_reads_it_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
     """A full disk or a lost file must not leave the run without its check and its snapshots unnoticed."""
     _deposit_all(exchange, snapshot)
-    (folder_of(exchange.log) / "round-000001" / "dc" / "1" / "norm.blob").unlink()
+    (folder_of(exchange.log) / stored_blob(exchange.log, 1, "dc", 1, "norm")).unlink()
     auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)
     auditor.start()
     auditor.join()
-    _expect_failure(exchange, r"the auditor cannot replay the log: .*/round-000001/dc/1/norm\.blob'")
+    _expect_failure(exchange, r"the auditor cannot replay the log: .*/round-000001/dc/1/norm\.\w+\.blob'")

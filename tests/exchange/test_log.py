@@ -14,7 +14,7 @@ from hetero_pp.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 from hetero_pp.store.folder import FolderStore
-from replica_groups.exchange.log import ContributionLog, record_digest
+from replica_groups.exchange.log import ContributionLog, blob_key, record_digest
 
 BLOB = b"a blob of the norm"
 
@@ -98,8 +98,10 @@ def test_blobs_are_of_the_epoch_that_was_counted(log: ContributionLog) -> None:
     assert read("home", "norm") == BLOB
     with pytest.raises(FileNotFoundError, match="no `norm` of dc was counted in round 1"):
         read("dc", "norm")
-    log.write_blob(address, 2, BLOB[:-1] + b"M")
-    with pytest.raises(DamagedFile, match=r"/round-000001/home/2/norm\.blob is damaged: not the blob"):
+    log.write_blob(address, 2, BLOB[:-1] + b"M")  # of another coordinator's group, say
+    assert read("home", "norm") == BLOB
+    log.store.put(blob_key(1, "home", 2, "norm", hashlib.sha256(BLOB).digest()), BLOB[:-1] + b"M")
+    with pytest.raises(DamagedFile, match=r"/round-000001/home/2/norm\.[0-9a-f]{16}\.blob is damaged: not the blob"):
         read("home", "norm")
 
 

@@ -258,4 +258,4 @@ def test_a_member_that_diverged_says_so_and_sends_nothing(tmp_path: Path) -> Non
     replicas.exchange.assign("alpha", 0)
     with pytest.raises(HeteroPPError, match=r"alpha diverged: norm\.weight is not finite after round 1"):
         replicas.outer["alpha"].synchronise(1)
-    assert not (tmp_path / "round-000001" / "alpha" / "1" / "norm.blob").exists()
+    assert not list((tmp_path / "round-000001" / "alpha" / "1").glob("norm.*"))

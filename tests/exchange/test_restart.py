@@ -207,7 +207,7 @@ def test_what_needs_a_damaged_record_or_contribution_is_not_taken(log: Contribut
     _flip(blob, 8 * 60)
     found = _find(log, _held(dc={2, 3}))
     assert found.snapshot.round == 2
-    assert "not the blob that the round record names" in found.damaged[0]
+    assert "not the blob of its digest" in found.damaged[0]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import socket
 import threading
@@ -125,6 +126,28 @@ class Recorder:
         term: int | None = None,
     ) -> None:
         self.asked.append(("deposit", member, address, data, epoch, steps, term))
+
+    def upload_url(
+        self, member: str, address: BlobAddress, sha256: bytes, epoch: int | None = None, term: int | None = None
+    ) -> str | None:
+        """As of a run whose store is a folder."""
+        self.asked.append(("upload_url", member, address, sha256, epoch, term))
+        return None
+
+    def uploaded(
+        self,
+        member: str,
+        address: BlobAddress,
+        sha256: bytes,
+        epoch: int | None = None,
+        steps: int = 0,
+        term: int | None = None,
+    ) -> None:
+        self.asked.append(("uploaded", member, address, sha256, epoch, steps, term))
+
+    def stored(self, member: str, round_: int, replica: str, block: str) -> pb.StoredBlob | None:
+        self.asked.append(("stored", member, round_, replica, block))
+        return None
 
     def wake(self) -> None:
         self.woken.set()
@@ -300,6 +323,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("newest_snapshot",),
             ("snapshot", None, "a", "b"),
             ("snapshot", 0, "a"),
+            ("upload_url", "dc", ADDRESS, hashlib.sha256(BLOB).digest(), 7, TERM),
             ("deposit", "dc", ADDRESS, BLOB, 7, 50, TERM),
             ("record", 3, "dc", TERM),
             ("fetch", "dc", 3, "home", "norm"),

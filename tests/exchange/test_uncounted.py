@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from log_files import stored_blob
 from members import TIMEOUT, in_thread
 from small_run import GRACE, SETTINGS, Run
 from torch import Tensor, nn
@@ -63,8 +64,9 @@ class Member:
         return found
 
     def logged(self, round_: int, epoch: int) -> dict[str, Tensor]:
+        log = self.run.exchange.log
         blobs = {
-            block: self.run.exchange.log.read_blob(round_, self.name, epoch, block)
+            block: log.store.get(stored_blob(log, round_, self.name, epoch, block))
             for block in shapes_by_block(shapes_of(self.start))
         }
         return self.sent(round_, blobs)

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -36,6 +37,18 @@ def test_what_is_put_is_read_and_replaced(store: Store) -> None:
     assert store.get("round-000001/dc/1/norm.blob") == b"first"
     store.put("round-000001/dc/1/norm.blob", b"")
     assert store.get("round-000001/dc/1/norm.blob") == b""
+
+
+def test_a_copy_is_an_object_of_its_own(store: Store) -> None:
+    store.put("here/first", b"content")
+    store.copy("here/first", "there/second")
+    store.put("here/first", b"")
+    assert store.get("there/second") == b"content"
+    assert (store.size("here/first"), store.size("there/second")) == (0, 7)
+    for use in (store.size, partial(store.copy, to="copy")):
+        with pytest.raises(FileNotFoundError, match=f"{re.escape(store.url('nothing'))}'$"):
+            use("nothing")
+    assert store.below() == ["here/first", "there/second"]
 
 
 @pytest.mark.parametrize("key", ["nothing", "folder/nothing", "folder"])
@@ -199,7 +212,7 @@ def test_a_flipped_bit_is_noticed_by_who_reads_with_a_digest(store: Store) -> No
     assert log.read_snapshot(1).parameters.keys() == parameters.keys()
     reads: dict[str, Callable[[], object]] = {
         record_key(1): lambda: log.read_record(1),
-        blob_key(1, "dc", 1, "norm"): lambda: log.blobs_of(record)("dc", "norm"),
+        blob_key(1, "dc", 1, "norm", blob.sha256): lambda: log.blobs_of(record)("dc", "norm"),
         snapshot_key(1): lambda: log.read_snapshot(1),
     }
     for key, read in reads.items():

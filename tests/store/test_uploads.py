@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 
 from hetero_pp.errors import MalformedContribution, StoreError
-from hetero_pp.model import Shapes
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.store.opening import open_store
 from hetero_pp.store.presigned import download, upload
 from hetero_pp.store.store import Store
-from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.uploads import upload_url, uploaded_entry
+from replica_groups.exchange import uploads
+from replica_groups.exchange.log import ContributionLog, blob_key
+from replica_groups.exchange.uploads import download_url, take_upload, upload_url
 
-SHAPES: Shapes = {"norm.weight": (16,)}
 SETTINGS = CompressionSettings(density=1 / 8)
+SLOW_SECONDS = 3.0
 ADDRESS = BlobAddress("run", 3, "home", "norm")
 
 
@@ -30,44 +33,95 @@ def _blob(seed: int) -> bytes:
     return encode_blob(ADDRESS, [("norm.weight", (16,), selection)], SETTINGS)
 
 
-def test_a_blob_that_was_uploaded_is_counted_for_what_it_is(signing: Store) -> None:
+def _key(blob: bytes) -> str:
+    return blob_key(3, "home", 2, "norm", hashlib.sha256(blob).digest())
+
+
+def test_what_was_uploaded_is_kept_where_nobody_has_a_url_for(signing: Store) -> None:
     log, blob = ContributionLog(signing), _blob(1)
-    url = upload_url(log, ADDRESS, 2)
+    key, digest = _key(blob), hashlib.sha256(blob).digest()
+    url = upload_url(log, key)
     assert url is not None
     upload(url, blob, 60)
     upload(url, blob, 60)  # whoever does not know whether it arrived does it again
-    assert log.read_blob(3, "home", 2, "norm") == blob
-    entry = uploaded_entry(log, ADDRESS, 2, hashlib.sha256(blob).digest(), SHAPES, SETTINGS)
-    assert (entry.block, entry.sha256, entry.size) == ("norm", hashlib.sha256(blob).digest(), len(blob))
-    assert entry.kept_values > 0
-    get = signing.sign("GET", "round-000003/home/2/norm.blob", 60)
-    assert get is not None and download(get, 60) == blob
+    assert take_upload(log, key, digest) == blob
+    assert signing.below() == [key]
+    upload(url, b"another", 60)
+    assert take_upload(log, key, digest) == blob == log.read_blob(key, digest)
+    get = download_url(log, key)
+    assert get is not None and download(get, len(blob), 60) == blob
+    for size in (len(blob) - 1, len(blob) + 1):
+        with pytest.raises(StoreError, match=rf"/norm\.\w+\.blob: found another size than {size} bytes$"):
+            download(get, size, 60)
 
 
-def test_what_is_not_what_was_said_does_not_count(signing: Store) -> None:
+def test_what_is_not_what_was_said_is_not_kept(signing: Store) -> None:
     log, blob = ContributionLog(signing), _blob(1)
-    digest = hashlib.sha256(blob).digest()
+    key, digest = _key(blob), hashlib.sha256(blob).digest()
     with pytest.raises(FileNotFoundError):
-        uploaded_entry(log, ADDRESS, 2, digest, SHAPES, SETTINGS)
-    url = upload_url(log, ADDRESS, 2)
+        take_upload(log, key, digest)
+    url = upload_url(log, key)
     assert url is not None
     upload(url, _blob(2), 60)
-    with pytest.raises(MalformedContribution, match="`norm` of home in the store is not what was said"):
-        uploaded_entry(log, ADDRESS, 2, digest, SHAPES, SETTINGS)
-    upload(url, b"anything", 60)
-    with pytest.raises(MalformedContribution):
-        uploaded_entry(log, ADDRESS, 2, hashlib.sha256(b"anything").digest(), SHAPES, SETTINGS)
+    with pytest.raises(MalformedContribution, match="uploaded something else than it has said"):
+        take_upload(log, key, digest)
+    assert signing.below() == [f"{key}.uploaded"]
+
+
+def test_what_is_too_large_is_not_read(signing: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "MAX_BLOB_BYTES", 1000)
+    log, blob = ContributionLog(signing), bytes(1001)
+    url = upload_url(log, _key(blob))
+    assert url is not None
+    upload(url, blob, 60)
+    with pytest.raises(MalformedContribution, match="uploaded 1001 bytes, expected at most 1000"):
+        take_upload(log, _key(blob), hashlib.sha256(blob).digest())
+    assert signing.below() == [f"{_key(blob)}.uploaded"]
 
 
 def test_a_url_is_for_one_object_and_a_refusal_is_one_line(signing: Store) -> None:
-    log = ContributionLog(signing)
-    url = upload_url(log, ADDRESS, 2)
+    log, key = ContributionLog(signing), _key(_blob(1))
+    url = upload_url(log, key)
     assert url is not None
-    with pytest.raises(StoreError, match=r"^http://127\.0\.0\.1:\S+/3/norm\.blob: cannot be uploaded \(HTTP 403 "):
+    with pytest.raises(StoreError, match=r"^http://127\.0\.0\.1:\S+\.uploaded: cannot be uploaded \(HTTP 403 "):
         upload(url.replace("/home/2/", "/home/3/"), b"another epoch's", 60)
+    with pytest.raises(StoreError, match=r"cannot be uploaded \(HTTP 403 "):
+        upload(url.replace(".uploaded", ""), b"what is counted", 60)
     with pytest.raises(StoreError, match=r"cannot be downloaded \(HTTP 403 "):
-        download(url, 60)
+        download(url, 60, 60)
     assert signing.below() == []
+
+
+class _Slow(BaseHTTPRequestHandler):
+    """Takes an object in little by little, as a slow line does."""
+
+    taken = 0
+
+    def do_PUT(self) -> None:
+        left = int(self.headers["Content-Length"])
+        while left > 0 and (part := self.rfile.read(min(left, 2_000_000))):
+            left -= len(part)
+            type(self).taken += len(part)
+            time.sleep(SLOW_SECONDS / 10)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody is told."""
+
+
+def test_an_upload_may_last_longer_than_it_may_stand_still() -> None:
+    """50 MB at 1 Mbit/s take seven minutes, in which something always moves."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Slow)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        upload(f"http://127.0.0.1:{server.server_port}/key", bytes(20_000_000), SLOW_SECONDS / 2)
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+    assert _Slow.taken == 20_000_000
 
 
 def test_who_cannot_be_reached_is_one_line(free_port: int) -> None:
@@ -80,4 +134,4 @@ def test_who_cannot_be_reached_is_one_line(free_port: int) -> None:
 @pytest.mark.parametrize("url", ["folder", "memory://"])
 def test_some_stores_have_no_urls(url: str, tmp_path: Path) -> None:
     store = open_store(str(tmp_path) if url == "folder" else url)
-    assert upload_url(ContributionLog(store), ADDRESS, 1) is None
+    assert upload_url(ContributionLog(store), _key(b"")) is None

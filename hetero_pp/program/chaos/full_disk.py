@@ -48,6 +48,15 @@ class FullDisk:
         """See Store."""
         self._store.delete(keys)
 
+    def size(self, key: str) -> int:
+        """See Store."""
+        return self._store.size(key)
+
+    def copy(self, key: str, to: str) -> None:
+        """See Store."""
+        self._require_space(to)
+        self._store.copy(key, to)
+
     def put_file(self, key: str, path: Path) -> None:
         """See Store."""
         self._require_space(key)

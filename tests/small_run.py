@@ -20,6 +20,7 @@ from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.store.folder import FolderStore
+from hetero_pp.store.store import Store
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.protocol import events as e
@@ -47,8 +48,10 @@ class Clock:
 class Run:
     """An exchange whose clock only moves with `passes`. Of two stages the first holds the first blocks."""
 
-    def __init__(self, folder: Path, groups: dict[str, int], quorum: float = 0.5, lease: Window = FOR_EVER) -> None:
-        """`groups`: replica -> stages; one is a datacenter replica."""
+    def __init__(
+        self, where: Path | Store, groups: dict[str, int], quorum: float = 0.5, lease: Window = FOR_EVER
+    ) -> None:
+        """`groups`: replica -> stages; one is a datacenter replica. The log is in a folder, or another store."""
         self.snapshot: Snapshot = initial_snapshot(SHAPE, None, seed=1)
         blocks = sorted(set(map(block_of, self.snapshot.parameters)))
         members, owned = {}, {}
@@ -58,15 +61,15 @@ class Run:
                 members[member] = replica
                 owned[member] = frozenset(blocks[stage::stages])
         self.roster = Roster(members, owned)
-        self.folder, self.clock = folder, Clock()
+        self.log = ContributionLog(FolderStore(where) if isinstance(where, Path) else where)
+        self.clock = Clock()
         self.rules = Rules(members, owned, quorum, grace=GRACE, limit=LIMIT, lease=lease, hang=FOR_EVER)
         self.exchange = self._open(goes_on=False)
         begin(self.exchange, self.snapshot)
 
     def _open(self, goes_on: bool) -> Exchange:
-        log = ContributionLog(FolderStore(self.folder))
         exchange = Exchange(
-            "run", self.roster, None, SETTINGS, log, rules=self.rules, goes_on=goes_on, clock=self.clock
+            "run", self.roster, None, SETTINGS, self.log, rules=self.rules, goes_on=goes_on, clock=self.clock
         )
         exchange.decisions.end()  # no thread of its own: whoever says that time passes says it here
         return exchange

@@ -1,0 +1,144 @@
+"""Contributions that go by the store, over gRPC and HTTP: the exchange hears of them, and sees none of their bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from small_run import Run
+
+from hetero_pp.errors import Refused
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.store.store import Store
+from replica_groups.protocol import events as e
+
+
+@contextmanager
+def _member(run: Run, name: str) -> Iterator[tuple[ExchangeClient, int]]:
+    """Another process that holds its place from now on, over the network; which epoch it contributes to."""
+    server, port = serve_exchange(run.exchange, "token", "127.0.0.1:0", 2)
+    client = ExchangeClient(f"127.0.0.1:{port}", "token", name, "run")
+    run.exchange.died(name, "to be taken over the network")
+    client.join(name, "")
+    try:
+        yield client, client.assign(name, 0).epoch
+    finally:
+        client.close()
+        server.stop(None).wait()
+
+
+def _addresses(run: Run, name: str) -> list[BlobAddress]:
+    return [BlobAddress("run", 1, name, block) for block in sorted(run.roster.blocks[name])]
+
+
+def _forbidden(*_: object) -> None:
+    raise AssertionError("it went by the exchange")
+
+
+def test_blobs_go_to_the_store_and_come_from_it(signing: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
+    with _member(run, "a") as (client, epoch):
+        monkeypatch.setattr(run.exchange, "deposit", _forbidden)
+        monkeypatch.setattr(run.exchange, "fetch", _forbidden)
+        run.assign(0, "b")
+        for address in _addresses(run, "a"):
+            client.deposit("a", address, run.blob(address), epoch, 7)
+            client.deposit("a", address, run.blob(address), epoch, 7)  # as after an answer that was lost
+        monkeypatch.undo()
+        run.deposit(1, "b")
+        assert run.counted(1) == {"a": 2, "b": 1}
+        assert [one.steps for one in client.record(1, "a").contributions] == [7, 7]
+        monkeypatch.setattr(run.exchange, "fetch", _forbidden)
+        for name in ("a", "b"):
+            for address in _addresses(run, name):
+                assert client.fetch("a", 1, name, address.block) == run.blob(address)
+        assert not [key for key in signing.below() if key.endswith(".uploaded")]
+        assert run.exchange.refusals == 0
+
+
+def test_what_comes_late_is_not_sent_at_all(signing: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(signing, {"a": 1, "b": 1, "c": 1}, quorum=0.5)
+    with _member(run, "a") as (client, epoch):
+        run.assign(0, "b", "c")
+        run.deposit(1, "b", "c")
+        run.passes(200.0)
+        assert run.counted(1) == {"b": 1, "c": 1}
+        objects, told, tell = signing.below(), list[e.Event](), run.exchange.decisions.tell
+
+        def noted(event: e.Event) -> Sequence[e.Effect]:
+            told.append(event)
+            return tell(event)
+
+        monkeypatch.setattr(run.exchange.decisions, "tell", noted)
+        for address in _addresses(run, "a"):
+            client.deposit("a", address, run.blob(address), epoch, 7)
+        assert signing.below() == objects
+        late = [(event.block, event.entry) for event in told if isinstance(event, e.Deposited)]
+        assert late == [(address.block, None) for address in _addresses(run, "a")]
+
+
+def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
+    run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
+    with _member(run, "a") as (client, epoch):
+        own, other = _addresses(run, "a")[0], BlobAddress("run", 1, "b", "norm")
+        digest = hashlib.sha256(run.blob(own)).digest()
+        for address, words in ((own, "was not uploaded"), (other, "is not this member's")):
+            blob = pb.BlobHeader(round=1, replica=address.replica, block=address.block, epoch=epoch)
+            with pytest.raises(Refused, match=words):
+                _ask(client, "Uploaded", pb.Upload(blob=blob, sha256=digest))
+        with pytest.raises(Refused, match="is not this member's"):
+            _ask(client, "UploadUrl", pb.Upload(blob=blob, sha256=digest))
+        with pytest.raises(Refused, match=f"a: {own.block}"):
+            client.deposit("a", own, b"no blob at all", epoch, 7)
+        assert run.exchange.refusals == 4
+        client.deposit("a", own, run.blob(own), epoch, 7)
+        with pytest.raises(Refused, match=f"a second, different `{own.block}`"):
+            client.deposit("a", own, run.blob(own, seed=9), epoch, 7)
+
+
+def _ask(client: ExchangeClient, call: str, request: pb.Upload) -> None:
+    client._ask(getattr(client._calls, call), request)
+
+
+def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange(
+    signing: Store, free_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
+    asked = list[str]()
+
+    def elsewhere(method: str, key: str, seconds: float) -> str:
+        asked.append(key)
+        return f"http://127.0.0.1:{free_port}/{key}?X-Amz-Signature=secret"
+
+    monkeypatch.setattr(signing, "sign", elsewhere)
+    with _member(run, "a") as (client, epoch):
+        run.assign(0, "b")
+        run.deposit(1, "b")
+        for address in _addresses(run, "a"):
+            client.deposit("a", address, run.blob(address), epoch, 7)
+        assert run.counted(1) == {"a": 2, "b": 1}
+        assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
+    assert len(asked) == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if "by the exchange" in line]
+    assert len(told) == 1 and "cannot be uploaded (Connection refused): contributions go by" in told[0]
+
+
+def test_what_was_changed_in_the_store_is_not_taken(signing: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
+    with _member(run, "a") as (client, epoch):
+        run.assign(0, "b")
+        run.deposit(1, "b")
+        for address in _addresses(run, "a"):
+            client.deposit("a", address, run.blob(address), epoch, 7)
+        (key,) = (key for key in signing.below("round-000001/b") if "/norm." in key)
+        data = bytearray(signing.get(key))
+        data[len(data) // 2] ^= 1
+        signing.put(key, bytes(data))
+        with pytest.raises(Refused, match=r"/norm\.\w+\.blob is damaged: not the blob of its digest"):
+            client.fetch("a", 1, "b", "norm")
+    assert "is not the blob of its digest: contributions go by" in capsys.readouterr().err
