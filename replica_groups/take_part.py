@@ -153,7 +153,7 @@ def _build(
         spec.config.outer,
         optimizer=round_optimizer(spec, start.basis),
         ranks=ranks,
-        keeps_undo=member.stage is not None,
+        keeps_undo=member.stage is not None or spec.config.states.undo,
     )
     if round_ > 0:
         momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in momentum_of(names, held)}

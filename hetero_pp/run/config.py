@@ -47,7 +47,8 @@ class StateSettings(Settings):
     undo: Annotated[bool, NotPartOf.EITHER] = Field(
         True,
         description="copy Adam's moments to CPU memory where a round starts, 8 bytes a parameter, for a replica that "
-        "has to take the round again; else it goes on with those that it has by then",
+        "has to take the round again; else it goes on with those that it has by then, and a datacenter replica may "
+        "send twice what it was sending",
     )
 
 

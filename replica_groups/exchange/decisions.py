@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from hetero_pp.errors import HeteroPPError, LinkClosed, RunFailed, StoreError, Suspended, TermOver
+from hetero_pp.errors import HeteroPPError, LinkClosed, Refused, RunFailed, StoreError, Suspended, TermOver
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from replica_groups.exchange.log import ContributionLog
@@ -210,9 +210,15 @@ class Decisions:
             self.changed.notify_all()
 
     def wait_for_term(self, place: str, process: str, is_asked: IsAsked = always) -> int:
-        """Until a process that has applied for a place holds it: the term."""
-        self.wait_until(lambda: (place, process) in self._welcomed, is_asked)
-        return self._welcomed[place, process]
+        """Until a process that has applied for a place holds it: the term. Raises Refused if another has since."""
+        own = self.coordinator.places[place]
+        with self.changed:
+            self.wait_until(
+                lambda: (place, process) in self._welcomed or (own.applicant != process and not own.claiming), is_asked
+            )
+            if (place, process) not in self._welcomed:
+                raise Refused(f"{place}: another process has asked for this place since")
+            return self._welcomed[place, process]
 
     def wait_for_work(self, place: str, term: int, is_asked: IsAsked = always) -> e.Assign:
         """Until a member that has asked is told what to train. Raises TermOver."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -47,6 +48,7 @@ from replica_groups.exchange.decisions import Decisions, IsAsked, always
 from replica_groups.exchange.deposits import Deposits, Offer
 from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.patience import Expected
+from replica_groups.exchange.restart import newest_sound
 from replica_groups.exchange.standing import reports_of
 from replica_groups.exchange.uploads import download_url
 from replica_groups.exchange.watchers import Watchers
@@ -176,8 +178,16 @@ class Exchange:
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         """See ExchangeService."""
         self.last_round()
-        newest = self._newest
-        return newest, list(self._snapshot("a member", newest).tensors())
+        with self._reading:
+            if self._held is None or self._held.round != self._newest:
+                damaged: list[str] = []
+                try:
+                    self._held = self.decisions.patiently(lambda: newest_sound(self.log, self._newest, damaged))
+                except FileNotFoundError as error:
+                    raise Refused("; ".join([str(error), *damaged])) from None
+                for one in damaged:
+                    print(f"{EXCHANGE}: {one}; an older one is read", file=sys.stderr, flush=True)
+            return self._held.round, list(self._held.tensors())
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
         """See ExchangeService."""
@@ -193,7 +203,10 @@ class Exchange:
             raise self._refused(sender, "the run has not begun: not all members have joined")
         with self._reading:  # not the lock of everything else: this may take minutes
             if self._held.round != round_:
-                self._held = self.decisions.patiently(lambda: self.log.read_snapshot(round_))
+                try:
+                    self._held = self.decisions.patiently(lambda: self.log.read_snapshot(round_))
+                except (DamagedFile, FileNotFoundError) as error:
+                    raise Refused(f"{sender}: no snapshot after round {round_}: {error}") from None
             return self._held
 
     # ---- whom it waits for ----

@@ -135,12 +135,15 @@ def snapshot_after(
 
 
 def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snapshot:
+    """The newest snapshot up to a round; what is found damaged is added to `damaged`. Raises FileNotFoundError."""
     for number in sorted(log.snapshots(), reverse=True):
         if number <= round_:
             try:
                 return log.read_snapshot(number)
             except DamagedFile as error:
                 damaged.append(str(error))
+            except FileNotFoundError:
+                continue  # a newer one has just taken its place
     raise FileNotFoundError(f"found no sound snapshot up to round {round_} in {log.store.url()}")
 
 

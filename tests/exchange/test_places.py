@@ -60,6 +60,20 @@ def test_a_vacant_place_is_taken_with_the_next_term(run: Run) -> None:
     assert run.exchange.coordinator.holds("dc", 3)
 
 
+def test_of_two_that_wait_for_a_place_the_later_one_gets_it(run: Run) -> None:
+    """The earlier one may have ended meanwhile; if it has not, it is told."""
+    run.passes(LEASE.least / 2, heard=("home.0", "home.1"))
+    first = in_thread(lambda: run.exchange.join("dc", "", process="first"))
+    place = run.exchange.coordinator.places["dc"]
+    run.exchange.decisions.wait_until(lambda: place.applicant == "first")
+    second = in_thread(lambda: run.exchange.join("dc", "", process="second"))
+    with pytest.raises(Refused, match="dc: another process has asked for this place since"):
+        first.result(TIMEOUT)
+    assert not second.done()
+    run.passes(LEASE.least / 2 + 1, heard=("home.0", "home.1"))
+    assert second.result(TIMEOUT) == 2
+
+
 def test_who_comes_after_somebody_silent_waits_for_the_end_of_its_lease(run: Run) -> None:
     """A machine that has restarted need not be refused, and one that is only slow keeps its place."""
     run.passes(LEASE.least / 2, heard=("home.0", "home.1"))

@@ -13,12 +13,13 @@ from members import TIMEOUT, in_thread
 from small_run import GRACE, SETTINGS, Run
 from torch import Tensor, nn
 
-from hetero_pp.errors import Suspended, TermOver
+from hetero_pp.errors import Refused, Suspended, TermOver
 from hetero_pp.model import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Assignment
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
 from hetero_pp.snapshot import MOMENTUM
 from replica_groups.exchange.auditor import Auditor
+from replica_groups.exchange.log import snapshot_key
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import LocalParameters
 
@@ -252,6 +253,26 @@ def test_what_is_counted_after_all_is_in_error_feedback_no_more(run: Run, keeps_
 
 
 # ---- healing, and joining late ----
+
+
+def test_a_damaged_snapshot_is_passed_over_by_who_comes_then(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    """The one before, and the rounds since, give the same."""
+    auditor = Auditor(run.exchange, run.snapshot, SETTINGS.rounds, snapshot_every=1)
+    auditor.start()
+    a, b = Member(run, "a"), Member(run, "b")
+    for round_ in (1, 2):
+        _round(round_, a, b)
+    run.exchange.decisions.wait_until(lambda: run.exchange._newest == 2)
+    data = bytearray(run.log.store.get(snapshot_key(2)))
+    data[-3] ^= 1
+    run.log.store.put(snapshot_key(2), bytes(data))
+    round_, names = run.exchange.newest_snapshot()
+    assert round_ == 1
+    assert run.exchange.snapshot(names, round_).keys() == set(names)
+    assert "snapshot-000002.safetensors is damaged" in capfd.readouterr().err
+    with pytest.raises(Refused, match=r"no snapshot after round 2: .*/snapshot-000002\.safetensors is damaged"):
+        run.exchange.snapshot(names, 2)
+    auditor.join(0)
 
 
 def test_who_holds_other_bits_comes_back_to_those_of_replay(run: Run) -> None:
