@@ -25,6 +25,7 @@ from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.launch.interrupted import how_to_go_on
 from hetero_pp.program.launch.same_run import require_same_run
 from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.rpc.connections import reports_of
@@ -243,6 +244,16 @@ def test_a_state_that_a_gpu_saved_is_loaded_without_one(
     monkeypatch.setattr(torch, "load", loaded)
     assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
     assert asked == ["cpu"] * 4
+
+
+def test_a_round_whose_close_was_not_noted_comes_after_the_one_before(cut: Path) -> None:
+    """The launcher may end between the record and its own file."""
+    lines = (cut / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if (told := json.loads(line))["event"] != "round_closed" or told["round"] != 3]
+    assert len(kept) == len(lines) - 1
+    (cut / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    reports = reports_until(ConfigFile(cut / "config.yaml").config, RunFolder(cut), 3, pytest.fail)
+    assert [report.round_closed.round for report in reports if report.HasField("round_closed")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("metrics", ["killed as they were rewritten", "torn", "strange", "lost"])

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from hetero_pp.messages.messages_pb2 import Awaited, BlobEntry, ContributionEntry, Report, RoundRecord
+from hetero_pp.program.report.pictures import training_losses
+from hetero_pp.program.report.replica_state import STILL_TOLD, ReplicaState
 from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
@@ -159,6 +161,30 @@ def test_parts_of_an_inner_step_merge_in_any_order() -> None:
 def test_a_part_told_twice_counts_once() -> None:
     part = inner_step(START, "dc", "dc", 1, 0, loss=3.0, tokens=100)
     assert state_of([part, part]).replicas["dc"].tokens == 100
+
+
+@pytest.mark.parametrize("inner_steps", [3, None])
+def test_of_rounds_long_over_only_the_losses_are_kept(inner_steps: int | None) -> None:
+    """What is shown is the same; and what a run keeps a step does not grow but by that."""
+    rounds, kept = 30, ReplicaState("dc", "datacenter", inner_steps)
+    whole = ReplicaState("dc", "datacenter", inner_steps)
+    for round_ in range(1, rounds + 1):
+        for step in range(3):
+            told = inner_step(START + round_, "dc", "dc", round_, step, loss=round_ + step / 4, tokens=10).inner_step
+            for replica in (kept, whole):
+                replica.apply(START + round_ + step, told)
+        kept.keep(round_, 3)
+        kept.settle(round_)
+    assert sorted(kept.rounds) == list(range(rounds - STILL_TOLD + 1, rounds + 1))
+    assert [(round_, list(losses)) for round_, losses in kept.losses()] == list(whole.losses())
+    assert list(training_losses(kept)) == list(training_losses(whole))
+    for round_ in range(1, rounds + 2):
+        assert (kept.steps(round_), kept.round_loss(round_)) == (whole.steps(round_), whole.round_loss(round_))
+    assert (kept.last_round, kept.steps_done, kept.tokens) == (whole.last_round, 3 * rounds, 30 * rounds)
+    assert kept.index(rounds, 2) == whole.index(rounds, 2) == 3 * rounds - 1
+    kept.apply(START, inner_step(START, "dc", "dc", 1, 0, loss=9.0, tokens=10).inner_step)  # told again
+    assert (kept.tokens, kept.round_loss(1), kept.steps_done) == (30 * rounds, whole.round_loss(1), 3 * rounds)
+    assert kept.trained == whole.trained
 
 
 def test_a_late_report_does_not_take_the_latest_loss_back() -> None:

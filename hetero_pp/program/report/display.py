@@ -21,8 +21,9 @@ from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.line_tables import live_lines, result_lines
 from hetero_pp.program.report.output import say, tell
 from hetero_pp.program.report.reading import now_and_then, reading_line
+from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.standing_lines import reasons, result_standings, trouble_lines
-from hetero_pp.program.report.state import ReplicaState, RunState, format_share
+from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, format_two, heads_of
 from hetero_pp.topology import DatacenterReplica
 from hetero_pp.units import format_bytes, format_count, format_seconds

@@ -47,14 +47,15 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
         complain(f"{strange} lines of {folder.metrics.name} that cannot be read are left out")
     until = max((time for round_, time in closed.items() if round_ <= last), default=0.0)
     reports += [report for report in unplaced if report.time <= until]
-    log, began = open_log(config, folder), min((report.time for report in reports), default=time.time())
+    log, when = open_log(config, folder), min((report.time for report in reports), default=time.time())
     for round_ in range(1, last + 1):
         try:
             record = log.read_record(round_)
         except (DamagedFile, FileNotFoundError) as error:
             complain(f"what was contributed to round {round_} is left out of the summary: {error}")
             record = RoundRecord(round=round_)
-        reports.append(Report(time=closed.get(round_, began), member=EXCHANGE, round_closed=record))
+        when = max(when, closed.get(round_, when))  # of one that was not noted before the end: after the one before
+        reports.append(Report(time=when, member=EXCHANGE, round_closed=record))
     return sorted(reports, key=lambda report: report.time)
 
 

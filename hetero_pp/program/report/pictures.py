@@ -12,7 +12,8 @@ from hetero_pp.files import whole
 from hetero_pp.lines import WAYS, Way
 from hetero_pp.links import DIRECTIONS, Direction
 from hetero_pp.program.report.carried import LinkState
-from hetero_pp.program.report.state import ReplicaState, RunState, format_share
+from hetero_pp.program.report.replica_state import ReplicaState
+from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.program.report.tables import ARROWS
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count
 
@@ -89,12 +90,12 @@ def _after(state: RunState, round_: int) -> int:
 
 def training_losses(replica: ReplicaState) -> Iterator[tuple[float, float]]:
     """(where its step ends, training loss) in the order of steps."""
-    for round_, steps in sorted(replica.rounds.items()):
-        for number, step in sorted(steps.items()):
-            if step.loss is not None:
-                known = replica.inner_steps is not None
-                end = replica.index(round_, number) + 1 if known else round_ - 1 + (number + 1) / (max(steps) + 1)
-                yield end, step.loss
+    for round_, losses in replica.losses():
+        for number, loss in enumerate(losses):
+            if not math.isnan(loss):
+                steps = replica.inner_steps
+                part = (number + 1) / len(losses) if steps is None else number + 1
+                yield (round_ - 1) * (steps or 1) + part, loss
 
 
 def _colours(state: RunState) -> dict[str, Any]:

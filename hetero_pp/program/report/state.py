@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -29,85 +29,9 @@ from hetero_pp.messages.messages_pb2 import (
 )
 from hetero_pp.program.report.carried import DirectionState, LineState, LinkState, lines_of
 from hetero_pp.program.report.pauses import Pauses
+from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.standings import Standings
 from hetero_pp.run.spec import RunSpec
-
-
-@dataclass
-class Step:
-    """One inner step of a replica, merged from what its first and its last stage tell."""
-
-    loss: float | None = None
-    gradient_norm: float | None = None
-    learning_rate: float | None = None
-    tokens: int = 0
-    told_at: float | None = None
-    """When its tokens were: a step that is trained again is told at another time, one that is told twice is not."""
-
-
-@dataclass
-class ReplicaState:
-    """What is known of one replica."""
-
-    name: str
-    kind: str
-    inner_steps: int | None
-    """Of every round, where they are known beforehand."""
-    rounds: dict[int, dict[int, Step]] = field(default_factory=dict)
-    """By round, its steps by number, from 0."""
-    tokens: int = 0
-    """Of all steps, each once."""
-    trained: dict[int, int] = field(default_factory=dict)
-    """By round, the tokens of all steps that were trained for it, however often."""
-    steps_done: int = 0
-    """Over the whole run."""
-    loss: float | None = None
-    """Of the latest step."""
-    _latest: tuple[int, int] = (0, 0)
-    """Its round and number."""
-    validation_loss: dict[int, float] = field(default_factory=dict)
-    """By round: of the synced model, in this replica's own forward."""
-    sha256: dict[int, str] = field(default_factory=dict)
-
-    def apply(self, time: float, report: InnerStep) -> None:
-        """Merge one part of an inner step; a part that is told again replaces itself."""
-        step = self.rounds.setdefault(report.round, {}).setdefault(report.step, Step())
-        for name in ("loss", "gradient_norm", "learning_rate"):
-            if report.HasField(name):
-                setattr(step, name, getattr(report, name))
-        if report.tokens:
-            self.tokens += report.tokens - step.tokens
-            if time != step.told_at:
-                self.trained[report.round] = self.trained.get(report.round, 0) + report.tokens
-            step.tokens, step.told_at = report.tokens, time
-        if report.HasField("loss") and (report.round, report.step) >= self._latest:
-            self._latest = report.round, report.step
-            self.steps_done, self.loss = self.index(report.round, report.step) + 1, report.loss
-
-    def keep(self, round_: int, steps: int) -> None:
-        """A round counted so many steps of it: what was told of more is of a try that was given up."""
-        told = self.rounds.get(round_, {})
-        for number in [number for number in told if number >= steps]:
-            self.tokens -= told.pop(number).tokens
-        if self._latest[0] == round_ and self._latest[1] >= steps and told:
-            self._latest = round_, steps - 1
-            self.steps_done = self.index(*self._latest) + 1
-
-    def index(self, round_: int, step: int) -> int:
-        """Of a step of a round, over the whole run, from 0."""
-        if self.inner_steps is not None:
-            return (round_ - 1) * self.inner_steps + step
-        return sum(max(steps) + 1 for before, steps in self.rounds.items() if before < round_) + step
-
-    def round_loss(self, round_: int) -> float | None:
-        """Mean training loss over the inner steps of a round."""
-        losses = [step.loss for step in self.rounds.get(round_, {}).values()]
-        known = [loss for loss in losses if loss is not None]
-        return fmean(known) if known else None
-
-    def last_round_loss(self) -> float | None:
-        """The same of the last round that has any."""
-        return self.round_loss(self._latest[0])
 
 
 @dataclass(frozen=True)
@@ -230,6 +154,8 @@ class RunState:
         for contribution in record.contributions:
             if contribution.replica in self.replicas and contribution.steps > 0:
                 self.replicas[contribution.replica].keep(record.round, contribution.steps)
+        for replica in self.replicas.values():
+            replica.settle(record.round)
         blobs = [blob for contribution in record.contributions for blob in contribution.blobs]
         self.closed[record.round] = ClosedRound(
             record.round, time, sum(blob.size for blob in blobs), sum(blob.kept_values for blob in blobs)
@@ -421,7 +347,7 @@ def _replica_summary(replica: ReplicaState) -> dict[str, Any]:
         "name": replica.name,
         "kind": replica.kind,
         "tokens": replica.tokens,
-        "steps": [len(replica.rounds.get(round_, ())) for round_ in range(1, max(replica.rounds, default=0) + 1)],
+        "steps": [replica.steps(round_) for round_ in range(1, replica.last_round + 1)],
         "loss": replica.last_round_loss(),
         "initial_validation_loss": replica.validation_loss.get(0),
         "validation_loss": _from_first_round(replica.validation_loss),
