@@ -3,12 +3,14 @@
     python benchmarks/chaos.py [--json FILE] [--minutes 30] [--rate 125] [--seed 0] [--parts PART ...]
 
 A datacenter replica, a group of two stages and one of three train in rounds of so much time, on one machine, as
-processes of their own. Faults come at random, `rate` of them in an hour: kills, freezes and cuts of ten seconds, as
-likely of any member as of the exchange.
+processes of their own. Faults come at random, `rate` of them in an hour, as likely of any member as of the exchange: a
+third are kills, a third freezes and cuts of two seconds, and a third such of ten, which end a lease.
 
 - `matrix`: one fault of every kind to every role in every phase of a round, one a round, all replicas in each.
 - `goodput`: tokens of counted contributions a second under faults, beside those of stretches without them right before
-  and after: the machine may be shared, so that ratios say more than figures. `soak`: memory and descriptors meanwhile.
+  and after, and beside those of the rounds in between that no fault touched (`share_of_untouched`): a machine that is
+  shared may be twice as fast at one time as at another, and these are of the same times. `soak`: memory and descriptors
+  meanwhile.
 - `all_or_nothing`: the same where whoever dies ends the run, which is then started again by `--resume`.
 - `slow_uplink`: contributions of tens of seconds at 1 Mbit/s: nobody is taken for dead.
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import tempfile
 import time
 from collections import defaultdict
@@ -29,7 +32,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from chaos_run import REPLICAS, YAML, ChaosRun, role_of, tokens_a_second
+from chaos_run import REPLICAS, YAML, ChaosRun, role_of, tokens_a_second, tokens_of
 from command_line import parse, save
 
 from hetero_pp.program.experiments.provenance import commit, machine
@@ -37,6 +40,8 @@ from hetero_pp.program.experiments.provenance import commit, machine
 SMOKE = {"cells": 1, "parts": ["matrix"]}
 PHASES = ("training", "contributing", "waiting", "evaluating", "saving")
 MOST_SECONDS_A_CELL = 120.0
+LASTS = (2.0, 10.0)
+SECONDS_AFTER = 15.0  # until a fault is over for certain, after it has ended
 SECONDS_BETWEEN_TELLS = 120.0  # it takes CPU that the run does not have
 
 
@@ -90,8 +95,10 @@ def matrix(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], No
 
 
 def at_random(arguments: argparse.Namespace, seed: int) -> list[str]:
-    """The file's only entry."""
-    return [f"{{rate: {arguments.rate:g}/h, of: [kill, freeze, cut], lasts: 10 s, seed: {seed}}}"]
+    """The entries of a file of faults."""
+    rate = f"rate: {arguments.rate / 3:g}/h"
+    short, long = (f"of: [freeze, cut], lasts: {seconds:g} s" for seconds in LASTS)
+    return [f"{{{rate}, {what}, seed: {3 * seed + i}}}" for i, what in enumerate(("of: [kill]", short, long))]
 
 
 def timed(arguments: argparse.Namespace, *more: str) -> list[str]:
@@ -110,6 +117,7 @@ def baseline(folder: Path, name: str, arguments: argparse.Namespace) -> float:
 
 def goodput(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
     """Under faults, between two stretches without."""
+    baseline(folder, "warm", arguments)  # a machine may be fast for its first minute only
     found: dict[str, Any] = {"baseline_goodput": [baseline(folder, "before", arguments)]}
     with ChaosRun(folder / "goodput", timed(arguments)) as run:
         _follow(run, found, arguments, tell)
@@ -151,6 +159,8 @@ def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "goodput": own,
         "fault_free_share": own / usual if usual else None,
+        "untouched": (found_untouched := untouched(run, [one for one in events if one.get("what") == "injected"])),
+        "share_of_untouched": own / found_untouched["goodput"] if found_untouched["rounds"] else None,
         "rounds": len(records),
         "rounds_are_consecutive": sorted(records) == list(range(1, len(records) + 1)),
         "hashes_are_equal": all(len(one) == 1 for one in hashes.values()),
@@ -158,6 +168,23 @@ def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
         "resume_seconds": {"median": median(resumed), "worst": max(resumed), "of": len(resumed)} if resumed else None,
         "faults": faults,
     }
+
+
+def untouched(run: ChaosRun, injected: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Tokens a second of the rounds between faults, and how many rounds they are."""
+    closed, tokens, seconds, rounds = run.closed(), 0, 0.0, 0
+    over = [(one["time"], one["time"] + SECONDS_AFTER + lasts(one["cause"])) for one in injected]
+    for round_, record in run.records().items():
+        begin, end = closed.get(round_ - 1), closed[round_]
+        if begin is not None and not any(since < end and until > begin for since, until in over):
+            tokens, seconds, rounds = tokens + tokens_of(record), seconds + end - begin, rounds + 1
+    return {"goodput": tokens / seconds if rounds else None, "rounds": rounds}
+
+
+def lasts(cause: str) -> float:
+    """Seconds, of a fault as it is told: "freeze of dc for 10 s (training)"."""
+    found = re.search(r" for (\d+(?:\.\d+)?) s\b", cause)
+    return float(found[1]) if found else 0.0
 
 
 def _fault(

@@ -100,13 +100,13 @@ class ChaosRun:
         return "\n".join(self._output.read_text().splitlines()[-3:])
 
     def events(self) -> list[dict[str, Any]]:
-        """Whatever was told of it so far. Each line is read once: there are hundreds a second."""
+        """What was told of it so far, but for links. Each line is read once: there are hundreds a second."""
         path = self.folder / "metrics.jsonl"
         if path.exists():
             with path.open("rb") as file:
                 file.seek(self._read)
                 whole, newline, _ = file.read().rpartition(b"\n")
-            self._events += [json.loads(line) for line in whole.splitlines()]
+            self._events += [told for line in whole.splitlines() if (told := _needed(json.loads(line))) is not None]
             self._read += len(whole) + len(newline)
         return self._events
 
@@ -148,6 +148,13 @@ class ChaosRun:
                     log = (Path("/proc") / str(child.pid) / "fd" / "2").resolve()
                     if log.parent == self.folder / "logs":
                         yield log.stem, child.pid, child.memory_info().rss, child.num_fds()
+
+
+def _needed(line: dict[str, Any]) -> dict[str, Any] | None:
+    """Of most lines little is asked, and they are hundreds of thousands."""
+    if line["event"] == "inner_step":
+        return {key: line[key] for key in ("event", "time", "replica")}
+    return None if line["event"] == "link_use" else line
 
 
 def tokens_a_second(run: ChaosRun, since: float | None = None, until: float | None = None) -> float:
