@@ -9,10 +9,9 @@ third are kills, a third freezes and cuts of two seconds, and a third such of te
 - `matrix`: one fault of every kind to every role in every phase of a round, one a round, all replicas in each.
 - `goodput`: tokens of counted contributions a second under faults, beside those of stretches without them right before
   and after, and beside those of the rounds in between that no fault touched (`share_of_untouched`): a machine that is
-  shared may be twice as fast at one time as at another, and these are of the same times. `soak`: memory and descriptors
-  meanwhile.
+  shared may be twice as fast at one time as at another, and these are of the same minutes. What is lost is told by kind
+  of fault. `soak`: memory and descriptors meanwhile.
 - `all_or_nothing`: the same where whoever dies ends the run, which is then started again by `--resume`.
-- `slow_uplink`: contributions of tens of seconds at 1 Mbit/s: nobody is taken for dead.
 
 With --json results are written as they come; a part that the file has is not measured again.
 """
@@ -27,12 +26,13 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from chaos_run import REPLICAS, YAML, ChaosRun, role_of, tokens_a_second, tokens_of
+from chaos_run import REPLICAS, ChaosRun, role_of, tokens_a_second, tokens_of
 from command_line import parse, save
 
 from hetero_pp.program.experiments.provenance import commit, machine
@@ -41,6 +41,7 @@ SMOKE = {"cells": 1, "parts": ["matrix"]}
 PHASES = ("training", "contributing", "waiting", "evaluating", "saving")
 MOST_SECONDS_A_CELL = 120.0
 LASTS = (2.0, 10.0)
+SAME_MINUTES = 200.0
 SECONDS_AFTER = 15.0  # until a fault is over for certain, after it has ended
 SECONDS_BETWEEN_TELLS = 120.0  # it takes CPU that the run does not have
 
@@ -154,13 +155,14 @@ def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
         if one["event"] == "inner_step":
             steps[one["replica"]].append(one["time"])
     faults = [_fault(one, events, steps, records, closed) for one in events if one.get("what") == "injected"]
+    between = untouched(spans(run, [one for one in events if one.get("what") == "injected"]))
     resumed = [one["resume_seconds"] for one in faults if one["resume_seconds"] is not None]
     counted = sum(len(record["contributions"]) for record in records.values())
     return {
         "goodput": own,
         "fault_free_share": own / usual if usual else None,
-        "untouched": (found_untouched := untouched(run, [one for one in events if one.get("what") == "injected"])),
-        "share_of_untouched": own / found_untouched["goodput"] if found_untouched["rounds"] else None,
+        "untouched": between,
+        "share_of_untouched": None if between["lost"] is None else 1 - between["lost"],
         "rounds": len(records),
         "rounds_are_consecutive": sorted(records) == list(range(1, len(records) + 1)),
         "hashes_are_equal": all(len(one) == 1 for one in hashes.values()),
@@ -170,15 +172,64 @@ def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def untouched(run: ChaosRun, injected: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Tokens a second of the rounds between faults, and how many rounds they are."""
-    closed, tokens, seconds, rounds = run.closed(), 0, 0.0, 0
-    over = [(one["time"], one["time"] + SECONDS_AFTER + lasts(one["cause"])) for one in injected]
-    for round_, record in run.records().items():
-        begin, end = closed.get(round_ - 1), closed[round_]
-        if begin is not None and not any(since < end and until > begin for since, until in over):
-            tokens, seconds, rounds = tokens + tokens_of(record), seconds + end - begin, rounds + 1
-    return {"goodput": tokens / seconds if rounds else None, "rounds": rounds}
+@dataclass(frozen=True)
+class RoundSpan:
+    """A round, from when the one before was decided to when it was, and what could have cost it something."""
+
+    begin: float
+    end: float
+    tokens: int
+    faults: Sequence[str]
+    """As they are told: those that were done in it, or were hardly over."""
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / (self.end - self.begin)
+
+
+def spans(run: ChaosRun, injected: Sequence[Mapping[str, Any]]) -> list[RoundSpan]:
+    """All rounds but the first."""
+    closed, found = run.closed(), []
+    over = [(one["time"], one["time"] + SECONDS_AFTER + lasts(one["cause"]), one["cause"]) for one in injected]
+    for round_, record in sorted(run.records().items()):
+        if round_ - 1 in closed:
+            begin, end = closed[round_ - 1], closed[round_]
+            faults = [cause for since, until, cause in over if since < end and until > begin]
+            found.append(RoundSpan(begin, end, tokens_of(record), faults))
+    return found
+
+
+def untouched(rounds: Sequence[RoundSpan]) -> dict[str, Any]:
+    """Of the rounds that no fault touched: tokens a second, and how many they are. Beside them, what the others have
+    lost to faults of each kind, as a share of all tokens.
+
+    Each round is held against untouched ones of the same minutes; where several faults touched one, each is blamed for
+    as much.
+    """
+    whole = [one for one in rounds if not one.faults]
+    if not whole:
+        return {"goodput": None, "rounds": 0, "lost": None, "lost_by_kind": {}}
+    expected, lost, by_kind = 0.0, 0.0, defaultdict[str, float](float)
+    for one in rounds:
+        beside = [other.rate for other in whole if abs(other.begin - one.begin) < SAME_MINUTES]
+        usual = float(np.mean(beside or [other.rate for other in whole])) * (one.end - one.begin)
+        expected, lost = expected + usual, lost + usual - one.tokens
+        for cause in one.faults:
+            by_kind[kind_of(cause)] += (usual - one.tokens) / len(one.faults)
+    seconds = sum(one.end - one.begin for one in whole)
+    return {
+        "goodput": sum(one.tokens for one in whole) / seconds,
+        "rounds": len(whole),
+        "lost": lost / expected,
+        "lost_by_kind": {kind: tokens / expected for kind, tokens in sorted(by_kind.items())},
+    }
+
+
+def kind_of(cause: str) -> str:
+    """ "freeze of dc for 10 s (training)" -> "freeze, 10 s" """
+    kind, seconds = cause.split()[0], lasts(cause)
+    return f"{kind}, {seconds:g} s" if seconds else kind
 
 
 def lasts(cause: str) -> float:
@@ -252,33 +303,10 @@ def all_or_nothing(folder: Path, arguments: argparse.Namespace, tell: Callable[[
     tell(found | {"minutes": (time.monotonic() - begin) / 60, "rounds": len(run.records()), "replay": run.replay()})
 
 
-# ---- a slow uplink ----
-
-SLOW = YAML.replace("width: 64", "width: 192").replace("outer: {rounds: 100000}", "outer: {rounds: 2, method: diloco}")
-
-
-def slow_uplink(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
-    """What the exchange says of members whose uplinks are full for long."""
-    text = SLOW.replace("replicas:", "lines: {home: {up: 1 Mbit/s, down: 100 Mbit/s, latency: 15 ms}}\nreplicas:")
-    text = text.replace("stages: 2,", "stages: {count: 2, line: home},").replace(", line: fibre", "")
-    run = ChaosRun(folder / "slow", ["exchange.quorum=1", "exchange.limit=1h"], text)
-    begin = time.monotonic()
-    run.start()
-    run.wait(600.0)
-    run.stop()
-    events = run.events()
-    happened = [one for one in events if one.get("what") in ("silent", "term_over", "suspended", "restarted")]
-    outer = [one["outer_seconds"] for one in events if one["event"] == "member_round" and one["member"] != "dc"]
-    beats = {"taken_for_dead": len(happened), "what": [one["what"] for one in happened]}
-    longest = max(outer, default=None)
-    tell(beats | {"rounds": len(run.records()), "longest_outer_round": longest, "seconds": time.monotonic() - begin})
-
-
 PARTS: dict[str, Callable[[Path, argparse.Namespace, Callable[[Any], None]], None]] = {
     "matrix": matrix,
     "goodput": goodput,
     "all_or_nothing": all_or_nothing,
-    "slow_uplink": slow_uplink,
 }
 
 

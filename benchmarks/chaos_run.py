@@ -54,13 +54,14 @@ def round_of(path: Path) -> int:
 class ChaosRun:
     """One run in the background, in a folder of its own."""
 
-    def __init__(self, folder: Path, settings: Sequence[str], text: str = YAML) -> None:
+    def __init__(self, folder: Path, settings: Sequence[str], text: str = YAML, inside: Sequence[str] = ()) -> None:
+        """`inside`: what to put before the command."""
         folder.mkdir(parents=True, exist_ok=True)
         runs = folder.parent / "runs"  # of all, so that the corpus is encoded once
         self.folder = runs / folder.name
         (folder / "run.yaml").write_text(text)
         sets = [part for setting in (f"name={folder.name}", *settings) for part in ("--set", setting)]
-        launch = [sys.executable, "-m", "hetero_pp", "launch", str(folder / "run.yaml")]
+        launch = [*inside, sys.executable, "-m", "hetero_pp", "launch", str(folder / "run.yaml")]
         self._command = [*launch, "--runs", str(runs), *sets]
         self._output, self._chaos = folder / "output.txt", folder / "chaos.yaml"
         self._process: subprocess.Popen[bytes] | None = None

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -35,11 +34,11 @@ from statistics import mean, median
 from typing import Any
 
 from command_line import parse, save
+from kernel_namespace import call, namespace
 from simulator import ROUNDS, STEPS, measured_step, words
 
 from hetero_pp.program.experiments.provenance import commit, machine
 
-NAMESPACE = f"hetero-pp-links-{os.getpid()}"
 FIRST_PORT = 47600
 MTU = 1500
 SMALLEST_MTU = 250
@@ -119,17 +118,8 @@ def kernel_links(topology: Topology, burst: float) -> Iterator[list[str]]:
 
     Raises OSError, with what the system says, where that cannot be had.
     """
-    inside = ["ip", "netns", "exec", NAMESPACE]
-
-    def tc(text: str) -> None:
-        _call([*inside, "tc", *text.split()])
-
-    _call(["ip", "netns", "add", NAMESPACE])
-    try:
-        _call([*inside, "ip", "link", "set", "lo", "up", "mtu", str(topology.mtu)])
-        _call([*inside, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"])
-        tc("qdisc add dev lo root handle 1: htb default 999")  # only sorts: its classes are as good as unlimited
-        tc("class add dev lo parent 1: classid 1:999 htb rate 10gbit burst 1m")
+    with namespace(topology.mtu) as (inside, tc):
+        call([*inside, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"])
         bucket = f"rate {topology.packet_rate}bit burst {topology.burst_bytes(burst)}"
         for hop in range(topology.stages - 1):
             for direction, side in enumerate(("dport", "sport")):
@@ -140,14 +130,6 @@ def kernel_links(topology: Topology, burst: float) -> Iterator[list[str]]:
                 tc(f"filter add dev lo parent 1: protocol ip prio 1 u32 {match} {ACKNOWLEDGEMENT} flowid 1:999")
                 tc(f"filter add dev lo parent 1: protocol ip prio 2 u32 {match} flowid 1:{number}")
         yield inside
-    finally:
-        _call(["ip", "netns", "delete", NAMESPACE])
-
-
-def _call(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def why_not() -> str | None:

@@ -11,6 +11,7 @@ begins anew, or goes on from an earlier round, has no use for is moved to <folde
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -51,11 +52,22 @@ class SavedStates:
     copies: StateCopies | None = None
     """On the first rank, if another machine may go on with them."""
 
-    def fetch(self) -> None:
-        """Bring the newest copy here, if it is newer than what is here."""
-        if self.copies is not None:
-            self.copies.fetch(self.folder, max(self.rounds(), default=0))
-        self.ranks.wait()
+    def find(self) -> AvailableStates:
+        """What is here and sound; and the newest sound copy from the store, if that is newer."""
+        found, tried = self.check(), math.inf
+        while (fetched := self._broadcast(self._fetch(max(found.rounds, default=0), tried))) is not None:
+            again, tried = self.check(), fetched
+            found = AvailableStates(again.rounds, tuple(dict.fromkeys((*found.damaged, *again.damaged))))
+        return found
+
+    def _fetch(self, after: int, before: float) -> int | None:
+        part = self.folder / "fetched"
+        round_ = None if self.copies is None else self.copies.fetch(part, after, before)
+        if round_ is not None:
+            if self.path(round_).exists():
+                self.path(round_).rename(self._new_aside() / self.path(round_).name)
+            rename_whole(part, self.path(round_))
+        return round_
 
     def path(self, round_: int) -> Path:
         """Where the state after a round is."""
@@ -112,15 +124,18 @@ class SavedStates:
         others = [round_ for round_ in self._broadcast(self.rounds()) if round_ not in kept]
         if not others:
             return None
+        aside = None
+        if self.ranks.is_first:
+            aside = self._new_aside()
+            for round_ in others:
+                self.path(round_).rename(aside / self.path(round_).name)
+        return Path(self._broadcast(str(aside)))
+
+    def _new_aside(self) -> Path:
         number = 1
         while (aside := self.folder / f"aside-{number}").exists():
             number += 1
-        self.ranks.wait()
-        if self.ranks.is_first:
-            aside.mkdir()
-            for round_ in others:
-                self.path(round_).rename(aside / self.path(round_).name)
-        self.ranks.wait()
+        aside.mkdir()
         return aside
 
     def is_due(self, round_: int) -> bool:

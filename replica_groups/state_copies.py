@@ -9,6 +9,7 @@ the place of one that waits. digests.json goes last: what has none is not whole.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 import shutil
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_pp.errors import StoreError
-from hetero_pp.files import rename_whole
 from hetero_pp.store.folder import make_folder
 from hetero_pp.store.store import Store
 
@@ -46,25 +46,26 @@ class StateCopies:
         self._thread: threading.Thread | None = None
         self._has_ended = False
 
-    def fetch(self, states: Path, held: int) -> None:
-        """Bring the newest copy into a folder of states, if it is of a later round than `held`.
+    def fetch(self, to: Path, after: int, before: float = math.inf) -> int | None:
+        """Bring the newest copy of the rounds between these two into a folder; of which round it is, if there is one.
 
         Whether it is what was saved is for whoever reads it to check, as with any state.
         """
         try:
-            newest = max(self._whole(), key=lambda copy: copy.round, default=None)
-            if newest is None or newest.round <= held:
-                return
-            part = states / "fetched"
-            shutil.rmtree(part, ignore_errors=True)
+            copies = [copy for copy in self._whole() if after < copy.round < before]
+            newest = max(copies, key=lambda copy: copy.round, default=None)
+            if newest is None:
+                return None
+            shutil.rmtree(to, ignore_errors=True)
             for key in self._store.below(newest.folder):
-                path = part / key.removeprefix(f"{newest.folder}/")
+                path = to / key.removeprefix(f"{newest.folder}/")
                 make_folder(path.parent)
                 self._store.get_to(key, path)
-            rename_whole(part, states / f"round-{newest.round:06d}")
             self._say(f"fetched the state after round {newest.round} from {self._store.url(newest.folder)}")
+            return newest.round
         except (StoreError, FileNotFoundError) as error:
             self._say(f"its states in the store cannot be fetched: {error}")
+            return None
 
     def saved(self, round_: int, folder: Path) -> None:
         """There is a newer state, in this folder."""

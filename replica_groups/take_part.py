@@ -50,12 +50,12 @@ class Connections(Protocol):
     def listen(self) -> str:
         """Be ready for the stage before; the address at which it finds this member (empty: it needs none)."""
 
-    def open(self, epoch: int = 0, downstream: str | None = None) -> LinkEnds:
+    def open(self, epoch: int, downstream: str) -> LinkEnds:
         """The links to the stages beside this one, of this epoch of its group; called once this member has joined.
 
         May be called again for a newer epoch: the ends of older ones are then aborted, and the ledgers of the new ones
-        go on counting. `downstream` is where the stage after listens; without, the exchange is asked. Raises LinkClosed
-        if the epoch is over, LinkTimeout if a neighbour does not come.
+        go on counting. `downstream` is where the stage after listens (empty: there is none). Raises LinkClosed if the
+        epoch is over, LinkTimeout if a neighbour does not come.
         """
 
     def give_up(self, before: int, cause: str) -> None:
@@ -91,8 +91,7 @@ def take_part(
     run = exchange.agree(member.name, spec.agreed)
     copies = _copies(config, folder, member) if ranks.is_first else None
     states = SavedStates(folder.state(member.name), run, config.states_every, ranks, copies)
-    states.fetch()
-    available, address = states.check(), connections.listen()
+    available, address = states.find(), connections.listen()
     seat = Seat(exchange, member.name, address, available, _Links(member, connections, shaped))
     with seat.taken():
         saved = states_to_go_on_from(exchange, member.name, member.replica.name, states, available)
@@ -170,7 +169,7 @@ class _Links:
 
     def form(self, work: Assignment) -> LinkEnds:
         """See Links."""
-        self._ends = self._connections.open(work.epoch, work.downstream or None)
+        self._ends = self._connections.open(work.epoch, work.downstream)
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:

@@ -323,18 +323,6 @@ class StayReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class LocateRequest(_message.Message):
-    __slots__ = ("member",)
-    MEMBER_FIELD_NUMBER: _ClassVar[int]
-    member: str
-    def __init__(self, member: _Optional[str] = ...) -> None: ...
-
-class LocateReply(_message.Message):
-    __slots__ = ("address",)
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    address: str
-    def __init__(self, address: _Optional[str] = ...) -> None: ...
-
 class SnapshotRequest(_message.Message):
     __slots__ = ("names", "round")
     NAMES_FIELD_NUMBER: _ClassVar[int]

@@ -183,11 +183,6 @@ class ExchangeStub:
                 request_serializer=hetero__pp_dot_messages_dot_messages__pb2.ChangesRequest.SerializeToString,
                 response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.ChangesReply.FromString,
                 _registered_method=True)
-        self.Locate = channel.unary_unary(
-                '/hetero_pp.Exchange/Locate',
-                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.LocateRequest.SerializeToString,
-                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.LocateReply.FromString,
-                _registered_method=True)
         self.Assign = channel.unary_unary(
                 '/hetero_pp.Exchange/Assign',
                 request_serializer=hetero__pp_dot_messages_dot_messages__pb2.AssignRequest.SerializeToString,
@@ -290,12 +285,6 @@ class ExchangeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Changes(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Locate(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -419,11 +408,6 @@ def add_ExchangeServicer_to_server(servicer, server):
                     servicer.Changes,
                     request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.ChangesRequest.FromString,
                     response_serializer=hetero__pp_dot_messages_dot_messages__pb2.ChangesReply.SerializeToString,
-            ),
-            'Locate': grpc.unary_unary_rpc_method_handler(
-                    servicer.Locate,
-                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.LocateRequest.FromString,
-                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.LocateReply.SerializeToString,
             ),
             'Assign': grpc.unary_unary_rpc_method_handler(
                     servicer.Assign,
@@ -612,33 +596,6 @@ class Exchange:
             '/hetero_pp.Exchange/Changes',
             hetero__pp_dot_messages_dot_messages__pb2.ChangesRequest.SerializeToString,
             hetero__pp_dot_messages_dot_messages__pb2.ChangesReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Locate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hetero_pp.Exchange/Locate',
-            hetero__pp_dot_messages_dot_messages__pb2.LocateRequest.SerializeToString,
-            hetero__pp_dot_messages_dot_messages__pb2.LocateReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,7 +58,6 @@ class ExchangeStub:
     Join: _grpc.UnaryUnaryMultiCallable[_messages_pb2.JoinRequest, _messages_pb2.JoinReply]
     LastRound: _grpc.UnaryUnaryMultiCallable[_messages_pb2.LastRoundRequest, _messages_pb2.LastRoundReply]
     Changes: _grpc.UnaryUnaryMultiCallable[_messages_pb2.ChangesRequest, _messages_pb2.ChangesReply]
-    Locate: _grpc.UnaryUnaryMultiCallable[_messages_pb2.LocateRequest, _messages_pb2.LocateReply]
     Assign: _grpc.UnaryUnaryMultiCallable[_messages_pb2.AssignRequest, _messages_pb2.AssignReply]
     Beat: _grpc.UnaryUnaryMultiCallable[_messages_pb2.BeatRequest, _messages_pb2.BeatReply]
     Broken: _grpc.UnaryUnaryMultiCallable[_messages_pb2.BrokenRequest, _messages_pb2.BrokenReply]
@@ -113,13 +112,6 @@ class ExchangeServicer(metaclass=_abc_1.ABCMeta):
         request: _messages_pb2.ChangesRequest,
         context: _grpc.ServicerContext,
     ) -> _messages_pb2.ChangesReply: ...
-
-    @_abc_1.abstractmethod
-    def Locate(
-        self,
-        request: _messages_pb2.LocateRequest,
-        context: _grpc.ServicerContext,
-    ) -> _messages_pb2.LocateReply: ...
 
     @_abc_1.abstractmethod
     def Assign(

@@ -84,9 +84,6 @@ class ExchangeService(Protocol):
     def changes(self) -> Changes:
         """Keys that were changed as the run went on. Waits as `last_round` does."""
 
-    def locate(self, member: str) -> str:
-        """The address of another member; waits until it has joined."""
-
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         """After which round the newest snapshot is, and its tensors' names. Waits as `last_round` does."""
 

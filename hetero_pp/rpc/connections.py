@@ -135,12 +135,11 @@ class NetworkConnections:
         listen = (own and own.listen) or "127.0.0.1:0"
         return f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
 
-    def open(self, epoch: int = 0, downstream: str | None = None) -> LinkEnds:
+    def open(self, epoch: int, downstream: str) -> LinkEnds:
         """See Connections: dial the stage after, and wait for the stage before."""
         below, above = None, None
         if self._dialer is not None:
-            address = downstream or self.exchange.locate(self._dialer.target)
-            address = self._faults.route(self._dialer.link, address)
+            address = self._faults.route(self._dialer.link, downstream)
             below = self._dialer.dial(address, epoch, CONNECT_TIMEOUT)
             self._ends = LinkEnds(None, below)
         if self._server is not None:

@@ -46,8 +46,6 @@ class WatchedExchange(Protocol):
 
     def changes(self) -> Changes: ...
 
-    def locate(self, member: str) -> str: ...
-
     def newest_snapshot(self) -> tuple[int, Sequence[str]]: ...
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]: ...
@@ -196,9 +194,6 @@ class _Servicer(ExchangeServicer):
         else:  # the call has ended already
             self.exchange.left(member, request.node, term)
         return pb.StayReply()
-
-    def Locate(self, request: pb.LocateRequest, context: grpc.ServicerContext) -> pb.LocateReply:
-        return pb.LocateReply(address=self.exchange.locate(request.member))
 
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
         member, is_asked = _member(context), self._is_asked(context)

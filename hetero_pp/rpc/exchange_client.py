@@ -58,14 +58,16 @@ class ExchangeClient:
         self._timeout = timeout
         self._channel = channel = make_channel(address)
         self._calls = ExchangeStub(channel)
+        # A connection of their own for what is large: on a slow line it would lie in front of everything else.
+        self._bulk = bulk = make_channel(address)
         # The stub would take frames for messages; without a serializer they are bytes, and stay them.
-        self._snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = channel.unary_stream(
+        self._snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk.unary_stream(
             call_path(SERVICE, "Snapshot"), pb.SnapshotRequest.SerializeToString
         )
-        self._deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = channel.stream_unary(
+        self._deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk.stream_unary(
             call_path(SERVICE, "Deposit"), response_deserializer=pb.DepositReply.FromString
         )
-        self._fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = channel.unary_stream(
+        self._fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk.unary_stream(
             call_path(SERVICE, "Fetch"), pb.FetchRequest.SerializeToString
         )
         self._metadata: tuple[tuple[str, str], ...] = (
@@ -92,6 +94,7 @@ class ExchangeClient:
         if self._stay is not None:
             self._stay.cancel()
         self._channel.close()
+        self._bulk.close()
 
     def agree(self, member: str, configuration: str) -> str:
         """See ExchangeService. Waits for the exchange to come up; the run is named in every later call.
@@ -138,10 +141,6 @@ class ExchangeClient:
     def changes(self) -> Changes:
         """See ExchangeService."""
         return Changes.from_json(self._ask(self._calls.Changes, pb.ChangesRequest()).changes)
-
-    def locate(self, member: str) -> str:
-        """See ExchangeService."""
-        return self._ask(self._calls.Locate, pb.LocateRequest(member=member)).address
 
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         """See ExchangeService."""

@@ -51,10 +51,6 @@ class CollectiveExchange:
         """See ExchangeService."""
         return Changes.from_json(self._ask(lambda exchange: exchange.changes().to_json().encode()).decode())
 
-    def locate(self, member: str) -> str:
-        """See ExchangeService."""
-        return self._ask(lambda exchange: exchange.locate(member).encode()).decode()
-
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         """See ExchangeService."""
         round_, names = json.loads(self._ask(lambda exchange: json.dumps(exchange.newest_snapshot()).encode()))

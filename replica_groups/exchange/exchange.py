@@ -218,7 +218,8 @@ class Exchange:
         with self._changed:
             self._heard[member] = time.monotonic()
             is_from_before = term is not None and term == self._terms_before.get(member)
-            if is_from_before and term == self.coordinator.places[member].term and self.coordinator.rounds is None:
+            has_begun = self._goes_on or self.coordinator.rounds is not None
+            if is_from_before and term == self.coordinator.places[member].term and not has_begun:
                 self._goes_on = True
                 self.decisions.presume()
 
@@ -283,13 +284,6 @@ class Exchange:
         report.joined.address, report.joined.term = address, term
         self.report([report])
         return term
-
-    def locate(self, member: str) -> str:
-        """See ExchangeService."""
-        self._expect_member(member)
-        self.decisions.wait_until(lambda: member in self._addresses)
-        with self._changed:
-            return self._addresses[member]
 
     def beat(
         self,

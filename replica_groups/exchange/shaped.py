@@ -50,10 +50,6 @@ class ShapedExchange:
         """See ExchangeService."""
         return self._exchange.changes()
 
-    def locate(self, member: str) -> str:
-        """See ExchangeService."""
-        return self._exchange.locate(member)
-
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         """See ExchangeService."""
         return self._exchange.newest_snapshot()

@@ -284,15 +284,12 @@ def test_fetches_that_are_refused(exchange: Exchange, snapshot: Snapshot) -> Non
         _expect_refusal(exchange, "closed round", partial(exchange.fetch, "dc", round_, replica, block))
 
 
-def test_joining_locating_and_the_snapshot(exchange: Exchange, snapshot: Snapshot) -> None:
+def test_joining_and_the_snapshot(exchange: Exchange, snapshot: Snapshot) -> None:
     exchange.died("home.1", "its host said so")
     exchange.join("home.1", "127.0.0.1:5")
-    assert exchange.locate("home.1") == "127.0.0.1:5"
     _expect_refusal(exchange, "second `home.1`", lambda: exchange.join("home.1", "127.0.0.1:6"))
     _expect_refusal(exchange, "no member", lambda: exchange.join("stranger", ""))
-    _expect_refusal(exchange, "no member", lambda: exchange.locate("stranger"))
     _expect_refusal(exchange, "no tensors", lambda: exchange.snapshot(["norm.weight", "no.weight"]))
-    assert exchange.locate("home.1") == "127.0.0.1:5"
     given = exchange.snapshot(["norm.weight", "subspace.basis"])
     assert given["norm.weight"].equal(snapshot.parameters["norm.weight"])
     assert snapshot.basis is not None
@@ -358,7 +355,6 @@ def test_a_majority_that_differs_ends_the_run(exchange: Exchange, snapshot: Snap
         lambda: exchange.deposit("dc", address, _blob(snapshot, address)),
         lambda: exchange.fetch("dc", 1, "home", "norm"),
         lambda: exchange.confirm("dc", 2, _hashes(snapshot, FIRST | LAST)),
-        lambda: exchange.locate("home.0"),
         lambda: exchange.assign("dc", 0),
         lambda: exchange.beat("dc"),
         lambda: exchange.wait_until_finished(),

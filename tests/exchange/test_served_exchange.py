@@ -82,10 +82,6 @@ class Recorder:
         self.asked.append(("last_round",))
         return 7
 
-    def locate(self, member: str) -> str:
-        self.asked.append(("locate", member))
-        return "127.0.0.1:5"
-
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         self.asked.append(("newest_snapshot",))
         return 6, ["a", "b"]
@@ -249,8 +245,8 @@ def _method(path: str) -> str:
 
 def test_the_calls_are_those_that_members_make() -> None:
     """So that none of what follows holds because nothing was called."""
-    made = "Agree Changes Join LastRound Locate Assign Beat Broken Died NewestSnapshot Snapshot Deposit Record Fetch"
-    made += " Confirm Report Stay Watch"
+    made = "Agree Changes Join LastRound Assign Beat Broken Died NewestSnapshot Snapshot Deposit Record Fetch"
+    made += " UploadUrl Uploaded Confirm Report Stay Watch"
     assert CALLS.keys() >= {f"/hetero_pp.Exchange/{name}" for name in made.split()}
 
 
@@ -288,7 +284,6 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert client.join("dc", "127.0.0.1:6", held) == TERM
     assert client.changes() == CHANGES
     assert client.last_round() == 7
-    assert client.locate("home.1") == "127.0.0.1:5"
     assert client.assign("dc", 7, "127.0.0.1:6") == WORK
     assert client.beat("dc") == Standing()
     assert client.beat("dc", 8, 7, 6, True) == STANDING
@@ -314,7 +309,6 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("join", "dc", "127.0.0.1:6", held),
             ("changes",),
             ("last_round",),
-            ("locate", "home.1"),
             ("assign", "dc", 7, "127.0.0.1:6", TERM),
             ("beat", "dc", None, 0, 0, False, TERM),
             ("beat", "dc", 8, 7, 6, True, TERM),
@@ -358,7 +352,6 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
         lambda: client.join("dc", ""),
         lambda: client.changes(),
         lambda: client.last_round(),
-        lambda: client.locate("dc"),
         lambda: client.assign("dc", 0),
         lambda: client.beat("dc"),
         lambda: client.broken("dc", 1, "a cause"),

@@ -63,10 +63,6 @@ class Far:
         self._ask("last round")
         return 4
 
-    def locate(self, member: str) -> str:
-        self._ask(member)
-        return "there"
-
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         self._ask("newest snapshot")
         return 3, ["a"]
@@ -177,12 +173,11 @@ def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> N
     assert shaped.exchange.beat("home.0", 5, 2, 9, True) == Standing(is_over=True)
     shaped.exchange.broken("home.0", 2, "a cause")
     assert shaped.exchange.last_round() == 4
-    assert shaped.exchange.locate("home.1") == "there"
     assert shaped.exchange.record(4, "home.0").round == 4
     shaped.exchange.confirm("home.0", 4, {"norm.weight": b"x"})
     shaped.exchange.report(reports)
     joined = [("home.0", "{}"), "changes", ("home.0", "here", held, "me"), "newest snapshot"]
     works = [("home.0", 4, "here"), ("home.0", 5, 2, 9, True), ("home.0", 2, "a cause"), "last round"]
-    asked = [*joined, *works, "home.1", (4, "home.0"), ("home.0", 4, {"norm.weight": b"x"}), reports]
+    asked = [*joined, *works, (4, "home.0"), ("home.0", 4, {"norm.weight": b"x"}), reports]
     assert shaped.far.asked == [(100.0, what) for what in asked]
     assert shaped.counts(0) == shaped.counts(4) == [NOTHING, NOTHING]

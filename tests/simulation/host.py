@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from simulation.member import Member
     from simulation.world import World
 
+MEETING_SECONDS = 60.0
+"""After which one that was started by hand begins, whoever is there."""
 OVERSLEPT = 3.0
 """Seconds beyond which it tells the rules that it did nothing meanwhile."""
 
@@ -20,7 +22,8 @@ OVERSLEPT = 3.0
 class Host:
     """Tells its coordinator what happens, and does what comes out. It holds nothing that is not in the store."""
 
-    def __init__(self, world: World, number: int, goes_on: bool) -> None:
+    def __init__(self, world: World, number: int, goes_on: bool, meets: bool = False) -> None:
+        """`meets`: it was started by hand, and does not know whether members are there: see Exchange.meet_members."""
         dice = world.dice
         self.world, self.number, self.dead, self.frozen_until = world, number, False, 0.0
         self.started_at = world.timeline.now
@@ -31,9 +34,33 @@ class Host:
         self._tick_at: float | None = None
         self._ticks = 0
         self._has_slept = False
-        self.coordinator = Coordinator(world.rules, self.now, dict(world.store.terms), goes_on)
+        self.coordinator = Coordinator(world.rules, self.now, dict(world.store.terms), goes_on and not meets)
+        self._terms_before, self._has_met, self._has_begun = dict(world.store.terms), False, False
         world.invariants.started(self)
-        self._tell(e.Began(world.store.last, world.rounds))
+        if meets:
+            world.timeline.after(MEETING_SECONDS, self._begin)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self.is_away and not self.dead:
+            self.world.timeline.after(1.0, self._begin)
+        elif not self._has_begun and not self.dead:
+            self._has_begun = True
+            self._tell(e.Began(self.world.store.last, self.world.rounds))
+
+    def _meet(self, event: e.Event) -> bool:
+        """Whether an event is one for a coordinator that has not begun. It begins soon once somebody from before is
+        there, or all are.
+        """
+        place, term = getattr(event, "place", None), getattr(event, "term", None)
+        is_from_before = term is not None and term == self._terms_before.get(place or "") != 0
+        if is_from_before and term == self.coordinator.places[place].term and not self._has_met:
+            self._has_met = True
+            self.coordinator.presume(self.now)
+        if self._has_met or all(one.held for one in self.coordinator.places.values()):
+            self.world.timeline.after(self.world.dice.uniform(0.0, 2.0), self._begin)
+        return not isinstance(event, e.Deposited | e.Confirmed)  # which wait
 
     @property
     def now(self) -> float:
@@ -51,6 +78,8 @@ class Host:
             return
         if self.is_away:
             self._inbox.append((member, event))
+            return
+        if not self._has_begun and not self._meet(event):
             return
         if member is not None:
             self._callers[member.process] = member

@@ -23,6 +23,8 @@ ROUND_SECONDS = 60.0
 """Of faults, for each round: then the run is left in peace."""
 STUCK_SECONDS = 300.0
 """Beyond the limit of a round: without a fault, by then one has to close, and everybody there to be counted."""
+BY_HAND = 0.3
+"""Of coordinators that end: how many are started again by somebody, and not by what has started them."""
 KEPT_BLOBS = 100
 """Rounds; no state is older."""
 
@@ -170,11 +172,13 @@ class World:
         if self.timeline.now < self.store.down_until:
             self.timeline.after(1.0, self.need_host)
         else:
-            self.start_host(goes_on=bool(self.members))
+            self.start_host(goes_on=bool(self.members), meets=self.dice.random() < BY_HAND)
 
-    def start_host(self, goes_on: bool = True) -> Host:
-        """A coordinator begins where the store says. If the run `goes_on`, members are presumed to be there."""
-        host = Host(self, self.next_number(), goes_on)
+    def start_host(self, goes_on: bool = True, meets: bool = False) -> Host:
+        """A coordinator begins where the store says. If the run `goes_on`, members are presumed to be there, at once or
+        when it `meets` the first of them.
+        """
+        host = Host(self, self.next_number(), goes_on, meets)
         self.hosts.append(host)
         self.tell(f"begins after round {self.store.last}: coordinator {host.number}")
         return host

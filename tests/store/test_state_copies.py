@@ -45,15 +45,15 @@ def _rounds_in(store: Store) -> list[str]:
 
 def test_another_machine_finds_the_newest(store: Store, tmp_path: Path) -> None:
     here, there = _states(tmp_path / "here", store), _states(tmp_path / "there", store)
-    there.fetch()
+    there.find()
     assert there.rounds() == []
     for round_ in (1, 2, 3):
         _save(here, round_)
     assert _rounds_in(store) == ["round-000002", "round-000003"]
-    there.fetch()
+    there.find()
     assert there.check() == AvailableStates(frozenset({3}))
     assert (there.path(3) / "engine" / "moments").read_text() == "of round 3"
-    here.fetch()
+    here.find()
     assert here.rounds() == [2, 3]
 
 
@@ -66,13 +66,38 @@ def test_a_run_that_went_back_has_no_copies_of_what_was_later(store: Store, tmp_
     assert _rounds_in(store) == ["round-000005"]
 
 
+def test_a_copy_takes_the_place_of_a_state_that_is_damaged(store: Store, tmp_path: Path) -> None:
+    """Of the same round; what was there is moved aside, and named."""
+    states = _states(tmp_path / "here", store)
+    for round_ in (1, 2):
+        _save(states, round_)
+    (states.path(2) / "error").write_text("Feedback")
+    assert states.find() == AvailableStates(
+        frozenset({1, 2}), (f"{states.path(2)} is damaged: 'error' is not what was written",)
+    )
+    assert (states.path(2) / "error").read_text() == "feedback"
+    assert (states.folder / "aside-1" / "round-000002" / "error").read_text() == "Feedback"
+    assert states.find() == AvailableStates(frozenset({1, 2}))
+
+
+def test_of_copies_that_are_damaged_the_one_before_is_taken(store: Store, tmp_path: Path) -> None:
+    for round_ in (1, 2):
+        _save(_states(tmp_path / "here", store), round_)
+    (key,) = [key for key in store.below("states") if key.endswith("/error") and "/round-000002-" in key]
+    store.put(key, b"Feedback")
+    there = _states(tmp_path / "there", store)
+    assert there.find() == AvailableStates(
+        frozenset({1}), (f"{there.path(2)} is damaged: 'error' is not what was written",)
+    )
+
+
 def test_what_was_not_sent_whole_is_no_state(store: Store, tmp_path: Path) -> None:
     states = _states(tmp_path / "here", store)
     _save(states, 1)
     store.put("states/home.1/round-000002-0123abcd/error", b"feedback")
     store.put("states/home.1/strange/digests.json", b"{}")
     there = _states(tmp_path / "there", store)
-    there.fetch()
+    there.find()
     assert there.rounds() == [1]
     _save(states, 3)
     assert _rounds_in(store) == ["round-000001", "round-000003", "strange"]
@@ -83,7 +108,7 @@ def test_a_copy_that_is_damaged_is_named(store: Store, tmp_path: Path) -> None:
     (key,) = [key for key in store.below("states") if key.endswith("/error")]
     store.put(key, b"Feedback")
     there = _states(tmp_path / "there", store)
-    there.fetch()
+    there.find()
     assert there.check() == AvailableStates(
         frozenset(), (f"{there.path(4)} is damaged: 'error' is not what was written",)
     )
@@ -117,7 +142,7 @@ def test_a_member_trains_on_while_its_state_is_sent(tmp_path: Path, capfd: pytes
     copies.drain()
     assert "home.1: its state after round 1 is not in the store" in capfd.readouterr().err
     there = _states(tmp_path / "there", store)
-    there.fetch()
+    there.find()
     assert there.check() == AvailableStates(frozenset({4}))
 
 
@@ -165,7 +190,7 @@ def test_what_is_sent_in_part_is_no_state(tmp_path: Path, room: int) -> None:
     _save(_states(tmp_path / "here", store), 1)
     assert len(store.below("states")) == room
     there = _states(tmp_path / "there", store)
-    there.fetch()
+    there.find()
     assert there.rounds() == []
 
 

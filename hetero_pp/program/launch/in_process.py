@@ -82,7 +82,7 @@ class ThreadConnections:
         """See Connections: nobody has to find it."""
         return ""
 
-    def open(self, epoch: int = 0, downstream: str | None = None) -> LinkEnds:
+    def open(self, epoch: int, downstream: str) -> LinkEnds:
         """See Connections."""
         above, below = self._upstream, self._downstream
         self._ends = LinkEnds(

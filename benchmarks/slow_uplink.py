@@ -1,0 +1,196 @@
+"""A home's uplink of 1 Mbit/s, shaped by the kernel, that contributions fill for a minute: is control behind them?
+
+    sudo python benchmarks/slow_uplink.py [--parts beats run] [--json FILE]
+
+All that goes to the exchange's port passes one token bucket, before which a second of packets may wait, as in a router
+at home; beyond that they are dropped.
+
+- `beats`: what a member tells each second while it hands in a contribution of 5 MB: how long each takes.
+- `run`: a launched run, whose members send some 20 MB a round over that one uplink: who is taken for dead.
+
+Needs root, `ip` and `tc`; with --smoke, what needs them is left out where they lack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from chaos_run import YAML, ChaosRun
+from command_line import parse, save
+from kernel_namespace import namespace
+
+from hetero_pp.errors import HeteroPPError
+from hetero_pp.outer.exchange_service import Standing
+from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.rpc.exchange_client import ExchangeClient
+
+PORT = 47700
+BITS_A_SECOND = 1_000_000
+QUEUE_BYTES = BITS_A_SECOND // 8
+"""A second."""
+MTU, BURST = 1500, 3000
+CONTRIBUTION = 5_000_000
+TOKEN, RUN = "of this benchmark only", "slow"
+SLOW = YAML.replace("width: 64", "width: 192").replace("outer: {rounds: 100000}", "outer: {rounds: 2, method: diloco}")
+MOST_SECONDS = 900.0
+SMOKE = {"parts": ["beats"], "bytes": 200_000}
+
+
+@contextmanager
+def slow_uplink() -> Iterator[list[str]]:
+    """What to put before a command, all of whose bytes to the exchange share one such uplink."""
+    with namespace(MTU) as (inside, tc):
+        tc("class add dev lo parent 1: classid 1:10 htb rate 10gbit burst 1m")
+        tc(f"qdisc add dev lo parent 1:10 tbf rate {BITS_A_SECOND}bit burst {BURST} limit {QUEUE_BYTES}")
+        tc(f"filter add dev lo parent 1: protocol ip prio 1 u32 match ip dport {PORT} 0xffff flowid 1:10")
+        yield inside
+
+
+class FarEnd:
+    """An exchange that takes everything, at once. Of WatchedExchange what a contribution and beats need."""
+
+    run = RUN
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def join(self, *_: object) -> int:
+        return 1
+
+    def beat(self, *_: object) -> Standing:
+        return Standing()
+
+    def upload_url(self, *_: object) -> None:
+        return None
+
+    def deposit(self, *_: object) -> None: ...
+
+    def heard(self, *_: object) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def refuse(self, *_: object) -> None: ...
+
+    def left(self, *_: object) -> None: ...
+
+    def stay(self, _: str) -> None:
+        self.is_over.wait()
+
+
+def beats(size: int) -> dict[str, Any]:
+    """Seconds that each took while a contribution was on its way, and that this took; lost: not answered in time."""
+    far = FarEnd()
+    server, _ = serve_exchange(far, TOKEN, f"127.0.0.1:{PORT}", 1)  # type: ignore[arg-type]
+    client, took, lost = ExchangeClient(f"127.0.0.1:{PORT}", TOKEN, "home", RUN), list[float](), 0
+    client.join("home", "")
+    begin = time.monotonic()
+    sends = threading.Thread(target=client.deposit, args=("home", BlobAddress(RUN, 1, "home", "norm"), bytes(size)))
+    sends.start()
+    while sends.is_alive():
+        asked = time.monotonic()
+        try:
+            client.beat("home", 1, 1, 1)
+            took.append(time.monotonic() - asked)
+        except HeteroPPError:
+            lost += 1
+        sends.join(max(0.0, asked + 1.0 - time.monotonic()))
+    seconds = time.monotonic() - begin
+    far.is_over.set()
+    client.close()
+    server.stop(None).wait()
+    return {
+        "contribution_bytes": size,
+        "contribution_seconds": seconds,
+        "share_of_the_line": size * 8 / BITS_A_SECOND / seconds,
+        "beats": len(took),
+        "lost": lost,
+        "beat_seconds": {"median": median(took), "worst": max(took)} if took else None,
+    }
+
+
+def beats_inside(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same in the namespace."""
+    with slow_uplink() as inside:
+        command = [*inside, sys.executable, __file__, "--inside", "--bytes", str(arguments.bytes)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MOST_SECONDS)
+    if done.returncode != 0:
+        raise SystemExit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def launched(_: argparse.Namespace) -> dict[str, Any]:
+    """What the exchange says of members whose contributions fill the line for minutes."""
+    text = SLOW.replace("exchange:\n", f"exchange:\n  listen: 127.0.0.1:{PORT}\n")
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-slow-") as folder, slow_uplink() as inside:
+        run = ChaosRun(Path(folder) / "slow", ["exchange.quorum=1", "exchange.limit=1h"], text, inside)
+        begin = time.monotonic()
+        run.start()
+        is_over = not run.wait(MOST_SECONDS)
+        run.stop()
+        return _told(run) | {"to_its_end": is_over, "seconds": time.monotonic() - begin, "last_words": run.said()}
+
+
+def _told(run: ChaosRun) -> dict[str, Any]:
+    happened = [one["what"] for one in run.events() if one["event"] == "standing"]
+    outer = [one["outer_seconds"] for one in run.events() if one["event"] == "member_round"]
+    contributed = [one["bytes"] for one in run.events() if one["event"] == "contribution"]
+    return {
+        "taken_for_dead": sum(what in ("silent", "term_over", "suspended", "restarted") for what in happened),
+        "what_happened": happened,
+        "rounds": len(run.records()),
+        "contribution_bytes": contributed,
+        "longest_outer_round": max(outer, default=None),
+    }
+
+
+PARTS = {"beats": beats_inside, "run": launched}
+
+
+def why_not() -> str | None:
+    """Why the kernel cannot shape links here; None if it can."""
+    try:
+        with slow_uplink():
+            return None
+    except OSError as error:
+        return str(error)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--bytes", type=int, default=CONTRIBUTION, help="of the contribution beside which beats go")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parse(parser, SMOKE)
+    if arguments.inside:
+        print(json.dumps(beats(arguments.bytes)))
+        return
+    lacks = why_not()
+    if lacks is not None and not arguments.smoke:
+        raise SystemExit(f"benchmarks/slow_uplink.py needs root, `ip` and `tc`: {lacks}")
+    if lacks is not None:
+        print(f"not shaped by the kernel, which needs root, `ip` and `tc`: {lacks}")
+        return
+    found: dict[str, Any] = {"machine": machine(), "commit": commit(), "bits_a_second": BITS_A_SECOND}
+    for name in arguments.parts:
+        found = found | {name: PARTS[name](arguments)}
+        print(f"{name}: {json.dumps(found[name])}", flush=True)
+        save(found, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
