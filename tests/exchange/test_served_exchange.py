@@ -369,7 +369,7 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
             ask()
     client.close()
     served.stop()
-    assert len(served.exchange.refused) == 17
+    assert len(served.exchange.refused) == 16
     assert served.exchange.asked == []
 
 
@@ -381,6 +381,22 @@ def test_a_member_of_another_version_is_refused(version: int, served: Served) ->
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert error.value.details() == f"found protocol version {version}, expected {PROTOCOL_VERSION}"
     assert served.exchange.asked == []
+
+
+def test_what_is_large_has_a_connection_of_its_own(served: Served) -> None:
+    """On a slow line a contribution of a minute would lie in front of every beat."""
+    stranger = ExchangeClient(served.address, "another token", "dc", RUN)
+    for ask in (
+        lambda: stranger.beat("dc"),
+        lambda: stranger.report([]),
+        lambda: stranger.fetch("dc", 3, "home", "norm"),
+        lambda: stranger.snapshot(["a"]),
+    ):
+        with pytest.raises(Refused):
+            ask()
+    stranger.close()
+    control, again, bulk, more = (sender for sender, _ in served.exchange.refused)
+    assert control == again != bulk == more
 
 
 def test_who_is_let_in_has_joined(served: Served) -> None:

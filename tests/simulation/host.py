@@ -53,11 +53,11 @@ class Host:
         """Whether an event is one for a coordinator that has not begun. It begins soon once somebody from before is
         there, or all are.
         """
-        place, term = getattr(event, "place", None), getattr(event, "term", None)
-        is_from_before = term is not None and term == self._terms_before.get(place or "") != 0
-        if is_from_before and term == self.coordinator.places[place].term and not self._has_met:
-            self._has_met = True
-            self.coordinator.presume(self.now)
+        if isinstance(event, e.Heard | e.Asked | e.Broken | e.Left) and not self._has_met:
+            before, now = self._terms_before.get(event.place), self.coordinator.places[event.place].term
+            if event.term == before == now:
+                self._has_met = True
+                self.coordinator.presume(self.now)
         if self._has_met or all(one.held for one in self.coordinator.places.values()):
             self.world.timeline.after(self.world.dice.uniform(0.0, 2.0), self._begin)
         return not isinstance(event, e.Deposited | e.Confirmed)  # which wait
