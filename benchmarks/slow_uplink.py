@@ -46,6 +46,7 @@ CONTRIBUTION = 5_000_000
 TOKEN, RUN = "of this benchmark only", "slow"
 SLOW = YAML.replace("width: 64", "width: 192").replace("outer: {rounds: 100000}", "outer: {rounds: 2, method: diloco}")
 MOST_SECONDS = 900.0
+DEATHS = ("silent", "term_over", "suspended", "restarted")
 SMOKE = {"parts": ["beats"], "bytes": 200_000}
 
 
@@ -145,12 +146,12 @@ def launched(_: argparse.Namespace) -> dict[str, Any]:
 
 
 def _told(run: ChaosRun) -> dict[str, Any]:
-    happened = [one["what"] for one in run.events() if one["event"] == "standing"]
+    happened = [one for one in run.events() if one["event"] == "standing"]
     outer = [one["outer_seconds"] for one in run.events() if one["event"] == "member_round"]
     contributed = [one["bytes"] for one in run.events() if one["event"] == "contribution"]
     return {
-        "taken_for_dead": sum(what in ("silent", "term_over", "suspended", "restarted") for what in happened),
-        "what_happened": happened,
+        "taken_for_dead": sum(one["what"] in DEATHS for one in happened),
+        "what_happened": [f"{one['what']} {one.get('place')}: {one.get('cause')}" for one in happened],
         "rounds": len(run.records()),
         "contribution_bytes": contributed,
         "longest_outer_round": max(outer, default=None),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 MEETING_SECONDS = 60.0
-"""After which one that was started by hand begins, whoever is there."""
+"""After which one that was started by hand begins, if nobody is there from before."""
 OVERSLEPT = 3.0
 """Seconds beyond which it tells the rules that it did nothing meanwhile."""
 
@@ -38,9 +38,17 @@ class Host:
         self._terms_before, self._has_met, self._has_begun = dict(world.store.terms), False, False
         world.invariants.started(self)
         if meets:
-            world.timeline.after(MEETING_SECONDS, self._begin)
+            world.timeline.after(MEETING_SECONDS, self._begin_without)
         else:
             self._begin()
+
+    def _begin_without(self) -> None:
+        """Somebody sees that nobody is left whom it could meet, and no more come for now."""
+        if not self._has_begun and not self.dead:
+            if any(one.term and one.term == self._terms_before.get(one.place) for one in self.world.members):
+                self.world.timeline.after(MEETING_SECONDS, self._begin_without)
+            else:
+                self._begin()
 
     def _begin(self) -> None:
         if self.is_away and not self.dead:
@@ -53,9 +61,10 @@ class Host:
         """Whether an event is one for a coordinator that has not begun. It begins soon once somebody from before is
         there, or all are.
         """
-        if isinstance(event, e.Heard | e.Asked | e.Broken | e.Left) and not self._has_met:
-            before, now = self._terms_before.get(event.place), self.coordinator.places[event.place].term
-            if event.term == before == now:
+        term = getattr(event, "term", None)
+        if term is not None and not isinstance(event, e.Died) and not self._has_met:
+            place = event.place  # type: ignore[union-attr]
+            if term == self._terms_before.get(place) == self.coordinator.places[place].term:
                 self._has_met = True
                 self.coordinator.presume(self.now)
         if self._has_met or all(one.held for one in self.coordinator.places.values()):
