@@ -325,6 +325,10 @@ class ExchangeClient:
         if not self.has_joined or self._closed:
             raise lost
         self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
+        try:  # what failed may have gone over the other connection
+            grpc.channel_ready_future(self._bulk).result(self._timeout)
+        except grpc.FutureTimeoutError:
+            raise self._does_not_answer(self._timeout or math.inf) from None
 
     def _stream(self, call: grpc.UnaryStreamMultiCallable[Request, Reply], request: Request) -> Iterator[Reply]:
         try:
