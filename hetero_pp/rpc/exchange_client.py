@@ -250,8 +250,7 @@ class ExchangeClient:
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangeService."""
 
-        def read() -> bytes:
-            by_store = self._reaches_store
+        def read(by_store: bool) -> bytes:
             request = pb.FetchRequest(round=round_, replica=replica, block=block, reaches_store=by_store)
             frames = self._stream(self._fetch, request)
             header, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
@@ -261,9 +260,11 @@ class ExchangeClient:
                 return _downloaded(header.stored)
             except StoreError as error:
                 self._do_without(error)
-                return read()
+            except FileNotFoundError:
+                pass  # the exchange says why
+            return read(by_store=False)
 
-        return self._again(read)
+        return self._again(lambda: read(self._reaches_store))
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
         """See ExchangeService."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import io
 import urllib.error
@@ -25,7 +26,9 @@ def upload(url: str, data: bytes, timeout: float) -> None:
 
 
 def download(url: str, size: int, timeout: float) -> bytes:
-    """GET an object of so many bytes. Raises StoreError as `upload` does, and if it has more or fewer."""
+    """GET an object of so many bytes. Raises StoreError as `upload` does, and if it has more or fewer;
+    FileNotFoundError if there is none.
+    """
     data = _ask(urllib.request.Request(url), "downloaded", timeout, size + 1)
     if len(data) != size:
         raise StoreError(f"{without_signature(url)}: found another size than {size} bytes")
@@ -39,6 +42,8 @@ def _ask(request: urllib.request.Request, done: str, timeout: float, most: int =
             body: bytes = answer.read(most)
             return body
     except urllib.error.HTTPError as error:
+        if error.code == http.HTTPStatus.NOT_FOUND and done == "downloaded":
+            raise FileNotFoundError(errno.ENOENT, "No such object", bare) from None
         raise StoreError(f"{bare}: cannot be {done} (HTTP {error.code} {error.reason})") from None
     except urllib.error.URLError as error:
         reason = error.reason.strerror if isinstance(error.reason, OSError) else None

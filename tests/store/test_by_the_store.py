@@ -128,7 +128,9 @@ def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange
     assert len(told) == 1 and "cannot be uploaded (Connection refused): contributions go by" in told[0]
 
 
-def test_what_was_changed_in_the_store_is_not_taken(signing: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
+    signing: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
     with _member(run, "a") as (client, epoch):
         run.assign(0, "b")
@@ -139,6 +141,11 @@ def test_what_was_changed_in_the_store_is_not_taken(signing: Store, capsys: pyte
         data = bytearray(signing.get(key))
         data[len(data) // 2] ^= 1
         signing.put(key, bytes(data))
+        (gone,) = (key for key in signing.below("round-000001/b") if "/lm_head." in key)
+        signing.delete([gone])
+        with pytest.raises(Refused, match="what b contributed to round 1 is no more in the log"):
+            client.fetch("a", 1, "b", "lm_head")
+        assert "go by the exchange" not in capsys.readouterr().err  # nothing is wrong with the store
         with pytest.raises(Refused, match=r"/norm\.\w+\.blob is damaged: not the blob of its digest"):
             client.fetch("a", 1, "b", "norm")
     assert "is not the blob of its digest: contributions go by" in capsys.readouterr().err
