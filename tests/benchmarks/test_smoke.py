@@ -11,7 +11,7 @@ from started import run_script
 pytestmark = pytest.mark.starts_processes
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-HELPERS = {"chaos_run", "command_line", "contribution_target", "namespaces", "slow_switch"}
+HELPERS = {"chaos_run", "command_line", "contribution_target", "kernel_namespace", "namespaces", "slow_switch"}
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 PRINTED = {
     "access_lines": [r"kernel +\d.*of home\.0: \d.*\n +launch +\d.*\n +simulate +\d|no machines in namespaces"],
@@ -23,10 +23,11 @@ PRINTED = {
     "in_process": [r"0 of 2 +\d.*\d\n", r"1 of 2 +\d.*\d\n", r"2 of 2 +\d.*\d\n"],
     "kernel_links": [r"50 Mbit/s, 2 stages, rank full +\d", r"off by \d|not shaped by the kernel"],
     "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],
-    "mutants": [r"107 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
+    "mutants": [r"120 bugs can be planted; [\w-]+ is caught by tests/units/test_units\.py"],
     "simulated_faults": [r"200 rounds of 4 histories.*: 0 violations; counted \d+\.\d%"],
     "simulator": [r"50 Mbit/s, 0 ms, 2 stages, rank full +\d", r"quickstart +\d", r"busy processes +\d", r"bytes.* \d"],
     "simulator_growth": [r"participants .*\n +100 +\d", r"stages .*\n +2 +\d", r"micro-batches .*\n +4 +\d"],
+    "slow_uplink": [r'beats: .*"contribution_bytes": 200000.*"beats": [1-9]|not shaped by the kernel'],
     "unequal_speeds": [r"time +\d.*%.*\n", r"steps +1\.0 .*%.*\n"],
 }
 """Patterns of each."""
