@@ -6,6 +6,7 @@ the selection are cut by rows of chunks (pseudo_gradient.rows), and one paramete
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hetero_pp.errors import ExchangeLost, HeteroPPError
-from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model import Shapes, block_of, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
@@ -167,7 +168,7 @@ class OuterRound:
         """
         self._before, self._undecided = {}, None
         counted = next((one for one in record.contributions if one.replica == self.replica), None)
-        if counted is not None and (epoch is None or counted.epoch == epoch):
+        if counted is not None and (epoch is None or counted.epoch == epoch) and _names(counted, own):
             return True
         mine = RoundRecord(round=record.round)
         mine.contributions.add(replica=self.replica, weight=1.0)
@@ -317,6 +318,12 @@ class _ByRows:
     def load(self, state: Mapping[str, Tensor], rounds: int) -> None:
         """See RoundOptimizer."""
         self._whole.load(state, rounds)
+
+
+def _names(counted: ContributionEntry, own: Mapping[str, bytes]) -> bool:
+    """Whether what was counted are these blobs: two coordinators at once may have formed two groups of one epoch."""
+    named = {blob.block: blob.sha256 for blob in counted.blobs}
+    return all(named.get(block) == hashlib.sha256(data).digest() for block, data in own.items())
 
 
 def _cut(tensor: Tensor, rows: range) -> Tensor:

@@ -14,6 +14,7 @@ from small_run import GRACE, SETTINGS, Run
 from torch import Tensor, nn
 
 from hetero_pp.errors import Refused, Suspended, TermOver
+from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Assignment
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
@@ -250,6 +251,22 @@ def test_what_is_counted_after_all_is_in_error_feedback_no_more(run: Run, keeps_
         else:
             expected = before[key] * DECAY + moved[key] - sent
         torch.testing.assert_close(b.outer.error[key], expected, rtol=0, atol=1e-7, msg=key)
+
+
+def test_blobs_of_another_group_of_the_same_epoch_are_not_its_own(run: Run) -> None:
+    """Of two that two coordinators have formed at once: the record says by their digests which of them it counts."""
+    a, b = Member(run, "a"), Member(run, "b")
+    run.assign(0)
+    a.train(1)
+    b.train(1)
+    own = b.outer.contribute(1, 1, 7)
+    a.outer.synchronise(1, 1)
+    record, other = run.exchange.record(1), RoundRecord()
+    other.CopyFrom(record)
+    (counted,) = (one for one in other.contributions if one.replica == "b")
+    counted.blobs[0].sha256 = bytes(32)
+    assert b.outer._take_back_uncounted(record, own, 1)
+    assert not b.outer._take_back_uncounted(other, own, 1)
 
 
 # ---- healing, and joining late ----

@@ -94,7 +94,10 @@ class Invariants:
         self._thetas.append(replayed(self._thetas[-1], self._world.store.records[record.round]))
 
     def _require_whole(self, round_: int, one: e.Contribution) -> None:
-        blobs = {block: self._world.store.blobs.get(Path(round_, one.replica, one.epoch, block)) for block in one.blobs}
+        blobs = {
+            block: self._world.store.blobs.get(Path(round_, one.replica, one.epoch, block, own))
+            for block, own in one.blobs.items()
+        }
         if blobs.keys() != self._world.rules.blocks_of(one.replica):
             raise Violation(1, f"round {round_} counts {sorted(blobs)} of {one.replica}")
         for block, blob in blobs.items():
@@ -123,7 +126,7 @@ class Invariants:
         lost_to: set[int] = set()
         if named is not None and (own is None or any(named.blobs[b] != own.blobs[b].digest for b in own.blobs)):
             for block in member.blocks:  # another process has gone on with the place's state
-                path = Path(record.round, member.replica, named.epoch, block)
+                path = Path(record.round, member.replica, named.epoch, block, named.blobs[block])
                 lost_to |= self._world.store.blobs[path].sent.keys()
         for position, units in enumerate(member.owed):
             if not units <= before[position]:

@@ -299,7 +299,7 @@ class Member:
         counted = kept.record.of(self.replica)
         if counted is None:
             self._give_back(sent)
-        elif own is None or not sent or counted.epoch != own.epoch:
+        elif own is None or not sent or any(counted.blobs[block] != own.blobs[block].digest for block in own.blobs):
             self._give_back(sent)
             self._drop(kept.record.round, counted)
         self.theta, self.holds = replayed(self.theta, kept), kept.record.round
@@ -313,7 +313,9 @@ class Member:
         """Another process of this place was counted, or this one before it went back: what that sent is not sent
         again."""
         for block in self.blocks:
-            for position in self.world.store.blobs[Path(round_, self.replica, counted.epoch, block)].sent:
+            for position in self.world.store.blobs[
+                Path(round_, self.replica, counted.epoch, block, counted.blobs[block])
+            ].sent:
                 self.error[position] = NOTHING
 
     def begin(self, training: Training) -> None:
@@ -341,7 +343,8 @@ class Member:
         if attempt != self.attempt or self.contributed is None:
             return
         try:
-            self.world.store.put(Path(self.round, self.replica, self.epoch, block), self.contributed.blobs[block])
+            blob = self.contributed.blobs[block]
+            self.world.store.put(Path(self.round, self.replica, self.epoch, block, blob.digest), blob)
         except StoreFailed:
             self.later(1.0, self._upload, attempt, block)
             return

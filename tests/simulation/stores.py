@@ -31,6 +31,7 @@ class Path(NamedTuple):
     replica: str
     epoch: int
     block: str
+    digest: object
 
 
 class Blob(NamedTuple):
