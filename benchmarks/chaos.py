@@ -227,7 +227,7 @@ def untouched(rounds: Sequence[RoundSpan]) -> dict[str, Any]:
 
 
 def kind_of(cause: str) -> str:
-    """ "freeze of dc for 10 s (training)" -> "freeze, 10 s" """
+    """What is done, and for how long: "freeze of dc for 10 s (training)" is a "freeze, 10 s"."""
     kind, seconds = cause.split()[0], lasts(cause)
     return f"{kind}, {seconds:g} s" if seconds else kind
 

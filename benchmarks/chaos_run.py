@@ -68,7 +68,8 @@ class ChaosRun:
         self._events, self._read = list[dict[str, Any]](), 0
 
     def start(self, faults: Sequence[str] = (), resume: bool = False) -> None:
-        """`faults`: entries of a file of faults."""
+        """`faults`: entries of a file of faults. A run that goes on writes what was told of it anew."""
+        self._events, self._read = [], 0
         more = ["--resume"] if resume else []
         if faults:
             self._chaos.write_text("faults:\n" + "".join(f"  - {fault}\n" for fault in faults))

@@ -6,7 +6,7 @@ All that goes to the exchange's port passes one token bucket, before which a sec
 at home; beyond that they are dropped.
 
 - `beats`: what a member tells each second while it hands in a contribution of 5 MB: how long each takes.
-- `run`: a launched run, whose members send some 20 MB a round over that one uplink: who is taken for dead.
+- `run`: a launched run, whose members send 10 MB a round over that one uplink: who is taken for dead.
 
 Needs root, `ip` and `tc`; with --smoke, what needs them is left out where they lack.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from replica_groups.exchange.decisions import Decisions
 from replica_groups.exchange.log import blob_key
 from replica_groups.exchange.uploads import take_upload, upload_url
 from replica_groups.protocol import events as e
+
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ class Deposits:
             raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's")
         if address.run != self._run:
             raise self._refused(member, "a contribution to another run")
+        if len(offer.sha256) != DIGEST_BYTES:
+            raise self._refused(member, f"found a digest of {len(offer.sha256)} bytes, expected {DIGEST_BYTES}")
 
     def _is_awaited(self, offer: Offer) -> bool:
         """Whether a blob may still count: False in a round that is closed, where its sender finds that it was late."""

@@ -41,14 +41,12 @@ def take_upload(log: ContributionLog, key: str, sha256: bytes) -> bytes:
 
 def _copied(log: ContributionLog, key: str, sha256: bytes) -> bytes:
     log.store.copy(key + UPLOADED, key)
-    try:
-        size = log.store.size(key)
-        if size > MAX_BLOB_BYTES:
-            raise MalformedContribution(f"uploaded {size} bytes, expected at most {MAX_BLOB_BYTES}")
-        return log.read_blob(key, sha256)
-    except DamagedFile:
-        log.store.delete([key])
-        raise MalformedContribution("uploaded something else than it has said") from None
-    except MalformedContribution:
-        log.store.delete([key])
-        raise
+    if (size := log.store.size(key)) > MAX_BLOB_BYTES:
+        complaint = f"uploaded {size} bytes, expected at most {MAX_BLOB_BYTES}"
+    else:
+        try:
+            return log.read_blob(key, sha256)
+        except DamagedFile:
+            complaint = "uploaded something else than it has said"
+    log.store.delete([key])
+    raise MalformedContribution(complaint)

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -397,6 +398,11 @@ def test_what_is_large_has_a_connection_of_its_own(served: Served) -> None:
     stranger.close()
     control, again, bulk, more = (sender for sender, _ in served.exchange.refused)
     assert control == again != bulk == more
+
+
+def test_the_version_is_the_one_that_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
+    assert re.findall(r"one version together, (\d+)", text) == [str(PROTOCOL_VERSION)]
 
 
 def test_who_is_let_in_has_joined(served: Served) -> None:

@@ -93,9 +93,12 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
                 _ask(client, "Uploaded", pb.Upload(blob=blob, sha256=digest))
         with pytest.raises(Refused, match="is not this member's"):
             _ask(client, "UploadUrl", pb.Upload(blob=blob, sha256=digest))
+        blob = pb.BlobHeader(round=1, replica="a", block=own.block, epoch=epoch)
+        with pytest.raises(Refused, match="found a digest of 8 bytes, expected 32"):
+            _ask(client, "Uploaded", pb.Upload(blob=blob, sha256=digest[:8]))
         with pytest.raises(Refused, match=f"a: {own.block}"):
             client.deposit("a", own, b"no blob at all", epoch, 7)
-        assert run.exchange.refusals == 4
+        assert run.exchange.refusals == 5
         client.deposit("a", own, run.blob(own), epoch, 7)
         with pytest.raises(Refused, match=f"a second, different `{own.block}`"):
             client.deposit("a", own, run.blob(own, seed=9), epoch, 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -92,6 +93,13 @@ def test_a_url_is_for_one_object_and_a_refusal_is_one_line(signing: Store) -> No
     assert signing.below() == []
 
 
+class _SlowServer(ThreadingHTTPServer):
+    def server_bind(self) -> None:
+        """A kernel that takes all in at once would leave nothing to be slow: its connections inherit the limit."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
+        super().server_bind()
+
+
 class _Slow(BaseHTTPRequestHandler):
     """Takes an object in little by little, as a slow line does."""
 
@@ -112,7 +120,7 @@ class _Slow(BaseHTTPRequestHandler):
 
 def test_an_upload_may_last_longer_than_it_may_stand_still() -> None:
     """50 MB at 1 Mbit/s take seven minutes, in which something always moves."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Slow)
+    server = _SlowServer(("127.0.0.1", 0), _Slow)
     serving = threading.Thread(target=server.serve_forever)
     serving.start()
     try:
