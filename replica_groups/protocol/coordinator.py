@@ -11,7 +11,7 @@ who is there from who is heard. So it may end at any instruction, begin anew, or
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from replica_groups.protocol import events as e
 from replica_groups.protocol.learnt import Lateness
@@ -27,6 +27,17 @@ LOOK_SECONDS = 10.0
 
 REMEMBERED_HASHES = 4
 """Of how many rounds hashes are kept until replay has come to them."""
+
+REMEMBERED_LATE = 16
+"""For how many rounds who is late may be so and be learnt from."""
+
+
+class Late(NamedTuple):
+    """Whom a round did not wait for."""
+
+    quorum_at: float | None
+    replicas: set[str]
+    """That have not come since."""
 
 
 class Coordinator:
@@ -56,8 +67,9 @@ class Coordinator:
         self.lateness = Lateness(rules.grace)
         self._paused = False
         self._look_at: float | None = None
-        self._last_quorum_at: float | None = None
-        self._told_late: set[str] = set()
+        self._late: dict[int, Late] = {}
+        self._in_step: set[str] = set()
+        """Replicas whose contribution to the last round came in time."""
         self._hashes: dict[int, dict[str, Mapping[str, bytes]]] = {}
         self._audited: dict[int, Mapping[str, bytes]] = {}
         self._differing: dict[int, set[str]] = {}
@@ -191,6 +203,8 @@ class Coordinator:
             yield from self._adopt(place, round_)
         elif replica.round is not None or place.asked is not None:
             return  # it has returned since, and this was said before
+        elif round_ == self.last_round and replica.name in self._in_step:
+            return  # it has contributed since: to evaluate, a place needs no other that has nothing more to do
         elif self.open is None or round_ != self.open.number or not self._is_whole(replica):
             yield e.Suspended(place.name, place.term, epoch, "its replica has to be formed anew")
 
@@ -355,11 +369,11 @@ class Coordinator:
 
     def _too_late(self, event: e.Deposited, now: float) -> Iterator[e.Effect]:
         """What comes after a round has closed is learnt from, once, and not counted."""
-        replica = self.places[event.place].replica
-        if event.round == self.last_round and replica in self._told_late:
-            self._told_late.discard(replica)
-            if self._last_quorum_at is not None:
-                self.lateness.came(now - self._last_quorum_at)
+        replica, late = self.places[event.place].replica, self._late.get(event.round)
+        if late is not None and replica in late.replicas:
+            late.replicas.discard(replica)
+            if late.quorum_at is not None:
+                self.lateness.came(now - late.quorum_at)
             yield e.TooLate(replica, event.round)
 
     def _closes_at(self) -> float | None:
@@ -382,23 +396,23 @@ class Coordinator:
         if self.open is None or record.round != self.open.number:
             return
         closed, self.last_round = self.open, record.round
-        self._learn(closed, record)
+        self._learn(closed)
         yield e.Closed(record)
         counted = {one.replica for one in record.contributions}
-        in_step = set(closed.whole) | counted
-        self._told_late = closed.taking_part - in_step
+        self._in_step = set(closed.whole) | counted
+        self._late[record.round] = Late(closed.quorum_at, closed.taking_part - self._in_step)
+        _keep_newest(self._late, REMEMBERED_LATE)
         yield from (e.TooLate(replica, record.round) for replica in sorted(closed.whole.keys() - counted))
-        yield from self._open_next(now, {replica for replica in self.alive if replica in in_step})
+        yield from self._open_next(now, {replica for replica in self.alive if replica in self._in_step})
         is_behind = any(place.asked is not None and place.asked > self.last_round for place in self.places.values())
         if is_behind or not closed.writing:
             yield e.Look(record.round + 1)  # another coordinator decides rounds, and may be further on
 
-    def _learn(self, closed: OpenRound, record: e.Record) -> None:
-        self._last_quorum_at = closed.quorum_at
+    def _learn(self, closed: OpenRound) -> None:
+        """How late they were who came after the quorum; those who made it say nothing of that."""
         if closed.quorum_at is not None:
-            for came in closed.whole.values():
-                if came >= closed.quorum_at:
-                    self.lateness.came(came - closed.quorum_at)
+            for came in list(closed.whole.values())[self.rules.needed :]:
+                self.lateness.came(came - closed.quorum_at)
 
     def _not_recorded(self, event: e.NotRecorded, now: float) -> Iterator[e.Effect]:
         if self.open is not None and event.round == self.open.number:
@@ -422,12 +436,12 @@ class Coordinator:
     def _confirmed(self, event: e.Confirmed, now: float) -> Iterator[e.Effect]:
         if self.holds(event.place, event.term):
             self._hashes.setdefault(event.round, {})[event.place] = event.hashes
-            _keep_newest(self._hashes)
+            _keep_newest(self._hashes, REMEMBERED_HASHES)
             yield from self._compare(event.round)
 
     def _audit(self, event: e.Audited, now: float) -> Iterator[e.Effect]:
         self._audited[event.round] = event.hashes
-        _keep_newest(self._audited)
+        _keep_newest(self._audited, REMEMBERED_HASHES)
         yield from self._compare(event.round)
 
     def _compare(self, round_: int) -> Iterator[e.Effect]:
@@ -442,7 +456,7 @@ class Coordinator:
 
     def _found_wrong(self, place: Place, round_: int, parameter: str) -> Iterator[e.Effect]:
         differing = self._differing.setdefault(round_, set())
-        _keep_newest(self._differing)
+        _keep_newest(self._differing, REMEMBERED_HASHES)
         differing.add(place.replica)
         if 2 * len(differing) > len(self.replicas):
             whom = ", ".join(sorted(differing))
@@ -471,6 +485,6 @@ class Coordinator:
         yield from ()
 
 
-def _keep_newest(by_round: dict[int, Any]) -> None:
-    while len(by_round) > REMEMBERED_HASHES:
+def _keep_newest(by_round: dict[int, Any], count: int) -> None:
+    while len(by_round) > count:
         del by_round[min(by_round)]

@@ -12,7 +12,7 @@ REMEMBERED = 64
 
 
 class Lateness:
-    """How long after the quorum the others came: the grace window follows it."""
+    """How long after the quorum those came that it did without: the grace window follows it."""
 
     def __init__(self, window: Window, quantile: float = 0.9) -> None:
         self._window, self._quantile = window, quantile

@@ -10,7 +10,7 @@ from members import TIMEOUT, assign_all, in_thread
 from small_run import LEASE, Run, closed
 
 from hetero_pp.errors import Refused, Suspended, TermOver
-from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER
+from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER, Report
 from hetero_pp.outer.exchange_service import Standing
 
 MIXED = {"dc": 1, "home": 2}
@@ -163,6 +163,18 @@ def test_what_is_whole_stays_counted_when_a_stage_is_gone(run: Run) -> None:
     run.deposit(1, "dc")
     assert run.counted(1) == {"dc": 1, "home": 2}
     assert run.exchange.record(1, "home.0", 1).round == 1
+
+
+def test_who_has_contributed_is_not_called_back_as_its_neighbour_leaves(run: Run) -> None:
+    """A beat from before the record of the last round, heard after it: its place evaluates, and needs nobody."""
+    for round_ in range(1, 10):
+        run.deposit(round_, "dc", "home.0", "home.1")
+        run.assign(round_, *(["home.0"] if round_ == 9 else run.roster.members))
+    finished = Report(member="home.0")
+    finished.finished.SetInParent()
+    run.exchange.report([finished])
+    assert not run.exchange.coordinator.holds("home.0", 1)
+    assert run.exchange.beat("home.1", 9, 2, term=1) == Standing()
 
 
 def test_who_cannot_reach_a_neighbour_has_its_replica_formed_anew(run: Run) -> None:

@@ -75,6 +75,30 @@ def test_who_comes_too_late_is_waited_for_longer_the_next_time(run: Run) -> None
     assert run.counted(2).keys() == FOUR.keys()
 
 
+def test_who_is_late_by_rounds_is_waited_for_longer_too(run: Run) -> None:
+    """Else who is slower by far, where the others close a round soon, would never be counted."""
+    run.deposit(1, "a", "b", "c")
+    run.passes(GRACE.most)
+    for round_ in (2, 3):
+        assert run.assign(round_ - 1, "a", "b", "c") == dict.fromkeys("abc", round_)
+        run.deposit(round_, "a", "b", "c")
+    assert closed(run) == 3
+    assert run.exchange.coordinator.lateness.grace == GRACE.least
+    run.deposit(1, "d")
+    assert run.exchange.coordinator.lateness.grace == GRACE.most
+
+
+def test_those_who_make_the_quorum_say_nothing_of_lateness(tmp_path: Path) -> None:
+    names = [f"r{number:02d}" for number in range(12)]
+    run = Run(tmp_path, dict.fromkeys(names, 1), 11 / 12)
+    run.assign(0)
+    run.deposit(1, *names[:-1])
+    run.passes(20)
+    run.deposit(1, names[-1])
+    assert closed(run) == 1
+    assert run.exchange.coordinator.lateness.grace == GRACE.factor * 20
+
+
 def test_what_comes_late_is_told_once_however_many_blobs_it_has(run: Run) -> None:
     run.deposit(1, "a", "b", "c")
     run.passes(GRACE.most)
