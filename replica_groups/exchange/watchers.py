@@ -23,13 +23,13 @@ class Watchers:
         """How many reports there were."""
         self._lock = threading.Lock()
         self._watchers: list[queue.SimpleQueue[Report | None]] = []
-        self._reports: deque[Report] = deque(maxlen=REMEMBERED_REPORTS)
+        self._reports: deque[bytes] = deque(maxlen=REMEMBERED_REPORTS)  # as messages they would take five times as much
         self._ended = False
 
     def tell(self, reports: Sequence[Report]) -> None:
         """To all of them, in this order."""
         with self._lock:
-            self._reports.extend(reports)
+            self._reports.extend(report.SerializeToString() for report in reports)
             self.reported += len(reports)
             for report in reports:
                 for watcher in self._watchers:
@@ -43,7 +43,7 @@ class Watchers:
         watcher: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
         with self._lock:
             for report in self._reports:
-                watcher.put(report)
+                watcher.put(Report.FromString(report))
             if self._ended:
                 watcher.put(None)
             self._watchers.append(watcher)
