@@ -68,8 +68,8 @@ class Coordinator:
         self._paused = False
         self._look_at: float | None = None
         self._late: dict[int, Late] = {}
-        self._in_step: set[str] = set()
-        """Replicas whose contribution to the last round came in time."""
+        self._in_step: dict[str, int] = {}
+        """Replicas whose contribution to the last round came in time, with the epoch that it is of."""
         self._hashes: dict[int, dict[str, Mapping[str, bytes]]] = {}
         self._audited: dict[int, Mapping[str, bytes]] = {}
         self._differing: dict[int, set[str]] = {}
@@ -203,7 +203,7 @@ class Coordinator:
             yield from self._adopt(place, round_)
         elif replica.round is not None or place.asked is not None:
             return  # it has returned since, and this was said before
-        elif round_ == self.last_round and replica.name in self._in_step:
+        elif round_ == self.last_round and self._in_step.get(replica.name) == epoch:
             return  # it has contributed since: to evaluate, a place needs no other that has nothing more to do
         elif self.open is None or round_ != self.open.number or not self._is_whole(replica):
             yield e.Suspended(place.name, place.term, epoch, "its replica has to be formed anew")
@@ -399,8 +399,9 @@ class Coordinator:
         self._learn(closed)
         yield e.Closed(record)
         counted = {one.replica for one in record.contributions}
-        self._in_step = set(closed.whole) | counted
-        self._late[record.round] = Late(closed.quorum_at, closed.taking_part - self._in_step)
+        self._in_step = {replica: closed.deposits[replica].epoch for replica in closed.whole}
+        self._in_step |= {one.replica: one.epoch for one in record.contributions}
+        self._late[record.round] = Late(closed.quorum_at, closed.taking_part - self._in_step.keys())
         _keep_newest(self._late, REMEMBERED_LATE)
         yield from (e.TooLate(replica, record.round) for replica in sorted(closed.whole.keys() - counted))
         yield from self._open_next(now, {replica for replica in self.alive if replica in self._in_step})

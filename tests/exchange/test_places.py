@@ -165,16 +165,35 @@ def test_what_is_whole_stays_counted_when_a_stage_is_gone(run: Run) -> None:
     assert run.exchange.record(1, "home.0", 1).round == 1
 
 
+def _leaves(run: Run, member: str) -> None:
+    finished = Report(member=member)
+    finished.finished.SetInParent()
+    run.exchange.report([finished])
+    assert not run.exchange.coordinator.places[member].held
+
+
 def test_who_has_contributed_is_not_called_back_as_its_neighbour_leaves(run: Run) -> None:
     """A beat from before the record of the last round, heard after it: its place evaluates, and needs nobody."""
     for round_ in range(1, 10):
         run.deposit(round_, "dc", "home.0", "home.1")
-        run.assign(round_, *(["home.0"] if round_ == 9 else run.roster.members))
-    finished = Report(member="home.0")
-    finished.finished.SetInParent()
-    run.exchange.report([finished])
-    assert not run.exchange.coordinator.holds("home.0", 1)
+        if round_ < 9:
+            run.assign(round_)
+    run.assign(9, "home.0")
+    _leaves(run, "home.0")
     assert run.exchange.beat("home.1", 9, 2, term=1) == Standing()
+
+
+def test_who_trains_what_was_contributed_before_is_called_back(run: Run) -> None:
+    """As another exchange may have it do, that did not know: there is nobody to train it with."""
+    for round_ in range(1, 10):
+        run.deposit(round_, "dc", "home.0", "home.1")
+        if round_ < 9:
+            run.assign(round_)
+    run.exchange.died("home.1", "killed by a test")
+    run.exchange.join("home.1", "")
+    run.assign(9, "home.1")
+    _leaves(run, "home.1")
+    assert run.exchange.beat("home.0", 9, 3, term=1).suspended == 3
 
 
 def test_who_cannot_reach_a_neighbour_has_its_replica_formed_anew(run: Run) -> None:
