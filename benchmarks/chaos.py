@@ -12,6 +12,8 @@ third are kills, a third freezes and cuts of two seconds, and a third such of te
   shared may be twice as fast at one time as at another, and these are of the same minutes. What is lost is told by kind
   of fault. `soak`: memory and descriptors meanwhile.
 - `all_or_nothing`: the same where whoever dies ends the run, which is then started again by `--resume`.
+- `soak`: memory and descriptors of every process where nothing is done to it and rounds are as short as they can be:
+  how they grow in the second half of the time.
 
 With --json results are written as they come; a part that the file has is not measured again.
 """
@@ -44,6 +46,9 @@ LASTS = (2.0, 10.0)
 SAME_MINUTES = 200.0
 SECONDS_AFTER = 15.0  # until a fault is over for certain, after it has ended
 SECONDS_BETWEEN_TELLS = 120.0  # it takes CPU that the run does not have
+
+Samples = dict[tuple[str, int], list[tuple[float, int, int]]]
+"""(member, its process) -> (seconds, bytes of memory, descriptors), as time goes on"""
 
 
 # ---- one fault of every kind ----
@@ -131,7 +136,8 @@ def _follow(run: ChaosRun, found: dict[str, Any], arguments: argparse.Namespace,
     """Under faults, with what is known so far now and then."""
     run.start(at_random(arguments, arguments.seed))
     run.wait(MOST_SECONDS_A_CELL, 1)
-    begin, samples, told = time.monotonic(), defaultdict(list), 0.0
+    begin, told = time.monotonic(), 0.0
+    samples: Samples = defaultdict(list)
     while (seconds := time.monotonic() - begin) < 60 * arguments.minutes and run.wait(5.0):
         for member, pid, memory, descriptors in run.sizes():
             samples[member, pid].append((seconds, memory, descriptors))
@@ -267,11 +273,29 @@ def _fault(
     }
 
 
-def soak(samples: Mapping[tuple[str, int], Sequence[tuple[float, int, int]]]) -> list[dict[str, Any]]:
-    """Of each process that lived for three minutes, after its first: how memory and descriptors grow, with errors."""
+def without_faults(folder: Path, arguments: argparse.Namespace, tell: Callable[[Any], None]) -> None:
+    """A long run of short rounds."""
+    samples: Samples = defaultdict(list)
+    with ChaosRun(folder / "soak", ["inner.steps=1"]) as run:
+        run.start()
+        run.wait(MOST_SECONDS_A_CELL, 1)
+        begin, half = time.monotonic(), 30 * arguments.minutes
+        while (seconds := time.monotonic() - begin) < 2 * half and run.wait(5.0):
+            for member, pid, memory, descriptors in run.sizes():
+                samples[member, pid].append((seconds, memory, descriptors))
+        rounds = run.closed()
+    late = sum(time_ > max(rounds.values()) - half for time_ in rounds.values())
+    found = {"minutes": arguments.minutes, "rounds": len(rounds), "rounds_of_second_half": late}
+    tell(found | {"ended_by_itself": None if seconds >= 2 * half else run.said(), "soak": soak(samples, half)})
+
+
+def soak(samples: Samples, first: float = 60.0) -> list[dict[str, Any]]:
+    """Of each process that lived for two minutes after its `first` seconds: how memory and descriptors grow in an hour,
+    with errors.
+    """
     rows = []
     for (member, _), taken in samples.items():
-        kept = np.array([one for one in taken if one[0] > taken[0][0] + 60])
+        kept = np.array([one for one in taken if one[0] > taken[0][0] + first])
         if len(kept) > 2 and kept[-1, 0] - kept[0, 0] > 120:
             row: dict[str, Any] = {"member": member, "seconds": float(kept[-1, 0] - kept[0, 0])}
             row["megabytes_an_hour"] = slope(kept[:, 0] / 3600, kept[:, 1] / 1e6)
@@ -307,6 +331,7 @@ PARTS: dict[str, Callable[[Path, argparse.Namespace, Callable[[Any], None]], Non
     "matrix": matrix,
     "goodput": goodput,
     "all_or_nothing": all_or_nothing,
+    "soak": without_faults,
 }
 
 
@@ -318,6 +343,8 @@ def show(name: str, found: Mapping[str, Any]) -> None:
     else:
         kept = {key: value for key, value in found.items() if key not in ("faults", "soak")}
         print(f"{name}: {json.dumps(kept)}")
+        for row in found.get("soak", []) if name == "soak" else ():
+            print(f"  {row['member']}: {row['megabytes']:.0f} MB, {row['megabytes_an_hour'][0]:+.2f} MB an hour")
 
 
 def main() -> None:
@@ -334,14 +361,14 @@ def main() -> None:
     found: dict[str, Any] = {}
     if arguments.json is not None and arguments.json.exists():
         found = json.loads(arguments.json.read_text())
-    found |= {"machine": machine(), "commit": commit(), "rate": arguments.rate, "seed": arguments.seed}
+    found |= {"machine": machine(), "rate": arguments.rate, "seed": arguments.seed}
     with tempfile.TemporaryDirectory(prefix="hetero-pp-chaos-") as folder:
         for name in arguments.parts:
             if found.get(name, {}).get("is_whole"):
                 continue
 
             def tell(result: Any, name: str = name) -> None:
-                found[name] = result
+                found[name] = result | {"commit": commit()}
                 save(found, arguments.json)
 
             PARTS[name](Path(folder), arguments, tell)
