@@ -214,6 +214,7 @@ class Invariants:
         if event.round != watched.number or any(isinstance(one, e.Refused | e.Fenced) for one in effects):
             return
         rules = host.coordinator.rules
+        watched.trains.setdefault(rules.places[event.place], set()).add(event.place)
         watched.deposits.setdefault((rules.places[event.place], event.epoch), set()).add(event.block)
         whole = {one for (one, _), blocks in watched.deposits.items() if blocks >= rules.blocks_of(one)}
         if watched.quorum_at is None and len(whole) >= rules.needed:
