@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from hetero_pp.messages.messages_pb2 import Awaited, BlobEntry, ContributionEntry, Report, RoundRecord
+from hetero_pp.lines import LineSpec
+from hetero_pp.messages.messages_pb2 import Awaited, BlobEntry, ContributionEntry, LinkUse, Report, RoundRecord
+from hetero_pp.program.report.carried import DirectionState, LineState
 from hetero_pp.program.report.pictures import training_losses
 from hetero_pp.program.report.replica_state import STILL_TOLD, ReplicaState
 from hetero_pp.program.report.state import RunState, format_share
@@ -185,6 +187,29 @@ def test_of_rounds_long_over_only_the_losses_are_kept(inner_steps: int | None) -
     kept.apply(START, inner_step(START, "dc", "dc", 1, 0, loss=9.0, tokens=10).inner_step)  # told again
     assert (kept.tokens, kept.round_loss(1), kept.steps_done) == (30 * rounds, whole.round_loss(1), 3 * rounds)
     assert kept.trained == whole.trained
+
+
+def test_of_rounds_long_over_a_link_keeps_a_number() -> None:
+    """What is shown of a link and of a line is the same."""
+    rounds, kept, whole = 30, DirectionState(1e6), DirectionState(1e6)
+    for round_ in range(rounds + 1):
+        if round_ == 7:
+            continue  # nothing was told of it
+        for direction in (kept, whole):
+            use = LinkUse(round=round_, wire_bytes=100 + round_, payload_bytes=90 + round_, busy_seconds=0.5)
+            direction.apply(START + round_, use, START)
+        kept.settle(round_)
+    assert sorted(kept.rounds) == [0, *range(rounds - STILL_TOLD + 1, rounds + 1)]
+    kept.apply(START + 99, LinkUse(round=3, wire_bytes=10**9), START)  # told again
+    line = LineSpec("dc", "fibre", ("dc",), up=1e6, down=1e6, latency=0.0, jitter=0.0)
+    for direction in (kept, whole):
+        assert direction.wire_bytes == sum(100 + round_ for round_ in range(rounds + 1) if round_ != 7)
+        assert direction.payload_bytes == direction.wire_bytes - 10 * rounds
+        assert direction.busy_seconds == 0.5 * (rounds - 1)
+        told = [direction.wire_bytes_of_round(round_) for round_ in range(rounds + 2)]
+        assert told == [0 if round_ in (7, rounds + 1) else 100 + round_ for round_ in range(rounds + 2)]
+        shares = LineState(line, {"up": [direction], "down": []}).busy_share("up", 1.0)
+        assert shares == pytest.approx(8 * (direction.wire_bytes - 100) / 1e6)
 
 
 def test_a_late_report_does_not_take_the_latest_loss_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from hetero_pp.lines import WAYS, LineSpec, Way
 from hetero_pp.links import EXCHANGE, Direction, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkUse
+from hetero_pp.program.report.replica_state import STILL_TOLD
 from hetero_pp.run.spec import RunSpec
 
 RECENT_SECONDS = 5.0
@@ -21,30 +23,51 @@ class DirectionState:
 
     bandwidth: float | None
     rounds: dict[int, LinkUse] = field(default_factory=dict)
-    """The latest count of every round; round 0 is what came before the first inner step."""
+    """The latest count of every round that is told of still; round 0 is what came before the first inner step."""
+    _settled: array[int] = field(default_factory=lambda: array("Q"))
+    """Bytes on the wire of every round before those, from the first on."""
+    _settled_payload: int = 0
+    _settled_busy: float = 0.0
+    _settled_wire: int = 0
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def apply(self, time: float, use: LinkUse, since: float) -> None:
         """Replace the round's count, told at `time`; the first count of all has grown since `since`."""
         if not self._recent:
             self._recent.append((since, 0))
-        self.rounds[use.round] = use
+        if not 0 < use.round <= len(self._settled):
+            self.rounds[use.round] = use
         self._recent.append((time, self.wire_bytes))
         while len(self._recent) > 2 and self._recent[1][0] <= time - RECENT_SECONDS:
             self._recent.popleft()
 
+    def settle(self, closed: int) -> None:
+        """A round is closed: of those long before it nothing more will be told, and only a few numbers are kept."""
+        for round_ in range(len(self._settled) + 1, closed - STILL_TOLD + 1):
+            use = self.rounds.pop(round_, LinkUse())
+            self._settled.append(use.wire_bytes)
+            self._settled_payload += use.payload_bytes
+            self._settled_busy += use.busy_seconds
+            self._settled_wire += use.wire_bytes
+
+    def wire_bytes_of_round(self, round_: int) -> int:
+        """0 if nothing was told of it."""
+        if 0 < round_ <= len(self._settled):
+            return self._settled[round_ - 1]
+        return self.rounds[round_].wire_bytes if round_ in self.rounds else 0
+
     @property
     def payload_bytes(self) -> int:
-        return sum(use.payload_bytes for use in self.rounds.values())
+        return self._settled_payload + sum(use.payload_bytes for use in self.rounds.values())
 
     @property
     def wire_bytes(self) -> int:
-        return sum(use.wire_bytes for use in self.rounds.values())
+        return self._settled_wire + sum(use.wire_bytes for use in self.rounds.values())
 
     @property
     def busy_seconds(self) -> float:
         """Since the first inner step."""
-        return sum(use.busy_seconds for round_, use in self.rounds.items() if round_ > 0)
+        return self._settled_busy + sum(use.busy_seconds for round_, use in self.rounds.items() if round_ > 0)
 
     def busy_share(self, training_seconds: float) -> float | None:
         """Of the time since the first inner step; None if the direction has no bandwidth to fill."""
@@ -88,8 +111,7 @@ class LineState:
         return sum(direction.wire_bytes for direction in self.carried[way])
 
     def wire_bytes_of_round(self, way: Way, round_: int) -> int:
-        rounds = [direction.rounds for direction in self.carried[way]]
-        return sum(uses[round_].wire_bytes for uses in rounds if round_ in uses)
+        return sum(direction.wire_bytes_of_round(round_) for direction in self.carried[way])
 
     def payload_bytes(self, way: Way) -> int:
         return sum(direction.payload_bytes for direction in self.carried[way])
@@ -99,15 +121,12 @@ class LineState:
         rate = self.spec.bandwidth(way)
         if rate is None:
             return None
-        carried = sum(self.wire_bytes_of_round(way, round_) for round_ in self._rounds(way) if round_ > 0)
+        carried = self.wire_bytes(way) - self.wire_bytes_of_round(way, 0)
         return min(1.0, 8 * carried / rate / training_seconds) if training_seconds > 0 else 0.0
 
     def recent_bytes_per_second(self, way: Way, now: float) -> float:
         """On the wire, over about the last five seconds."""
         return sum(direction.recent_bytes_per_second(now) for direction in self.carried[way])
-
-    def _rounds(self, way: Way) -> set[int]:
-        return {round_ for direction in self.carried[way] for round_ in direction.rounds}
 
 
 def lines_of(spec: RunSpec, links: Mapping[str, LinkState]) -> dict[str, LineState]:

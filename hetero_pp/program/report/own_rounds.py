@@ -74,10 +74,10 @@ class OwnRounds:
     def _sent(self, member: str, round_: int) -> int:
         """Bytes on the wire, over all links on which it sends."""
         return sum(
-            link.directions[way].rounds[round_].wire_bytes
+            link.directions[way].wire_bytes_of_round(round_)
             for link in self._state.links.values()
             for way in DIRECTIONS
-            if _sender(link.spec, way) == member and round_ in link.directions[way].rounds
+            if _sender(link.spec, way) == member
         )
 
 

@@ -156,6 +156,9 @@ class RunState:
                 self.replicas[contribution.replica].keep(record.round, contribution.steps)
         for replica in self.replicas.values():
             replica.settle(record.round)
+        for link in self.links.values():
+            for direction in link.directions.values():
+                direction.settle(record.round)
         blobs = [blob for contribution in record.contributions for blob in contribution.blobs]
         self.closed[record.round] = ClosedRound(
             record.round, time, sum(blob.size for blob in blobs), sum(blob.kept_values for blob in blobs)
