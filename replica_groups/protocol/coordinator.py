@@ -404,7 +404,8 @@ class Coordinator:
         self._late[record.round] = Late(closed.quorum_at, closed.taking_part - self._in_step.keys())
         _keep_newest(self._late, REMEMBERED_LATE)
         yield from (e.TooLate(replica, record.round) for replica in sorted(closed.whole.keys() - counted))
-        yield from self._open_next(now, {replica for replica in self.alive if replica in self._in_step})
+        ahead = {name for name, replica in self.replicas.items() if replica.round == record.round + 1}
+        yield from self._open_next(now, {name for name in self.alive if name in self._in_step or name in ahead})
         is_behind = any(place.asked is not None and place.asked > self.last_round for place in self.places.values())
         if is_behind or not closed.writing:
             yield e.Look(record.round + 1)  # another coordinator decides rounds, and may be further on

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from members import TIMEOUT, assign_all, in_thread
-from small_run import LEASE, Run, closed
+from small_run import GRACE, LEASE, Run, closed
 
 from hetero_pp.errors import Refused, Suspended, TermOver
 from hetero_pp.messages.messages_pb2 import SILENT, SUSPENDED, TERM_OVER, Report
@@ -244,3 +244,19 @@ def test_a_term_is_never_given_twice_by_two_exchanges(tmp_path: Path) -> None:
     assert not waits.done()
     run.exchange.died("dc", "as the second heard")
     assert waits.result(TIMEOUT) == 3
+
+
+def test_who_trains_a_round_that_is_not_open_here_yet_takes_part_in_it(run: Run) -> None:
+    """Another exchange has given it to him, and had not counted him in the one before."""
+    behind = run.exchange
+    run.take_over()
+    run.deposit(1, "home.0", "home.1")
+    run.passes(GRACE.most, heard=("dc",))
+    assert run.counted(1).keys() == {"home"}
+    assert run.assign(1, "dc") == {"dc": 2}
+    assert closed(run) == 1
+    assert behind.coordinator.last_round == 0
+    assert behind.beat("dc", 2, 1, term=1) == Standing()
+    assert behind.coordinator.last_round == 1
+    assert behind.coordinator.open is not None
+    assert "dc" in behind.coordinator.open.taking_part
