@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from hetero_pp.ablations import AblationSettings
 from hetero_pp.engine_settings import EngineName, TorchtitanSettings
-from hetero_pp.settings import Duration, NotPartOf, Ratio, Settings
+from hetero_pp.settings import AddedLater, Duration, NotPartOf, Ratio, Settings
 from hetero_pp.units import parse_fraction
 
 
@@ -37,6 +37,13 @@ Rank = Annotated[
 ]
 
 
+def dimensions_of(rank: Literal["full"] | int | float, width: int) -> int | None:
+    """A rank in a model of this width; None if it is full."""
+    if rank == "full":
+        return None
+    return max(1, round(rank * width)) if isinstance(rank, float) else rank
+
+
 def _parse_address(value: Any) -> Any:
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -47,6 +54,16 @@ def _parse_address(value: Any) -> Any:
 Address = Annotated[str, BeforeValidator(_parse_address)]
 
 
+class AnchorSettings(Settings):
+    """Tables by token that receiving sides of boundaries learn by themselves, and nobody sends (stages/anchors.py)."""
+
+    rank: Rank = Field(description="columns of a table; `full`: as many as the model is wide")
+
+    def dimensions(self, width: int) -> int | None:
+        """Columns in a model of this width; None if they are as many."""
+        return dimensions_of(self.rank, width)
+
+
 class BoundarySettings(Settings):
     """What crosses between neighbouring stages (k in the paper is `rank`)."""
 
@@ -54,14 +71,13 @@ class BoundarySettings(Settings):
     dtype: Literal["fp32", "bf16"] = "bf16"
     ablations: AblationSettings = AblationSettings()
     bits: int | None = Field(None, ge=2, le=8, description="send each number in so few bits, instead of `dtype`")
+    anchors: Annotated[AnchorSettings | None, AddedLater()] = Field(
+        None, description="what receivers learn by themselves of what is dropped"
+    )
 
     def dimensions(self, width: int) -> int | None:
         """k for a model of this width d; None if the boundary is not compressed."""
-        if self.rank == "full":
-            return None
-        if isinstance(self.rank, float):
-            return max(1, round(self.rank * width))
-        return self.rank
+        return dimensions_of(self.rank, width)
 
 
 class StageSettings(Settings):

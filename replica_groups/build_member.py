@@ -15,13 +15,14 @@ from hetero_pp.link.ends import LinkEnds
 from hetero_pp.model import build_filled
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, StageSpec
 from replica_groups.datacenter import DatacenterMember
 from replica_groups.engines.build import build_engine
 from replica_groups.engines.plain import PlainEngine
 from replica_groups.participants import StageMember
 from replica_groups.ranks import Ranks
 from replica_groups.training_loop import TrainingMember
+from stages.anchors import anchors_of
 from stages.boundary import boundary_of
 from stages.stage import Stage
 from stages.worker import StageWorker, WorkerSettings
@@ -71,9 +72,7 @@ def _build_stage(
     validation: list[Tensor] = []
     if member.stage.is_first:
         batches, validation = replica_batches(spec, member, open_source(config.data, cache))
-    boundary = boundary_of(replica.boundary, spec.shape.width, start.basis)
-    module = build_filled(spec.shape, start.parameters, member.stage)
-    stage = Stage(member.stage, module, boundary, config.inner, spec.total_steps, replica.boundary.ablations)
+    stage = build_stage(spec, replica, member.stage, start)
     stage.optimizer.defers = config.outer.source == "gradient"
     settings = WorkerSettings(
         micro_batches=replica.micro_batches,
@@ -87,6 +86,16 @@ def _build_stage(
     worker = StageWorker(stage, settings, ends.upstream, ends.downstream)
     count = -(-config.data.validation_sequences // rows)
     return StageMember(replica.name, worker, batches, validation, count, config.states.undo)
+
+
+def build_stage(spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, start: Start) -> Stage:
+    """What computes in one stage of a group, from what the run starts with."""
+    settings, inner = replica.boundary, spec.config.inner
+    boundary = boundary_of(settings, spec.shape.width, start.basis)
+    module = build_filled(spec.shape, start.parameters, stage)
+    of = spec.config.seed, replica.name, stage.index - 1
+    anchors = None if stage.is_first else anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, *of)
+    return Stage(stage, module, boundary, inner, spec.total_steps, settings.ablations, anchors)
 
 
 def device_of(replica: DatacenterReplica) -> torch.device:

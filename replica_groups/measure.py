@@ -16,16 +16,16 @@ from torch import Tensor
 from hetero_pp.coefficients import noise_key
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
-from hetero_pp.model import build_filled
+from hetero_pp.model import EMBEDDING, build_filled
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, entry_of
 from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.topology import ParticipantsReplica
+from replica_groups.build_member import Start, build_stage
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import LocalParameters
 from replica_groups.whole import WholeReplica
-from stages.boundary import boundary_of
 from stages.stage import Stage
 
 REPEATS = 9
@@ -78,7 +78,10 @@ def _measure_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot) -> Mea
 def _measure_group(
     spec: RunSpec, replica: ParticipantsReplica, members: list[MemberSpec], snapshot: Snapshot
 ) -> Iterator[tuple[str, MeasuredCost]]:
-    stages = [_build_stage(spec, replica, member, snapshot) for member in members]
+    start = Start(snapshot.parameters, snapshot.basis)
+    stages = [build_stage(spec, replica, member.stage, start) for member in members if member.stage is not None]
+    for stage in stages:
+        stage.split_embedding(snapshot.parameters[EMBEDDING])
     rows = replica.batch_size // replica.micro_batches
     tokens = _tokens(spec, rows)
     spent: dict[str, list[list[float]]] = {
@@ -99,15 +102,6 @@ def _measure_group(
                 evaluate=median(spent["evaluate"][index]),
             ),
         )
-
-
-def _build_stage(spec: RunSpec, replica: ParticipantsReplica, member: MemberSpec, snapshot: Snapshot) -> Stage:
-    assert member.stage is not None
-    module = build_filled(spec.shape, snapshot.parameters, member.stage)
-    boundary = boundary_of(replica.boundary, spec.shape.width, snapshot.basis)
-    stage = Stage(member.stage, module, boundary, spec.config.inner, spec.total_steps, replica.boundary.ablations)
-    stage.split_embedding(snapshot.parameters["tok_embeddings.weight"])
-    return stage
 
 
 def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[list[float]]]) -> None:
@@ -135,7 +129,7 @@ def _pass(stages: list[Stage], tokens: Tensor, step: int, spent: dict[str, list[
         wire = None if symbols is None else stage.boundary.format.to_wire(symbols)
         spent["backward"][index].append(time.perf_counter() - started)
         started = time.perf_counter()
-        stage.optimizer.step(step, stage.optimizer.gradient_norm())
+        stage.step(step, stage.optimizer.gradient_norm())
         spent["update"][index].append(time.perf_counter() - started)
 
 

@@ -45,12 +45,12 @@ class StageMember:
         self.validation = validation
         self.validation_count = count
         self.parameters = LocalParameters(worker.stage.parameters)
-        self._moments, self._keeps_moments = Moments(worker.stage.optimizer.optimizers), keeps_moments
+        self._moments, self._keeps_moments = Moments(worker.stage.optimizers), keeps_moments
         self._position: Any = None
 
     def follow(self, rates: LearningRates) -> None:
         """See TrainingMember."""
-        self.worker.stage.optimizer.follow(rates)
+        self.worker.stage.follow(rates)
 
     def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
         """See TrainingMember. The loss is known on the last stage, norm and tokens are told by the first."""
@@ -82,6 +82,8 @@ class StageMember:
     def remember(self) -> None:
         """See TrainingMember."""
         self._moments.remember(self._keeps_moments)
+        if self._keeps_moments and (anchors := self.worker.stage.anchors) is not None:
+            anchors.remember()
         if self.batches is not None:
             self._position = self.batches.state()
 
@@ -90,6 +92,8 @@ class StageMember:
         self.worker.drop()
         outer.restore()
         self._moments.restore()
+        if (anchors := self.worker.stage.anchors) is not None:
+            anchors.restore()
         if self.batches is not None:
             self.batches.load(self._position)
         self.start_round(outer)

@@ -16,6 +16,7 @@ from hetero_pp.ablations import AblationSettings
 from hetero_pp.coefficients import noise_key
 from hetero_pp.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model import EMBEDDING, Transformer, next_token_loss, parameters_of
+from stages.anchors import Anchors
 from stages.boundary import Boundary
 
 
@@ -33,7 +34,9 @@ class WholeReplica:
         cuts: Sequence[int] = (),
         seed: int = 0,
         ablations: AblationSettings | None = None,
+        anchors: Sequence[Anchors] = (),
     ) -> None:
+        """`anchors`: one for each of `cuts`, or none."""
         self.name = name
         self.module = module
         self.parameters = parameters_of(module)
@@ -42,6 +45,7 @@ class WholeReplica:
         )
         self.micro_batches = micro_batches
         self.boundary = boundary
+        self.anchors = anchors
         self.hops = {layer: hop for hop, layer in enumerate(cuts)}
         self.seed = seed
 
@@ -58,7 +62,7 @@ class WholeReplica:
         if self.boundary is None or not self.hops:
             return whole_loss(self.module, tokens, None, {}, [])
         keys = [noise_key(self.seed, self.name, hop, step, micro_batch) for hop in self.hops.values()]
-        return whole_loss(self.module, tokens, self.boundary, self.hops, keys)
+        return whole_loss(self.module, tokens, self.boundary, self.hops, keys, self.anchors)
 
     def backward(self, tokens: Tensor, step: int) -> float:
         """Accumulate the gradient of one inner step's batch; returns its loss. `step` counts over the whole run."""
@@ -74,12 +78,20 @@ class WholeReplica:
         loss = self.backward(tokens, step)
         norm = self.optimizer.gradient_norm()
         rate = self.optimizer.step(step, norm)
+        self.step_anchors(step)
         return loss, norm.item(), rate
+
+    def step_anchors(self, step: int) -> None:
+        """That of what is its own, and in no outer round."""
+        for anchors in self.anchors:
+            anchors.step(step)
 
     def drop(self) -> None:
         """Forget the gradients of a step that does not end."""
         for parameter in self.parameters.values():
             parameter.grad = None
+        for anchors in self.anchors:
+            anchors.drop()
 
     def state(self) -> dict[str, Any]:
         """All that its next step depends on, between an outer round and that step, as tensors that are still in use."""
@@ -89,6 +101,7 @@ class WholeReplica:
             "optimizer": self.optimizer.state(),
             "basis": None if boundary is None else boundary.basis,
             "perpendicular": boundary.perpendicular if boundary is not None and boundary.is_stale else None,
+            "anchors": [anchors.state() for anchors in self.anchors],
         }
 
     @torch.no_grad()
@@ -97,6 +110,8 @@ class WholeReplica:
         for name, parameter in self.parameters.items():
             parameter.copy_(state["parameters"][name])
         self.optimizer.load(state["optimizer"])
+        for anchors, saved in zip(self.anchors, state.get("anchors", ()), strict=True):
+            anchors.load(saved)
         embedding, boundary = self.parameters[EMBEDDING], self.boundary
         if boundary is None or not self.hops:
             return
@@ -116,7 +131,12 @@ class WholeReplica:
 
 
 def whole_loss(
-    module: Transformer, tokens: Tensor, boundary: Boundary | None, hops: Mapping[int, int], keys: Sequence[Tensor]
+    module: Transformer,
+    tokens: Tensor,
+    boundary: Boundary | None,
+    hops: Mapping[int, int],
+    keys: Sequence[Tensor],
+    anchors: Sequence[Anchors] = (),
 ) -> Tensor:
     """The loss of a model with a boundary after each layer of `hops`; a key [] chooses each hop's rounding noise."""
     inputs = tokens[:, :-1]
@@ -124,6 +144,7 @@ def whole_loss(
     def after_layer(layer: int, x_BLD: Tensor) -> Tensor:
         if boundary is None or layer not in hops:
             return x_BLD
-        return boundary.cross(x_BLD, inputs, keys[hops[layer]])
+        received = boundary.cross(x_BLD, inputs, keys[hops[layer]])
+        return anchors[hops[layer]].add(received, inputs) if anchors else received
 
     return next_token_loss(module(inputs, after_layer if hops else None), tokens[:, 1:])

@@ -16,8 +16,10 @@ from torch import Tensor
 from hetero_pp.ablations import AblationSettings
 from hetero_pp.coefficients import Symbols
 from hetero_pp.inner import InnerOptimizer, InnerSettings
+from hetero_pp.learning_rates import LearningRates
 from hetero_pp.model import EMBEDDING, Transformer, next_token_loss, parameters_of
 from hetero_pp.topology import StageSpec
+from stages.anchors import Anchors
 from stages.boundary import Boundary
 
 
@@ -40,10 +42,13 @@ class Stage:
         inner: InnerSettings,
         total_steps: int | None,
         ablations: AblationSettings | None = None,
+        anchors: Anchors | None = None,
     ) -> None:
+        """`anchors`: of the boundary before this stage."""
         self.spec = spec
         self.module = module
         self.boundary = boundary
+        self.anchors = anchors
         self.parameters = parameters_of(module)
         self.optimizer = InnerOptimizer(self.parameters, inner, total_steps, boundary.basis, ablations)
         self._in_flight: dict[int, _InFlight] = {}
@@ -70,7 +75,7 @@ class Stage:
         received = None
         if came is not None:
             received = self.boundary.decode_activation(came, tokens[:, :-1]).requires_grad_()
-        output = self.module(tokens[:, :-1] if received is None else received)
+        output = self.module(self._input(received, tokens[:, :-1]))
         if self.spec.is_last:
             output = next_token_loss(output, tokens[:, 1:]) / micro_batches
         self._in_flight[micro_batch] = _InFlight(received, output)
@@ -88,20 +93,48 @@ class Stage:
             return None
         return self.boundary.encode_gradient(kept.received.grad, key)
 
+    def _input(self, received: Tensor | None, tokens: Tensor) -> Tensor:
+        """What the first layer here gets."""
+        if received is None:
+            return tokens
+        return received if self.anchors is None else self.anchors.add(received, tokens)
+
+    def step(self, step: int, replica_norm: Tensor) -> float:
+        """The optimizer's step, and that of the anchors; returns the learning rate."""
+        if self.anchors is not None:
+            self.anchors.step(step)
+        return self.optimizer.step(step, replica_norm)
+
+    def follow(self, rates: LearningRates) -> None:
+        """From the next step on other learning rates."""
+        self.optimizer.follow(rates)
+        if self.anchors is not None:
+            self.anchors.follow(rates)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All that keep moments."""
+        return self.optimizer.optimizers + ([] if self.anchors is None else self.anchors.optimizer.optimizers)
+
     def drop(self) -> None:
         """Forget micro-batches and gradients of a step that does not end."""
         self._in_flight.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
+        if self.anchors is not None:
+            self.anchors.drop()
 
     def state(self) -> dict[str, Any]:
         """What its next step depends on beside the synced parameters, as tensors that are still in use."""
         perpendicular = self.boundary.perpendicular if self.boundary.is_stale else None
-        return {"optimizer": self.optimizer.state(), "perpendicular": perpendicular}
+        anchors = {} if self.anchors is None else {"anchors": self.anchors.state()}
+        return {"optimizer": self.optimizer.state(), "perpendicular": perpendicular} | anchors
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave; the embedding has to be split after that."""
         self.optimizer.load(state["optimizer"])
+        if self.anchors is not None:
+            self.anchors.load(state["anchors"])
         if state["perpendicular"] is not None:
             self.boundary.perpendicular = state["perpendicular"]
 
@@ -109,5 +142,6 @@ class Stage:
     def evaluate(self, tokens: Tensor, came: Symbols | None) -> Tensor:
         """Forward without keeping anything: the output [B, L, D], or the loss on the last stage."""
         inputs = tokens[:, :-1]
-        output = self.module(inputs if came is None else self.boundary.decode_activation(came, inputs))
+        received = None if came is None else self.boundary.decode_activation(came, inputs)
+        output = self.module(self._input(received, inputs))
         return next_token_loss(output, tokens[:, 1:]) if self.spec.is_last else output

@@ -203,7 +203,7 @@ class StageWorker:
         if self._pending_step is None:
             raise MalformedMessage("found a gradient norm, but no step waits for one")
         started = time.perf_counter()
-        self.learning_rate = self.stage.optimizer.step(self._pending_step, torch.tensor(norm))
+        self.learning_rate = self.stage.step(self._pending_step, torch.tensor(norm))
         self.gradient_norm = self._norm_to_announce = norm
         self._pending_step = None
         self.timing.compute += time.perf_counter() - started

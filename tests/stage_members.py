@@ -29,9 +29,9 @@ SECONDS = 120.0
 STEPS = 3
 
 
-def group_spec(corpus: str, ablations: Mapping[str, Any] | None = None, **changes: Any) -> RunSpec:
+def group_spec(corpus: str, boundary: Mapping[str, Any] | None = None, **changes: Any) -> RunSpec:
     """A group of three uneven stages, compressed in few bits, four micro-batches and three steps a round."""
-    boundary = {"rank": "1/4", "bits": 4, "ablations": ablations or {}}
+    boundary = {"rank": "1/4", "bits": 4} | dict(boundary or {})
     home = {"name": "home", "kind": "participants", "stages": [{"layers": 1}, {"layers": 2}, {"layers": 1}]}
     config: dict[str, Any] = {
         "name": "t",
@@ -131,11 +131,13 @@ class StageMembers:
         }
 
     def moments(self) -> list[Tensor]:
-        """A copy of those of all stages, in the order of the parameters."""
-        return [
+        """A copy of those of all stages, in the order of the parameters; and of what anchors have learned."""
+        stages = [member.worker.stage for member in self.members]
+        learned = [p for stage in stages if stage.anchors is not None for p in stage.anchors.parameters.values()]
+        return [parameter.detach().clone() for parameter in learned] + [
             torch.as_tensor(value).clone()
-            for member in self.members
-            for optimizer in member.worker.stage.optimizer.optimizers
+            for stage in stages
+            for optimizer in stage.optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
             for value in optimizer.state[parameter].values()

@@ -167,7 +167,9 @@ def load_of(config: RunConfig, replica: ParticipantsReplica) -> Load:
     """What the replica's settings say."""
     sequences = replica.batch_size // replica.micro_batches
     length = config.data.sequence_length
-    return Load(replica.stage_count, replica.micro_batches, sequences, length, replica.extra_in_flight)
+    return Load(
+        replica.stage_count, replica.micro_batches, sequences, length, replica.extra_in_flight, replica.boundary
+    )
 
 
 def _loads(config: RunConfig, replica: ParticipantsReplica) -> Iterator[Load]:
@@ -175,7 +177,8 @@ def _loads(config: RunConfig, replica: ParticipantsReplica) -> Iterator[Load]:
     numbers = [n for n in range(batch, 0, -1) if batch % n == 0 and batch // n >= min(smallest, batch)]
     for micro_batches in numbers[:NUMBERS_OF_MICRO_BATCHES]:
         for extra in EXTRA_IN_FLIGHT:
-            yield Load(replica.stage_count, micro_batches, batch // micro_batches, config.data.sequence_length, extra)
+            length, rows = config.data.sequence_length, batch // micro_batches
+            yield Load(replica.stage_count, micro_batches, rows, length, extra, replica.boundary)
             if (replica.stage_count - 1) * (1 + extra) >= micro_batches:
                 break  # more cannot be in flight
 

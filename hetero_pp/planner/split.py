@@ -14,9 +14,12 @@ import numpy as np
 
 from hetero_pp.model import EMBEDDING, ModelShape, block_of
 from hetero_pp.run.hardware import Hardware
-from hetero_pp.simulator.costs import Part, cost_on, memory_of
+from hetero_pp.simulator.costs import NOTHING, Part, beside, cost_on, memory_of
+from hetero_pp.topology import BoundarySettings
 
 Array = np.ndarray
+
+NOT_COMPRESSED = BoundarySettings()
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Load:
     """Of one micro-batch."""
     length: int
     extra_in_flight: int
+    boundary: BoundarySettings = NOT_COMPRESSED
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations the stage holds at most."""
@@ -64,9 +68,10 @@ def stage_seconds(
     """[L + 1] seconds of a micro-batch, with its share of the optimizer step; infinity where it does not fit."""
     first, last = stage == 0, stage == load.stages - 1
     found = np.full(shape.layers + 1, np.inf)
+    own = beside(shape, load.boundary, first) if load.stages > 1 else NOTHING
     for layers in range(1, shape.layers - load.stages + 2):
         parameters = layers * sizes.layer + first * sizes.embedding + last * sizes.head
-        part = Part(layers, first, last, parameters)
+        part = Part(layers, first, last, parameters, own)
         held = memory_of(shape, part, load.sequences, load.length, load.in_flight(stage))
         if sum(held.values()) <= hardware.memory * accelerators:
             cost = cost_on(shape, part, hardware, accelerators, load.sequences, load.length)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hetero_pp.model import ModelShape
 from hetero_pp.run.hardware import Hardware
+from hetero_pp.topology import BoundarySettings
 
 BYTES_PER_PARAMETER = {"weights": 4, "gradients": 4, "optimizer": 8, "error feedback": 4, "round start": 4}
 """fp32 throughout: weights, gradients, two moments of AdamW, error feedback, theta at the start of the round."""
@@ -22,6 +23,40 @@ OUTER_BYTES = 40
 """Read and written a parameter by the outer round: difference, error feedback, selection, and applying the mean."""
 
 
+BYTES_PER_ANCHOR = 16
+"""fp32: weight, gradient, two moments of AdamW."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a stage of a group holds for its boundaries, beside its part of the model; whole numbers in fp32."""
+
+    perpendicular: int = 0
+    """Of T_perp [V, D]."""
+    followed: int = 0
+    """Of the synced embedding [V, D] that another stage trains."""
+    anchors: int = 0
+    """That the stage learns of what the boundary before it drops."""
+    anchor_rank: int = 0
+    """Of the product by which a row of theirs becomes as wide as the model; 0 without one."""
+
+
+NOTHING = Beside()
+
+
+def beside(shape: ModelShape, boundary: BoundarySettings, is_first: bool) -> Beside:
+    """Of one of several stages."""
+    table = 0 if boundary.dimensions(shape.width) is None else shape.vocabulary * shape.width
+    if is_first:
+        return Beside(perpendicular=table)
+    if boundary.anchors is None:
+        return Beside(table, table)
+    rank = boundary.anchors.dimensions(shape.width)
+    if rank is None:
+        return Beside(table, table, shape.vocabulary * shape.width)
+    return Beside(table, table, rank * (shape.vocabulary + shape.width), rank)
+
+
 @dataclass(frozen=True)
 class Part:
     """What one member owns of the model."""
@@ -30,6 +65,7 @@ class Part:
     embeds: bool
     predicts: bool
     parameters: int
+    beside: Beside = NOTHING
 
 
 @dataclass(frozen=True)
@@ -51,7 +87,7 @@ def forward_flops(shape: ModelShape, part: Part, sequences: int, length: int) ->
     """Operations of a forward pass of [B, L] tokens through a part."""
     per_layer = 4 * shape.width**2 + 3 * shape.width * shape.feed_forward
     head = shape.width * shape.vocabulary if part.predicts else 0
-    products = 2.0 * (part.layers * per_layer + head)
+    products = 2.0 * (part.layers * per_layer + head + part.beside.anchor_rank * shape.width)
     attention = part.layers * 2.0 * length * shape.width
     return (products + attention) * sequences * length
 
@@ -59,9 +95,10 @@ def forward_flops(shape: ModelShape, part: Part, sequences: int, length: int) ->
 def cost_on(shape: ModelShape, part: Part, hardware: Hardware, accelerators: int, sequences: int, length: int) -> Cost:
     """What a part costs on some accelerators that share it evenly."""
     forward = forward_flops(shape, part, sequences, length) / (hardware.achieved_flops * accelerators)
-    per_byte = part.parameters / (hardware.memory_bytes_per_second * accelerators)
-    outer = OUTER_BYTES / 2 * per_byte
-    return Cost(forward, 2 * forward, UPDATE_BYTES * per_byte, outer, outer)
+    per_byte = 1 / (hardware.memory_bytes_per_second * accelerators)
+    outer = OUTER_BYTES / 2 * part.parameters * per_byte
+    update = UPDATE_BYTES * (part.parameters + part.beside.anchors) * per_byte
+    return Cost(forward, 2 * forward, update, outer, outer)
 
 
 def memory_of(
@@ -75,4 +112,8 @@ def memory_of(
     per_token = part.layers * (8 * shape.width + 3 * shape.feed_forward) * bytes_per_value
     per_token += 4 * shape.vocabulary if part.predicts else 0
     held = {name: float(part.parameters * size) for name, size in BYTES_PER_PARAMETER.items()}
+    own = part.beside
+    tables = {"T_perp": 4 * own.perpendicular, "followed embedding": 4 * own.followed}
+    tables["anchors"] = BYTES_PER_ANCHOR * own.anchors
+    held |= {name: float(size) for name, size in tables.items() if size}
     return held | {"activations": float(per_token * sequences * length * in_flight)}

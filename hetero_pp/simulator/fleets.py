@@ -22,7 +22,7 @@ from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, Li
 from hetero_pp.model import EMBEDDING, block_of
 from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import Part, cost_on, memory_of
+from hetero_pp.simulator.costs import NOTHING, Part, beside, cost_on, memory_of
 from hetero_pp.simulator.fluid import INFINITY
 from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
@@ -192,7 +192,10 @@ def part_of(spec: RunSpec, member: MemberSpec) -> Part:
     parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
     layers = len({block_of(name) for name in member.owned if name.startswith("layers.")})
     predicts = any(name.startswith("lm_head") for name in member.owned)
-    return Part(layers, EMBEDDING in member.owned, predicts, parameters)
+    own = NOTHING
+    if member.stage is not None and member.stage.count > 1 and isinstance(member.replica, ParticipantsReplica):
+        own = beside(spec.shape, member.replica.boundary, member.stage.is_first)
+    return Part(layers, EMBEDDING in member.owned, predicts, parameters, own)
 
 
 def _cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:

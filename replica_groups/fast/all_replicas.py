@@ -31,6 +31,7 @@ from replica_groups.fast.compiler import can_compile, compile_layers
 from replica_groups.fast.stack import Stack, is_faster
 from replica_groups.ranks import ALONE, CPU, Ranks
 from replica_groups.whole import WholeReplica
+from stages.anchors import Anchors, anchors_of
 from stages.boundary import boundary_of
 
 
@@ -188,6 +189,8 @@ class AllReplicas:
                 self.ranks.broadcast(parameter, 0)
                 for other in others:
                     other.parameters[name].copy_(parameter)
+        for replica in self.replicas:
+            replica.step_anchors(step)
         self._split()
 
     @torch.no_grad()
@@ -300,14 +303,16 @@ def _forward_of(replica: ReplicaSettings) -> object:
     """Equal for replicas whose forwards are equal."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
         return None
-    return replica.boundary.model_dump_json(), str(replica.stages)
+    owner = replica.name if replica.boundary.anchors is not None else None
+    return replica.boundary.model_dump_json(), str(replica.stages), owner
 
 
 def can_stack(replica: ReplicaSettings) -> bool:
     """Whether several replicas with these settings can take their steps together."""
     if not isinstance(replica, ParticipantsReplica):
         return True
-    return replica.boundary.bits is None and replica.boundary.ablations == AblationSettings()
+    boundary = replica.boundary
+    return boundary.bits is None and boundary.anchors is None and boundary.ablations == AblationSettings()
 
 
 def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: torch.device) -> WholeReplica:
@@ -315,11 +320,16 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
     replica = member.replica
     module = build_filled(spec.shape, snapshot.parameters, device=device)
     boundary, cuts, ablations = None, [], None
+    anchors: list[Anchors] = []
     if isinstance(replica, ParticipantsReplica):
         basis = None if snapshot.basis is None else snapshot.basis.to(device)
         boundary = boundary_of(replica.boundary, spec.shape.width, basis)
         cuts = [layers.stop - 1 for layers in replica.layer_ranges(spec.shape.layers)[:-1]]
         ablations = replica.boundary.ablations
+        for hop in range(len(cuts)):
+            of, own = (spec.config.seed, replica.name, hop), replica.boundary.anchors
+            if (one := anchors_of(own, spec.shape, spec.config.inner, spec.total_steps, *of)) is not None:
+                anchors.append(one.to(device))
     return WholeReplica(
         replica.name,
         module,
@@ -330,6 +340,7 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
         cuts=cuts,
         seed=spec.config.seed,
         ablations=ablations,
+        anchors=anchors,
     )
 
 

@@ -35,11 +35,12 @@ BEHIND_LINES = [
     "exchange.line=fibre",
 ]
 """Two processes share the line of a house, and all members that of the exchange."""
+ANCHORS = "replicas.1.boundary.anchors={rank: 4}"
 
 
 def _run(corpus: Path, runs: Path, *options: str) -> Path:
     """Launch the topology as a user would; returns the run's folder."""
-    changes = [f"--set={change}" for change in (*BEHIND_LINES, f"data.corpus={corpus}")]
+    changes = [f"--set={change}" for change in (*BEHIND_LINES, ANCHORS, f"data.corpus={corpus}")]
     done = run_program("launch", str(YAML), "--runs", str(runs), *options, *changes)
     assert done.returncode == 0, done.stdout + done.stderr
     return runs / "mixed"

@@ -41,6 +41,8 @@ replicas:
 
 def _command(config: Path, corpus: Path, runs: Path, *more: str) -> list[str]:
     settings = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1"]
+    if config == MIXED:
+        settings.append("replicas.1.boundary.anchors={rank: 4}")  # which only a stage's saved state has
     sets = [part for setting in settings for part in ("--set", setting)]
     return ["launch", str(config), "--runs", str(runs), *sets, *more]
 

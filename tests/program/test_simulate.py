@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
+from stage_members import StageMembers, group_spec, links_of
 from typer.testing import CliRunner
 
+from hetero_pp.link.ends import LinkEnds
+from hetero_pp.link.in_process import in_process_pair
+from hetero_pp.model import EMBEDDING
 from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.simulator.costs import UPDATE_BYTES, Part, forward_flops, memory_of
+from hetero_pp.simulator.costs import UPDATE_BYTES, Part, beside, forward_flops, memory_of
+from hetero_pp.simulator.fleets import memory_of_member
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sweep import Sweep
+from hetero_pp.topology import BoundarySettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 YAML = """\
@@ -196,6 +202,40 @@ def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
     held = memory_of(shape, Part(3, False, False, 1000), 2, 2048, in_flight=5)
     assert sum(held.values()) - held["activations"] == 24_000
     assert held["activations"] == 5 * 2 * 2048 * 3 * (8 * 1536 + 3 * 5440) * 2
+
+
+@pytest.mark.parametrize("anchors", [None, 4, "full"])
+def test_what_boundaries_hold_is_what_stages_hold(anchors: int | str | None, corpus: Path, tmp_path: Path) -> None:
+    """Of a group that has taken its first steps: T_perp everywhere, the followed embedding and anchors after the first
+    stage, with what trains them."""
+    spec = group_spec(str(corpus), {} if anchors is None else {"anchors": {"rank": anchors}})
+    pairs = [in_process_pair(link, seed=1) for link in links_of(spec)]
+    ends = zip([None, *(below for _, below in pairs)], [*(above for above, _ in pairs), None], strict=True)
+    group = StageMembers(spec, [LinkEnds(*own) for own in ends], tmp_path)
+    group.train(1)
+    for member, outer, own in zip(group.members, group.outers, spec.members.values(), strict=True):
+        stage, held = member.worker.stage, memory_of_member(spec, own)
+        assert stage.boundary.perpendicular is not None
+        assert held["T_perp"] == stage.boundary.perpendicular.nbytes
+        assert held.get("followed embedding", 0) == (outer.theta[EMBEDDING].nbytes if own.follows_embedding else 0)
+        learned = [] if stage.anchors is None else list(stage.anchors.parameters.values())
+        moments = [] if stage.anchors is None else list(stage.anchors.optimizer.optimizers[0].state.values())
+        kept = sum(2 * tensor.nbytes for tensor in learned)  # and its gradient, while a step is under way
+        kept += sum(value.nbytes for one in moments for value in one.values() if value.ndim)
+        assert held.get("anchors", 0) == kept
+        assert (kept > 0) == (anchors is not None and own.follows_embedding)
+
+
+def test_anchors_cost_a_product_a_token() -> None:
+    """Rank times width; as wide as the model they cost none."""
+    shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
+    flops = {}
+    for rank in (None, 16, "full"):
+        anchors = {} if rank is None else {"anchors": {"rank": rank}}
+        own = beside(shape, BoundarySettings.model_validate({"rank": 8, **anchors}), is_first=False)
+        flops[rank] = forward_flops(shape, Part(3, False, False, 0, own), 2, 2048)
+    assert flops[16] - flops[None] == 2 * 16 * 1536 * 2 * 2048
+    assert flops["full"] == flops[None]
 
 
 def test_json_timeline_and_chart(yaml: Path, tmp_path: Path) -> None:

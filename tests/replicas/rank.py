@@ -25,7 +25,7 @@ from replica_groups.fast.train import train_fast
 from replica_groups.ranks import Ranks, init_ranks
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "sparseloco": ({"compression": {"density": 1 / 16}, "missed": 0.4}, {}),
+    "sparseloco": ({"compression": {"density": 1 / 16}, "missed": 0.4}, {"anchors": {"rank": 4}}),
     "adamw_ddp": ({"method": "adamw_ddp"}, {}),
     "grassmann": ({"method": "diloco"}, {"ablations": {"grassmann_every": 2}}),
 }

@@ -20,6 +20,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adamw_ddp": ({"method": "adamw_ddp"}, {}),
     "coefficients": ({}, {"ablations": {"embedding": "coefficients", "modified_adamw": True}}),
     "discarded": ({}, {"ablations": {"adaptation": "discarded", "embedding": "coefficients"}}),
+    "anchors": ({}, {"anchors": {"rank": 4}}),
     "grassmann": ({}, {"ablations": {"grassmann_every": 1}}),
 }
 

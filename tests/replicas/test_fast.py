@@ -37,6 +37,8 @@ METHODS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "discarded": ({}, {"rank": "1/4", "ablations": {"adaptation": "discarded"}}),
     "weight projection": ({}, {"rank": "1/4", "ablations": {"weight_projection": True}}),
     "modified adamw": ({}, {"rank": "1/4", "ablations": {"modified_adamw": True}}),
+    "anchors": ({}, {"rank": "1/4", "anchors": {"rank": 4}}),
+    "anchors, adamw_ddp": ({"method": "adamw_ddp"}, {"rank": "1/4", "anchors": {"rank": "full"}}),
     "grassmann": ({}, {"rank": "1/4", "ablations": {"grassmann_every": 1}}),
 }
 
@@ -98,10 +100,12 @@ def test_a_golden_run(method: str, corpus: Path, tmp_path: Path) -> None:
     assert result.tokens == 3 * 4 * 2 * 4 * 32
 
 
-@pytest.mark.parametrize("first", ["dc", "home"])
-def test_averaged_gradients_end_where_the_staged_run_ends(first: str, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "anchors"), [("dc", {}), ("home", {}), ("home", {"anchors": {"rank": 4}})])
+def test_averaged_gradients_end_where_the_staged_run_ends(
+    first: str, anchors: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
     """AdamW DDP: every step is a round; the first replica's kind decides how the embedding decays."""
-    home = {**HOME, "micro_batches": 2, "boundary": {"rank": "1/4"}}
+    home = {**HOME, "micro_batches": 2, "boundary": {"rank": "1/4", **anchors}}
     config = _config(corpus, {"method": "adamw_ddp", "rounds": 6}, [DC, home] if first == "dc" else [home, DC])
     config = config.model_copy(update={"inner": config.inner.model_copy(update={"steps": 1})})
     require_launchable(config)
@@ -120,6 +124,7 @@ def test_averaged_gradients_end_where_the_staged_run_ends(first: str, corpus: Pa
         ({}, {"rank": "1/4"}),
         ({"method": "diloco"}, {"rank": "1/4"}),
         ({}, {"rank": "1/2", "bits": 4}),
+        ({}, {"rank": "1/2", "bits": 4, "anchors": {"rank": 4}}),
         ({}, {"rank": "1/4", "ablations": {"adaptation": "stale"}}),
         ({}, {"rank": "1/4", "ablations": {"adaptation": "discarded"}}),
         ({}, {"rank": "1/4", "ablations": {"embedding": "coefficients"}}),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hetero_pp.coefficients import format_of, noise_key
 from hetero_pp.inner import InnerSettings
@@ -15,6 +16,7 @@ from hetero_pp.subspace import random_basis
 from hetero_pp.topology import BoundarySettings, StageSpec
 from replica_groups.fast.compiler import can_compile, compile_layers
 from replica_groups.whole import WholeReplica
+from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary
 from stages.stage import Stage
 
@@ -29,6 +31,9 @@ BOUNDARIES = {
     "rank 8 bf16": {"rank": "1/4", "dtype": "bf16"},
     "rank 16 in 4 bits": {"rank": "1/2", "bits": 4},
     "rank 8 in 2 bits": {"rank": 8, "bits": 2},
+    "full fp32 with anchors": {"rank": "full", "dtype": "fp32", "anchors": {"rank": "full"}},
+    "rank 8 fp32 with anchors": {"rank": 8, "dtype": "fp32", "anchors": {"rank": 4}},
+    "rank 16 in 4 bits with anchors": {"rank": "1/2", "bits": 4, "anchors": {"rank": 4}},
 }
 COMPILES = pytest.mark.starts_processes
 """That of a C++ compiler."""
@@ -39,11 +44,21 @@ def _boundary(settings: BoundarySettings) -> Boundary:
     return Boundary(SHAPE.width, format_of(settings), None if rank is None else random_basis(SHAPE.width, rank, 1))
 
 
+def _anchors(settings: BoundarySettings) -> list[Anchors]:
+    """That have learned something."""
+    found = [anchors_of(settings.anchors, SHAPE, InnerSettings(), 100, SEED, "home", hop) for hop in range(2)]
+    anchors = [one for one in found if one is not None]
+    for one in anchors:
+        nn.init.normal_(one.table, generator=torch.Generator().manual_seed(6))
+    return anchors
+
+
 def _staged_gradients(settings: BoundarySettings, tokens: Tensor, embedding: Tensor) -> dict[str, Tensor]:
-    stages = []
+    stages, anchors = [], _anchors(settings)
     for index, layers in enumerate(RANGES):
         spec = StageSpec(index, len(RANGES), layers)
-        stage = Stage(spec, build_part(SHAPE, spec), _boundary(settings), InnerSettings(), 100)
+        own = anchors[index - 1] if anchors and index else None
+        stage = Stage(spec, build_part(SHAPE, spec), _boundary(settings), InnerSettings(), 100, anchors=own)
         initialise(stage.module, 3)
         stage.split_embedding(embedding)
         stages.append(stage)
@@ -55,7 +70,13 @@ def _staged_gradients(settings: BoundarySettings, tokens: Tensor, embedding: Ten
         came = None
         for stage in reversed(stages):
             came = stage.backward(number, came, noise_key(SEED, "home", stage.spec.index - 1, STEP, number))
-    return {name: p.grad for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
+    found = {name: p.grad for stage in stages for name, p in stage.parameters.items() if p.grad is not None}
+    return found | _gradients_of(anchors)
+
+
+def _gradients_of(anchors: Sequence[Anchors]) -> dict[str, Tensor]:
+    named = {f"{hop}.{name}": p for hop, one in enumerate(anchors) for name, p in one.parameters.items()}
+    return {name: p.grad for name, p in named.items() if p.grad is not None}
 
 
 @pytest.mark.parametrize(
@@ -74,14 +95,19 @@ def test_gradients_agree(name: str, compiles: bool) -> None:
     cuts = [layers.stop - 1 for layers in RANGES[:-1]]
     if compiles and can_compile(torch.device("cpu")):
         compile_layers([module])
-    whole = WholeReplica("home", module, InnerSettings(), 100, MICRO_BATCHES, _boundary(settings), cuts, SEED)
+    anchors = _anchors(settings)
+    whole = WholeReplica(
+        "home", module, InnerSettings(), 100, MICRO_BATCHES, _boundary(settings), cuts, SEED, anchors=anchors
+    )
     whole.split_embedding()
     whole.backward(tokens, STEP)
+    gradients = {name: p.grad for name, p in whole.parameters.items()} | _gradients_of(anchors)
 
     staged = _staged_gradients(settings, tokens, module.state_dict()[EMBEDDING].clone())
-    assert set(staged) == set(whole.parameters)
+    assert set(staged) == set(gradients)
+    assert len(staged) - len(whole.parameters) == sum(len(one.parameters) for one in anchors)
     for key, gradient in staged.items():
-        expected = whole.parameters[key].grad
+        expected = gradients[key]
         assert expected is not None
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5, msg=partial("{}: {}".format, key))
 
@@ -90,11 +116,14 @@ def test_the_boundaries_matter() -> None:
     """The comparison above would be empty if crossings changed nothing."""
     tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(5))
     losses = set()
-    for settings in BOUNDARIES.values():
+    for values in BOUNDARIES.values():
         module = Transformer(SHAPE)
         initialise(module, 3)
-        boundary = _boundary(BoundarySettings.model_validate(settings))
-        whole = WholeReplica("home", module, InnerSettings(), 100, MICRO_BATCHES, boundary, [0, 2], SEED)
+        settings = BoundarySettings.model_validate(values)
+        boundary, anchors = _boundary(settings), _anchors(settings)
+        whole = WholeReplica(
+            "home", module, InnerSettings(), 100, MICRO_BATCHES, boundary, [0, 2], SEED, anchors=anchors
+        )
         whole.split_embedding()
         losses.add(whole.backward(tokens, STEP))
     assert len(losses) == len(BOUNDARIES)

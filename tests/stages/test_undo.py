@@ -38,14 +38,16 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["store", "ablations", "stream"])
+@pytest.fixture(params=["store", "ablations", "anchors", "stream"])
 def spec(request: pytest.FixtureRequest, corpus: Path, shards: Path) -> RunSpec:
     """Of a corpus encoded once; with all that the papers tried beside; of one that is streamed."""
     if request.param == "store":
         return group_spec(str(corpus))
     if request.param == "ablations":
         tried = {"embedding": "coefficients", "adaptation": "discarded", "weight_projection": True}
-        return group_spec(str(corpus), ablations=tried | {"modified_adamw": True})
+        return group_spec(str(corpus), {"ablations": tried | {"modified_adamw": True}})
+    if request.param == "anchors":
+        return group_spec(str(corpus), {"anchors": {"rank": 4}})
     stream = {"validation_documents": 4, "shuffle_buffer": 5}
     data = {"corpus": f"hf:{shards}", "stream": stream, "sequence_length": 16, "validation_sequences": 4}
     return group_spec("", data=data)

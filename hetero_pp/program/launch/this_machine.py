@@ -13,7 +13,7 @@ import torch
 from hetero_pp.errors import ConfigError
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import BYTES_PER_PARAMETER, forward_flops
+from hetero_pp.simulator.costs import forward_flops
 from hetero_pp.simulator.fleets import memory_of_member, part_of
 from hetero_pp.topology import DatacenterReplica
 from hetero_pp.units import format_bytes, format_count, format_seconds
@@ -95,8 +95,9 @@ def _held(spec: RunSpec, member: MemberSpec) -> tuple[float, float]:
     """Bytes of this machine's memory, for parameters and for activations."""
     held = memory_of_member(spec, member, bytes_per_value=4)
     computes = _computes_here(member)
-    parameters = sum(held[name] for name in (BYTES_PER_PARAMETER if computes else ON_THE_HOST))
-    return _on_this_node(member, parameters), _on_this_node(member, held["activations"] if computes else 0.0)
+    activations = held.pop("activations")
+    parameters = sum(size for name, size in held.items() if computes or name in ON_THE_HOST)
+    return _on_this_node(member, parameters), _on_this_node(member, activations if computes else 0.0)
 
 
 def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
