@@ -63,6 +63,11 @@ class AnchorSettings(Settings):
         """Columns in a model of this width; None if they are as many."""
         return dimensions_of(self.rank, width)
 
+    def numbers(self, vocabulary: int, width: int) -> int:
+        """At one boundary: of the table, and of what makes its rows as wide as the model."""
+        rank = self.dimensions(width)
+        return vocabulary * width if rank is None else rank * (vocabulary + width)
+
 
 class BoundarySettings(Settings):
     """What crosses between neighbouring stages (k in the paper is `rank`)."""

@@ -12,6 +12,7 @@ from hetero_pp.errors import dotted
 from hetero_pp.lines import WAYS, Way
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.links import DIRECTIONS, Direction, LinkShape, exchange_link_name, stage_link_name
+from hetero_pp.model import ModelShape
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.output import say, standard_output
@@ -22,7 +23,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
-from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
+from hetero_pp.topology import AnchorSettings, DatacenterReplica, ParticipantsReplica
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
 
 
@@ -106,8 +107,15 @@ def _engines_and_boundaries(spec: RunSpec) -> dict[tuple[str, str], list[str]]:
             rank = boundary.dimensions(spec.shape.width)
             crosses = "all dimensions" if rank is None else f"rank {rank} of {spec.shape.width}"
             values = f"{boundary.bits} bits" if boundary.bits else boundary.dtype
-            found.setdefault(("Boundaries", f"{crosses}, {values}"), []).append(replica.name)
+            learned = "" if boundary.anchors is None else f", {_anchors_of(boundary.anchors, spec.shape)}"
+            found.setdefault(("Boundaries", f"{crosses}, {values}{learned}"), []).append(replica.name)
     return found
+
+
+def _anchors_of(anchors: AnchorSettings, shape: ModelShape) -> str:
+    rank, numbers = anchors.dimensions(shape.width), anchors.numbers(shape.vocabulary, shape.width)
+    wide = "as wide as the model" if rank is None else f"of rank {rank}"
+    return f"anchors {wide} ({numbers:,} numbers at each later stage, never sent)"
 
 
 def _members_table(spec: RunSpec) -> PlainTable:

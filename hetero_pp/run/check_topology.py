@@ -112,12 +112,13 @@ def _check_group(
         raise ConfigError(
             (*here, "stages"), f"found {total} layers over all stages, expected the model's {layers} layers"
         )
-    rank = replica.boundary.dimensions(width)
-    if rank is not None and rank > width:
-        raise ConfigError(
-            (*here, "boundary", "rank"),
-            f"found {rank}, expected at most the model's width {width}, or `full`",
-        )
+    boundary, anchors = replica.boundary, replica.boundary.anchors
+    ranks: dict[tuple[str, ...], int | None] = {("boundary", "rank"): boundary.dimensions(width)}
+    if anchors is not None:
+        ranks["boundary", "anchors", "rank"] = anchors.dimensions(width)
+    for key, rank in ranks.items():
+        if rank is not None and rank > width:
+            raise ConfigError((*here, *key), f"found {rank}, expected at most the model's width {width}, or `full`")
     hops = replica.link if isinstance(replica.link, list) else [replica.link]
     if isinstance(replica.link, list) and len(hops) != count - 1:
         raise ConfigError((*here, "link"), f"found {len(hops)} entries, expected one per hop: {count - 1}")

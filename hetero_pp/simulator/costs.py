@@ -51,10 +51,8 @@ def beside(shape: ModelShape, boundary: BoundarySettings, is_first: bool) -> Bes
         return Beside(perpendicular=table)
     if boundary.anchors is None:
         return Beside(table, table)
-    rank = boundary.anchors.dimensions(shape.width)
-    if rank is None:
-        return Beside(table, table, shape.vocabulary * shape.width)
-    return Beside(table, table, rank * (shape.vocabulary + shape.width), rank)
+    own = boundary.anchors
+    return Beside(table, table, own.numbers(shape.vocabulary, shape.width), own.dimensions(shape.width) or 0)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,14 @@ CASES = {
     "no unit": ("20 ms", "20", 6, "links.home.latency", ["`20`", "such as `20 ms`"]),
     "no bandwidth": ("100 Mbit/s", "0 Mbit/s", 6, "links.home.bandwidth", ["`0 Mbit/s`", "greater than 0"]),
     "rank above d": ("1/8", "65", 15, "replicas[1].boundary.rank", ["65", "at most the model's width 64"]),
+    "anchors above d": (
+        "1/8",
+        "1/8, anchors: {rank: 65}",
+        15,
+        "replicas[1].boundary.anchors.rank",
+        ["65", "at most the model's width 64"],
+    ),
+    "anchors of no rank": ("1/8", "1/8, anchors: {rank: 0}", 15, "replicas[1].boundary.anchors.rank", ["`0`", "`1/8`"]),
     "no rank": ("1/8", "much", 15, "replicas[1].boundary.rank", ["`much`", "`1/8`"]),
     "too many stages": ("stages: 4", "stages: 5", 12, "replicas[1].stages", ["5 stages", "4 layers"]),
     "wrong split": (

@@ -39,6 +39,9 @@ def test_it_speaks_as_the_yaml_does(yaml: Path) -> None:
     assert "embedding, layer 0 " in said
     assert " layers 1-3, head " in said
     assert "1 outer round of 1 inner step," in _check(yaml, "--set", "outer.rounds=1", "--set", "inner.steps=1")
+    with_anchors = ("--set", "replicas.1.boundary={rank: 8, bits: 4, anchors: {rank: 16}}")
+    learned = f"anchors of rank 16 ({16 * (256 + 64):,} numbers at each later stage, never sent)"
+    assert f"Boundaries of home: rank 8 of 64, 4 bits, {learned}." in _check(yaml, *with_anchors)
     timed = _check(yaml, "--set", "outer.rounds=4", "--set", "inner={seconds: 5 min}")
     assert "4 outer rounds of as many inner steps as fit into 5:00, " in timed
     assert "a step over all replicas. " in timed
