@@ -167,7 +167,7 @@ def test_tables(tmp_path: Path) -> None:
     assert [claim["verdict"] for claim in result["claims"]] == ["holds", "not run"]
     text = "\n".join(markdown(result))
     assert "| all | 2.200 | +10.0 | 4.510 | 0.156 | 2 | +10.0 | 4.510 |  | 16.0 | 30.00 | done |" in text
-    assert "| costs | **holds** |" in text
+    assert "| costs | own | **holds** |" in text
     path = tmp_path / "results" / "micro" / "toy" / "one.json"
     write_result(result, outcomes, path)
     assert json.loads(path.read_text())["claims"][0]["seeds"] == 2

@@ -62,6 +62,7 @@ RESULT: dict[str, Any] = {
             "baseline": "base",
             "paper": 2.0,
             "ours": {"mean": 4.0, "seeds": {"1": 3.9, "2": 4.1}},
+            "compressed_seeds": {"2": 5.0, "3": 6.0},
             "delta_percent": 0.0,
         },
         {
@@ -69,11 +70,20 @@ RESULT: dict[str, Any] = {
             "baseline": "base",
             "paper": 2.1,
             "ours": {"mean": 4.5, "seeds": {"2": 4.4, "3": 4.6}},
+            "compressed_seeds": {"2": 5.25, "3": 6.5},
             "delta_percent": 12.34,
             "bias": {"mean": 0.1234},
         },
     ],
-    "claims": [{"text": "it costs", "verdict": "holds"}, {"text": "it pays", "verdict": "does not hold"}],
+    "claims": [
+        {
+            "text": "it costs",
+            "of": "own",
+            "verdict": "holds",
+            "others": [{"of": "compressed", "verdict": "within noise"}],
+        },
+        {"text": "it pays", "of": "uncompressed", "verdict": "does not hold", "others": []},
+    ],
 }
 FIGURES = {
     "{s/t | loss | a - b}": "4.50",
@@ -82,7 +92,10 @@ FIGURES = {
     "{s/t | paper percent | a - b}": "5.0",
     "{s/t | bias | a - b}": "12",
     "{s/t | difference | base | a - b}": "0.30",  # at the seed 2, which both have
+    "{s/t | difference | base | a - b | compressed}": "0.38",  # at the seeds 2 and 3
     "{s/t |\n  verdict | it\n  costs}": "holds",
+    "{s/t | verdict | it costs | compressed}": "within noise",
+    "{s/t | verdict | it pays}": "does not hold",
     "{claims | all} and {claims | holds}": "2 and 1",
 }
 
@@ -93,7 +106,17 @@ def test_figures_are_filled_in(text: str, figure: str, tmp_path: Path) -> None:
     assert with_figures(tmp_path / "found.md", {"s/t": RESULT}) == f"# Found\n\nIt is {figure}.\n- so\n"
 
 
-@pytest.mark.parametrize("text", ["{s/u | loss | base}", "{s/t | loss | c}", "{s/t | bias | base}", "{s/t}", "{}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{s/u | loss | base}",
+        "{s/t | loss | c}",
+        "{s/t | bias | base}",
+        "{s/t}",
+        "{s/t | verdict | it pays | own}",
+        "{}",
+    ],
+)
 def test_a_figure_that_is_not_known_is_told_by_its_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "found.md").write_text(f"# Found\n\nIt is {text}.\n")
     with pytest.raises(ConfigError) as error:

@@ -19,7 +19,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.command import reproduce
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
-from hetero_pp.program.experiments.definition import Claim, Experiment, Row
+from hetero_pp.program.experiments.definition import FORWARDS, Claim, Experiment, Row
 from hetero_pp.program.experiments.jobs import make_job
 from hetero_pp.program.experiments.markdown import markdown
 from hetero_pp.program.experiments.outcomes import ROWS, add_outcome
@@ -190,6 +190,29 @@ def test_claims_are_of_the_last_losses_by_seed(outcomes: Outcomes) -> None:
     assert grows["interval"] == pytest.approx(_interval([0.5 - 0.1, 0.3 - 0.3]), abs=1e-3)
     assert (grows["verdict"], grows["seeds"]) == ("within noise", 2)
     assert (apart["verdict"], apart["seeds"], apart["interval"]) == ("not run", 0, None)
+
+
+def test_a_claim_has_a_verdict_in_every_forward_that_its_rows_have(outcomes: Outcomes) -> None:
+    """Its own is that of the forward that it names."""
+    for row, shift in (("base", 0.0), ("all", -0.2)):
+        for seed, one in outcomes[row].items():
+            one["uncompressed"] = 3.0 + seed + shift
+            one["compressed"] = None if row == "base" else 3.0
+    claims = [Claim(text="costs", of=of, lower=("base", "all")) for of in FORWARDS]
+    own, compressed, plain = _result(outcomes, *claims)["claims"]
+    assert (own["of"], own["verdict"], own["interval"][0] > -0.5) == ("own", "within noise", True)
+    assert [(one["of"], one["verdict"], one["seeds"]) for one in own["others"]] == [
+        ("uncompressed", "does not hold", 3)
+    ]
+    assert own["others"][0]["interval"] == pytest.approx((-0.2, -0.2))
+    assert (compressed["of"], compressed["verdict"]) == ("compressed", "not run")  # base has no such forward
+    assert [one["of"] for one in compressed["others"]] == ["own", "uncompressed"]
+    assert (plain["of"], plain["verdict"], [one["of"] for one in plain["others"]]) == (
+        "uncompressed",
+        "does not hold",
+        ["own"],
+    )
+    assert plain["others"][0]["interval"] == own["interval"]
 
 
 def test_a_claim_about_biases_is_of_their_means_over_rounds(outcomes: Outcomes) -> None:

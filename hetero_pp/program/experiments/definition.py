@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
@@ -87,15 +87,25 @@ class SweptRow(Row):
     swept: dict[str, str] = Field(description="value of each swept cell, as the user said it")
 
 
+Forward = Literal["own", "compressed", "uncompressed"]
+
+FORWARDS: tuple[Forward, ...] = get_args(Forward)
+"""In which the synced model has a loss."""
+
+
 class Claim(Settings):
-    """A statement about losses (or biases); exactly one of `lower`, `equal` and `grows` is set.
+    """A statement about losses in one forward (or biases); exactly one of `lower`, `equal` and `grows` is set.
 
     lower: [a, b] says that a's loss is lower than b's. equal: [a, b] says that they differ by less than `margin`.
     grows: [[a, b], [c, d], ...] says that b - a is smaller than d - c, and so on.
     """
 
     text: str
-    of: Literal["loss", "bias"] = Field("loss", description="bias: of equation 5, as the experiment measures it")
+    of: Forward | Literal["bias"] = Field(
+        "own",
+        description="whose loss: of each replica's own forward, averaged; of that of a compressed replica; of that "
+        "without boundaries; or the bias of equation 5, as the experiment measures it",
+    )
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None
     grows: list[tuple[str, str]] | None = None

@@ -9,6 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.program.experiments.definition import FORWARDS
 
 FOUND = "found.md"
 """Beside the experiments: what was found, in words."""
@@ -24,7 +25,7 @@ def with_figures(path: Path, results: Results) -> str:
     A figure is `{claims | VERDICT}`, how many claims of all tables came to that (`all`: how many there are), or
     `{TABLE | WHAT | NAME...}`: what is `loss` (nats), `percent` (above the baseline), `paper` or `paper percent` (the
     same of the paper) or `bias` (percent) of a row, `difference` (nats) of the second row to the first, or `verdict`
-    of a claim.
+    of a claim. A last name `compressed` or `uncompressed` says that a difference or a verdict is of that forward.
     """
     text = path.read_text()
 
@@ -54,20 +55,31 @@ def _figure(parts: list[str], results: Results) -> str:
         return str(len(verdicts) if parts[1] == "all" else verdicts.count(parts[1]))
     table, what, *names = parts
     result = results[table]
+    forward = names.pop() if names[-1] in FORWARDS else None
     if what == "verdict":
         [name] = names
-        return str({claim["text"]: claim["verdict"] for claim in result["claims"]}[name])
+        [claim] = [claim for claim in result["claims"] if claim["text"] == name]
+        by_forward = {one["of"]: str(one["verdict"]) for one in (claim, *claim["others"])}
+        return by_forward[forward or claim["of"]]
     rows = {row["name"]: row for row in result["rows"]}
+    if what == "difference":
+        first, second = (_losses(rows[name], forward or "own") for name in names)
+        return _difference(first, second)
     return _OF_ROWS[what](rows, *(rows[name] for name in names))
 
 
 Row = Mapping[str, Any]
 
 
-def _difference(_: Mapping[str, Row], one: Row, other: Row) -> str:
+def _losses(row: Row, forward: str) -> Mapping[str, float]:
+    """By seed."""
+    found: Mapping[str, float] = row["ours"]["seeds"] if forward == "own" else row[f"{forward}_seeds"]
+    return found
+
+
+def _difference(one: Mapping[str, float], other: Mapping[str, float]) -> str:
     """At the seeds that both have."""
-    seeds, others = one["ours"]["seeds"], other["ours"]["seeds"]
-    paired = [others[seed] - seeds[seed] for seed in seeds if seed in others]
+    paired = [other[seed] - one[seed] for seed in one if seed in other]
     return f"{sum(paired) / len(paired):.2f}"
 
 
@@ -77,5 +89,4 @@ _OF_ROWS: dict[str, Callable[..., str]] = {
     "paper": lambda _, row: f"{row['paper']:.2f}",
     "paper percent": lambda rows, row: f"{100 * (row['paper'] / rows[row['baseline']]['paper'] - 1):.1f}",
     "bias": lambda _, row: f"{100 * row['bias']['mean']:.0f}",
-    "difference": _difference,
 }

@@ -82,9 +82,12 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
 
 def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
     if claims:
-        yield from ("", "| claim | verdict | 95 % interval | seeds |", "|---|---|---|---|")
+        yield from ("", "| claim | forward | verdict | 95 % interval | seeds |", "|---|---|---|---|---|")
     for claim in claims:
-        yield f"| {claim['text']} | **{claim['verdict']}** | {interval_cell(claim)} | {claim['seeds']} |"
+        forward = "" if claim["of"] == "bias" else claim["of"]
+        yield f"| {claim['text']} | {forward} | **{claim['verdict']}** | {interval_cell(claim)} | {claim['seeds']} |"
+        for one in claim["others"]:
+            yield f"| | {one['of']} | {one['verdict']} | {interval_cell(one)} | {one['seeds']} |"
     for claim in claims:
         if claim["why"]:
             yield from ("", f"*{claim['text']}*: {claim['why']}")

@@ -23,7 +23,12 @@ are filled in from them, too. [reproducing.md](reproducing.md) says how to make 
 A verdict is of a paper's claim, or of one of ours, at seeds that its rows share. It *holds*, or *does not hold*, if the
 95 % interval (Student's t) of the difference that it is about excludes zero, and is *within noise* if not; with one
 seed, differences below 0.03 nats decide nothing. That two rows are equal holds if the interval lies within a margin,
-0.03 nats unless the claim says otherwise."""
+0.03 nats unless the claim says otherwise.
+
+The synced model of a run has a loss in three forwards: each replica's *own*, averaged over replicas; that of a
+*compressed* replica; and the *uncompressed* one without boundaries, which is what `export` writes. A verdict is of the
+forward beside it; below stand those of the others, where all rows have one that differs. The average over a mix of
+replicas can hide what the other two say."""
 
 
 def write_overview(folder: Path, path: Path, experiments: Path) -> None:
@@ -57,7 +62,7 @@ def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(folder.glob("*/**/*.json")):
         content = json.loads(path.read_text())
         if isinstance(content, dict) and "claims" in content:
-            if "trained" not in content:
+            if "trained" not in content or any("others" not in claim for claim in content["claims"]):
                 raise ConfigError((), f"{path}: is of an older hetero-pp, expected `reproduce --no-train` to renew it")
             yield path.relative_to(folder).with_suffix("").as_posix(), content
 

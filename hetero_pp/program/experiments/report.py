@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hetero_pp.files import whole, write_whole
 from hetero_pp.program.experiments.corpus import Corpus
-from hetero_pp.program.experiments.definition import Row, SweptRow
+from hetero_pp.program.experiments.definition import FORWARDS, Claim, Forward, Row, SweptRow
 from hetero_pp.program.experiments.facts import facts
 from hetero_pp.program.experiments.markdown import interval_cell, markdown, number
 from hetero_pp.program.experiments.outcomes import Outcome
@@ -36,14 +36,10 @@ def result_of(
     `command` makes its table, and `earlier` is what the table said before of who trained its rows.
     """
     experiment, scale = setting.experiment, setting.scale
-    losses = {
-        row: {seed: one["validation_loss"][-1] for seed, one in seeds.items() if not one["diverged"]}
-        for row, seeds in outcomes.items()
+    values: dict[str, Values] = {
+        forward: {row: _losses(seeds, forward) for row, seeds in outcomes.items()} for forward in FORWARDS
     }
-    values = {"loss": losses, "bias": {row: _biases(seeds) for row, seeds in outcomes.items()}}
-    claims = [
-        asdict(judge(claim, values[claim.of])) | {"of": claim.of, "why": claim.why} for claim in experiment.claims
-    ]
+    values["bias"] = {row: _biases(seeds) for row, seeds in outcomes.items()}
     return {
         "name": experiment.name,
         "title": experiment.title,
@@ -55,7 +51,7 @@ def result_of(
         "corpus": None if corpus is None else _corpus_result(setting, corpus),
         "baseline": experiment.baseline,
         "rows": [_row_result(setting, row, outcomes.get(row.name, {}), values) for row in experiment.rows],
-        "claims": claims,
+        "claims": [_claim_result(claim, values) for claim in experiment.claims],
         "trained": trained_by(outcomes, earlier),
     }
 
@@ -64,6 +60,26 @@ def _facts(setting: Setting) -> str:
     """Of the rows that the scale has."""
     rows = [row for row in setting.experiment.rows if setting.not_representable(row) is None]
     return facts([setting.config(row) for row in rows], setting.scale.vocabulary) if rows else "has none of the rows"
+
+
+def _losses(seeds: Mapping[int, Outcome], forward: Forward) -> dict[int, float]:
+    """Of the synced model at the end, by seed, where it has one."""
+    known = {seed: one for seed, one in seeds.items() if not one["diverged"]}
+    found = {seed: one["validation_loss"][-1] if forward == "own" else one[forward] for seed, one in known.items()}
+    return {seed: loss for seed, loss in found.items() if loss is not None}
+
+
+def _claim_result(claim: Claim, values: Mapping[str, Values]) -> dict[str, Any]:
+    """The verdict in the forward that the claim is of, and in every other in which all its rows have a loss, unless
+    that is the same.
+    """
+    others, own = [], values[claim.of]
+    for forward in FORWARDS if claim.of in FORWARDS else ():
+        theirs = values[forward]
+        verdict = judge(claim, theirs)
+        if verdict.seeds and any(theirs.get(row) != own.get(row) for row in claim.rows()):
+            others.append({"of": forward, **asdict(verdict)})
+    return asdict(judge(claim, values[claim.of])) | {"of": claim.of, "why": claim.why, "others": others}
 
 
 def _biases(seeds: Mapping[int, Outcome]) -> dict[int, float]:
@@ -83,7 +99,7 @@ def _corpus_result(setting: Setting, corpus: Corpus) -> dict[str, Any]:
 def _row_result(
     setting: Setting, row: Row, outcomes: Mapping[int, Outcome], values: Mapping[str, Values]
 ) -> dict[str, Any]:
-    losses = values["loss"].get(row.name, {})
+    losses = values["own"].get(row.name, {})
     result: dict[str, Any] = {"name": row.name, "paper": row.paper, "ours": None, "delta_percent": None}
     if isinstance(row, SweptRow):
         result |= {"of": row.of, "swept": row.swept}
@@ -97,14 +113,15 @@ def _row_result(
     if not losses:
         return result
     result["ours"] = _spread(losses)
-    baseline = values["loss"].get(result["baseline"], {})
+    baseline = values["own"].get(result["baseline"], {})
     paired = [100 * (losses[seed] / baseline[seed] - 1) for seed in losses if seed in baseline]
     result["delta_percent"] = fmean(paired) if paired else None
     first = outcomes[min(outcomes)]
     result |= {"bytes_per_token": first["boundary_bytes_per_token"], "tokens": first["tokens"]}
     for forward in ("uncompressed", "compressed"):
-        known = [outcomes[seed][forward] for seed in losses if outcomes[seed][forward] is not None]
-        result[forward] = fmean(known) if known else None
+        known = values[forward].get(row.name, {})
+        result[forward] = fmean(known.values()) if known else None
+        result[f"{forward}_seeds"] = {str(seed): known[seed] for seed in sorted(known)}
     if biases := values["bias"].get(row.name, {}):
         result["bias"] = _spread(biases)
     return result
