@@ -17,6 +17,8 @@ _DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
 METHODS: dict[str, dict[str, Any]] = {
     # Sarfi et al. 2025: error feedback instead of outer momentum. All other cells are the defaults.
     "sparseloco": {},
+    # The same with what the paper sends: 32 of 4096 values in 2 bits.
+    "sparseloco_paper": {"compression": {"density": 1 / 128, "quantiser": "levels", "value_bits": 2}},
     # Douillard et al. 2023: everything is sent, outer Nesterov.
     "diloco": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True, "compression": _DENSE},
     # Gradients averaged every step, clipped after averaging, one AdamW (its step is the inner section's).
@@ -28,7 +30,9 @@ class OuterSettings(Settings):
     """The outer rounds: a row of parts."""
 
     rounds: Annotated[int, NotPartOf.PAST] = Field(ge=1)
-    method: Literal["sparseloco", "diloco", "adamw_ddp"] = Field("sparseloco", description="sets the cells below")
+    method: Literal["sparseloco", "sparseloco_paper", "diloco", "adamw_ddp"] = Field(
+        "sparseloco", description="sets the cells below"
+    )
     source: Literal["difference", "gradient"] = Field(
         "difference", description="what is averaged: parameter differences after H steps, or gradients every step"
     )

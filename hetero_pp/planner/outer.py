@@ -82,7 +82,7 @@ def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]
     """The YAML's own first. A prediction for each density; more steps only make the round longer by their time."""
     own, compression = length_of(config), config.outer.compression
     candidates = TESTED_STEPS if config.inner.steps is not None else [times * own for times in TIMES_AS_LONG]
-    may_change = config.outer.method == "sparseloco" and config.outer.source == "difference"
+    may_change = config.outer.method in ("sparseloco", "sparseloco_paper") and config.outer.source == "difference"
     densities = [one for one in TESTED_DENSITIES if one < compression.density] if may_change else []
     longer = [one for one in candidates if one > own] if config.outer.source == "difference" else []
     most = max(own, config.outer.rounds * own)

@@ -208,6 +208,17 @@ def test_a_table_is_made_and_resumed(tmp_path: Path, reproduce: Reproduce) -> No
     assert again != kept[0]  # its seconds: it was trained again
 
 
+@pytest.mark.starts_processes
+def test_a_table_may_have_seeds_that_no_other_has(tmp_path: Path, toys: Path, reproduce: Reproduce) -> None:
+    path = toys / "toy" / "one.yaml"
+    path.write_text(path.read_text().replace("baseline:", "first_seed: 11\nbaseline:"))
+    assert reproduce("toy/one", "--seeds", "1")[0] == 0
+    assert reproduce("toy/one", "--seeds", "2")[0] == 0
+    result = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())
+    assert set(next(row for row in result["rows"] if row["name"] == "all")["ours"]["seeds"]) == {"11", "12"}
+    assert len(_rows(tmp_path).read_text().splitlines()) == 3 * 2
+
+
 def test_the_list_and_the_dry_run(tmp_path: Path, reproduce: Reproduce) -> None:
     code, out, _ = reproduce("--list", "--json", str(tmp_path / "list.json"))
     assert code == 0

@@ -82,10 +82,13 @@ def test_the_papers_loss_stays_where_its_row_stays() -> None:
     assert [row.paper for row in rows] == [2.747, None, 2.91, None]
 
 
+THEIRS = "(SparseLoCo's paper: 1/128, 2-bit codes)."
+
+
 def test_the_header_is_of_the_rows_that_there_are() -> None:
     setting = _swept("outer.compression.density=1/128,1/8", "inner.steps=5,20")
     header = next(line for line in markdown(result_of(setting, None, {})) if "Scale" in line)
-    assert header.endswith("M = 4, H = 5 or 20, 40 or 48 outer rounds, density 1/128 or 1/8, not quantised.")
+    assert header.endswith("M = 4, H = 5 or 20, 40 or 48 outer rounds, density 1/128 or 1/8, not quantised " + THEIRS)
     note = "Swept: `outer.compression.density` = 1/128, 1/8; `inner.steps` = 5, 20."
     assert note in "\n".join(markdown(result_of(setting, None, {})))
 

@@ -74,10 +74,11 @@ class _Table:
         with shown_reading(console, f"reading {data.corpus}") as on_progress:
             self.corpus = prepare_corpus(data, setting.scale.vocabulary, cache, on_progress)
         self.corpus.require_enough([setting.config(row) for row in setting.rows()])
-        for seed in count(1):
+        first = setting.experiment.first_seed
+        for seed in count(first):
             jobs = [(row, make_job(setting, row, seed, self.corpus, rows)) for row in setting.rows()]
             done = [(row, job) for row, job in jobs if job.key in outcomes]
-            if seed <= request.seeds:
+            if seed < first + request.seeds:
                 self.asked += jobs
             elif not done:
                 break

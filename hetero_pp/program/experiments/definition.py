@@ -134,6 +134,7 @@ class Experiment(Definition):
     corpus: str | None = Field(None, description="instead of the scale's")
     at: dict[str, Cells] = Field(default_factory=dict, description="changed cells of every row, by scale")
     bias_every: int | None = Field(None, ge=1, description="rounds between measurements of equation 5's bias")
+    first_seed: int = Field(1, ge=1, description="another than 1 where seeds have to be fresh: what a search has found")
     baseline: str
     rows: list[Row] = Field(min_length=1)
     claims: list[Claim] = Field(default_factory=list)

@@ -6,9 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
+
+PAPERS = OuterSettings.model_validate({"rounds": 1, "method": "sparseloco_paper"}).compression
+"""What SparseLoCo's paper sends."""
 
 
 def facts(configs: Sequence[RunConfig], vocabulary: int) -> str:
@@ -29,7 +33,13 @@ def _parts(specs: Sequence[RunSpec]) -> Iterator[str]:
         yield f"H = {_joined([str(config.inner.steps) for config in with_rounds])}"
         yield f"{_joined([str(one.rounds) for one in outer])} outer rounds"
         yield f"density {_joined([_ratio(one.compression.density) for one in outer])}"
-        yield _joined([_quantiser(one.compression) for one in outer])
+        differ = any(one.method == "sparseloco" and _sent(one.compression) != _sent(PAPERS) for one in outer)
+        theirs = f" (SparseLoCo's paper: {_ratio(PAPERS.density)}, {_quantiser(PAPERS)})" if differ else ""
+        yield _joined([_quantiser(one.compression) for one in outer]) + theirs
+
+
+def _sent(compression: CompressionSettings) -> tuple[float, str]:
+    return compression.density, _quantiser(compression)
 
 
 def _joined(values: Sequence[str]) -> str:

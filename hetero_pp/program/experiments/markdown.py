@@ -17,11 +17,15 @@ COLUMNS = {
     "ours, %": "how much `ours` is above the baseline's, paired by seed",
     "uncompressed": "loss of the same model without boundaries",
     "compressed": "loss of the same model with the boundaries of a compressed replica",
+    "M": "replicas",
+    "tokens": "what all of them trained on together",
     "bytes/token": "what crosses a compressed boundary for a token, in one direction; 0 without one",
     "bias, %": "how far equation 5's mean pseudo-gradient is from the unbiased one, as a share of the latter's norm",
     "state": "whether the row was trained, or why not",
 }
-"""What a table's columns say. Those of the paper, and the bias, are left out where no row has any."""
+"""What a table's columns say. Those of the paper, and the bias, are left out where no row has any; M and tokens where
+all rows have the same.
+"""
 
 
 def markdown(result: Mapping[str, Any], picture: str | None = None) -> Iterator[str]:
@@ -52,8 +56,10 @@ def _paragraph(result: Mapping[str, Any]) -> Iterator[str]:
 def _table(result: Mapping[str, Any]) -> Iterator[str]:
     papers = {row["name"]: row["paper"] for row in result["rows"]}
     rows = [_cells(row, papers.get(row["baseline"])) for row in result["rows"]]
-    optional = ("paper", "paper, %", "bias, %")
-    columns = [name for name in COLUMNS if name not in optional or any(row[name] for row in rows)]
+    shown = dict.fromkeys(COLUMNS, True)
+    shown |= {name: any(row[name] for row in rows) for name in ("paper", "paper, %", "bias, %")}
+    shown |= {name: len({row[name] for row in rows} - {""}) > 1 for name in ("M", "tokens")}
+    columns = [name for name in COLUMNS if shown[name]]
     yield "| row | " + " | ".join(columns) + " |"
     yield "|" + "---|" * (1 + len(columns))
     for row in rows:
@@ -74,6 +80,8 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
         "ours, %": _signed(row["delta_percent"]),
         "uncompressed": number(row.get("uncompressed"), 3),
         "compressed": number(row.get("compressed"), 3),
+        "M": number(row.get("replicas"), 0),
+        "tokens": "" if row.get("tokens") is None else f"{row['tokens']:,}",
         "bytes/token": number(row.get("bytes_per_token"), 1),
         "bias, %": number(100 * row["bias"]["mean"], 2) if "bias" in row else "",
         "state": row["state"],

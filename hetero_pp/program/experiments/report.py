@@ -117,7 +117,8 @@ def _row_result(
     paired = [100 * (losses[seed] / baseline[seed] - 1) for seed in losses if seed in baseline]
     result["delta_percent"] = fmean(paired) if paired else None
     first = outcomes[min(outcomes)]
-    result |= {"bytes_per_token": first["boundary_bytes_per_token"], "tokens": first["tokens"]}
+    replicas = len(setting.config(row).replicas)
+    result |= {"bytes_per_token": first["boundary_bytes_per_token"], "tokens": first["tokens"], "replicas": replicas}
     for forward in ("uncompressed", "compressed"):
         known = values[forward].get(row.name, {})
         result[forward] = fmean(known.values()) if known else None
