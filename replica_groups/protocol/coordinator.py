@@ -222,7 +222,7 @@ class Coordinator:
         """Whether all that it contributes to the open round has come."""
         return self.open is not None and replica.name in self.open.whole
 
-    def _adopt(self, place: Place, round_: int) -> Iterator[e.Effect]:
+    def _adopt(self, place: Place, round_: int, has_trained: bool = False) -> Iterator[e.Effect]:
         """Another coordinator has given a replica this round; one of its places may not have heard of it."""
         replica = self.replicas[place.replica]
         if not replica.alive or self._is_whole(replica) or round_ <= max(self.last_round, replica.round or 0):
@@ -233,7 +233,7 @@ class Coordinator:
         elif self.open is not None:
             yield e.Look(self.open.number)  # it is closed: who trains a round knows the one before
         for other in replica.places:
-            if other.asked is not None and other.asked < round_:
+            if other.asked is not None and other.asked < round_ and not (has_trained and other is place):
                 other.asked = None
                 yield e.Assign(other.name, other.term, round_, replica.epoch)
 
@@ -356,7 +356,7 @@ class Coordinator:
             yield from self._too_late(event, now)
             return
         if event.epoch == replica.epoch:
-            yield from self._adopt(place, event.round)
+            yield from self._adopt(place, event.round, has_trained=True)
         found, expected = (event.round, event.epoch), (replica.round, replica.epoch)
         if self.open is None or event.round != self.open.number or found != expected:
             reason = f"found (round, epoch) {found}, expected {expected}"
