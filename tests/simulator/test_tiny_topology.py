@@ -352,7 +352,9 @@ def _most_in_flight(stage: int, stages: int, micro_batches: int, extra: int) -> 
 @pytest.mark.parametrize("extra", [0, 1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 12])
 def test_memory_holds_all_micro_batches_in_flight(micro_batches: int, extra: int) -> None:
-    """Each 8 D + 3 F numbers of 2 bytes a layer, and the head's logits in fp32; 24 bytes a parameter beside them."""
+    """Each 8 D + 3 F numbers of 2 bytes a layer, and the head's logits in fp32; 24 bytes a parameter beside them, and in
+    fp32 T_perp, and after the first stage the embedding that is followed.
+    """
     stages = 3
     many = {"batch_size": ROWS * micro_batches, "micro_batches": micro_batches}
     group = {**HOME, "stages": stages, "extra_in_flight": extra, **many}
@@ -366,5 +368,10 @@ def test_memory_holds_all_micro_batches_in_flight(micro_batches: int, extra: int
     assert dc.stages[0].memory_bytes["activations"] == tokens * (3 * per_layer + logits)
     layer = 4 * WIDTH**2 + 3 * WIDTH * FEED_FORWARD + 2 * WIDTH
     parameters = [VOCABULARY * WIDTH + layer, layer, layer + WIDTH + VOCABULARY * WIDTH]
-    for stage, owned in zip(home.stages, parameters, strict=True):
-        assert sum(stage.memory_bytes.values()) - stage.memory_bytes["activations"] == 24 * owned
+    table = 4 * VOCABULARY * WIDTH
+    for index, (stage, owned) in enumerate(zip(home.stages, parameters, strict=True)):
+        tables = table if index == 0 else 2 * table
+        assert sum(stage.memory_bytes.values()) - stage.memory_bytes["activations"] == 24 * owned + tables
+    assert sum(dc.stages[0].memory_bytes.values()) - dc.stages[0].memory_bytes["activations"] == 24 * (
+        2 * VOCABULARY * WIDTH + 3 * layer + WIDTH
+    )
