@@ -352,8 +352,8 @@ def _most_in_flight(stage: int, stages: int, micro_batches: int, extra: int) -> 
 @pytest.mark.parametrize("extra", [0, 1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 12])
 def test_memory_holds_all_micro_batches_in_flight(micro_batches: int, extra: int) -> None:
-    """Each 8 D + 3 F numbers of 2 bytes a layer, and the head's logits in fp32; 24 bytes a parameter beside them, and of
-    4 bytes a number T_perp, and after the first stage the embedding that is followed.
+    """Each 8 D + 3 F numbers of 2 bytes a layer, and the head's logits in fp32; 24 bytes a parameter beside them, and
+    of 4 bytes a number T_perp, and after the first stage the embedding that is followed.
     """
     stages = 3
     many = {"batch_size": ROWS * micro_batches, "micro_batches": micro_batches}
