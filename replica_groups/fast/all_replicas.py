@@ -114,7 +114,7 @@ class AllReplicas:
         """H inner steps on every replica, and the outer round; False if it diverged."""
         steps = range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
         measures = self.bias_every is not None and round_ % self.bias_every == 0
-        meter = BiasMeter(self.replicas, self.batches, steps) if measures else None
+        meter = self._meter(steps) if measures else None
         if not all(self.ranks.gather(self._inner_steps(steps))):
             return False
         if meter is not None:
@@ -124,6 +124,11 @@ class AllReplicas:
         self._move_basis(round_)
         self._split()
         return True
+
+    def _meter(self, steps: range) -> BiasMeter:
+        beyond = self.inner_steps * self.spec.config.outer.rounds
+        compressed = sum(_is_compressed(settings) for settings in self.spec.config.replicas)
+        return BiasMeter(self.replicas, self.batches, steps, beyond, compressed)
 
     def _inner_steps(self, steps: range) -> bool:
         for step in steps:

@@ -97,30 +97,30 @@ def test_intervals_are_students_t() -> None:
     ],
 )
 def test_lower(a: list[float], b: list[float], verdict: str) -> None:
-    assert judge(Claim(text="", lower=("a", "b")), _losses(a=a, b=b)).verdict == verdict
+    assert judge(Claim(text="", lower=("a", "b")), _losses(a=a, b=b), {}).verdict == verdict
 
 
 def test_pairs_of_seeds_count_not_their_spread() -> None:
     """Seeds differ by far more than the rows do; the difference is the same at each."""
     losses = _losses(a=[1.0, 2.0, 3.0], b=[1.01, 2.011, 3.01])
-    assert judge(Claim(text="", lower=("a", "b")), losses).verdict == "holds"
+    assert judge(Claim(text="", lower=("a", "b")), losses, {}).verdict == "holds"
 
 
 @pytest.mark.parametrize(("b", "verdict"), [(4.001, "holds"), (4.2, "does not hold")])
 def test_equal(b: float, verdict: str) -> None:
     losses = _losses(a=[4.0, 4.1, 4.2], b=[b, b + 0.1, b + 0.2])
-    assert judge(Claim(text="", equal=("a", "b")), losses).verdict == verdict
+    assert judge(Claim(text="", equal=("a", "b")), losses, {}).verdict == verdict
 
 
 @pytest.mark.parametrize(("gaps", "verdict"), [((0.1, 0.3, 0.6), "holds"), ((0.1, 0.6, 0.3), "does not hold")])
 def test_grows(gaps: tuple[float, ...], verdict: str) -> None:
     rows = {f"a{i}": [4.0, 4.1] for i in range(3)} | {f"b{i}": [4.0 + gap, 4.1 + gap] for i, gap in enumerate(gaps)}
     claim = Claim(text="", grows=[(f"a{i}", f"b{i}") for i in range(3)])
-    assert judge(claim, _losses(**rows)).verdict == verdict
+    assert judge(claim, _losses(**rows), {}).verdict == verdict
 
 
 def test_a_claim_without_its_rows_is_not_run() -> None:
-    assert judge(Claim(text="", lower=("a", "b")), _losses(a=[1.0])).verdict == "not run"
+    assert judge(Claim(text="", lower=("a", "b")), _losses(a=[1.0]), {}).verdict == "not run"
     with pytest.raises(ValueError, match="exactly one"):
         Claim(text="", lower=("a", "b"), equal=("a", "b"))
 
@@ -135,6 +135,23 @@ def _outcome(loss: float, diverged: bool = False) -> dict[str, Any]:
         "diverged": diverged,
         "seconds": 1.0,
     }
+
+
+SHARES = {"all": 1.0, "half": 0.5, "quarter": 0.25}
+PROPORTIONAL = {
+    "as its share": ([0.4, 0.42], [0.2, 0.21], [0.1, 0.105], "holds"),
+    "as large as all": ([0.4, 0.42], [0.39, 0.41], [0.1, 0.105], "does not hold"),
+    "one of them is not": ([0.4, 0.42], [0.2, 0.21], [0.19, 0.2], "does not hold"),
+    "not known": ([0.4, 0.42], [0.1, 0.3], [0.1, 0.105], "within noise"),
+}
+
+
+@pytest.mark.parametrize(("all_", "half", "quarter", "verdict"), PROPORTIONAL.values(), ids=PROPORTIONAL)
+def test_proportional_to_the_share_of_compressed_replicas(
+    all_: list[float], half: list[float], quarter: list[float], verdict: str
+) -> None:
+    claim = Claim(text="", of="bias", proportional=["all", "half", "quarter"])
+    assert judge(claim, _losses(all=all_, half=half, quarter=quarter), SHARES).verdict == verdict
 
 
 @pytest.mark.starts_processes

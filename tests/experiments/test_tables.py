@@ -243,7 +243,7 @@ def test_equality_is_judged_with_its_interval(differences: list[float], verdict:
     """Values of the seeds differ by far more than the rows do, and come in another order; margin 0.03."""
     a = {seed: 4.0 + seed for seed in range(len(differences))}
     b = {seed: a[seed] + differences[seed] for seed in reversed(range(len(differences)))}
-    found = judge(Claim(text="same", equal=("a", "b")), {"a": a | {99: 1.0}, "b": {98: 7.0} | b})
+    found = judge(Claim(text="same", equal=("a", "b")), {"a": a | {99: 1.0}, "b": {98: 7.0} | b}, {})
     assert (found.verdict, found.seeds) == (verdict, len(differences))
     noise = ONE_SEED_NOISE
     one = (differences[0] - noise, differences[0] + noise)

@@ -94,10 +94,11 @@ FORWARDS: tuple[Forward, ...] = get_args(Forward)
 
 
 class Claim(Settings):
-    """A statement about losses in one forward (or biases); exactly one of `lower`, `equal` and `grows` is set.
+    """A statement about losses in one forward (or biases); exactly one of these is set.
 
     lower: [a, b] says that a's loss is lower than b's. equal: [a, b] says that they differ by less than `margin`.
     grows: [[a, b], [c, d], ...] says that b - a is smaller than d - c, and so on.
+    proportional: [a, b, ...] says that the others are to a as their shares of compressed replicas are, within `margin`.
     """
 
     text: str
@@ -109,19 +110,20 @@ class Claim(Settings):
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None
     grows: list[tuple[str, str]] | None = None
+    proportional: list[str] | None = Field(None, min_length=2)
     margin: float = Field(0.03, gt=0, description="nats, or a share for a bias")
     why: str = Field("", description="what we think, where the verdict is not the paper's")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Claim:
-        if sum(part is not None for part in (self.lower, self.equal, self.grows)) != 1:
-            raise ValueError("expected exactly one of `lower`, `equal`, `grows`")
+        if sum(part is not None for part in (self.lower, self.equal, self.grows, self.proportional)) != 1:
+            raise ValueError("expected exactly one of `lower`, `equal`, `grows`, `proportional`")
         return self
 
     def rows(self) -> set[str]:
         """The rows that it speaks of."""
         pairs = [pair for pair in (self.lower, self.equal) if pair is not None] + (self.grows or [])
-        return {name for pair in pairs for name in pair}
+        return {name for pair in pairs for name in pair}.union(self.proportional or [])
 
 
 class Experiment(Definition):

@@ -78,7 +78,7 @@ def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) 
 def identity_of(config: RunConfig, bias_every: int | None, corpus: Corpus) -> dict[str, Any]:
     """All that decides what a row comes to, as JSON, without what settings say by default."""
     settings = settings_of(config, corpus.store.vocabulary)
-    measured = {} if bias_every is None else {"bias_every": bias_every}
+    measured = {} if bias_every is None else {"bias_every": bias_every, "bias": "products of two replicas"}
     return {"version": OUTCOME_VERSION, "corpus": corpus.store.digest, **measured, "settings": settings}
 
 

@@ -40,6 +40,7 @@ def result_of(
         forward: {row: _losses(seeds, forward) for row, seeds in outcomes.items()} for forward in FORWARDS
     }
     values["bias"] = {row: _biases(seeds) for row, seeds in outcomes.items()}
+    shares = {row.name: row.compressed_share for row in experiment.rows}
     return {
         "name": experiment.name,
         "title": experiment.title,
@@ -51,7 +52,7 @@ def result_of(
         "corpus": None if corpus is None else _corpus_result(setting, corpus),
         "baseline": experiment.baseline,
         "rows": [_row_result(setting, row, outcomes.get(row.name, {}), values) for row in experiment.rows],
-        "claims": [_claim_result(claim, values) for claim in experiment.claims],
+        "claims": [_claim_result(claim, values, shares) for claim in experiment.claims],
         "trained": trained_by(outcomes, earlier),
     }
 
@@ -69,17 +70,17 @@ def _losses(seeds: Mapping[int, Outcome], forward: Forward) -> dict[int, float]:
     return {seed: loss for seed, loss in found.items() if loss is not None}
 
 
-def _claim_result(claim: Claim, values: Mapping[str, Values]) -> dict[str, Any]:
+def _claim_result(claim: Claim, values: Mapping[str, Values], shares: Mapping[str, float]) -> dict[str, Any]:
     """The verdict in the forward that the claim is of, and in every other in which all its rows have a loss, unless
     that is the same.
     """
     others, own = [], values[claim.of]
     for forward in FORWARDS if claim.of in FORWARDS else ():
         theirs = values[forward]
-        verdict = judge(claim, theirs)
+        verdict = judge(claim, theirs, shares)
         if verdict.seeds and any(theirs.get(row) != own.get(row) for row in claim.rows()):
             others.append({"of": forward, **asdict(verdict)})
-    return asdict(judge(claim, values[claim.of])) | {"of": claim.of, "why": claim.why, "others": others}
+    return asdict(judge(claim, own, shares)) | {"of": claim.of, "why": claim.why, "others": others}
 
 
 def _biases(seeds: Mapping[int, Outcome]) -> dict[int, float]:

@@ -31,13 +31,17 @@ class Verdict:
     seeds: int
 
 
-def judge(claim: Claim, values: Values) -> Verdict:
-    """The verdict on a claim; `not run` if a row of it has no loss."""
+def judge(claim: Claim, values: Values, shares: Mapping[str, float]) -> Verdict:
+    """The verdict on a claim; `not run` if a row of it has no loss. `shares`: of compressed replicas, by row."""
     seeds = sorted(set.intersection(*(set(values.get(row, {})) for row in claim.rows())))
     if not seeds:
         return Verdict(claim.text, "not run", None, 0)
     if claim.equal is not None:
-        return _equality(claim, _differences(values, claim.equal, seeds))
+        return _equality(claim, [_differences(values, claim.equal, seeds)])
+    if claim.proportional is not None:
+        base, *others = claim.proportional
+        to_base = {row: shares[row] / shares[base] for row in others}
+        return _equality(claim, [[values[row][s] - to_base[row] * values[base][s] for s in seeds] for row in others])
     if claim.lower is not None:
         return _positive(claim, [_differences(values, claim.lower, seeds)])
     gaps = [_differences(values, pair, seeds) for pair in claim.grows or []]
@@ -63,15 +67,16 @@ def _positive(claim: Claim, steps: Sequence[Sequence[float]]) -> Verdict:
     return Verdict(claim.text, verdict, (low, high), len(steps[0]))
 
 
-def _equality(claim: Claim, values: Sequence[float]) -> Verdict:
-    low, high = interval_of(values)
-    if -claim.margin < low and high < claim.margin:
+def _equality(claim: Claim, differences: Sequence[Sequence[float]]) -> Verdict:
+    """All should be small; the one that is farthest from it is shown."""
+    intervals = [interval_of(values) for values in differences]
+    if all(-claim.margin < low and high < claim.margin for low, high in intervals):
         verdict = "holds"
-    elif low > claim.margin or high < -claim.margin:
+    elif any(low > claim.margin or high < -claim.margin for low, high in intervals):
         verdict = "does not hold"
     else:
         verdict = "within noise"
-    return Verdict(claim.text, verdict, (low, high), len(values))
+    return Verdict(claim.text, verdict, max(intervals, key=lambda one: abs(sum(one))), len(differences[0]))
 
 
 def interval_of(values: Sequence[float]) -> tuple[float, float]:
