@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hetero_pp.settings import Settings
 
 OUTPUT_PROJECTIONS = ("attention.wo.weight", "feed_forward.w2.weight")
-"""W_p1 and W_p2 [D, F]: what they add to the residual stream should lie in the subspace."""
+"""W_p1 and W_p2 [D, F]: what they add to the residual stream should lie in the subspace. Het-PP names W_p1 alone."""
 
 
 class AblationSettings(Settings):
@@ -32,20 +32,23 @@ class AblationSettings(Settings):
         description="after an outer round: split the embedding again, keep the first T_perp, or drop what of T_S left "
         "the subspace (replicas then differ between rounds)",
     )
-    weight_projection: bool = Field(False, description="project W_p1 and W_p2 onto the subspace after each step")
+    weight_projection: Literal["none", "w_p1", "both"] = Field(
+        "none", description="project W_p1 (attention), or W_p1 and W_p2 (feed forward), onto the subspace after each step"
+    )
     modified_adamw: bool = Field(
         False, description="second moments shared across the width, so that an update stays in the subspace"
     )
     grassmann_every: int | None = Field(
         None, ge=1, description="outer rounds between updates of U along the gradients (only in `reproduce`)"
     )
+    grassmann_step: float = Field(0.1, gt=0, description="size of such an update: its largest angle's tangent")
 
 
 @torch.no_grad()
-def project_weights(parameters: Mapping[str, nn.Parameter], basis_DK: Tensor) -> None:
-    """W <- U U^T W for the output projections."""
+def project_weights(parameters: Mapping[str, nn.Parameter], basis_DK: Tensor, names: tuple[str, ...]) -> None:
+    """W <- U U^T W for the output projections whose names end so."""
     for name, parameter in parameters.items():
-        if name.endswith(OUTPUT_PROJECTIONS):
+        if name.endswith(names):
             parameter.copy_(basis_DK @ (basis_DK.T @ parameter))
 
 
@@ -81,16 +84,17 @@ class SharedSecondMomentAdamW(torch.optim.Optimizer):
         parameter.sub_(state["mean"] / (1 - first ** state["step"]) / scale * group["lr"])
 
 
-def grassmann_step(basis_DK: Tensor, gradients_ND: Tensor, step_share: float = 0.1) -> Tensor:
+def grassmann_step(basis_DK: Tensor, gradients_ND: Tensor, size: float = 0.1) -> Tensor:
     """U after a step on the Grassmann manifold towards the directions that the gradients [N, D] lie in.
 
-    The ascent direction of |G U|^2 is (I - U U^T) G^T G U, scaled to `step_share` of a unit step; QR returns to
-    orthonormal columns. What differs: Subspace Networks tune the step, which the papers leave open.
+    The ascent direction of |G U|^2 is (I - U U^T) G^T G U, scaled so that `size` is the tangent of the largest angle
+    by which the subspace turns; QR returns to orthonormal columns. What differs: Subspace Networks tune the step, which
+    Het-PP leaves open.
     """
     toward = gradients_ND.T @ (gradients_ND @ basis_DK)
     toward = toward - basis_DK @ (basis_DK.T @ toward)
-    size = torch.linalg.matrix_norm(toward, ord=2)
-    if not bool(size > 0):
+    largest = torch.linalg.matrix_norm(toward, ord=2)
+    if not bool(largest > 0):
         return basis_DK
-    moved, upper = torch.linalg.qr((basis_DK + toward * (step_share / size)).double())
+    moved, upper = torch.linalg.qr((basis_DK + toward * (size / largest)).double())
     return (moved * upper.diagonal().sign()).float().contiguous()

@@ -6,7 +6,7 @@ Held once per replica: weights, optimizer state and error feedback; once for all
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -229,7 +229,8 @@ class AllReplicas:
         if index in self.indices:
             boundary = self.replicas[self.indices.index(index)].boundary
             assert boundary is not None and boundary.basis is not None and boundary.last_gradient is not None
-            moved = grassmann_step(boundary.basis, boundary.last_gradient.flatten(0, 1))
+            step = settings.boundary.ablations.grassmann_step
+            moved = grassmann_step(boundary.basis, boundary.last_gradient.flatten(0, 1), step)
         self.ranks.broadcast(moved, self.ranks.owner(index, self.count))
         return moved
 
@@ -265,29 +266,39 @@ class AllReplicas:
             stack.optimizer.load(saved)
             stack.split_embedding()
 
-    def evaluate(self) -> float:
-        """Mean over replicas of the validation loss in each one's own forward; equal forwards are run once a rank."""
+    def evaluate(self, rows: Sequence[Tensor] | None = None) -> float:
+        """Mean over replicas of the loss in each one's own forward; equal forwards are run once a rank.
+
+        `rows`: batches [b, L + 1]; the validation rows if None, as below.
+        """
         losses: dict[object, float] = {}
         own = []
         for replica, settings in zip(self.replicas, self.settings, strict=True):
             key = _forward_of(settings)
             if key not in losses:
-                losses[key] = replica.evaluate(self.validation)
+                losses[key] = replica.evaluate(rows or self.validation)
             own.append(losses[key])
         return sum(self.ranks.gather(sum(own))) / self.count
 
-    def evaluate_uncompressed(self) -> float:
-        """The loss without any boundary."""
+    @torch.no_grad()
+    def evaluate_uncompressed(self, rows: Sequence[Tensor] | None = None) -> float:
+        """The loss without any boundary, of the embedding that is synced: a replica may have dropped a part of it."""
         plain = WholeReplica("plain", self.replicas[0].module, self.spec.config.inner, self.spec.total_steps)
-        return plain.evaluate(self.validation)
+        own, embedding = self.own_embeddings.get(0), plain.parameters[EMBEDDING]
+        if own is not None:
+            embedding.copy_(self.theta[EMBEDDING])
+        loss = plain.evaluate(rows or self.validation)
+        if own is not None:
+            embedding.copy_(own)
+        return loss
 
-    def evaluate_compressed(self) -> float | None:
+    def evaluate_compressed(self, rows: Sequence[Tensor] | None = None) -> float | None:
         """The loss in the forward of the first compressed replica, on every rank."""
         first = next((i for i, settings in enumerate(self.spec.config.replicas) if _is_compressed(settings)), None)
         if first is None:
             return None
         is_here = first in self.indices
-        loss = self.replicas[self.indices.index(first)].evaluate(self.validation) if is_here else math.nan
+        loss = self.replicas[self.indices.index(first)].evaluate(rows or self.validation) if is_here else math.nan
         return self.ranks.gather(loss)[self.ranks.owner(first, self.count)]
 
 

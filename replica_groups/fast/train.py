@@ -25,6 +25,10 @@ from replica_groups.fast.checkpoint import Checkpoint
 from replica_groups.ranks import ALONE, CPU, Ranks
 
 
+SLICES = 8
+"""Parts of the validation rows, one after the other: how losses differ among them tells what other rows would do."""
+
+
 @dataclass(frozen=True)
 class FastResult:
     """What a run came to. Losses are of the synced model after the embedding is split again, in nats."""
@@ -46,6 +50,8 @@ class FastResult:
     """Whether layers were compiled."""
     stacked: bool = False
     """Whether equal replicas took their inner steps together."""
+    slices: dict[str, list[float]] = field(default_factory=dict)
+    """By forward (`own`, `uncompressed`, `compressed`): the loss on each of SLICES parts of the validation rows."""
 
 
 def train_fast(
@@ -103,10 +109,21 @@ def train_fast(
         bias=group.bias,
         compiled=group.is_compiled,
         stacked=group.is_stacked,
+        slices={} if diverged else _slices(group),
     )
     if kept is not None:
         kept.remove()
     return result
+
+
+def _slices(group: AllReplicas) -> dict[str, list[float]]:
+    batches = group.validation
+    count = min(SLICES, len(batches))
+    parts = [batches[len(batches) * part // count : len(batches) * (part + 1) // count] for part in range(count)]
+    found = {"own": [group.evaluate(part) for part in parts]}
+    found["uncompressed"] = [group.evaluate_uncompressed(part) for part in parts]
+    compressed = [group.evaluate_compressed(part) for part in parts]
+    return found | {"compressed": [loss for loss in compressed if loss is not None]}
 
 
 def boundary_bytes_per_token(replica: ReplicaSettings, spec: RunSpec) -> float:

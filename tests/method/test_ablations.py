@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetero_pp.ablations import AblationSettings, SharedSecondMomentAdamW, grassmann_step, project_weights
+from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSecondMomentAdamW, grassmann_step
 from hetero_pp.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model import EMBEDDING, ModelSettings, Transformer, initialise
 from hetero_pp.subspace import perpendicular, random_basis
@@ -58,14 +58,19 @@ def test_coefficients_are_adamw_on_c(basis: Tensor) -> None:
     torch.testing.assert_close(embedding.detach(), table + expected.detach() @ basis.T, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_are_projected(basis: Tensor) -> None:
+@pytest.mark.parametrize(("choice", "projected"), [("w_p1", OUTPUT_PROJECTIONS[:1]), ("both", OUTPUT_PROJECTIONS)])
+def test_weights_are_projected_after_a_step(basis: Tensor, choice: str, projected: tuple[str, ...]) -> None:
+    ablations = AblationSettings.model_validate({"weight_projection": choice})
+    settings = InnerSettings(learning_rate=1e-9, warmup_steps=0)
     module = Transformer(ModelSettings(width=WIDTH, heads=2, feed_forward=8, layers=1).resolve(10))
     initialise(module, 1)
     before = {name: p.detach().double().clone() for name, p in module.named_parameters()}
-    project_weights(dict(module.named_parameters()), basis)
+    optimizer = InnerOptimizer(dict(module.named_parameters()), settings, 4, basis, ablations)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(0, optimizer.gradient_norm())
     for name, parameter in module.named_parameters():
-        special = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-        expected = basis.double() @ basis.double().T @ before[name] if special else before[name]
+        expected = basis.double() @ basis.double().T @ before[name] if name.endswith(projected) else before[name]
         torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
 
 

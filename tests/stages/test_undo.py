@@ -44,7 +44,7 @@ def spec(request: pytest.FixtureRequest, corpus: Path, shards: Path) -> RunSpec:
     if request.param == "store":
         return group_spec(str(corpus))
     if request.param == "ablations":
-        tried = {"embedding": "coefficients", "adaptation": "discarded", "weight_projection": True}
+        tried = {"embedding": "coefficients", "adaptation": "discarded", "weight_projection": "both"}
         return group_spec(str(corpus), {"ablations": tried | {"modified_adamw": True}})
     if request.param == "anchors":
         return group_spec(str(corpus), {"anchors": {"rank": 4}})
