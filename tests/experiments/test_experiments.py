@@ -127,6 +127,7 @@ def test_a_claim_without_its_rows_is_not_run() -> None:
 
 def _outcome(loss: float, diverged: bool = False) -> dict[str, Any]:
     return {
+        "key": "",
         "validation_loss": [loss + 1, loss],
         "uncompressed": loss,
         "compressed": None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hetero_pp.program.experiments.provenance import describe
@@ -90,12 +90,15 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
 
 def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
     if claims:
-        yield from ("", "| claim | forward | verdict | 95 % interval | seeds |", "|---|---|---|---|---|")
+        columns = ("claim", "forward", "verdict", "95 % interval", "seeds", "as a family", "slices")
+        yield from ("", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns))
     for claim in claims:
         forward = "" if claim["of"] == "bias" else claim["of"]
-        yield f"| {claim['text']} | {forward} | **{claim['verdict']}** | {interval_cell(claim)} | {claim['seeds']} |"
+        verdict = f"**{claim['verdict']}** | {interval_cell(claim['interval'], claim['of'])} | {claim['seeds']}"
+        yield f"| {claim['text']} | {forward} | {verdict} | {_family(claim)} | {_slices(claim)} |"
         for one in claim["others"]:
-            yield f"| | {one['of']} | {one['verdict']} | {interval_cell(one)} | {one['seeds']} |"
+            interval = interval_cell(one["interval"], one["of"])
+            yield f"| | {one['of']} | {one['verdict']} | {interval} | {one['seeds']} | | |"
     for claim in claims:
         if claim["why"]:
             yield from ("", f"*{claim['text']}*: {claim['why']}")
@@ -111,12 +114,21 @@ def _trained(entries: list[Mapping[str, Any]]) -> Iterator[str]:
         yield f"- {describe(entry)}: {rows}"
 
 
-def interval_cell(claim: Mapping[str, Any]) -> str:
-    """The interval of the difference that a claim is about, with its unit."""
-    if claim["interval"] is None:
+def _family(claim: Mapping[str, Any]) -> str:
+    family = claim["family"]
+    return "" if family is None else f"{family['verdict']}, {interval_cell(family['interval'], claim['of'])}"
+
+
+def _slices(claim: Mapping[str, Any]) -> str:
+    return interval_cell(claim["slices"], claim["of"])
+
+
+def interval_cell(interval: Sequence[float] | None, of: str) -> str:
+    """The interval of the difference that a claim is about, with its unit; `of`: whose loss, or the bias."""
+    if interval is None:
         return ""
-    scaled = [value * (100 if claim["of"] == "bias" else 1) for value in claim["interval"]]
-    return "{:+.3f} to {:+.3f} ".format(*scaled) + ("% points" if claim["of"] == "bias" else "nats")
+    scaled = [value * (100 if of == "bias" else 1) for value in interval]
+    return "{:+.3f} to {:+.3f} ".format(*scaled) + ("% points" if of == "bias" else "nats")
 
 
 def number(value: float | None, digits: int) -> str:
