@@ -388,7 +388,10 @@ class Exchange:
         """See ExchangeService."""
         if member is not None:
             term = self._term(member, term)
-        return self.decisions.wait_for_record(round_, member, term, is_asked)
+        try:
+            return self.decisions.wait_for_record(round_, member, term, is_asked)
+        except (DamagedFile, FileNotFoundError) as error:
+            raise Refused(f"no record of round {round_}: {error}") from None
 
     def wake(self) -> None:
         """Who has asked, and waits, may be gone."""
@@ -415,7 +418,7 @@ class Exchange:
         self.decisions.require_alive()
         self._require_begun(member)
         if 1 <= round_ <= self.coordinator.last_round:
-            record = self.decisions.wait_for_record(round_)
+            record = self.record(round_)
             for entry in record.contributions:
                 for blob in entry.blobs:
                     if (entry.replica, blob.block) == (replica, block):
