@@ -10,8 +10,8 @@ from members import TIMEOUT, in_thread
 from small_run import Run
 from test_uncounted import Member
 
-from hetero_pp.errors import ExchangeLost, Refused, StoreError
-from hetero_pp.messages.messages_pb2 import RecordRequest, RoundRecord
+from hetero_pp.errors import ExchangeLost, Refused, RunFailed, StoreError
+from hetero_pp.messages.messages_pb2 import RecordRequest, Report, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange import IsAsked, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
@@ -160,4 +160,31 @@ def test_a_record_that_cannot_be_read_is_not_asked_for_for_ever(tmp_path: Path, 
                 in_thread(ask).result(TIMEOUT)
     finally:
         client.close()
+        server.stop(None).wait()
+
+
+def test_a_process_whose_place_is_anothers_does_not_end_the_run(tmp_path: Path) -> None:
+    """It was frozen, wakes, finds its term over, and that it cannot join again."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    server, port = serve_exchange(run.exchange, "token", "127.0.0.1:0", 2)
+    first, second = (ExchangeClient(f"127.0.0.1:{port}", "token", "a", "run") for _ in range(2))
+    try:
+        for client in (first, second):
+            run.exchange.died("a", "nothing was heard of it")
+            client.join("a", "")
+        with pytest.raises(Refused, match="found a second `a`") as error:
+            first.join("a", "")
+        failed = Report()
+        failed.failure.cause = str(error.value)
+        first.report([failed])
+        run.assign(0, "b")
+        assert run.exchange.assign("a", 0).round == 1
+        run.deposit(1, "a", "b")
+        assert run.counted(1) == {"a": 3, "b": 1}
+        second.report([failed])
+        with pytest.raises(RunFailed, match="found a second `a`"):
+            run.exchange.record(1)
+    finally:
+        first.close()
+        second.close()
         server.stop(None).wait()
