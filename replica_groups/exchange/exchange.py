@@ -436,7 +436,7 @@ class Exchange:
             raise self._refused(member, f"hashes of unknown parameters, or of the unknown round {round_}")
         if member == EXCHANGE:
             self.decisions.tell(e.Audited(round_, sha256))
-        else:
+        elif round_ <= self.coordinator.last_round:  # later ones would take the place of those that wait
             self.decisions.tell(e.Confirmed(member, self._term(member, term), round_, sha256))
             self._note_confirmed(member, round_, sha256)
         self.decisions.require_alive()
