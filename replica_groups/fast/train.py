@@ -24,7 +24,6 @@ from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.fast.checkpoint import Checkpoint
 from replica_groups.ranks import ALONE, CPU, Ranks
 
-
 SLICES = 8
 """Parts of the validation rows, one after the other: how losses differ among them tells what other rows would do."""
 
