@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from hetero_pp.program.experiments.provenance import describe
@@ -40,6 +41,7 @@ def markdown(result: Mapping[str, Any], picture: str | None = None) -> Iterator[
     yield ""
     yield from _table(result)
     yield from _claims(result["claims"])
+    yield from _trends(result["trends"])
     yield from ("", *_trained(result["trained"]))
 
 
@@ -102,6 +104,37 @@ def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
     for claim in claims:
         if claim["why"]:
             yield from ("", f"*{claim['text']}*: {claim['why']}")
+
+
+def _trends(trends: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What each law says at the widths that were trained and at the paper's, the exponent first."""
+    if trends:
+        columns = ("gap in percent", "forward", "width", "measured", "law", "its 95 % interval", "the paper's")
+        yield from ("", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns))
+    for trend in trends:
+        for number, cells in enumerate(_trend_cells(trend)):
+            first = [_trend_name(trend), trend["of"]] if number == 0 else ["", ""]
+            yield f"| {' | '.join([*first, *cells])} |"
+        if trend["left_out"]:
+            yield f"| {trend['left_out']} without a gap are left out of the law | | | | | | |"
+
+
+def _trend_name(trend: Mapping[str, Any]) -> str:
+    if trend["exponent"] is None:
+        return str(trend["name"])
+    value, (low, high) = trend["exponent"]["value"], trend["exponent"]["interval"]
+    return f"{trend['name']}: width to the power of {value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _trend_cells(trend: Mapping[str, Any]) -> Iterator[list[str]]:
+    """For each width: itself, what was measured, the law, its interval, the paper's."""
+    measured = {point["width"]: fmean(point["percent"].values()) for point in trend["points"]}
+    law = {one["width"]: one for one in trend["law"]}
+    papers = {int(width): gap for width, gap in trend["paper"].items()}
+    for width in sorted({*measured, *law, *papers}):
+        said = law.get(width, {"percent": None})
+        interval = "{:+.1f} to {:+.1f}".format(*said["interval"]) if width in law else ""
+        yield [str(width), _signed(measured.get(width)), _signed(said["percent"]), interval, _signed(papers.get(width))]
 
 
 def _trained(entries: list[Mapping[str, Any]]) -> Iterator[str]:

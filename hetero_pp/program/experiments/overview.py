@@ -70,7 +70,7 @@ def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(folder.glob("*/**/*.json")):
         content = json.loads(path.read_text())
         if isinstance(content, dict) and "claims" in content:
-            if "trained" not in content or any("about" not in claim for claim in content["claims"]):
+            if "trends" not in content or any("about" not in claim for claim in content["claims"]):
                 raise ConfigError((), f"{path}: is of an older hetero-pp, expected `reproduce --no-train` to renew it")
             yield path.relative_to(folder).with_suffix("").as_posix(), content
 

@@ -20,6 +20,7 @@ from hetero_pp.program.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.program.experiments.plots import draw
 from hetero_pp.program.experiments.provenance import Trained, trained_by
 from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.program.experiments.trends import trend_results
 from hetero_pp.program.experiments.verdict import Values
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable
@@ -46,6 +47,7 @@ def result_of(
         "baseline": experiment.baseline,
         "rows": [_row_result(setting, row, outcomes.get(row.name, {}), values) for row in experiment.rows],
         "claims": claim_results(experiment, outcomes),
+        "trends": trend_results(setting, outcomes),
         "trained": trained_by(outcomes, earlier),
     }
 
