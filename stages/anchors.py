@@ -12,18 +12,15 @@ on boundaries that it learns, too. Here they are local: not contributed, not ave
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_pp.inner import InnerOptimizer, InnerSettings
-from hetero_pp.learning_rates import LearningRates
+from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelShape
 from hetero_pp.seeds import seed_of
 from hetero_pp.topology import AnchorSettings
+from stages.own_parameters import OwnParameters
 
 
 def anchors_of(
@@ -36,9 +33,9 @@ def anchors_of(
     return Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, seed_of("anchors", *of))
 
 
-class Anchors:
-    """A [V, R] and W [R, D] of one boundary, and what trains them: AdamW as the inner loop's, without weight decay and
-    clipped by their own norm. They begin with adding nothing.
+class Anchors(OwnParameters):
+    """A [V, R] and W [R, D] of one boundary: AdamW as the inner loop's, without weight decay. They begin with adding
+    nothing.
     """
 
     def __init__(
@@ -47,58 +44,13 @@ class Anchors:
         """`rank` None: A [V, D] alone."""
         self.table = nn.Parameter(torch.zeros(vocabulary, rank or width))
         self.expansion: nn.Parameter | None = None
-        self.parameters = {"table": self.table}
+        parameters = {"table": self.table}
         if rank is not None:
             random = torch.randn(rank, width, generator=torch.Generator().manual_seed(seed))
-            self.expansion = self.parameters["expansion"] = nn.Parameter(random / rank**0.5)
-        own = inner.model_copy(update={"weight_decay": 0.0})
-        self.optimizer = InnerOptimizer(self.parameters, own, total_steps)
-        self._remembered: dict[str, Tensor] = {}
-
-    def to(self, device: torch.device) -> Anchors:
-        """On a device, before the first step."""
-        for parameter in self.parameters.values():
-            parameter.data = parameter.data.to(device)
-        return self
+            self.expansion = parameters["expansion"] = nn.Parameter(random / rank**0.5)
+        super().__init__(parameters, inner.model_copy(update={"weight_decay": 0.0}), total_steps)
 
     def add(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:
         """What was received, and what its tokens tell."""
         told = F.embedding(tokens_BL, self.table)
         return x_BLD + (told if self.expansion is None else told @ self.expansion)
-
-    def follow(self, rates: LearningRates) -> None:
-        """From the next step on other learning rates."""
-        self.optimizer.follow(rates)
-
-    def step(self, step: int) -> None:
-        """One step of the gradients that have gathered, which are then gone."""
-        self.optimizer.step(step, self.optimizer.gradient_norm())
-
-    def drop(self) -> None:
-        """Forget the gradients of a step that does not end."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    @torch.no_grad()
-    def remember(self) -> None:
-        """Keep what A and W are now; what the optimizer keeps is not copied."""
-        for name, parameter in self.parameters.items():
-            self._remembered.setdefault(name, torch.empty_like(parameter)).copy_(parameter)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Go back to what was kept, if something was."""
-        for name, kept in self._remembered.items():
-            self.parameters[name].copy_(kept)
-
-    def state(self) -> dict[str, Any]:
-        """A, W and moments, as tensors that are still in use."""
-        values = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        return {"values": values, "optimizer": self.optimizer.state()}
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, of anchors of the same sizes."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(state["values"][name])
-        self.optimizer.load(state["optimizer"])

@@ -23,6 +23,7 @@ from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.fast.checkpoint import Checkpoint
 from replica_groups.ranks import ALONE, CPU, Ranks
+from stages.peers.peer import bytes_per_token
 
 SLICES = 8
 """Parts of the validation rows, one after the other: how losses differ among them tells what other rows would do."""
@@ -126,9 +127,12 @@ def _slices(group: AllReplicas) -> dict[str, list[float]]:
 
 
 def boundary_bytes_per_token(replica: ReplicaSettings, spec: RunSpec) -> float:
-    """Tensor bytes that one token costs at one hop, in one direction."""
+    """Tensor bytes that one token costs at one hop, in the direction that costs more."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
         return 0.0
     rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
+    of_peer = bytes_per_token(replica.boundary, spec.shape.width, replica.batch_size * length)
+    if of_peer is not None:
+        return max(of_peer)
     return format_of(replica.boundary).wire_bytes((rows, length, rank)) / (rows * length)

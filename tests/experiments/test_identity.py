@@ -127,7 +127,7 @@ DEFAULTS: dict[str, Any] = {
     "replicas.1.boundary.bits": None,
     "replicas.1.boundary.ablations.embedding": "free",
     "replicas.1.boundary.ablations.adaptation": "on",
-    "replicas.1.boundary.ablations.weight_projection": "none",
+    "replicas.1.boundary.ablations.weight_projection": False,
     "replicas.1.boundary.ablations.modified_adamw": False,
     "replicas.1.boundary.ablations.grassmann_every": None,
     "replicas.1.extra_in_flight": 1,

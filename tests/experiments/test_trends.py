@@ -149,5 +149,6 @@ def test_the_ladder_has_tokens_in_proportion_to_parameters() -> None:
         count = 2 * shape.vocabulary * width + shape.layers * (4 * width**2 + 3 * width * hidden)
         ratios.append(config.outer.rounds * 10 * 4 * 4 * 128 / count)
         if row.bits is not None:
+            assert isinstance(row.rank, int)
             assert 4 * row.rank + 8 == 16 * (width // 8)  # as many bits as an eighth of the dimensions in bf16
     assert max(ratios) / min(ratios) < 1.02
