@@ -45,14 +45,17 @@ def prepare_corpus(data: DataSettings, vocabulary: int, cache: Path, on_progress
     """Encode the corpus, or find it in `cache`; open it if it is streamed.
 
     The tokenizer is the one that `data` names; where it names none, one of `vocabulary` tokens that is trained on the
-    corpus. Raises ConfigError if a streamed corpus has none.
+    corpus. Raises ConfigError if a streamed corpus has none, or too little to validate on.
     """
     require_tokenizer(data)
     tokenizer = load_tokenizer(data) if data.names_tokenizer else None
     if tokenizer is None:
         trained = _prepare_tokenizer(data, vocabulary, cache, on_progress)
         data = data.model_copy(update={"tokenizer": str(trained)})
-    return Corpus(data, open_source(data, cache, on_progress), cache, tokenizer)
+    source = open_source(data, cache, on_progress)
+    if isinstance(source, StreamedCorpus):
+        source.validation(batch_size=1)
+    return Corpus(data, source, cache, tokenizer)
 
 
 def require_tokenizer(data: DataSettings) -> None:

@@ -75,7 +75,7 @@ class Supply:
             return self._lacking_of_stream()
         repeats = self._configs[0].data.repeat
         if not repeats and self.needed > self.training * self._tolerance:
-            again = f"--repeat reads this {self.epochs:.2g} times"
+            again = f"--repeat reads this {self._times} times"
             return self._too_few(self.training, "", self.needed, f"{MORE}; {again}")
         if self.needed_to_validate > self.validation * self._tolerance:
             mend = f"{MORE}; or a larger `data.validation_share`, or fewer `data.validation_sequences`"
@@ -103,7 +103,7 @@ class Supply:
         there = f"{self._count(self.training)} tokens to train on in {self._name}, {self.needed:,} are needed"
         if self.needed * self._tolerance > self.training and not self._configs[0].data.repeat:
             return f"{there}: they are counted before anything is trained"
-        return f"{there}: " + ("enough" if self.needed <= self.training else f"they are read {self.epochs:.2g} times")
+        return f"{there}: " + ("enough" if self.needed <= self.training else f"they are read {self._times} times")
 
     @property
     def _tolerance(self) -> float:
@@ -112,6 +112,12 @@ class Supply:
     @property
     def _name(self) -> str:
         return self._configs[0].data.corpus
+
+    @property
+    def _times(self) -> str:
+        """How often the corpus is read, in two digits or more."""
+        epochs = self.epochs or 0.0
+        return f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
 
     def _count(self, tokens: int) -> str:
         return f"{tokens:,}" if self.is_counted else f"about {rounded(tokens)}"
