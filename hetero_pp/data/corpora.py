@@ -7,7 +7,7 @@ import hashlib
 import json
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,20 +28,48 @@ Reader = Callable[[Path, str, OnShare], Iterator[str]]
 
 def documents(settings: DataSettings, on_share: OnShare = lambda _: None) -> Iterator[str]:
     """Every document of the corpus that is not blank, file by file in the order of their names."""
-    readers, files = _readers(settings), _files(settings)
-    sizes = [path.stat().st_size for path in files]
-    before, whole = 0, max(1, sum(sizes))
     found = False
-    for path, size in zip(files, sizes, strict=True):
-        within = partial(_within, on_share, before / whole, size / whole)
-        for text in readers[path.suffix](path, settings.text_field, within):
-            if text.strip():
-                found = True
-                yield text
-        before += size
-        on_share(before / whole)
+    for text in _documents_of(_files(settings), settings, on_share):
+        found = True
+        yield text
     if not found:
         raise ConfigError(_KEY, f"found no text in `{settings.corpus}`, expected at least one document")
+
+
+def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
+    """Documents of some files, spread evenly over all, and which share of the corpus they are.
+
+    They are about `size` bytes of files, or all if there are fewer; of one large file they are the first.
+    """
+    files = _files(settings)
+    whole = _bytes_of(files)
+    some = files[:: max(1, whole // size)]
+    part = _bytes_of(some) / whole
+    texts: list[str] = []
+    read = [(0, 0.0)]
+    """How many texts there were at a share of these files."""
+    for text in _documents_of(some, settings, lambda share: read.append((len(texts), share))):
+        if read[-1][1] * part * whole >= size:
+            break
+        texts.append(text)
+    count, share = read[-1]
+    return texts[:count], share * part
+
+
+def _documents_of(files: Sequence[Path], settings: DataSettings, on_share: OnShare) -> Iterator[str]:
+    """The documents of files that are not blank; `on_share` is told between documents."""
+    readers = _readers(settings)
+    before, whole = 0, _bytes_of(files)
+    for path in files:
+        size = path.stat().st_size
+        within = partial(_within, on_share, before / whole, size / whole)
+        yield from (text for text in readers[path.suffix](path, settings.text_field, within) if text.strip())
+        before += size
+        on_share(before / whole)
+
+
+def _bytes_of(files: Sequence[Path]) -> int:
+    return max(1, sum(path.stat().st_size for path in files))
 
 
 def _within(on_share: OnShare, before: float, part: float, share: float) -> None:

@@ -77,6 +77,11 @@ class DataSettings(Settings):
         """The dataset, folder or pattern of a streamed corpus; None for any other."""
         return self.corpus.removeprefix(STREAMED) if self.corpus.startswith(STREAMED) else None
 
+    @property
+    def names_tokenizer(self) -> bool:
+        """Whether a tokenizer was named. Where none was, a run reads bytes, and a table trains an encoding."""
+        return "tokenizer" in self.model_fields_set
+
     def with_absolute_paths(self) -> DataSettings:
         """The same, with paths that mean the same from any folder."""
         changes: dict[str, str] = {}

@@ -182,7 +182,12 @@ def reproduce(
     ] = False,
     train: Annotated[bool, typer.Option(help="--no-train writes the tables from what was trained so far.")] = True,
     sweep: Annotated[list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row, as `rank=1/8,1/32`.")] = [],  # noqa: B006 (typer copies it)
-    corpus: Annotated[str | None, typer.Option(help="Your own text instead of the experiment's.")] = None,
+    corpus: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Your own text: a path, or `hf:` and a dataset to stream.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Your own tokenizer.json, or the folder that holds it.")
+    ] = None,
     repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus that is too small more than once.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: what the scale wants, if it is here.")] = "auto",
     compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile, if it works.")] = True,
@@ -211,6 +216,7 @@ def reproduce(
             seeds=seeds,
             workers=workers,
             corpus=corpus,
+            tokenizer=tokenizer,
             repeat=repeat,
             sweeps=sweep,
             runs=runs,

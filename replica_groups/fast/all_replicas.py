@@ -118,9 +118,25 @@ class AllReplicas:
         self.stacks = stacks
         self.loose = [index for index in self.loose if not any(index in indices for indices in groups)]
 
+    def read_ahead(self, round_: int) -> None:
+        """Have a round's batches at hand. Raises ConfigError, on every rank, if the text of a replica ends before: the
+        state is then that of the round before.
+        """
+        ended = None
+        try:
+            for batches in self.batches:
+                batches.read_ahead(self._steps(round_))
+        except ConfigError as error:
+            ended = error
+        if any(self.ranks.gather(ended is not None)):
+            raise ended or ConfigError(("data", "corpus"), "found its end on another rank, expected more text")
+
+    def _steps(self, round_: int) -> range:
+        return range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
+
     def round(self, round_: int) -> bool:
         """H inner steps on every replica, and the outer round; False if it diverged."""
-        steps = range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
+        steps = self._steps(round_)
         measures = self.bias_every is not None and round_ % self.bias_every == 0
         meter = self._meter(steps) if measures else None
         if not all(self.ranks.gather(self._inner_steps(steps))):

@@ -17,6 +17,7 @@ import torch
 
 from hetero_pp.coefficients import format_of
 from hetero_pp.data.sources import Source
+from hetero_pp.errors import ConfigError
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
@@ -75,9 +76,12 @@ def train_fast(
     is there, training goes on from it, to the same bits on a CPU; it is gone at the end.
     `stacks`: replicas of one kind take their inner steps together (losses differ by rounding), where they can and the
     bias is not measured. None: on a GPU, if that is faster by a measurement, which a checkpoint remembers.
+
+    Raises ConfigError before the round in which a streamed corpus ends that may not be repeated. The state is saved
+    then, and training goes on from it once the corpus may be.
     """
     started = time.monotonic()
-    kept = None if checkpoint is None else Checkpoint(checkpoint, spec.run, ranks, checkpoint_seconds)
+    kept = None if checkpoint is None else Checkpoint(checkpoint, _kept_as(spec), ranks, checkpoint_seconds)
     saved = None if kept is None else kept.load()
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
@@ -88,13 +92,25 @@ def train_fast(
         started -= saved["seconds"]
         group.load(saved["group"])
     del saved  # or everything would be held twice
+
+    def save() -> None:
+        if kept is not None:
+            seconds = time.monotonic() - started
+            kept.save(len(losses), {"losses": losses, "seconds": seconds, "group": group.state()})
+
     for round_ in range(len(losses) + 1, spec.config.outer.rounds + 1):
+        try:
+            group.read_ahead(round_)
+        except ConfigError as error:
+            save()
+            told = "" if kept is None else f"; the state after round {round_ - 1} is kept, to go on from"
+            raise ConfigError(error.key, error.message + told) from error
         loss = group.evaluate() if group.round(round_) else math.nan
         if not math.isfinite(loss):
             break
         losses.append(loss)
         if kept is not None and kept.is_due():
-            kept.save(round_, {"losses": losses, "seconds": time.monotonic() - started, "group": group.state()})
+            save()
         on_round(round_, loss)
     diverged = len(losses) < spec.config.outer.rounds
     result = FastResult(
@@ -114,6 +130,15 @@ def train_fast(
     if kept is not None:
         kept.remove()
     return result
+
+
+def _kept_as(spec: RunSpec) -> str:
+    """Names the run in its checkpoints: one whose stream has ended goes on as one that may repeat it."""
+    config = spec.config
+    if config.data.streamed is None or config.data.repeat:
+        return spec.run
+    repeats = config.model_copy(update={"data": config.data.model_copy(update={"repeat": True})})
+    return RunSpec(repeats, spec.shape.vocabulary, spec.changes).run
 
 
 def _slices(group: AllReplicas) -> dict[str, list[float]]:

@@ -315,7 +315,8 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
     scale.write_text(scale.read_text().replace("rounds: 2", "rounds: 2000"))
     code, _, errors = reproduce("toy/one")
     assert code == 2
-    assert "are lacking (--repeat reads the corpus more than once)" in errors
+    assert "are lacking (bring more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH" in errors
+    assert "; --repeat reads this " in errors
     scale.write_text(scale.read_text().replace("validation_sequences: 4", "validation_sequences: 4000"))
     code, _, errors = reproduce("toy/one", "--repeat")
     assert code == 2

@@ -45,6 +45,14 @@ class Definition(Settings):
         self._file = file
 
 
+class Bring(Settings):
+    """What the user brings to a scale of a paper."""
+
+    paper: str = Field(description="where it says so")
+    corpus: str = Field(description="for --corpus")
+    tokenizer: str = Field(description="whose, in words; one that is named has to have the scale's `vocabulary`")
+
+
 class Scale(Definition):
     """A size at which tables are made: `base` is a run's configuration without name, seed and replicas."""
 
@@ -53,8 +61,9 @@ class Scale(Definition):
     replicas: int = Field(ge=1, description="M")
     stages: int = Field(ge=1, description="of a compressed replica")
     batch_size: int = Field(ge=1, description="sequences of a replica and inner step")
-    vocabulary: int = Field(description="of a byte-pair encoding trained on the corpus")
+    vocabulary: int = Field(description="of a byte-pair encoding trained on the corpus; or of `data.tokenizer`")
     hardware: Literal["cpu", "gpu"] = Field(description="without it, rows of this scale are validated, not trained")
+    bring: Bring | None = None
     base: dict[str, Any]
     sizes: dict[str, Cells] = Field(default_factory=dict, description="changed cells of rows that are of such a size")
 
@@ -146,6 +155,7 @@ class Experiment(Definition):
     note: str = ""
     corpus: str | None = Field(None, description="instead of the scale's")
     scale: Name | None = Field(None, description="the only one that it is for: its rows are of the scale's `sizes`")
+    bring: str | None = Field(None, description="the corpus to bring to a scale of a paper, instead of the scale's")
     at: dict[str, Cells] = Field(default_factory=dict, description="changed cells of every row, by scale")
     bias_every: int | None = Field(None, ge=1, description="rounds between measurements of equation 5's bias")
     first_seed: int = Field(1, ge=1, description="another than 1 where seeds have to be fresh: what a search has found")

@@ -52,7 +52,11 @@ def _paragraph(result: Mapping[str, Any]) -> Iterator[str]:
         yield result["note"]
     corpus = result["corpus"]
     if corpus is not None:
-        yield f"Corpus: {corpus['name']}, {corpus['tokens']:,} tokens, read {corpus['epochs']:.2g} times."
+        read = "streamed"
+        if corpus["tokens"] is not None:
+            read = f"{corpus['tokens']:,} tokens, read {corpus['epochs']:.2g} times"
+        named = f", encoded by {corpus['tokenizer']}" if "tokenizer" in corpus else ""
+        yield f"Corpus: {corpus['name']}{named}, {read}."
 
 
 def _table(result: Mapping[str, Any]) -> Iterator[str]:

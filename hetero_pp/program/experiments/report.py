@@ -20,6 +20,7 @@ from hetero_pp.program.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.program.experiments.plots import draw
 from hetero_pp.program.experiments.provenance import Trained, trained_by
 from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.program.experiments.supply import counted
 from hetero_pp.program.experiments.trends import trend_results
 from hetero_pp.program.experiments.verdict import Values
 from hetero_pp.program.report.output import say
@@ -59,12 +60,10 @@ def _facts(setting: Setting) -> str:
 
 
 def _corpus_result(setting: Setting, corpus: Corpus) -> dict[str, Any]:
-    return {
-        "name": corpus.data.corpus,
-        "sha256": corpus.store.digest,
-        "tokens": len(corpus.store.train),
-        "epochs": max(corpus.epochs(setting.config(row)) for row in setting.rows()),
-    }
+    supply = counted(setting, corpus)
+    named = {} if corpus.tokenizer is None else {"tokenizer": corpus.data.tokenizer}
+    known = {"tokens": supply.training, "epochs": supply.epochs}
+    return {"name": corpus.data.corpus, "sha256": corpus.digest, **named, **known}
 
 
 def _row_result(

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hetero_pp.data.settings import STREAMED
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.definition import Scale
 from hetero_pp.program.experiments.jobs import Training
+from hetero_pp.program.experiments.named_tokenizer import with_tokenizer
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.sweep import swept
 
 EXPERIMENTS = Path("configs/experiments")
 SCALE = "micro"
 """What is meant if the user does not say."""
+_ENDINGS = re.compile(r"(\.(txt|jsonl?|parquet|gz|zst|bz2|xz))+$")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Request:
     seeds: int = 3
     workers: int = 1
     corpus: str | None = None
+    tokenizer: str | None = None
     repeat: bool = False
     sweeps: Sequence[str] = ()
     runs: Path = Path("runs")
@@ -45,7 +50,7 @@ class Request:
         If none is named, all that can be used, and what is wrong with each of the others. Raises ConfigError for a
         scale or a name that is not known, and for an experiment that was named and cannot be used.
         """
-        scale = self.catalog.scale(self.scale)
+        scale = with_tokenizer(self.catalog.scale(self.scale), self.tokenizer)
         if self.names:
             return [self._setting(scale, name) for name in self.names], {}
         found, broken = [], dict(self.catalog.broken)
@@ -66,9 +71,8 @@ class Request:
                 setting.config(row)
         if self.sweeps:
             setting = swept(setting, self.sweeps)
-        if self.corpus is None:
-            return setting
-        named = setting.experiment.model_copy(update={"name": f"{setting.experiment.name}-{Path(self.corpus).stem}"})
+        brought = [short_name(one) for one in (self.corpus, self.tokenizer) if one is not None]
+        named = setting.experiment.model_copy(update={"name": "-".join([setting.experiment.name, *brought])})
         return replace(setting, experiment=named)
 
     def _command(self, name: str) -> str:
@@ -81,7 +85,20 @@ class Request:
         words += [word for sweep in self.sweeps for word in ("--sweep", sweep)]
         if self.corpus is not None:
             words += ["--corpus", self.corpus]
+        if self.tokenizer is not None:
+            words += ["--tokenizer", self.tokenizer]
         return shlex.join(words + ["--repeat"] * self.repeat)
+
+
+def short_name(brought: str) -> str:
+    """What a table on a corpus or with a tokenizer is called after: the last of its path that is a name of its own.
+
+    `dclm-baseline-1.0` of `hf:mlfoundations/dclm-baseline-1.0`, `llama-2` of `data/llama-2/tokenizer.json`, `c4` of
+    `hf:/data/c4/*.json.gz`.
+    """
+    parts = [part for part in Path(brought.removeprefix(STREAMED)).parts if "*" not in part]
+    parts = [part for part in parts if part != "tokenizer.json"] or parts
+    return re.sub(r"[^\w.+-]", "_", _ENDINGS.sub("", parts[-1])) if parts else "corpus"
 
 
 def with_device(request: Request, device: str) -> Request:

@@ -23,7 +23,7 @@ _NOT_CELLS = {
     "data": "its keys, one by one",
     "data.corpus": _OF_THE_TABLE,
     "data.text_field": _OF_THE_TABLE,
-    "data.tokenizer": "the `vocabulary` of the scale",
+    "data.tokenizer": "`data.tokenizer` of the scale, or --tokenizer, for all rows",
     "replicas": "`replicas` of the row",
 }
 """What rows do not differ in as cells, and what stands for them."""
