@@ -35,7 +35,8 @@ def reproduce(request: Request) -> None:
     tables = {setting.experiment.name: _Table(setting, request, rows, outcomes, console) for setting in settings}
     asked: dict[str, Job] = {}
     for _, job in chain.from_iterable(table.asked for table in tables.values()):
-        asked.setdefault(job.key, job)
+        if request.trains_row(job.name):
+            asked.setdefault(job.key, job)
     wanted = [(job, key not in outcomes) for key, job in asked.items()]
     failures: Mapping[str, str] = {}
     ranks = init_ranks(torch.device(request.training.device))

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hetero_pp.data.settings import STREAMED
@@ -30,6 +31,8 @@ class Request:
     catalog: Catalog
     names: Sequence[str] = ()
     scale: str = SCALE
+    rows: Sequence[str] = ()
+    """Patterns of the names of rows that are to be trained, as `128,*`; all if none is given."""
     seeds: int = 3
     workers: int = 1
     corpus: str | None = None
@@ -54,16 +57,24 @@ class Request:
         if self.names:
             return [self._setting(scale, name) for name in self.names], {}
         found, broken = [], dict(self.catalog.broken)
-        for name in sorted(self.catalog.experiments):
+        for name, experiment in sorted(self.catalog.experiments.items()):
+            if experiment.scale not in (None, scale.name):
+                continue
             try:
                 found.append(self._setting(scale, name))
             except ConfigError as error:
                 broken[name] = error
         return found, broken
 
+    def trains_row(self, name: str) -> bool:
+        """Whether a row is among those to be trained."""
+        return not self.rows or any(fnmatchcase(name, pattern) for pattern in self.rows)
+
     def _setting(self, scale: Scale, name: str) -> Setting:
         """An experiment of which every row is a run. Raises ConfigError if it is not."""
         experiment = self.catalog.experiment(name)
+        if experiment.scale not in (None, scale.name):
+            raise ConfigError((), f"--scale {scale.name}: {name} is only for {experiment.scale}")
         command = self._command(experiment.name)
         setting = Setting(scale, experiment, self.can_train, self.corpus, self.repeat, command)
         for row in experiment.rows:
@@ -80,7 +91,7 @@ class Request:
         words = ["hetero-pp", "reproduce", name]
         if self.catalog.folder != EXPERIMENTS:
             words += ["--experiments", str(self.catalog.folder)]
-        if self.scale != SCALE:
+        if self.scale != (self.catalog.experiment(name).scale or SCALE):
             words += ["--scale", self.scale]
         words += [word for sweep in self.sweeps for word in ("--sweep", sweep)]
         if self.corpus is not None:
@@ -88,6 +99,14 @@ class Request:
         if self.tokenizer is not None:
             words += ["--tokenizer", self.tokenizer]
         return shlex.join(words + ["--repeat"] * self.repeat)
+
+
+def scale_of(catalog: Catalog, names: Sequence[str]) -> str:
+    """The scale of experiments if the user names none. Raises ConfigError if they are for several."""
+    scales = {catalog.experiment(name).scale or SCALE for name in names} or {SCALE}
+    if len(scales) > 1:
+        raise ConfigError((), f"found experiments for the scales {', '.join(sorted(scales))}, expected one at a time")
+    return scales.pop()
 
 
 def short_name(brought: str) -> str:
