@@ -33,7 +33,8 @@ class AblationSettings(Settings):
         "the subspace (replicas then differ between rounds)",
     )
     weight_projection: Literal["none", "w_p1", "both"] = Field(
-        "none", description="project W_p1 (attention), or W_p1 and W_p2 (feed forward), onto the subspace after each step"
+        "none",
+        description="onto the subspace, after each step: W_p1 (attention), or W_p1 and W_p2 (feed forward)",
     )
     modified_adamw: bool = Field(
         False, description="second moments shared across the width, so that an update stays in the subspace"

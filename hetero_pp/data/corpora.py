@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.data.settings import DOCSTRINGS, STANDARD_LIBRARY, DataSettings
+from hetero_pp.data.prose import package_folders, prose_of
+from hetero_pp.data.settings import DOCSTRINGS, INSTALLED, PROSE, STANDARD_LIBRARY, DataSettings
 from hetero_pp.errors import ConfigError
 
 _KEY = ("data", "corpus")
@@ -89,10 +90,12 @@ def _files(settings: DataSettings) -> list[Path]:
         raise ConfigError(
             _KEY, f"found `{corpus}`, expected a corpus that is not streamed: this one is read as a whole"
         )
-    is_library = corpus in (STANDARD_LIBRARY, DOCSTRINGS)
+    if corpus == PROSE:
+        return sorted(path for folder in package_folders() for path in _below(folder, set()) if path.suffix in suffixes)
+    is_library = corpus in INSTALLED
     root = Path(sysconfig.get_path("stdlib") if is_library else corpus).expanduser().resolve()
     if not root.exists():
-        choices = f"`{STANDARD_LIBRARY}`, `{DOCSTRINGS}` or a path that exists"
+        choices = f"{', '.join(f'`{name}`' for name in INSTALLED)} or a path that exists"
         raise ConfigError(_KEY, f"found `{corpus}`, expected {choices}")
     found = _below(root, _NOT_STANDARD if is_library else set()) if root.is_dir() else [root]
     files = [path for path in found if path.suffix in suffixes]
@@ -117,6 +120,8 @@ def _readers(settings: DataSettings) -> dict[str, Reader]:
         return {".py": _source}
     if settings.corpus == DOCSTRINGS:
         return {".py": _docstrings}
+    if settings.corpus == PROSE:
+        return {".py": _prose}
     return {".txt": _text, ".jsonl": _json_lines, ".parquet": _parquet}
 
 
@@ -140,6 +145,12 @@ def _docstrings(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
         for node in _statements(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield ast.get_docstring(node) or ""
+
+
+def _prose(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
+    """The sentences of all docstrings of a source file as one document."""
+    texts = (prose_of(docstring) for docstring in _docstrings(path, field, on_share))
+    yield "\n\n".join(text for text in texts if text)
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
