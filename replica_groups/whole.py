@@ -103,6 +103,11 @@ class WholeReplica:
         """What it trains beside the synced model."""
         return [*self.anchors, *([self.peer] if isinstance(self.peer, OwnParameters) else [])]
 
+    def enter_round(self, round_: int) -> None:
+        """Before its first step; the evaluation after it is of the same."""
+        for anchors in self.anchors:
+            anchors.enter_round(round_)
+
     def step_own(self, step: int) -> None:
         """That of what is its own, and no part of the synced model."""
         for own in self.own:

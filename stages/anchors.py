@@ -3,14 +3,18 @@
 Shapes: B sequences, L positions, D width, R rank, V vocabulary. The receiver knows every token, so part of what
 compression dropped can be told from the tokens alone:
 
-    x_hat = P x + T_perp[t] + A[t] W
+    x_hat = P x + T_perp[t] + w A[t] W
 
 T_perp tells it of the embedding, and decays with depth; A [V, R] and W [R, D] learn the rest, by the gradient at x_hat,
 which the receiver has. The idea of factorised anchors is MAPL's (arXiv 2606.05484), which sends and synchronises them
-on boundaries that it learns, too. Here they are local: not contributed, not averaged, no part of the synced model.
+on boundaries that it learns, too. Here they are local: not contributed, not averaged, no part of the synced model. w is
+1, or falls to 0 towards the end of a run (`fade`), so that the synced model learns to do without them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +28,20 @@ from stages.own_parameters import OwnParameters
 
 
 def anchors_of(
-    settings: AnchorSettings | None, shape: ModelShape, inner: InnerSettings, total_steps: int | None, *of: object
+    settings: AnchorSettings | None,
+    shape: ModelShape,
+    inner: InnerSettings,
+    total_steps: int | None,
+    rounds: int,
+    *of: object,
 ) -> Anchors | None:
     """Those at the receiving side of a hop; `of`: the run's seed, the replica, and the hop, counted from its first."""
     if settings is None:
         return None
     rank = settings.dimensions(shape.width)
-    return Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, seed_of("anchors", *of))
+    anchors = Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, seed_of("anchors", *of))
+    anchors.weight_in = partial(settings.weight, rounds=rounds)
+    return anchors
 
 
 class Anchors(OwnParameters):
@@ -42,6 +53,10 @@ class Anchors(OwnParameters):
         self, vocabulary: int, width: int, rank: int | None, inner: InnerSettings, total_steps: int | None, seed: int
     ) -> None:
         """`rank` None: A [V, D] alone."""
+        self.weight = 1.0
+        """w."""
+        self.weight_in: Callable[[int], float] = lambda round_: 1.0
+        """w by round."""
         self.table = nn.Parameter(torch.zeros(vocabulary, rank or width))
         self.expansion: nn.Parameter | None = None
         parameters = {"table": self.table}
@@ -52,5 +67,11 @@ class Anchors(OwnParameters):
 
     def add(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:
         """What was received, and what its tokens tell."""
+        if self.weight == 0:
+            return x_BLD
         told = F.embedding(tokens_BL, self.table)
-        return x_BLD + (told if self.expansion is None else told @ self.expansion)
+        return x_BLD + self.weight * (told if self.expansion is None else told @ self.expansion)
+
+    def enter_round(self, round_: int) -> None:
+        """Have the weight of a round, until the next."""
+        self.weight = self.weight_in(round_)

@@ -137,6 +137,8 @@ class AllReplicas:
     def round(self, round_: int) -> bool:
         """H inner steps on every replica, and the outer round; False if it diverged."""
         steps = self._steps(round_)
+        for replica in self.replicas:
+            replica.enter_round(round_)
         measures = self.bias_every is not None and round_ % self.bias_every == 0
         meter = self._meter(steps) if measures else None
         if not all(self.ranks.gather(self._inner_steps(steps))):
@@ -381,8 +383,8 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
         cuts = [layers.stop - 1 for layers in replica.layer_ranges(spec.shape.layers)[:-1]]
         ablations = replica.boundary.ablations
         for hop in range(len(cuts)):
-            of, own = (spec.config.seed, replica.name, hop), replica.boundary.anchors
-            if (one := anchors_of(own, spec.shape, spec.config.inner, spec.total_steps, *of)) is not None:
+            of, own, rounds = (spec.config.seed, replica.name, hop), replica.boundary.anchors, spec.config.outer.rounds
+            if (one := anchors_of(own, spec.shape, spec.config.inner, spec.total_steps, rounds, *of)) is not None:
                 one.to(device)
                 anchors.append(one)
         seed = seed_of("peer", spec.config.seed)  # the same in all replicas, which keep them equal
