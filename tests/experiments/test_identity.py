@@ -160,7 +160,7 @@ KEPT = read_outcomes(RESULTS / ROWS)
 
 def test_kept_rows_are_known_by_what_they_say() -> None:
     assert len(KEPT) >= 189
-    parts = ("version", "corpus", "tokenizer", "bias_every", "settings")
+    parts = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "settings")
     for key, outcome in KEPT.items():
         assert key_of({part: outcome[part] for part in parts if part in outcome}) == key
         assert outcome["settings"]["seed"] == outcome["seed"]

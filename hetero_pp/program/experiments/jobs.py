@@ -80,7 +80,7 @@ def identity_of(config: RunConfig, bias_every: int | None, corpus: Corpus) -> di
     settings = settings_of(config, corpus.source.vocabulary)
     tokenizer = corpus.tokenizer
     named = {} if tokenizer is None else {"tokenizer": {"sha256": tokenizer.identity, "ends": tokenizer.separator}}
-    measured = {} if bias_every is None else {"bias_every": bias_every, "bias": "products of two replicas"}
+    measured = {} if bias_every is None else {"bias_every": bias_every, "bias_of": "products of two replicas"}
     return {"version": OUTCOME_VERSION, "corpus": corpus.digest, **named, **measured, "settings": settings}
 
 
