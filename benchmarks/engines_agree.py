@@ -65,7 +65,7 @@ LEAST = Scale.model_validate(
         "hardware": "cpu",
         "base": {
             "model": {"preset": "micro", "width": 32, "layers": 2, "heads": 2, "feed_forward": 32},
-            "data": {"sequence_length": 16, "validation_sequences": 4},
+            "data": {"sequence_length": 16, "validation_share": 0.1, "validation_sequences": 4},
             "inner": {"steps": 2, "warmup_steps": 2},
             "outer": {"rounds": 2},
         },
@@ -80,9 +80,11 @@ RUNS = Path("runs/engines_agree")
 class Jobs:
     """The rows at a scale, each as `reproduce` would train it."""
 
-    def __init__(self, scale: str, corpus: str | None) -> None:
-        self._scale = LEAST if scale == LEAST.name else CATALOG.scale(scale)
-        self._corpus = corpus
+    def __init__(self, scale: str) -> None:
+        self._scale, self._text = CATALOG.scales.get(scale, LEAST), None
+        if scale == LEAST.name:
+            self._text = RUNS.absolute() / "text.txt"
+            self._text.write_text(Path(__file__).read_text())
         self._kept = RESULTS / scale / KEPT
         self._outcomes = read_outcomes(self._kept)
         self._prepared: dict[str, Corpus] = {}
@@ -90,7 +92,8 @@ class Jobs:
     def job(self, name: str, seed: int) -> Job:
         """Of a row at a seed. Its corpus is encoded, if it is not yet."""
         experiment, row = ROWS[name]
-        setting = Setting(self._scale, CATALOG.experiment(experiment), corpus=self._corpus)
+        own = None if self._text is None else str(self._text)
+        setting = Setting(self._scale, CATALOG.experiment(experiment), corpus=own)
         [one] = [one for one in setting.rows() if one.name == row]
         data = setting.config(one).data
         if data.corpus not in self._prepared:
@@ -102,10 +105,9 @@ class Jobs:
         """The tokens of a job."""
         return self._prepared[job.config.data.corpus].store
 
-    def kept(self, job: Job) -> list[float] | None:
-        """The validation losses of its row, if it was trained before."""
-        outcome = self._outcomes.get(job.key)
-        return None if outcome is None else outcome["validation_loss"]
+    def kept(self, job: Job) -> list[list[float]]:
+        """The validation losses of its row as it is in the tables, if it is."""
+        return [self._outcomes[job.key]["validation_loss"]] if job.key in self._outcomes else []
 
 
 def train(job: Job, way: str, jobs: Jobs) -> list[float]:
@@ -125,6 +127,18 @@ def train(job: Job, way: str, jobs: Jobs) -> list[float]:
     return losses
 
 
+def measure(job: Job, way: str, jobs: Jobs) -> Iterator[dict[str, Any]]:
+    """The run, or that nothing is kept of it."""
+    run = {"way": way, "seed": job.seed, "key": job.key}
+    if way == "kept":
+        yield from (run | {"validation_loss": losses} for losses in jobs.kept(job))
+        return
+    began, started = commit(), time.monotonic()
+    losses, seconds = train(job, way, jobs), time.monotonic() - started
+    print(f"{job.experiment}: {job.name}, {way}, seed {job.seed}: {losses[-1]:.4f} in {seconds:.0f} s", flush=True)
+    yield run | {"commit": began, "seconds": seconds, "validation_loss": losses}
+
+
 def compared(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Of each row, each pair of ways at the seeds that both have."""
     losses: dict[tuple[str, str], dict[int, list[float]]] = {}
@@ -134,7 +148,7 @@ def compared(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for one, other in PAIRS:
             first, second = losses.get((row, one), {}), losses.get((row, other), {})
             if seeds := sorted({*first} & {*second}):
-                last = [first[seed][-1] for seed in seeds]
+                last = [of_seed[-1] for of_seed in first.values()]
                 yield {
                     "row": row,
                     "ways": [one, other],
@@ -179,25 +193,15 @@ def main() -> None:
     found: dict[str, Any] = {"machine": machine(), "scale": arguments.scale, "runs": [], "pairs": []}
     if arguments.json is not None and arguments.json.exists():
         found = json.loads(arguments.json.read_text())
-    there = {(run["row"], run["way"], run["seed"]) for run in found["runs"]}
-    jobs = Jobs(arguments.scale, "docstrings" if arguments.scale == LEAST.name else None)
+    jobs = Jobs(arguments.scale)
     for seed in range(1, arguments.seeds + 1):
         for row in arguments.rows:
             job = jobs.job(row, seed)
-            kept = jobs.kept(job)
-            if kept is not None and (row, "kept", seed) not in there:
-                found["runs"].append({"row": row, "way": "kept", "seed": seed, "validation_loss": kept})
-            for way in arguments.ways:
-                if (row, way, seed) in there:
-                    continue
-                run = {"row": row, "way": way, "seed": seed, "key": job.key, "commit": commit()}
-                started = time.monotonic()
-                losses = train(job, way, jobs)
-                run |= {"seconds": time.monotonic() - started, "validation_loss": losses}
-                found["runs"].append(run)
-                found["pairs"] = list(compared(found["runs"]))
-                save(found, arguments.json)
-                print(f"{row}, {way}, seed {seed}: {losses[-1]:.4f} in {run['seconds']:.0f} s", flush=True)
+            for way in ("kept", *arguments.ways):
+                if all((run["row"], run["way"], run["seed"]) != (row, way, seed) for run in found["runs"]):
+                    found["runs"] += [{"row": row, **run} for run in measure(job, way, jobs)]
+                    found["pairs"] = list(compared(found["runs"]))
+                    save(found, arguments.json)
     show(found["runs"])
 
 
