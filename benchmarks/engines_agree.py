@@ -18,7 +18,7 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from command_line import parse, save
 
+from hetero_pp.data.tokens import TokenStore
 from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Scale
@@ -53,7 +54,7 @@ ROWS = {
 WAYS = ("compiled", "eager", "staged", "launched")
 PAIRS = (
     *(("staged", "compiled"), ("staged", "eager"), ("staged", "launched")),
-    *(("kept", "compiled"), ("kept", "launched")),
+    *(("launched", "compiled"), ("launched", "eager"), ("kept", "compiled"), ("kept", "launched")),
 )
 LEAST = Scale.model_validate(
     {
@@ -101,7 +102,7 @@ class Jobs:
             self._prepared[data.corpus] = prepare_corpus(data, self._scale.vocabulary, cache)
         return make_job(setting, one, seed, self._prepared[data.corpus], self._kept)
 
-    def store(self, job: Job) -> Any:
+    def store(self, job: Job) -> TokenStore:
         """The tokens of a job."""
         return self._prepared[job.config.data.corpus].store
 
@@ -164,18 +165,17 @@ def _differences(values: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(values), "farthest": max(values, key=abs)}
 
 
-def show(runs: Sequence[dict[str, Any]]) -> None:
+def show(found: Mapping[str, Any]) -> None:
     """The losses that the ways come to, and a line for each pair of them."""
+    runs = found["runs"]
     print(f"{'row':<16}{'way':<22}loss after the last round, seed by seed")
     for row, way in dict.fromkeys((run["row"], run["way"]) for run in runs):
-        own = sorted(
-            (run["seed"], run["validation_loss"][-1]) for run in runs if (run["row"], run["way"]) == (row, way)
-        )
-        print(f"{row:<16}{way:<22}" + "  ".join(f"{seed}: {loss:.4f}" for seed, loss in own))
-    print(f"\n{'':<38}{'first round':>16}{'last: mean':>12}{'farthest':>10}{'seeds apart':>13}")
-    for pair in compared(runs):
+        own = [(one["seed"], one["validation_loss"][-1]) for one in runs if (one["row"], one["way"]) == (row, way)]
+        print(f"{row:<16}{way:<22}" + "  ".join(f"{seed}: {loss:.4f}" for seed, loss in sorted(own)))
+    print(f"\n{'':<38}{'first round':>13}{'last: mean':>12}{'farthest':>10}{'seeds apart':>13}")
+    for pair in found["pairs"]:
         first, last = pair["first_round"], pair["last_round"]
-        numbers = f"{first['farthest']:>+16.5f}{last['mean']:>+12.4f}{last['farthest']:>+10.4f}"
+        numbers = f"{first['farthest']:>+13.0e}{last['mean']:>+12.4f}{last['farthest']:>+10.4f}"
         same = "  the same bits" if pair["same_bits"] else ""
         print(f"{pair['row']:<16}{' to '.join(pair['ways']):<22}{numbers}{pair['seeds_apart']:>13.4f}{same}")
 
@@ -200,9 +200,10 @@ def main() -> None:
             for way in ("kept", *arguments.ways):
                 if all((run["row"], run["way"], run["seed"]) != (row, way, seed) for run in found["runs"]):
                     found["runs"] += [{"row": row, **run} for run in measure(job, way, jobs)]
-                    found["pairs"] = list(compared(found["runs"]))
                     save(found, arguments.json)
-    show(found["runs"])
+    found["pairs"] = list(compared(found["runs"]))
+    save(found, arguments.json)
+    show(found)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,10 @@ class Job:
         """Names what it comes to."""
         return key_of(self.identity)
 
-    def outcome(self, result: FastResult, device: torch.device) -> Outcome:
-        """A result of this machine, on this device, and of this process's commit, as it is kept."""
+    def outcome(self, result: FastResult, device: torch.device, commit: str) -> Outcome:
+        """A result of this machine, as it is kept."""
         named = {"row": f"{self.experiment}: {self.name}", "seed": self.seed, "key": self.key}
-        trained = {"machine": machine(), "device": device.type, "commit": _own_commit()}
+        trained = {"machine": machine(), "device": device.type, "commit": commit}
         return {**named, **self.identity, **_finite(dataclasses.asdict(result)), **trained}
 
 
@@ -99,7 +99,7 @@ def train_job(
 
     What was interrupted goes on from its last checkpoint. `on_round` is told of round 0, too: that it begins.
     """
-    _own_commit()
+    began_at = _own_commit()
     torch.set_num_threads(job.config.threads)
     device = torch.device(training.device) if ranks.world == 1 else ranks.device
     if device.type == "cuda":
@@ -116,7 +116,7 @@ def train_job(
         ranks=ranks,
         checkpoint=job.cache.parent / UNFINISHED / f"{job.key}.pt",
     )
-    outcome = job.outcome(result, device)
+    outcome = job.outcome(result, device, began_at)
     if ranks.rank == 0:
         add_outcome(job.rows, outcome)
     return outcome
