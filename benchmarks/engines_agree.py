@@ -7,8 +7,8 @@ grouped tell them apart. `compiled` and `eager` are the fast path; `staged` is a
 memory; `launched` is `hetero-pp launch`: a process for each member, over gRPC. `kept` is not trained: it is the row of
 `benchmarks/results/<scale>/rows.jsonl`, from which the tables are written, where it has one of the same corpus.
 
-Losses are those of the last round. Of each pair of ways: the second minus the first at the same seed, the mean and the
-one farthest from 0, after the first round and after the last; beside them how far the seeds of the first lie apart.
+Of each pair of ways: the second's loss minus the first's at the same seed, the mean with its 95 % interval and the one
+that is farthest from 0, after the first round and after the last; beside them how far the seeds of both lie apart.
 With --json, what the file has is not trained again.
 """
 
@@ -37,6 +37,7 @@ from hetero_pp.program.experiments.outcomes import ROWS as KEPT
 from hetero_pp.program.experiments.outcomes import read_outcomes
 from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.program.experiments.verdict import interval_of
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.folder import CACHE, RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -51,7 +52,7 @@ ROWS = {
 }
 """Experiment and row: half of the replicas compressed, in bf16 and in few bits, and what the other two papers send."""
 
-WAYS = ("compiled", "eager", "staged", "launched")
+WAYS = ("kept", "compiled", "eager", "staged", "launched")
 PAIRS = (
     *(("staged", "compiled"), ("staged", "eager"), ("staged", "launched")),
     *(("launched", "compiled"), ("launched", "eager"), ("kept", "compiled"), ("kept", "launched")),
@@ -149,7 +150,6 @@ def compared(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for one, other in PAIRS:
             first, second = losses.get((row, one), {}), losses.get((row, other), {})
             if seeds := sorted({*first} & {*second}):
-                last = [of_seed[-1] for of_seed in first.values()]
                 yield {
                     "row": row,
                     "ways": [one, other],
@@ -157,12 +157,19 @@ def compared(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                     "same_bits": all(first[seed] == second[seed] for seed in seeds),
                     "first_round": _differences([second[seed][0] - first[seed][0] for seed in seeds]),
                     "last_round": _differences([second[seed][-1] - first[seed][-1] for seed in seeds]),
-                    "seeds_apart": max(last) - min(last),
+                    "seeds_apart": [_apart(first), _apart(second)],
                 }
 
 
-def _differences(values: Sequence[float]) -> dict[str, float]:
-    return {"mean": fmean(values), "farthest": max(values, key=abs)}
+def _differences(values: Sequence[float]) -> dict[str, Any]:
+    interval = interval_of(values) if len(values) > 1 else None
+    return {"mean": fmean(values), "interval": interval, "farthest": max(values, key=abs)}
+
+
+def _apart(losses: Mapping[int, Sequence[float]]) -> float:
+    """The greatest last loss minus the least, over all seeds that are known."""
+    last = [of_seed[-1] for of_seed in losses.values()]
+    return max(last) - min(last)
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -172,12 +179,14 @@ def show(found: Mapping[str, Any]) -> None:
     for row, way in dict.fromkeys((run["row"], run["way"]) for run in runs):
         own = [(one["seed"], one["validation_loss"][-1]) for one in runs if (one["row"], one["way"]) == (row, way)]
         print(f"{row:<16}{way:<22}" + "  ".join(f"{seed}: {loss:.4f}" for seed, loss in sorted(own)))
-    print(f"\n{'':<38}{'first round':>13}{'last: mean':>12}{'farthest':>10}{'seeds apart':>13}")
+    print(f"\n{'':<38}{'first round':>13}{'last: mean':>12}{'95 %':>20}{'farthest':>10}{'seeds apart':>18}")
     for pair in found["pairs"]:
         first, last = pair["first_round"], pair["last_round"]
-        numbers = f"{first['farthest']:>+13.0e}{last['mean']:>+12.4f}{last['farthest']:>+10.4f}"
+        interval = "{:+.4f} to {:+.4f}".format(*last["interval"]) if last["interval"] else ""
+        numbers = f"{first['farthest']:>+13.0e}{last['mean']:>+12.4f}{interval:>20}{last['farthest']:>+10.4f}"
+        apart = "{:.4f}, {:.4f}".format(*pair["seeds_apart"])
         same = "  the same bits" if pair["same_bits"] else ""
-        print(f"{pair['row']:<16}{' to '.join(pair['ways']):<22}{numbers}{pair['seeds_apart']:>13.4f}{same}")
+        print(f"{pair['row']:<16}{' to '.join(pair['ways']):<22}{numbers}{apart:>18}{same}")
 
 
 def main() -> None:
@@ -185,7 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scale", choices=[LEAST.name, *CATALOG.scales], default="micro")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="; ".join(ROWS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["compiled", "staged", "launched"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["kept", "compiled", "staged", "launched"])
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parse(parser, SMOKE)
     torch.set_num_threads(1)
@@ -197,7 +206,7 @@ def main() -> None:
     for seed in range(1, arguments.seeds + 1):
         for row in arguments.rows:
             job = jobs.job(row, seed)
-            for way in ("kept", *arguments.ways):
+            for way in arguments.ways:
                 if all((run["row"], run["way"], run["seed"]) != (row, way, seed) for run in found["runs"]):
                     found["runs"] += [{"row": row, **run} for run in measure(job, way, jobs)]
                     save(found, arguments.json)
