@@ -10,7 +10,7 @@ third are kills, a third freezes and cuts of two seconds, and a third such of te
 - `goodput`: tokens of counted contributions a second under faults, beside those of stretches without them right before
   and after, and beside those of the rounds in between that no fault touched (`share_of_untouched`): a machine that is
   shared may be twice as fast at one time as at another, and these are of the same minutes. What is lost is told by kind
-  of fault. `soak`: memory and descriptors meanwhile.
+  of fault. `growth`: memory and descriptors meanwhile.
 - `all_or_nothing`: the same where whoever dies ends the run, which is then started again by `--resume`.
 - `soak`: memory and descriptors of every process where nothing is done to it and rounds are as short as they can be:
   how they grow in the second half of the time.
@@ -27,7 +27,7 @@ import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -138,14 +138,21 @@ def _follow(run: ChaosRun, found: dict[str, Any], arguments: argparse.Namespace,
     run.wait(MOST_SECONDS_A_CELL, 1)
     begin, told = time.monotonic(), 0.0
     samples: Samples = defaultdict(list)
-    while (seconds := time.monotonic() - begin) < 60 * arguments.minutes and run.wait(5.0):
-        for member, pid, memory, descriptors in run.sizes():
-            samples[member, pid].append((seconds, memory, descriptors))
+    for seconds in sample(run, 60 * arguments.minutes, samples):
         if seconds > told + SECONDS_BETWEEN_TELLS:
             told = seconds
-            tell(found | figures(run, found) | {"minutes": seconds / 60, "soak": soak(samples)})
+            tell(found | figures(run, found) | {"minutes": seconds / 60, "growth": growth(samples)})
     found["ended_by_itself"] = None if run.runs else run.said()
-    found |= {"minutes": (time.monotonic() - begin) / 60, "soak": soak(samples)}
+    found |= {"minutes": (time.monotonic() - begin) / 60, "growth": growth(samples)}
+
+
+def sample(run: ChaosRun, most: float, samples: Samples) -> Iterator[float]:
+    """Note the size of every process, every five seconds for `most` or until the run ends; how many have passed."""
+    begin = time.monotonic()
+    while (seconds := time.monotonic() - begin) < most and run.wait(5.0):
+        for member, pid, memory, descriptors in run.sizes():
+            samples[member, pid].append((seconds, memory, descriptors))
+        yield seconds
 
 
 def figures(run: ChaosRun, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,17 +286,16 @@ def without_faults(folder: Path, arguments: argparse.Namespace, tell: Callable[[
     with ChaosRun(folder / "soak", ["inner.steps=1"]) as run:
         run.start()
         run.wait(MOST_SECONDS_A_CELL, 1)
-        begin, half = time.monotonic(), 30 * arguments.minutes
-        while (seconds := time.monotonic() - begin) < 2 * half and run.wait(5.0):
-            for member, pid, memory, descriptors in run.sizes():
-                samples[member, pid].append((seconds, memory, descriptors))
-        rounds = run.closed()
+        half = 30 * arguments.minutes
+        for _ in sample(run, 2 * half, samples):
+            pass
+        ended, rounds = not run.runs, run.closed()
     late = sum(time_ > max(rounds.values()) - half for time_ in rounds.values())
     found = {"minutes": arguments.minutes, "rounds": len(rounds), "rounds_of_second_half": late}
-    tell(found | {"ended_by_itself": None if seconds >= 2 * half else run.said(), "soak": soak(samples, half)})
+    tell(found | {"ended_by_itself": run.said() if ended else None, "growth": growth(samples, half)})
 
 
-def soak(samples: Samples, first: float = 60.0) -> list[dict[str, Any]]:
+def growth(samples: Samples, first: float = 60.0) -> list[dict[str, Any]]:
     """Of each process that lived for two minutes after its `first` seconds: how memory and descriptors grow in an hour,
     with errors.
     """
@@ -341,9 +347,9 @@ def show(name: str, found: Mapping[str, Any]) -> None:
         lost = [row for row in found["cells"] if not row["survived"]]
         print(f"matrix: {found['survived']} of {len(found['cells'])} survived", *lost, sep="\n  ")
     else:
-        kept = {key: value for key, value in found.items() if key not in ("faults", "soak")}
+        kept = {key: value for key, value in found.items() if key not in ("faults", "growth")}
         print(f"{name}: {json.dumps(kept)}")
-        for row in found.get("soak", []) if name == "soak" else ():
+        for row in found.get("growth", []) if name == "soak" else ():
             print(f"  {row['member']}: {row['megabytes']:.0f} MB, {row['megabytes_an_hour'][0]:+.2f} MB an hour")
 
 

@@ -176,8 +176,8 @@ class Sent:
 
 def real_run(size: Size, kept: int, corpus: Corpus) -> list[Sent]:
     """Error feedback and pseudo-gradients of the first replica after all rounds and H steps more."""
-    spec = RunSpec(_config(size, kept / CHUNK, corpus.data), corpus.store.vocabulary)
-    replicas = AllReplicas(spec, corpus.store)
+    spec = RunSpec(_config(size, kept / CHUNK, corpus.data), corpus.source.vocabulary)
+    replicas = AllReplicas(spec, corpus.source)
     for round_ in range(1, size.rounds + 1):
         replicas.round(round_)
     first, batches = replicas.replicas[0], replicas.batches[0]

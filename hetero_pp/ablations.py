@@ -7,16 +7,24 @@ of a participant group's `boundary.ablations`. Shapes: V vocabulary, D width, K 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from hetero_pp.settings import Settings
+from hetero_pp.settings import AddedLater, Ratio, Settings
 
 OUTPUT_PROJECTIONS = ("attention.wo.weight", "feed_forward.w2.weight")
 """W_p1 and W_p2 [D, F]: what they add to the residual stream should lie in the subspace. Het-PP names W_p1 alone."""
+
+
+class PeerSettings(Settings):
+    """Another's boundary instead of the subspace; `rank` and `bits` or `dtype` of the boundary say what crosses."""
+
+    method: Literal["resbm", "mapl", "tah_quant"] = Field(description="see stages.peers")
+    four_bits: Ratio = Field(0.8, description="TAH-Quant: the share of the tiles that get 4 bits, not 3")
+    gradient_bits: int = Field(6, ge=2, le=8, description="TAH-Quant: of gradients")
 
 
 class AblationSettings(Settings):
@@ -32,8 +40,8 @@ class AblationSettings(Settings):
         description="after an outer round: split the embedding again, keep the first T_perp, or drop what of T_S left "
         "the subspace (replicas then differ between rounds)",
     )
-    weight_projection: Literal["none", "w_p1", "both"] = Field(
-        "none", description="project W_p1 (attention), or W_p1 and W_p2 (feed forward), onto the subspace after each step"
+    weight_projection: Literal[False, "w_p1", "both"] = Field(
+        False, description="onto the subspace, after each step: W_p1 (attention), or W_p1 and W_p2 (feed forward)"
     )
     modified_adamw: bool = Field(
         False, description="second moments shared across the width, so that an update stays in the subspace"
@@ -41,7 +49,12 @@ class AblationSettings(Settings):
     grassmann_every: int | None = Field(
         None, ge=1, description="outer rounds between updates of U along the gradients (only in `reproduce`)"
     )
-    grassmann_step: float = Field(0.1, gt=0, description="size of such an update: its largest angle's tangent")
+    grassmann_step: Annotated[float, AddedLater()] = Field(
+        0.1, gt=0, description="size of such an update: its largest angle's tangent"
+    )
+    peer: Annotated[PeerSettings | None, AddedLater()] = Field(
+        None, description="another's boundary instead (only in `reproduce`)"
+    )
 
 
 @torch.no_grad()

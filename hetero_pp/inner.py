@@ -242,7 +242,7 @@ class InnerOptimizer:
         embedding, table, basis = self._embedding, self._perpendicular, self.basis
         if basis is None:
             return
-        if self._ablations.weight_projection != "none":
+        if self._ablations.weight_projection:
             which = OUTPUT_PROJECTIONS[:1] if self._ablations.weight_projection == "w_p1" else OUTPUT_PROJECTIONS
             project_weights(self._named, basis, which)
         if embedding is None or table is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from hetero_pp.ablations import AblationSettings
 from hetero_pp.engine_settings import EngineName, TorchtitanSettings
@@ -58,6 +58,24 @@ class AnchorSettings(Settings):
     """Tables by token that receiving sides of boundaries learn by themselves, and nobody sends (stages/anchors.py)."""
 
     rank: Rank = Field(description="columns of a table; `full`: as many as the model is wide")
+    fade: Annotated[tuple[Ratio, Ratio] | None, AddedLater()] = Field(
+        None,
+        description="from when to when they fade, as shares of the run's rounds: after that they add nothing, so that "
+        "the model without them is as good",
+    )
+
+    @model_validator(mode="after")
+    def _fades_forward(self) -> AnchorSettings:
+        if self.fade is not None and self.fade[0] >= self.fade[1]:
+            raise ValueError(f"found fade {list(self.fade)}, expected a later end than its begin")
+        return self
+
+    def weight(self, round_: int, rounds: int) -> float:
+        """Of what they add in a round, and in the evaluation after it: 1 before they fade, 0 after."""
+        if self.fade is None:
+            return 1.0
+        begin, end = (share * rounds for share in self.fade)
+        return min(1.0, max(0.0, (end - round_) / (end - begin)))
 
     def dimensions(self, width: int) -> int | None:
         """Columns in a model of this width; None if they are as many."""

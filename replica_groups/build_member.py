@@ -93,8 +93,8 @@ def build_stage(spec: RunSpec, replica: ParticipantsReplica, stage: StageSpec, s
     settings, inner = replica.boundary, spec.config.inner
     boundary = boundary_of(settings, spec.shape.width, start.basis)
     module = build_filled(spec.shape, start.parameters, stage)
-    of = spec.config.seed, replica.name, stage.index - 1
-    anchors = None if stage.is_first else anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, *of)
+    rounds, of = spec.config.outer.rounds, (spec.config.seed, replica.name, stage.index - 1)
+    anchors = None if stage.is_first else anchors_of(settings.anchors, spec.shape, inner, spec.total_steps, rounds, *of)
     return Stage(stage, module, boundary, inner, spec.total_steps, settings.ablations, anchors)
 
 

@@ -55,6 +55,7 @@ class StageMember:
     def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
         """See TrainingMember. The loss is known on the last stage, norm and tokens are told by the first."""
         report = InnerStep(replica=self.replica, round=round_, step=step)
+        self.worker.stage.enter_round(round_)
         tokens = None if self.batches is None else self.batches.train(global_step)
         loss = self.worker.inner_step(round_, step, global_step, tokens, is_last)
         if self.worker.was_last:
@@ -104,6 +105,7 @@ class StageMember:
 
     def evaluate(self, round_: int) -> tuple[float, int] | None:
         """See TrainingMember."""
+        self.worker.stage.enter_round(round_)
         outcome = self.worker.evaluate(round_, self.validation, self.validation_count)
         return None if outcome is None else (outcome[0], outcome[1] * self.worker.settings.sequence_length)
 

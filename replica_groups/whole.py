@@ -15,9 +15,11 @@ from torch import Tensor
 from hetero_pp.ablations import AblationSettings
 from hetero_pp.coefficients import noise_key
 from hetero_pp.inner import InnerOptimizer, InnerSettings
-from hetero_pp.model import EMBEDDING, Transformer, next_token_loss, parameters_of
+from hetero_pp.model import EMBEDDING, AfterLayer, Transformer, next_token_loss, parameters_of
 from stages.anchors import Anchors
 from stages.boundary import Boundary
+from stages.own_parameters import OwnParameters
+from stages.peers.peer import Peer
 
 
 class WholeReplica:
@@ -35,8 +37,9 @@ class WholeReplica:
         seed: int = 0,
         ablations: AblationSettings | None = None,
         anchors: Sequence[Anchors] = (),
+        peer: Peer | None = None,
     ) -> None:
-        """`anchors`: one for each of `cuts`, or none."""
+        """`anchors`: one for each of `cuts`, or none. `peer`: another's boundaries, instead of `boundary`'s."""
         self.name = name
         self.module = module
         self.parameters = parameters_of(module)
@@ -46,6 +49,7 @@ class WholeReplica:
         self.micro_batches = micro_batches
         self.boundary = boundary
         self.anchors = anchors
+        self.peer = peer
         self.hops = {layer: hop for hop, layer in enumerate(cuts)}
         self.seed = seed
 
@@ -60,9 +64,22 @@ class WholeReplica:
         """Mean cross entropy of tokens [B, L + 1], on any device, in this replica's own forward."""
         tokens = tokens.to(self.parameters[EMBEDDING].device)
         if self.boundary is None or not self.hops:
-            return whole_loss(self.module, tokens, None, {}, [])
-        keys = [noise_key(self.seed, self.name, hop, step, micro_batch) for hop in self.hops.values()]
-        return whole_loss(self.module, tokens, self.boundary, self.hops, keys, self.anchors)
+            return whole_loss(self.module, tokens)
+        keys = {hop: noise_key(self.seed, self.name, hop, step, micro_batch) for hop in self.hops.values()}
+
+        def after_layer(layer: int, x_BLD: Tensor) -> Tensor:
+            hop = self.hops.get(layer)
+            return x_BLD if hop is None else self._cross(hop, x_BLD, tokens[:, :-1], keys[hop])
+
+        return whole_loss(self.module, tokens, after_layer)
+
+    def _cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
+        """What the next stage begins with; `key` chooses the noise of rounding gradients."""
+        assert self.boundary is not None
+        if self.peer is not None:
+            return self.peer.cross(hop, x_BLD, tokens_BL, key)
+        received = self.boundary.cross(x_BLD, tokens_BL, key)
+        return self.anchors[hop].add(received, tokens_BL) if self.anchors else received
 
     def backward(self, tokens: Tensor, step: int) -> float:
         """Accumulate the gradient of one inner step's batch; returns its loss. `step` counts over the whole run."""
@@ -78,20 +95,30 @@ class WholeReplica:
         loss = self.backward(tokens, step)
         norm = self.optimizer.gradient_norm()
         rate = self.optimizer.step(step, norm)
-        self.step_anchors(step)
+        self.step_own(step)
         return loss, norm.item(), rate
 
-    def step_anchors(self, step: int) -> None:
-        """That of what is its own, and in no outer round."""
+    @property
+    def own(self) -> list[OwnParameters]:
+        """What it trains beside the synced model."""
+        return [*self.anchors, *([self.peer] if isinstance(self.peer, OwnParameters) else [])]
+
+    def enter_round(self, round_: int) -> None:
+        """Before its first step; the evaluation after it is of the same."""
         for anchors in self.anchors:
-            anchors.step(step)
+            anchors.enter_round(round_)
+
+    def step_own(self, step: int) -> None:
+        """That of what is its own, and no part of the synced model."""
+        for own in self.own:
+            own.step(step)
 
     def drop(self) -> None:
         """Forget the gradients of a step that does not end."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        for anchors in self.anchors:
-            anchors.drop()
+        for own in self.own:
+            own.drop()
 
     def state(self) -> dict[str, Any]:
         """All that its next step depends on, between an outer round and that step, as tensors that are still in use."""
@@ -101,7 +128,7 @@ class WholeReplica:
             "optimizer": self.optimizer.state(),
             "basis": None if boundary is None else boundary.basis,
             "perpendicular": boundary.perpendicular if boundary is not None and boundary.is_stale else None,
-            "anchors": [anchors.state() for anchors in self.anchors],
+            "own": [own.state() for own in self.own],
         }
 
     @torch.no_grad()
@@ -110,8 +137,8 @@ class WholeReplica:
         for name, parameter in self.parameters.items():
             parameter.copy_(state["parameters"][name])
         self.optimizer.load(state["optimizer"])
-        for anchors, saved in zip(self.anchors, state.get("anchors", ()), strict=True):
-            anchors.load(saved)
+        for own, saved in zip(self.own, state.get("own", ()), strict=True):
+            own.load(saved)
         embedding, boundary = self.parameters[EMBEDDING], self.boundary
         if boundary is None or not self.hops:
             return
@@ -130,21 +157,6 @@ class WholeReplica:
         return sum(self.loss(tokens).item() * len(tokens) for tokens in validation) / rows
 
 
-def whole_loss(
-    module: Transformer,
-    tokens: Tensor,
-    boundary: Boundary | None,
-    hops: Mapping[int, int],
-    keys: Sequence[Tensor],
-    anchors: Sequence[Anchors] = (),
-) -> Tensor:
-    """The loss of a model with a boundary after each layer of `hops`; a key [] chooses each hop's rounding noise."""
-    inputs = tokens[:, :-1]
-
-    def after_layer(layer: int, x_BLD: Tensor) -> Tensor:
-        if boundary is None or layer not in hops:
-            return x_BLD
-        received = boundary.cross(x_BLD, inputs, keys[hops[layer]])
-        return anchors[hops[layer]].add(received, inputs) if anchors else received
-
-    return next_token_loss(module(inputs, after_layer if hops else None), tokens[:, 1:])
+def whole_loss(module: Transformer, tokens: Tensor, after_layer: AfterLayer | None = None) -> Tensor:
+    """The loss of a model on tokens [B, L + 1]; `after_layer` is what becomes of the output of each layer."""
+    return next_token_loss(module(tokens[:, :-1], after_layer), tokens[:, 1:])

@@ -3,102 +3,75 @@
 Shapes: B sequences, L positions, D width, R rank, V vocabulary. The receiver knows every token, so part of what
 compression dropped can be told from the tokens alone:
 
-    x_hat = P x + T_perp[t] + A[t] W
+    x_hat = P x + T_perp[t] + w A[t] W
 
 T_perp tells it of the embedding, and decays with depth; A [V, R] and W [R, D] learn the rest, by the gradient at x_hat,
 which the receiver has. The idea of factorised anchors is MAPL's (arXiv 2606.05484), which sends and synchronises them
-on boundaries that it learns, too. Here they are local: not contributed, not averaged, no part of the synced model.
+on boundaries that it learns, too. Here they are local: not contributed, not averaged, no part of the synced model. w is
+1, or falls to 0 towards the end of a run (`fade`), so that the synced model learns to do without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetero_pp.inner import InnerOptimizer, InnerSettings
-from hetero_pp.learning_rates import LearningRates
+from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelShape
 from hetero_pp.seeds import seed_of
 from hetero_pp.topology import AnchorSettings
+from stages.own_parameters import OwnParameters
 
 
 def anchors_of(
-    settings: AnchorSettings | None, shape: ModelShape, inner: InnerSettings, total_steps: int | None, *of: object
+    settings: AnchorSettings | None,
+    shape: ModelShape,
+    inner: InnerSettings,
+    total_steps: int | None,
+    rounds: int,
+    *of: object,
 ) -> Anchors | None:
     """Those at the receiving side of a hop; `of`: the run's seed, the replica, and the hop, counted from its first."""
     if settings is None:
         return None
     rank = settings.dimensions(shape.width)
-    return Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, seed_of("anchors", *of))
+    anchors = Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, seed_of("anchors", *of))
+    anchors.weight_in = partial(settings.weight, rounds=rounds)
+    return anchors
 
 
-class Anchors:
-    """A [V, R] and W [R, D] of one boundary, and what trains them: AdamW as the inner loop's, without weight decay and
-    clipped by their own norm. They begin with adding nothing.
+class Anchors(OwnParameters):
+    """A [V, R] and W [R, D] of one boundary: AdamW as the inner loop's, without weight decay. They begin with adding
+    nothing.
     """
 
     def __init__(
         self, vocabulary: int, width: int, rank: int | None, inner: InnerSettings, total_steps: int | None, seed: int
     ) -> None:
         """`rank` None: A [V, D] alone."""
+        self.weight = 1.0
+        """w."""
+        self.weight_in: Callable[[int], float] = lambda round_: 1.0
+        """w by round."""
         self.table = nn.Parameter(torch.zeros(vocabulary, rank or width))
         self.expansion: nn.Parameter | None = None
-        self.parameters = {"table": self.table}
+        parameters = {"table": self.table}
         if rank is not None:
             random = torch.randn(rank, width, generator=torch.Generator().manual_seed(seed))
-            self.expansion = self.parameters["expansion"] = nn.Parameter(random / rank**0.5)
-        own = inner.model_copy(update={"weight_decay": 0.0})
-        self.optimizer = InnerOptimizer(self.parameters, own, total_steps)
-        self._remembered: dict[str, Tensor] = {}
-
-    def to(self, device: torch.device) -> Anchors:
-        """On a device, before the first step."""
-        for parameter in self.parameters.values():
-            parameter.data = parameter.data.to(device)
-        return self
+            self.expansion = parameters["expansion"] = nn.Parameter(random / rank**0.5)
+        super().__init__(parameters, inner.model_copy(update={"weight_decay": 0.0}), total_steps)
 
     def add(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:
         """What was received, and what its tokens tell."""
+        if self.weight == 0:
+            return x_BLD
         told = F.embedding(tokens_BL, self.table)
-        return x_BLD + (told if self.expansion is None else told @ self.expansion)
+        return x_BLD + self.weight * (told if self.expansion is None else told @ self.expansion)
 
-    def follow(self, rates: LearningRates) -> None:
-        """From the next step on other learning rates."""
-        self.optimizer.follow(rates)
-
-    def step(self, step: int) -> None:
-        """One step of the gradients that have gathered, which are then gone."""
-        self.optimizer.step(step, self.optimizer.gradient_norm())
-
-    def drop(self) -> None:
-        """Forget the gradients of a step that does not end."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    @torch.no_grad()
-    def remember(self) -> None:
-        """Keep what A and W are now; what the optimizer keeps is not copied."""
-        for name, parameter in self.parameters.items():
-            self._remembered.setdefault(name, torch.empty_like(parameter)).copy_(parameter)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Go back to what was kept, if something was."""
-        for name, kept in self._remembered.items():
-            self.parameters[name].copy_(kept)
-
-    def state(self) -> dict[str, Any]:
-        """A, W and moments, as tensors that are still in use."""
-        values = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        return {"values": values, "optimizer": self.optimizer.state()}
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, of anchors of the same sizes."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(state["values"][name])
-        self.optimizer.load(state["optimizer"])
+    def enter_round(self, round_: int) -> None:
+        """Have the weight of a round, until the next."""
+        self.weight = self.weight_in(round_)

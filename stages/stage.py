@@ -93,6 +93,11 @@ class Stage:
             return None
         return self.boundary.encode_gradient(kept.received.grad, key)
 
+    def enter_round(self, round_: int) -> None:
+        """Before its first step, and before it is evaluated."""
+        if self.anchors is not None:
+            self.anchors.enter_round(round_)
+
     def _input(self, received: Tensor | None, tokens: Tensor) -> Tensor:
         """What the first layer here gets."""
         if received is None:

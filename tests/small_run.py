@@ -49,7 +49,12 @@ class Run:
     """An exchange whose clock only moves with `passes`. Of two stages the first holds the first blocks."""
 
     def __init__(
-        self, where: Path | Store, groups: dict[str, int], quorum: float = 0.5, lease: Window = FOR_EVER
+        self,
+        where: Path | Store,
+        groups: dict[str, int],
+        quorum: float = 0.5,
+        lease: Window = FOR_EVER,
+        weighs_tokens: bool = False,
     ) -> None:
         """`groups`: replica -> stages; one is a datacenter replica. The log is in a folder, or another store."""
         self.snapshot: Snapshot = initial_snapshot(SHAPE, None, seed=1)
@@ -63,13 +68,25 @@ class Run:
         self.roster = Roster(members, owned)
         self.log = ContributionLog(FolderStore(where) if isinstance(where, Path) else where)
         self.clock = Clock()
-        self.rules = Rules(members, owned, quorum, grace=GRACE, limit=LIMIT, lease=lease, hang=FOR_EVER)
+        self.tokens = dict.fromkeys(groups, 100)
+        weights = self.tokens if weighs_tokens else None
+        self.rules = Rules(
+            members, owned, quorum, grace=GRACE, limit=LIMIT, lease=lease, hang=FOR_EVER, tokens_a_step=weights
+        )
         self.exchange = self._open(goes_on=False)
         begin(self.exchange, self.snapshot)
 
     def _open(self, goes_on: bool) -> Exchange:
         exchange = Exchange(
-            "run", self.roster, None, SETTINGS, self.log, rules=self.rules, goes_on=goes_on, clock=self.clock
+            "run",
+            self.roster,
+            None,
+            SETTINGS,
+            self.log,
+            rules=self.rules,
+            goes_on=goes_on,
+            tokens_a_step=self.tokens,
+            clock=self.clock,
         )
         exchange.decisions.end()  # no thread of its own: whoever says that time passes says it here
         return exchange

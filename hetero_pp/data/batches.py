@@ -33,6 +33,12 @@ class Batches(Protocol):
     def train(self, step: int) -> torch.Tensor:
         """The batch of step `step` (from 0), int64 [B, L + 1]."""
 
+    def read_ahead(self, steps: range) -> None:
+        """Have the batches of the next steps at hand, before any of them is trained on.
+
+        Raises ConfigError if the text ends before; the next batch is the same as ever then.
+        """
+
     def state(self) -> Any:
         """All that is needed to go on after the last batch that was read, as plain numbers, lists and strings."""
 
@@ -92,6 +98,9 @@ class StoreBatches:
     def train(self, step: int) -> torch.Tensor:
         """The batch of step `step` (from 0), int64 [B, L + 1]."""
         return _rows(self.store.train, self.windows(step) * (self.sequence_length + 1), self.sequence_length)
+
+    def read_ahead(self, steps: range) -> None:
+        """See Batches: all are at hand."""
 
     def state(self) -> dict[str, str]:
         """Which tokens they are of: where they go on is in the step."""

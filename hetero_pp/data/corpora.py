@@ -7,11 +7,12 @@ import hashlib
 import json
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.data.settings import DOCSTRINGS, STANDARD_LIBRARY, DataSettings
+from hetero_pp.data.prose import package_folders, prose_of
+from hetero_pp.data.settings import DOCSTRINGS, INSTALLED, PROSE, STANDARD_LIBRARY, DataSettings
 from hetero_pp.errors import ConfigError
 
 _KEY = ("data", "corpus")
@@ -27,20 +28,48 @@ Reader = Callable[[Path, str, OnShare], Iterator[str]]
 
 def documents(settings: DataSettings, on_share: OnShare = lambda _: None) -> Iterator[str]:
     """Every document of the corpus that is not blank, file by file in the order of their names."""
-    readers, files = _readers(settings), _files(settings)
-    sizes = [path.stat().st_size for path in files]
-    before, whole = 0, max(1, sum(sizes))
     found = False
-    for path, size in zip(files, sizes, strict=True):
-        within = partial(_within, on_share, before / whole, size / whole)
-        for text in readers[path.suffix](path, settings.text_field, within):
-            if text.strip():
-                found = True
-                yield text
-        before += size
-        on_share(before / whole)
+    for text in _documents_of(_files(settings), settings, on_share):
+        found = True
+        yield text
     if not found:
         raise ConfigError(_KEY, f"found no text in `{settings.corpus}`, expected at least one document")
+
+
+def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
+    """Documents of some files, spread evenly over all, and which share of the corpus they are.
+
+    They are about `size` bytes of files, or all if there are fewer; of one large file they are the first.
+    """
+    files = _files(settings)
+    whole = _bytes_of(files)
+    some = files[:: max(1, whole // size)]
+    part = _bytes_of(some) / whole
+    texts: list[str] = []
+    read = [(0, 0.0)]
+    """How many texts there were at a share of these files."""
+    for text in _documents_of(some, settings, lambda share: read.append((len(texts), share))):
+        if read[-1][1] * part * whole >= size:
+            break
+        texts.append(text)
+    count, share = read[-1]
+    return texts[:count], share * part
+
+
+def _documents_of(files: Sequence[Path], settings: DataSettings, on_share: OnShare) -> Iterator[str]:
+    """The documents of files that are not blank; `on_share` is told between documents."""
+    readers = _readers(settings)
+    before, whole = 0, _bytes_of(files)
+    for path in files:
+        size = path.stat().st_size
+        within = partial(_within, on_share, before / whole, size / whole)
+        yield from (text for text in readers[path.suffix](path, settings.text_field, within) if text.strip())
+        before += size
+        on_share(before / whole)
+
+
+def _bytes_of(files: Sequence[Path]) -> int:
+    return max(1, sum(path.stat().st_size for path in files))
 
 
 def _within(on_share: OnShare, before: float, part: float, share: float) -> None:
@@ -61,10 +90,12 @@ def _files(settings: DataSettings) -> list[Path]:
         raise ConfigError(
             _KEY, f"found `{corpus}`, expected a corpus that is not streamed: this one is read as a whole"
         )
-    is_library = corpus in (STANDARD_LIBRARY, DOCSTRINGS)
+    if corpus == PROSE:
+        return sorted(path for folder in package_folders() for path in _below(folder, set()) if path.suffix in suffixes)
+    is_library = corpus in INSTALLED
     root = Path(sysconfig.get_path("stdlib") if is_library else corpus).expanduser().resolve()
     if not root.exists():
-        choices = f"`{STANDARD_LIBRARY}`, `{DOCSTRINGS}` or a path that exists"
+        choices = f"{', '.join(f'`{name}`' for name in INSTALLED)} or a path that exists"
         raise ConfigError(_KEY, f"found `{corpus}`, expected {choices}")
     found = _below(root, _NOT_STANDARD if is_library else set()) if root.is_dir() else [root]
     files = [path for path in found if path.suffix in suffixes]
@@ -89,6 +120,8 @@ def _readers(settings: DataSettings) -> dict[str, Reader]:
         return {".py": _source}
     if settings.corpus == DOCSTRINGS:
         return {".py": _docstrings}
+    if settings.corpus == PROSE:
+        return {".py": _prose}
     return {".txt": _text, ".jsonl": _json_lines, ".parquet": _parquet}
 
 
@@ -112,6 +145,12 @@ def _docstrings(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
         for node in _statements(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield ast.get_docstring(node) or ""
+
+
+def _prose(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
+    """The sentences of all docstrings of a source file as one document."""
+    texts = (prose_of(docstring) for docstring in _docstrings(path, field, on_share))
+    yield "\n\n".join(text for text in texts if text)
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:

@@ -7,6 +7,8 @@ schema of all fields in all files, which web corpora such as DCLM do not have.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +37,11 @@ class Shards:
         self._field = field
         if dataset.column_names == []:  # datasets was asked for one column, and says no more
             raise ConfigError(("data", "text_field"), f"found `{field}`, expected a column of {files[0]}")
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest that differs where the files do: of the Hub's with their commit, of others by size and time."""
+        return hashlib.sha256(json.dumps([_stamp(file) for file in self._files]).encode()).hexdigest()
 
     def documents(self, shard: int, start: int) -> Iterator[str]:
         """The texts of a shard from document `start` on; one that is null is empty.
@@ -125,6 +132,15 @@ def _format_of(file: str) -> str:
     if not suffixes or suffixes[-1] not in _FORMATS:
         raise ConfigError(_KEY, f"found `{file}`, expected {', '.join(_FORMATS)}, or those compressed (.gz, .zst)")
     return _FORMATS[suffixes[-1]]
+
+
+def _stamp(file: str) -> Sequence[str | int]:
+    """What tells a file from another one in its place; where it lies on this machine does not matter."""
+    path = Path(file)
+    if not path.exists():
+        return [file]  # a URL of the Hub: hf://datasets/owner/name@COMMIT/...
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _line(error: Exception) -> str:

@@ -12,6 +12,9 @@ from hetero_pp.settings import NotPartOf, Ratio, Settings
 
 STANDARD_LIBRARY = "standard-library"
 DOCSTRINGS = "docstrings"
+PROSE = "prose"
+INSTALLED = (STANDARD_LIBRARY, DOCSTRINGS, PROSE)
+"""Corpora that every machine with hetero-pp has."""
 STREAMED = "hf:"
 """What the name of a corpus starts with that is read while training, and never encoded as a whole."""
 _HUB_NAME = re.compile(r"[\w-]+|[\w-][\w.-]*/[\w-][\w.-]*")
@@ -48,9 +51,10 @@ class DataSettings(Settings):
 
     corpus: Annotated[str, NotPartOf.EITHER] = Field(
         "standard-library",
-        description="`standard-library` (the source code of Python's), `docstrings` (its docstrings), a "
-        "path to a file or folder of .txt, .jsonl and .parquet, or `hf:` and a dataset of the Hugging Face Hub, a "
-        "folder like one, or a pattern of .jsonl, .json.gz, .jsonl.zst or .parquet files, which is streamed",
+        description="`standard-library` (the source code of Python's), `docstrings` (its docstrings), `prose` "
+        "(sentences of the docstrings of torch, numpy, scipy, sympy, networkx and matplotlib), a path to a file or "
+        "folder of .txt, .jsonl and .parquet, or `hf:` and a dataset of the Hugging Face Hub, a folder like one, or a "
+        "pattern of .jsonl, .json.gz, .jsonl.zst or .parquet files, which is streamed",
     )
     stream: Annotated[StreamSettings, NotPartOf.OUTCOME] = Field(
         StreamSettings(), description="for a corpus that starts with `hf:`"
@@ -73,13 +77,18 @@ class DataSettings(Settings):
         """The dataset, folder or pattern of a streamed corpus; None for any other."""
         return self.corpus.removeprefix(STREAMED) if self.corpus.startswith(STREAMED) else None
 
+    @property
+    def names_tokenizer(self) -> bool:
+        """Whether a tokenizer was named. Where none was, a run reads bytes, and a table trains an encoding."""
+        return "tokenizer" in self.model_fields_set
+
     def with_absolute_paths(self) -> DataSettings:
         """The same, with paths that mean the same from any folder."""
         changes: dict[str, str] = {}
         if self.streamed is not None:
             if not is_on_the_hub(self.streamed):
                 changes["corpus"] = STREAMED + _absolute(self.streamed)
-        elif self.corpus not in (STANDARD_LIBRARY, DOCSTRINGS):
+        elif self.corpus not in INSTALLED:
             changes["corpus"] = _absolute(self.corpus)
         if self.tokenizer != "bytes":
             changes["tokenizer"] = _absolute(self.tokenizer)

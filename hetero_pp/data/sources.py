@@ -20,6 +20,7 @@ from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.progress import OnProgress, untold
+from hetero_pp.units import format_count
 
 
 class StreamedCorpus:
@@ -39,7 +40,8 @@ class StreamedCorpus:
 
     def describe(self, tokens: int | None) -> str:
         """What there is to train `tokens` tokens on, in words; None where their number is not known."""
-        return f"{tokens:,} tokens from a stream of {self._training.count:,} shards"
+        wanted = "" if tokens is None else f"{tokens:,} tokens from "
+        return f"{wanted}a stream of {format_count(self._training.count, 'shard')}"
 
     def batches(self, sequence_length: int, seed: int, replica: int, replicas: int, batch_size: int) -> StreamBatches:
         """What replica `replica` of `replicas` trains on."""
@@ -72,6 +74,16 @@ class StreamedCorpus:
         rows = hashlib.sha256(self._validation.numpy().astype("<i8").tobytes()).hexdigest()
         text = json.dumps([self.tokenizer.identity, self.tokenizer.separator, shards.count, begin, rows])
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the files and of how they are streamed: what every token follows from, the tokenizer given.
+
+        Reads no text. Files that were written anew have another one, be their text the same or not.
+        """
+        files = [shards.fingerprint for _, shards in sorted(self._splits.items())]
+        stream = self.settings.stream.model_dump(mode="json", exclude={"revision"})
+        return hashlib.sha256(json.dumps([files, stream], sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def _validation(self) -> torch.Tensor:

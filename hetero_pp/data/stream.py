@@ -96,7 +96,7 @@ class TokenStream:
             raise ConfigError(
                 ("data", "repeat"),
                 f"found false, and the stream of replica {self.order.replica} of {self.order.replicas} has ended, "
-                "expected more text, or fewer steps",
+                "expected true (--repeat), more text, or fewer steps",
             )
         self._at = self.order.start(self._at.epoch + 1)
         self._open()
@@ -126,19 +126,33 @@ class StreamBatches:
         self._step = 0
         self._positions = {0: stream.position}
         """Where the batches of the start and of the last steps begin; the first is where reading can go back to."""
+        self._ahead: dict[int, tuple[torch.Tensor, Position]] = {}
+        """Batches that were read ahead, and where each ends."""
+        self._next_is = 0, stream.position
+        """The step after the last that was trained on, and where its batch begins."""
 
     def train(self, step: int) -> torch.Tensor:
         """The batch of step `step` (from 0), int64 [B, L + 1]; no step before the one that was loaded can be read."""
-        if step != self._step:
-            self._step = max(known for known in self._positions if known <= step)
+        if step not in self._ahead:
+            self._seek(step)
+        batch, end = self._ahead[step] if step in self._ahead else self._next()
+        self._next_is = step + 1, end
+        return batch
+
+    def read_ahead(self, steps: range) -> None:
+        """See Batches."""
+        self._ahead = {}
+        self._seek(steps.start)
+        try:
+            self._ahead = {step: self._next() for step in steps}
+        except ConfigError:
             self.stream.seek(self._positions[self._step])
-        while self._step < step:
-            self._next()
-        return self._next()
+            raise
 
     def state(self) -> dict[str, Any]:
         """Where the next batch begins, as plain numbers, lists and strings."""
-        return {"step": self._step, **self.stream.position.as_json()}
+        step, position = self._next_is
+        return {"step": step, **position.as_json()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave to a replica with the same settings, to the same tokens."""
@@ -162,8 +176,18 @@ class StreamBatches:
     def _go_to(self, step: int, position: Position) -> None:
         self.stream.seek(position)
         self._step, self._positions = step, {step: position}
+        self._next_is, self._ahead = (step, position), {}
 
-    def _next(self) -> torch.Tensor:
+    def _seek(self, step: int) -> None:
+        """Go to where the batch of a step begins."""
+        if step != self._step:
+            self._step = max(known for known in self._positions if known <= step)
+            self.stream.seek(self._positions[self._step])
+        while self._step < step:
+            self._next()
+
+    def _next(self) -> tuple[torch.Tensor, Position]:
+        """The next batch of the stream, and where it ends."""
         rows, columns = self.shape
         batch = torch.from_numpy(self.stream.take(rows * columns).reshape(rows, columns))
         self._step += 1
@@ -171,4 +195,4 @@ class StreamBatches:
         if len(self._positions) > _REMEMBERED:
             second = next(step for number, step in enumerate(self._positions) if number == 1)
             del self._positions[second]
-        return batch
+        return batch, self.stream.position

@@ -172,7 +172,12 @@ def reproduce(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="Such as `het-pp/table2`; all by default.")
     ] = None,
-    scale: Annotated[str, typer.Option(help="The size at which rows are trained: micro, small or paper.")] = "micro",
+    scale: Annotated[
+        str | None, typer.Option(help="The size at which rows are trained: micro, the default, small or paper.")
+    ] = None,
+    rows: Annotated[
+        list[str], typer.Option(metavar="PATTERN", help="Train only rows whose names are like this, as `128,*`.")
+    ] = [],  # noqa: B006 (typer copies it)
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="How many seeds a row is trained with.")] = 3,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Rows trained at once, one core each.")] = 1,
     show_list: Annotated[bool, typer.Option("--list", help="List the experiments, their claims and state.")] = False,
@@ -182,7 +187,12 @@ def reproduce(
     ] = False,
     train: Annotated[bool, typer.Option(help="--no-train writes the tables from what was trained so far.")] = True,
     sweep: Annotated[list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row, as `rank=1/8,1/32`.")] = [],  # noqa: B006 (typer copies it)
-    corpus: Annotated[str | None, typer.Option(help="Your own text instead of the experiment's.")] = None,
+    corpus: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Your own text: a path, or `hf:` and a dataset to stream.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Your own tokenizer.json, or the folder that holds it.")
+    ] = None,
     repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus that is too small more than once.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: what the scale wants, if it is here.")] = "auto",
     compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile, if it works.")] = True,
@@ -202,15 +212,18 @@ def reproduce(
         from hetero_pp.program.experiments.listing import dry_run as print_costs
         from hetero_pp.program.experiments.listing import list_experiments
         from hetero_pp.program.experiments.overview import write_overview
-        from hetero_pp.program.experiments.request import Request, with_device
+        from hetero_pp.program.experiments.request import Request, scale_of, with_device
 
+        catalog = Catalog(experiments)
         request = Request(
-            catalog=Catalog(experiments),
+            catalog=catalog,
             names=names or [],
-            scale=scale,
+            scale=scale or scale_of(catalog, names or []),
+            rows=rows,
             seeds=seeds,
             workers=workers,
             corpus=corpus,
+            tokenizer=tokenizer,
             repeat=repeat,
             sweeps=sweep,
             runs=runs,

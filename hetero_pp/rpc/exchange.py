@@ -105,7 +105,7 @@ class WatchedExchange(Protocol):
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes], term: int | None = None) -> None: ...
 
-    def report(self, reports: Sequence[pb.Report]) -> None: ...
+    def report(self, reports: Sequence[pb.Report], term: int | None = None) -> None: ...
 
     def watch(self, members: Collection[str] = ()) -> Iterator[pb.Report]:
         """Every report, until the run is over; of some members only theirs, and what concerns everybody."""
@@ -289,7 +289,7 @@ class _Servicer(ExchangeServicer):
         member = _member(context)
         for report in request.reports:
             report.member = member
-        self.exchange.report(request.reports)
+        self.exchange.report(request.reports, _term(context))
         return pb.ReportReply()
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:

@@ -235,6 +235,7 @@ class Decisions:
         """Until a round is decided.
 
         For a member: raises TermOver, and Suspended if its replica has to train the round again.
+        Of a round that only the log has: DamagedFile, FileNotFoundError.
         """
 
         def is_due() -> bool:
@@ -248,7 +249,7 @@ class Decisions:
                 raise Suspended(self._suspended[place, term].cause)
             if round_ in self._records:
                 return self._records[round_]
-        return self.log.read_record(round_)
+        return self.patiently(lambda: self.log.read_record(round_))
 
     def elapsed(self, round_: int) -> float:
         """Seconds since a round opened, if it is the open one."""

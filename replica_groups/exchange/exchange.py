@@ -388,7 +388,10 @@ class Exchange:
         """See ExchangeService."""
         if member is not None:
             term = self._term(member, term)
-        return self.decisions.wait_for_record(round_, member, term, is_asked)
+        try:
+            return self.decisions.wait_for_record(round_, member, term, is_asked)
+        except (DamagedFile, FileNotFoundError) as error:
+            raise Refused(f"no record of round {round_}: {error}") from None
 
     def wake(self) -> None:
         """Who has asked, and waits, may be gone."""
@@ -415,7 +418,7 @@ class Exchange:
         self.decisions.require_alive()
         self._require_begun(member)
         if 1 <= round_ <= self.coordinator.last_round:
-            record = self.decisions.wait_for_record(round_)
+            record = self.record(round_)
             for entry in record.contributions:
                 for blob in entry.blobs:
                     if (entry.replica, blob.block) == (replica, block):
@@ -433,7 +436,7 @@ class Exchange:
             raise self._refused(member, f"hashes of unknown parameters, or of the unknown round {round_}")
         if member == EXCHANGE:
             self.decisions.tell(e.Audited(round_, sha256))
-        else:
+        elif round_ <= self.coordinator.last_round:  # later ones would take the place of those that wait
             self.decisions.tell(e.Confirmed(member, self._term(member, term), round_, sha256))
             self._note_confirmed(member, round_, sha256)
         self.decisions.require_alive()
@@ -459,8 +462,14 @@ class Exchange:
 
     # ---- reports, failure and the end ----
 
-    def report(self, reports: Sequence[Report]) -> None:
-        """See ExchangeService. A failure that is another's consequence ends nothing: its member joins again."""
+    def report(self, reports: Sequence[Report], term: int | None = None) -> None:
+        """See ExchangeService. A failure that is another's consequence ends nothing: its member joins again.
+
+        Nor does that of a process whose place is another's by now: so it is when one cannot join again after its term.
+        """
+        for report in reports:
+            if report.HasField("failure") and self._is_over(report.member, term):
+                report.failure.consequence = True
         self.watchers.tell(reports)
         for report in reports:
             self.heard(report.member)
@@ -468,7 +477,7 @@ class Exchange:
                 with self._changed:
                     self._steps_told += 1
             if report.HasField("finished") and report.member in self.coordinator.places:
-                self.decisions.tell(e.Left(report.member, self.coordinator.places[report.member].term))
+                self.decisions.tell(e.Left(report.member, self._term(report.member, term)))
             if report.HasField("failure") and not report.failure.consequence:
                 cause = report.failure.cause
                 self.decisions.fail(cause if report.member == EXCHANGE else f"{report.member}: {cause}")
@@ -538,6 +547,10 @@ class Exchange:
     def _expect_member(self, member: str) -> None:
         if member not in self.roster.members:
             raise self._refused(member, "is no member of this run")
+
+    def _is_over(self, member: str, term: int | None) -> bool:
+        """Whether a term does not act, of a member that has named it."""
+        return term is not None and member in self.roster.members and not self.coordinator.holds(member, term)
 
     def _term(self, member: str, term: int | None) -> int:
         self._expect_member(member)

@@ -15,6 +15,7 @@ from torch import Tensor
 from hetero_pp.ablations import AblationSettings, grassmann_step
 from hetero_pp.data.batches import Batches
 from hetero_pp.data.sources import Source
+from hetero_pp.errors import ConfigError
 from hetero_pp.model import EMBEDDING, build_filled
 from hetero_pp.outer.missed import missed_in
 from hetero_pp.outer.step import OuterOptimizer, WeightedMean
@@ -24,6 +25,7 @@ from hetero_pp.pseudo_gradient.random_k import generator_of
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.seeds import seed_of
 from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.fast.bias import BiasMeter
@@ -33,6 +35,10 @@ from replica_groups.ranks import ALONE, CPU, Ranks
 from replica_groups.whole import WholeReplica
 from stages.anchors import Anchors, anchors_of
 from stages.boundary import boundary_of
+from stages.own_parameters import OwnParameters
+from stages.peers.mapl import Mapl
+from stages.peers.peer import Peer, peer_of
+from stages.peers.resbm import ResBM
 
 
 class AllReplicas:
@@ -73,6 +79,8 @@ class AllReplicas:
         self.own_embeddings: dict[int, Tensor] = {}
         """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
         self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
+        if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
+            raise ConfigError(("boundary", "ablations", "peer"), "found one on several ranks, expected one process")
         tokens = {
             replica.name: self.inner_steps * replica.batch_size * spec.config.data.sequence_length
             for replica in spec.config.replicas
@@ -110,9 +118,27 @@ class AllReplicas:
         self.stacks = stacks
         self.loose = [index for index in self.loose if not any(index in indices for indices in groups)]
 
+    def read_ahead(self, round_: int) -> None:
+        """Have a round's batches at hand. Raises ConfigError, on every rank, if the text of a replica ends before: the
+        state is then that of the round before.
+        """
+        ended = None
+        try:
+            for batches in self.batches:
+                batches.read_ahead(self._steps(round_))
+        except ConfigError as error:
+            ended = error
+        if any(self.ranks.gather(ended is not None)):
+            raise ended or ConfigError(("data", "corpus"), "found its end on another rank, expected more text")
+
+    def _steps(self, round_: int) -> range:
+        return range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
+
     def round(self, round_: int) -> bool:
         """H inner steps on every replica, and the outer round; False if it diverged."""
-        steps = range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
+        steps = self._steps(round_)
+        for replica in self.replicas:
+            replica.enter_round(round_)
         measures = self.bias_every is not None and round_ % self.bias_every == 0
         meter = self._meter(steps) if measures else None
         if not all(self.ranks.gather(self._inner_steps(steps))):
@@ -168,6 +194,17 @@ class AllReplicas:
             self.outer.take(self.theta, name, mean.finish(counted))
             for replica in self.replicas:
                 replica.parameters[name].copy_(start)
+        self._average_peers()
+
+    def _average_peers(self) -> None:
+        """What another's boundaries have learned belongs to the model: replicas that have them keep them equal."""
+        learned = [replica.peer for replica in self.replicas if isinstance(replica.peer, ResBM | Mapl)]
+        for name in learned[0].parameters if learned else ():
+            mean = torch.stack([peer.parameters[name] for peer in learned]).mean(0)
+            for peer in learned:
+                peer.parameters[name].copy_(mean)
+        for peer in learned:
+            peer.averaged()
 
     def _step_together(self, step: int) -> None:
         """AdamW DDP: average the gradients, clip, one step that all replicas share: that of the very first."""
@@ -195,7 +232,7 @@ class AllReplicas:
                 for other in others:
                     other.parameters[name].copy_(parameter)
         for replica in self.replicas:
-            replica.step_anchors(step)
+            replica.step_own(step)
         self._split()
 
     @torch.no_grad()
@@ -303,8 +340,10 @@ class AllReplicas:
 
 
 def _is_compressed(replica: ReplicaSettings) -> bool:
-    """Whether coefficients in a subspace cross in its forward."""
-    return isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full"
+    """Whether less than all of its activations crosses in its forward."""
+    if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
+        return False
+    return replica.boundary.rank != "full" or replica.boundary.ablations.peer is not None
 
 
 def _moves(replica: ReplicaSettings, round_: int) -> bool:
@@ -337,15 +376,21 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
     module = build_filled(spec.shape, snapshot.parameters, device=device)
     boundary, cuts, ablations = None, [], None
     anchors: list[Anchors] = []
+    peer: Peer | None = None
     if isinstance(replica, ParticipantsReplica):
         basis = None if snapshot.basis is None else snapshot.basis.to(device)
         boundary = boundary_of(replica.boundary, spec.shape.width, basis)
         cuts = [layers.stop - 1 for layers in replica.layer_ranges(spec.shape.layers)[:-1]]
         ablations = replica.boundary.ablations
         for hop in range(len(cuts)):
-            of, own = (spec.config.seed, replica.name, hop), replica.boundary.anchors
-            if (one := anchors_of(own, spec.shape, spec.config.inner, spec.total_steps, *of)) is not None:
-                anchors.append(one.to(device))
+            of, own, rounds = (spec.config.seed, replica.name, hop), replica.boundary.anchors, spec.config.outer.rounds
+            if (one := anchors_of(own, spec.shape, spec.config.inner, spec.total_steps, rounds, *of)) is not None:
+                one.to(device)
+                anchors.append(one)
+        seed = seed_of("peer", spec.config.seed)  # the same in all replicas, which keep them equal
+        peer = peer_of(replica.boundary, spec.shape, len(cuts), spec.config.inner, spec.total_steps, seed)
+        if isinstance(peer, OwnParameters):
+            peer.to(device)
     return WholeReplica(
         replica.name,
         module,
@@ -357,6 +402,7 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
         seed=spec.config.seed,
         ablations=ablations,
         anchors=anchors,
+        peer=peer,
     )
 
 

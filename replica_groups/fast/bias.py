@@ -100,6 +100,6 @@ def uncompressed_twin(replica: WholeReplica) -> WholeReplica:
     Its embedding has to be trained as it is (`free`), not by coefficients.
     """
     twin = copy.deepcopy(replica)
-    twin.boundary, twin.hops, twin.anchors = None, {}, ()
+    twin.boundary, twin.hops, twin.anchors, twin.peer = None, {}, (), None
     twin.optimizer.perpendicular = None
     return twin

@@ -18,13 +18,14 @@ import torch
 
 from hetero_pp.coefficients import format_of
 from hetero_pp.data.sources import Source
+from hetero_pp.errors import ConfigError
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.loads import contribution_bytes
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.fast.checkpoint import Checkpoint
 from replica_groups.ranks import ALONE, CPU, Ranks
-
+from stages.peers.peer import bytes_per_token
 
 SLICES = 8
 """Parts of the validation rows, one after the other: how losses differ among them tells what other rows would do."""
@@ -76,9 +77,12 @@ def train_fast(
     is there, training goes on from it, to the same bits on a CPU; it is gone at the end.
     `stacks`: replicas of one kind take their inner steps together (losses differ by rounding), where they can and the
     bias is not measured. None: on a GPU, if that is faster by a measurement, which a checkpoint remembers.
+
+    Raises ConfigError before the round in which a streamed corpus ends that may not be repeated. The state is saved
+    then, and training goes on from it once the corpus may be.
     """
     started = time.monotonic()
-    kept = None if checkpoint is None else Checkpoint(checkpoint, spec.run, ranks, checkpoint_seconds)
+    kept = None if checkpoint is None else Checkpoint(checkpoint, _kept_as(spec), ranks, checkpoint_seconds)
     saved = None if kept is None else kept.load()
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
@@ -89,13 +93,25 @@ def train_fast(
         started -= saved["seconds"]
         group.load(saved["group"])
     del saved  # or everything would be held twice
+
+    def save() -> None:
+        if kept is not None:
+            seconds = time.monotonic() - started
+            kept.save(len(losses), {"losses": losses, "seconds": seconds, "group": group.state()})
+
     for round_ in range(len(losses) + 1, spec.config.outer.rounds + 1):
+        try:
+            group.read_ahead(round_)
+        except ConfigError as error:
+            save()
+            told = "" if kept is None else f"; the state after round {round_ - 1} is kept, to go on from"
+            raise ConfigError(error.key, error.message + told) from error
         loss = group.evaluate() if group.round(round_) else math.nan
         if not math.isfinite(loss):
             break
         losses.append(loss)
         if kept is not None and kept.is_due():
-            kept.save(round_, {"losses": losses, "seconds": time.monotonic() - started, "group": group.state()})
+            save()
         on_round(round_, loss)
     diverged = len(losses) < spec.config.outer.rounds
     result = FastResult(
@@ -117,6 +133,15 @@ def train_fast(
     return result
 
 
+def _kept_as(spec: RunSpec) -> str:
+    """Names the run in its checkpoints: one whose stream has ended goes on as one that may repeat it."""
+    config = spec.config
+    if config.data.streamed is None or config.data.repeat:
+        return spec.run
+    repeats = config.model_copy(update={"data": config.data.model_copy(update={"repeat": True})})
+    return RunSpec(repeats, spec.shape.vocabulary, spec.changes).run
+
+
 def _slices(group: AllReplicas) -> dict[str, list[float]]:
     batches = group.validation
     count = min(SLICES, len(batches))
@@ -128,9 +153,12 @@ def _slices(group: AllReplicas) -> dict[str, list[float]]:
 
 
 def boundary_bytes_per_token(replica: ReplicaSettings, spec: RunSpec) -> float:
-    """Tensor bytes that one token costs at one hop, in one direction."""
+    """Tensor bytes that one token costs at one hop, in the direction that costs more."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
         return 0.0
     rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
+    of_peer = bytes_per_token(replica.boundary, spec.shape.width, replica.batch_size * length)
+    if of_peer is not None:
+        return max(of_peer)
     return format_of(replica.boundary).wire_bytes((rows, length, rank)) / (rows * length)

@@ -92,8 +92,6 @@ class Replica:
     places: list[Place]
     round: int | None = None
     """The one it trains, or has contributed to; None while it is formed anew, or waits for a round to open."""
-    whole_in: int = 0
-    """The last round to which its contribution is whole."""
 
     @property
     def epoch(self) -> int:

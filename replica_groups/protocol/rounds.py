@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from replica_groups.protocol.events import Contribution, Record
 from replica_groups.protocol.rules import Rules
 
+MOST_STEPS = 2**32
+"""That anybody may say a contribution comes of: its tokens have to be a number that a record holds."""
+
 
 @dataclass
 class Deposits:
@@ -39,6 +42,9 @@ class OpenRound:
         self, replica: str, epoch: int, block: str, entry: Hashable, steps: int, rules: Rules, now: float
     ) -> str | None:
         """Note a blob; why not, if it contradicts what was noted. Depositing twice is depositing once."""
+        least = 0 if rules.tokens_a_step is None else 1
+        if not least <= steps <= MOST_STEPS:
+            return f"`{block}` of {steps} steps, expected {least} to {MOST_STEPS}"
         known = self.deposits.get(replica)
         if known is not None and known.epoch != epoch and replica in self.whole:
             return f"a contribution to round {self.number} of epoch {epoch}, after a whole one of epoch {known.epoch}"

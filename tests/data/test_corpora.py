@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hetero_pp.data.corpora import documents, fingerprint
+from hetero_pp.data.prose import PACKAGES
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
 
@@ -112,9 +115,9 @@ def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
     assert len({first, touched, fingerprint(settings)}) == 3
 
 
-def test_the_two_corpora_of_python_differ() -> None:
-    settings = [DataSettings(corpus=corpus) for corpus in ("standard-library", "docstrings")]
-    assert fingerprint(settings[0]) != fingerprint(settings[1])
+def test_the_corpora_of_every_machine_differ() -> None:
+    settings = [DataSettings(corpus=corpus) for corpus in ("standard-library", "docstrings", "prose")]
+    assert len({fingerprint(one) for one in settings}) == 3
 
 
 def test_the_standard_library_is_large_and_holds_no_installed_package() -> None:
@@ -150,6 +153,43 @@ def test_docstrings_come_from_every_kind_of_definition(tmp_path: Path, monkeypat
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert sorted(read("docstrings")) == ["Bad \\d escape.\n\nMore.", "Class.", "Method.", "Module."]
     assert len(read("standard-library")) == 2
+
+
+MANUAL = """Adds one. It goes on over
+two lines, and has words enough.
+
+    An indented paragraph is an example, whatever it says of itself.
+
+Parameters
+----------
+x : int
+    The number that is added to, with words enough.
+
+This one does not end
+
+Too short.
+
+>>> print(1) is a session, not a sentence, in its way.
+
+All of this is said in one more sentence:
+"""
+
+
+def test_prose_is_the_sentences_of_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document a file; nothing is imported for it."""
+    for name in PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("1 / 0\n")
+    (tmp_path / "torch" / "a.py").write_text(f'def f():\n    """{MANUAL}"""\n' + '"""Too short."""')
+    (tmp_path / "numpy" / "b.py").write_text("def broken(:")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    monkeypatch.setattr("sys.modules", {name: one for name, one in sys.modules.items() if name not in PACKAGES})
+    [text] = read("prose")
+    first = "Adds one. It goes on over two lines, and has words enough."
+    assert text == f"{first}\n\nAll of this is said in one more sentence:"
+    shutil.rmtree(tmp_path / "sympy")
+    with pytest.raises(ConfigError, match="found no package sympy, whose docstrings `prose` reads"):
+        read("prose")
 
 
 def test_how_far_the_reading_is(tmp_path: Path) -> None:

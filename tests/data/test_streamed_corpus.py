@@ -179,10 +179,43 @@ def test_the_digest_tells_corpora_apart(c4: Path, dclm: Path, parquet: Path, tmp
     assert len(set(digests)) == 3
 
 
+def test_the_fingerprint_tells_files_apart_and_not_where_they_lie(tmp_path: Path) -> None:
+    """By size and time, without a look at the text; and how they are streamed."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    for i in range(SHARDS):
+        (folder / f"{i}.jsonl").write_bytes(lines(i))
+    before = StreamedCorpus(settings_of(folder)).fingerprint
+    moved = folder.rename(tmp_path / "there")
+    assert StreamedCorpus(settings_of(moved)).fingerprint == before
+    assert StreamedCorpus(settings_of(moved, stream={"shuffle_buffer": 17})).fingerprint != before
+    changed, text = moved / "1.jsonl", lines(1)
+    place = text.index(b"stage", len(text) // 2)
+    changed.write_bytes(text[:place] + b"other" + text[place + 5 :])
+    assert len(changed.read_bytes()) == len(text)
+    assert StreamedCorpus(settings_of(moved)).fingerprint != before
+
+
+class _OfTheHub:
+    """What of datasets a shard of the Hub needs to be known."""
+
+    num_shards = 1
+    column_names = None
+
+    def with_format(self, _: str) -> _OfTheHub:
+        return self
+
+
+def test_the_fingerprint_of_the_hubs_files_is_of_their_commit() -> None:
+    files = [[f"hf://datasets/owner/name@{commit}/{file}"] for commit in "12" for file in ("a.jsonl", "b.jsonl")]
+    assert len({hub.Shards(one, _OfTheHub(), "text").fingerprint for one in files}) == 4
+
+
 def test_what_is_opened(dclm: Path, tmp_path: Path, corpus: Path) -> None:
     source = open_source(settings_of(dclm), tmp_path)
     assert isinstance(source, StreamedCorpus)
     assert source.describe(1000) == "1,000 tokens from a stream of 3 shards"
+    assert source.describe(None) == "a stream of 3 shards"
     assert source.vocabulary == 256
     assert list(tmp_path.iterdir()) == []
     store = open_source(DataSettings(corpus=str(corpus)), tmp_path)

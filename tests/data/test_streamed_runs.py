@@ -11,12 +11,14 @@ import torch
 from typer.testing import CliRunner
 
 from hetero_pp.data.sources import StreamedCorpus
+from hetero_pp.errors import ConfigError
 from hetero_pp.program.cli import app
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.fast.train import train_fast
+from replica_groups.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,57 @@ def test_it_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -> None:
     result = train_fast(spec, StreamedCorpus(spec.config.data), lambda *told: rounds.append(told), checkpoint=path)
     assert [number for number, _ in rounds] == [4]
     assert result.validation_loss == losses
+
+
+def once_of(shards: Path) -> tuple[RunSpec, RunSpec]:
+    """A run that comes to the end of its text, which it may not read again, and the same that may."""
+    config = spec_of(shards).config.model_copy(update={"seed": 3})
+    data = config.data.model_copy(update={"repeat": False})
+    return RunSpec(config.model_copy(update={"data": data}), 256), RunSpec(config, 256)
+
+
+def test_where_a_stream_ends_the_state_is_kept_and_goes_on_if_it_may_be_repeated(shards: Path, tmp_path: Path) -> None:
+    (once, again), path = once_of(shards), tmp_path / "checkpoint"
+    rounds: list[Any] = []
+    with pytest.raises(ConfigError, match=r"stream of replica \d of 2 has ended.*; the state after round 2 is kept"):
+        train_fast(once, StreamedCorpus(once.config.data), lambda *told: rounds.append(told), checkpoint=path)
+    assert [number for number, _ in rounds] == [1, 2]
+    result = train_fast(again, StreamedCorpus(again.config.data), lambda *told: rounds.append(told), checkpoint=path)
+    assert [number for number, _ in rounds] == [1, 2, 3, 4]
+    assert result.validation_loss == train_fast(again, StreamedCorpus(again.config.data)).validation_loss
+    assert not path.exists()
+
+
+class _OtherRank(Ranks):
+    """Beside one whose text has ended."""
+
+    def gather(self, value: float) -> list[float]:
+        return [value, 1.0]
+
+
+def test_all_ranks_stop_where_the_text_of_one_ends(shards: Path) -> None:
+    group = AllReplicas(spec_of(shards), StreamedCorpus(spec_of(shards).config.data))
+    before = [batches.state() for batches in group.batches]
+    group.ranks = _OtherRank()
+    with pytest.raises(ConfigError, match="found its end on another rank"):
+        group.read_ahead(1)
+    assert [batches.state() for batches in group.batches] == before
+
+
+def test_reading_ahead_changes_no_batch(shards: Path) -> None:
+    """Nor where it goes on: that is told by the last one that was trained on."""
+    spec = spec_of(shards)
+    source = StreamedCorpus(spec.config.data)
+    plain, ahead = (source.batches(16, 1, 0, 2, 4) for _ in range(2))
+    for round_ in range(3):
+        steps = range(round_ * 4, round_ * 4 + 4)
+        ahead.read_ahead(steps)
+        for step in steps:
+            assert ahead.state() == plain.state()
+            assert torch.equal(ahead.train(step), plain.train(step))
+    assert torch.equal(ahead.train(2), plain.train(2))
+    ahead.read_ahead(range(3, 5))
+    assert torch.equal(ahead.train(3), plain.train(3))
 
 
 def test_bad_input_is_a_line_with_its_file_and_exit_code_2(shards: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ REPLAYED = "tests/program/test_replay.py::test_up_to_a_round"
 STARTED_FROM = "tests/program/test_export.py::test_an_uncompressed_run_goes_on_where_the_first_one_ended"
 CALIBRATED = "tests/program/test_simulate.py::test_a_calibration_is_measured_and_used"
 TABLE = "tests/experiments/test_experiments.py::test_a_table_is_made_and_resumed"
+BROUGHT = "tests/experiments/test_brought.py::test_a_streamed_corpus_and_a_tokenizer_make_a_table"
 OWN_TABLE = "tests/experiments/test_worked_example.py::test_the_example_makes_its_table"
 RUN_BY = {
     "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
@@ -66,6 +67,7 @@ RUN_BY = {
     "hetero-pp reproduce het-pp/table1 --seeds 3 --workers 2": TABLE,
     "hetero-pp reproduce --no-train --docs docs/results.md": TABLE,
     "hetero-pp reproduce rank --experiments tables --scale tiny": OWN_TABLE,
+    "hetero-pp reproduce het-pp/table2 --corpus hf:/data/c4 --tokenizer /data/llama-2": BROUGHT,
     "python benchmarks/link.py --smoke": "tests/benchmarks/test_smoke.py::test_it_runs_at_its_smallest",
 }
 """The test that runs such a command, with a configuration of its own or a shorter run."""
@@ -86,7 +88,8 @@ NOT_RUN = {
     "--config three-hosts.yaml --only dc --exchange dc.example:47600 --gpus 8": SCHEDULER,
     "torchx run -s kubernetes -cfg queue=default hetero_pp/program/launch/torchx_components.py:part ... "
     "--image registry/hetero-pp": SCHEDULER,
-    "torchrun --nproc-per-node 8 -m hetero_pp reproduce het-pp/table2 --scale paper --corpus PATH": HOURS,
+    "torchrun --nproc-per-node 8 -m hetero_pp reproduce het-pp/table2 --scale paper "
+    "--corpus hf:mlfoundations/dclm-baseline-1.0 --tokenizer /data/llama-2": HOURS,
     "pip install lm-eval[hf]": ELSEWHERE,
     "lm_eval run --model hf --model_args pretrained=quickstart-hf,dtype=float32 --tasks arc_easy,hellaswag,piqa "
     "--device cuda:0 --batch_size 16 --output_path results": ELSEWHERE,

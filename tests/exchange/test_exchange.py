@@ -304,6 +304,7 @@ def _hashes(snapshot: Snapshot, blocks: frozenset[str]) -> dict[str, bytes]:
 
 
 def test_replicas_that_agree_are_told_with_their_hash(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
     exchange.confirm("home.1", 1, _hashes(snapshot, LAST))
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
     exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
@@ -322,10 +323,10 @@ def _happened(exchange: Exchange) -> list[tuple[int, str, int]]:
 
 def test_the_odd_one_out_is_told_to_heal(exchange: Exchange, snapshot: Snapshot) -> None:
     """With its next round, and once; nobody else is, and the run goes on."""
+    _deposit_all(exchange, snapshot)
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
     exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
     exchange.confirm("home.1", 1, _hashes(snapshot, LAST) | WRONG)
-    _deposit_all(exchange, snapshot)
     exchange.confirm(EXCHANGE, 1, _hashes(snapshot, FIRST | LAST))
     for round_, heals in ((2, {"home.1"}), (3, set())):
         work = assign_all(exchange, round_ - 1)
@@ -336,6 +337,7 @@ def test_the_odd_one_out_is_told_to_heal(exchange: Exchange, snapshot: Snapshot)
 
 
 def test_who_confirms_after_the_auditor_is_held_against_it(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
     exchange.confirm(EXCHANGE, 1, _hashes(snapshot, FIRST | LAST))
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
     exchange.confirm("home.1", 1, _hashes(snapshot, LAST) | WRONG)
@@ -344,6 +346,7 @@ def test_who_confirms_after_the_auditor_is_held_against_it(exchange: Exchange, s
 
 def test_a_majority_that_differs_ends_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
     """Nobody knows which bits are right."""
+    _deposit_all(exchange, snapshot)
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST) | WRONG)
     exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
     exchange.confirm("home.1", 1, _hashes(snapshot, LAST) | WRONG)
@@ -364,6 +367,9 @@ def test_a_majority_that_differs_ends_the_run(exchange: Exchange, snapshot: Snap
 
 
 def test_hashes_of_different_rounds_are_not_compared(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
+    assign_all(exchange, 1)
+    _deposit_all(exchange, snapshot, 2)
     exchange.confirm(EXCHANGE, 1, _hashes(snapshot, FIRST | LAST))
     exchange.confirm("home.0", 2, dict.fromkeys(_hashes(snapshot, FIRST), bytes(32)))
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
@@ -371,6 +377,7 @@ def test_hashes_of_different_rounds_are_not_compared(exchange: Exchange, snapsho
 
 
 def test_a_replica_that_leaves_out_a_parameter_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
     hashes = _hashes(snapshot, FIRST | LAST)
     del hashes["norm.weight"]
     with pytest.raises(RunFailed):
@@ -380,6 +387,7 @@ def test_a_replica_that_leaves_out_a_parameter_fails_the_run(exchange: Exchange,
 
 
 def test_hashes_of_a_stranger_are_refused(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
     _expect_refusal(exchange, "no member", lambda: exchange.confirm("stranger", 1, {"norm.weight": bytes(32)}))
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST))
 
@@ -421,7 +429,8 @@ def test_whoever_waits_wakes_when_the_run_fails(exchange: Exchange) -> None:
     assert [(type(error), str(error)) for error in errors] == [(RunFailed, "a cause")] * 3
 
 
-def test_whoever_waits_wakes_when_replicas_differ(exchange: Exchange) -> None:
+def test_whoever_waits_wakes_when_replicas_differ(exchange: Exchange, snapshot: Snapshot) -> None:
+    _deposit_all(exchange, snapshot)
     condition = _counted(exchange)
 
     def differ() -> None:
@@ -430,7 +439,7 @@ def test_whoever_waits_wakes_when_replicas_differ(exchange: Exchange) -> None:
         exchange.confirm("dc", 1, {"norm.weight": b"\1" * 32})
         exchange.confirm("home.1", 1, {"norm.weight": b"\1" * 32})
 
-    errors = _in_threads(lambda: exchange.record(1), differ)
+    errors = _in_threads(lambda: exchange.record(2), differ)
     assert [type(error) for error in errors] == [RunFailed, RunFailed]
 
 
@@ -767,10 +776,10 @@ def _expect_failure(exchange: Exchange, cause: str) -> None:
 def test_the_auditor_fails_a_run_whose_members_agree_on_something_else(exchange: Exchange, snapshot: Snapshot) -> None:
     """All members claim the initial weights after a round that changed them."""
     auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)
-    auditor.start()
+    _deposit_all(exchange, snapshot)
     for member in ROSTER.members:
         exchange.confirm(member, 1, _hashes(snapshot, ROSTER.blocks[member]))
-    _deposit_all(exchange, snapshot)
+    auditor.start()
     auditor.join()
     _expect_failure(exchange, r"after round 1 dc, home hold another \S+ than the log's contributions give")
     assert not snapshot_path(exchange.log, 1).exists()

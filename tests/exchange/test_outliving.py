@@ -10,11 +10,12 @@ from members import TIMEOUT, in_thread
 from small_run import Run
 from test_uncounted import Member
 
-from hetero_pp.errors import ExchangeLost
-from hetero_pp.messages.messages_pb2 import RecordRequest, RoundRecord
+from hetero_pp.errors import ExchangeLost, Refused, RunFailed, StoreError
+from hetero_pp.messages.messages_pb2 import RecordRequest, Report, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.rpc.exchange import IsAsked, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.store.folder import FolderStore
 
 
 def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: Path) -> None:
@@ -112,3 +113,78 @@ def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(
     assert run.counted(1) == {"a": 2, "b": 1}
     client.close()
     server.stop(None).wait()
+
+
+def _taken_over_after_a_round(tmp_path: Path) -> Run:
+    """The exchange of now has no record in memory."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    run.assign(0)
+    run.deposit(1, "a", "b")
+    run.take_over()
+    return run
+
+
+def test_a_record_that_only_the_log_has_is_waited_for_while_its_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the auditor, which reads the rounds since the last snapshot, would end the run."""
+    run, left, get = _taken_over_after_a_round(tmp_path), 3, FolderStore.get
+
+    def is_away_at_first(store: FolderStore, key: str) -> bytes:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise StoreError("the store: cannot be reached")
+        return get(store, key)
+
+    monkeypatch.setattr(FolderStore, "get", is_away_at_first)
+    monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.01)
+    assert run.exchange.record(1).round == 1
+    assert left == -1
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_record_that_cannot_be_read_is_not_asked_for_for_ever(tmp_path: Path, is_there: bool) -> None:
+    """It is not the exchange that is gone: who asks hears what is damaged or lost."""
+    run, record = _taken_over_after_a_round(tmp_path), tmp_path / "round-000001" / "record.json"
+    record.write_bytes(record.read_bytes()[:-20])
+    if not is_there:
+        record.unlink()
+    server, port = serve_exchange(run.exchange, "token", "127.0.0.1:0", 2)
+    client = ExchangeClient(f"127.0.0.1:{port}", "token", "a", "run")
+    run.exchange.died("a", "to be taken over the network")
+    client.join("a", "")
+    try:
+        for ask in (lambda: client.record(1, "a"), lambda: client.fetch("a", 1, "b", "norm")):
+            with pytest.raises(Refused, match=r"no record of round 1: .*round-000001/record\.json"):
+                in_thread(ask).result(TIMEOUT)
+    finally:
+        client.close()
+        server.stop(None).wait()
+
+
+def test_a_process_whose_place_is_anothers_does_not_end_the_run(tmp_path: Path) -> None:
+    """It was frozen, wakes, finds its term over, and that it cannot join again."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    server, port = serve_exchange(run.exchange, "token", "127.0.0.1:0", 2)
+    first, second = (ExchangeClient(f"127.0.0.1:{port}", "token", "a", "run") for _ in range(2))
+    try:
+        for client in (first, second):
+            run.exchange.died("a", "nothing was heard of it")
+            client.join("a", "")
+        with pytest.raises(Refused, match="found a second `a`") as error:
+            first.join("a", "")
+        failed = Report()
+        failed.failure.cause = str(error.value)
+        first.report([failed])
+        run.assign(0, "b")
+        assert run.exchange.assign("a", 0).round == 1
+        run.deposit(1, "a", "b")
+        assert run.counted(1) == {"a": 3, "b": 1}
+        second.report([failed])
+        with pytest.raises(RunFailed, match="found a second `a`"):
+            run.exchange.record(1)
+    finally:
+        first.close()
+        second.close()
+        server.stop(None).wait()

@@ -8,7 +8,9 @@ import pytest
 from members import TIMEOUT
 from small_run import GRACE, LIMIT, Run, closed
 
+from hetero_pp.errors import Refused
 from hetero_pp.messages.messages_pb2 import LATE, PAUSED, WENT_ON
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
 
 THREE = {"a": 1, "b": 1, "c": 1}
 FOUR = {"a": 1, "b": 1, "c": 1, "d": 1}
@@ -193,3 +195,17 @@ def test_who_joins_late_takes_part_if_there_is_no_quorum_without(run: Run) -> No
     run.passes(GRACE.most + 1)
     run.exchange.join("b", "")
     assert run.assign(0, "b") == {"b": 1}
+
+
+@pytest.mark.parametrize("steps", [0, 2**62])
+def test_steps_that_nobody_can_have_taken_are_refused(steps: int, tmp_path: Path) -> None:
+    """Of none all weights would be zero, and theta no number; the tokens of so many are none that a record can hold."""
+    run = Run(tmp_path, THREE, quorum=1.0, weighs_tokens=True)
+    run.assign(0)
+    run.deposit(1, "b", "c")
+    for block in sorted(run.roster.blocks["a"]):
+        address = BlobAddress("run", 1, "a", block)
+        with pytest.raises(Refused, match=f"`{block}` of {steps} steps, expected 1 to 4294967296"):
+            run.exchange.deposit("a", address, run.blob(address), steps=steps)
+    run.deposit(1, "a")
+    assert [one.tokens for one in run.exchange.record(1).contributions] == [700, 700, 700]

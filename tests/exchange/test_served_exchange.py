@@ -160,8 +160,8 @@ class Recorder:
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes], term: int | None = None) -> None:
         self.asked.append(("confirm", member, round_, dict(sha256), term))
 
-    def report(self, reports: Sequence[pb.Report]) -> None:
-        self.asked.append(("report", *(report.member for report in reports)))
+    def report(self, reports: Sequence[pb.Report], term: int | None = None) -> None:
+        self.asked.append(("report", *(report.member for report in reports), term))
 
     def watch(self, members: Collection[str] = ()) -> Iterator[pb.Report]:
         self.asked.append(("watch", *members))
@@ -323,7 +323,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("record", 3, "dc", TERM),
             ("fetch", "dc", 3, "home", "norm"),
             ("confirm", "dc", 3, {"norm.weight": b"\1" * 32}, TERM),
-            ("report", "dc"),  # whoever knows the token speaks for itself only
+            ("report", "dc", TERM),  # whoever knows the token speaks for itself only
             ("watch",),
         ],
         key=str,

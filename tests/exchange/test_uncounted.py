@@ -14,7 +14,8 @@ from small_run import GRACE, SETTINGS, Run
 from torch import Tensor, nn
 
 from hetero_pp.errors import Refused, Suspended, TermOver
-from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.links import EXCHANGE
+from hetero_pp.messages.messages_pb2 import HEALED, RoundRecord
 from hetero_pp.model import shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import Assignment
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
@@ -270,6 +271,19 @@ def test_blobs_of_another_group_of_the_same_epoch_are_not_its_own(run: Run) -> N
 
 
 # ---- healing, and joining late ----
+
+
+def test_hashes_of_rounds_to_come_do_not_keep_others_from_being_looked_at(tmp_path: Path) -> None:
+    """They are kept of a few rounds, the latest."""
+    run = Run(tmp_path, {"a": 1, "b": 1, "c": 1})
+    run.assign(0)
+    run.deposit(1, "a", "b", "c")
+    right = dict.fromkeys(run.snapshot.parameters, b"right")
+    run.exchange.confirm("b", 1, right | {"norm.weight": b"wrong"})
+    for round_ in range(2, SETTINGS.rounds + 1):
+        run.exchange.confirm("a", round_, right)
+    run.exchange.confirm(EXCHANGE, 1, right)
+    assert [(one.place, one.round) for one in run.told() if one.what == HEALED] == [("b", 1)]
 
 
 def test_a_damaged_snapshot_is_passed_over_by_who_comes_then(run: Run, capfd: pytest.CaptureFixture[str]) -> None:

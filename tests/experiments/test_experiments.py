@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from hetero_pp.errors import ConfigError
 from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.definition import Claim, Experiment, Row, Scale
 from hetero_pp.program.experiments.markdown import markdown
 from hetero_pp.program.experiments.overview import write_overview
 from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.experiments.report import result_of, write_result
+from hetero_pp.program.experiments.request import Request, scale_of
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import interval_of, judge
 from hetero_pp.topology import ParticipantsReplica
@@ -24,16 +26,17 @@ Reproduce = Callable[..., tuple[int, str, str]]
 
 FOLDER = Path(__file__).parents[2] / "configs" / "experiments"
 CATALOG = Catalog(FOLDER)
+ANYWHERE = [experiment for experiment in CATALOG.experiments.values() if experiment.scale is None]
 NAMES = [f"het-pp/table{name}" for name in ("1", "2", "3", "4", "5a", "5b", "5c", "5d", "7", "8")]
 
 
 def test_the_tables_are_there() -> None:
     assert {*NAMES, "het-pp/alpha", "beyond/rank_for_bits"} <= set(CATALOG.experiments)
-    assert set(CATALOG.scales) == {"micro", "small", "paper"}
+    assert set(CATALOG.scales) == {"micro", "ladder", "small", "paper"}
 
 
 @pytest.mark.parametrize("scale", CATALOG.scales.values(), ids=lambda scale: scale.name)
-@pytest.mark.parametrize("experiment", CATALOG.experiments.values(), ids=lambda experiment: experiment.name)
+@pytest.mark.parametrize("experiment", ANYWHERE, ids=lambda experiment: experiment.name)
 def test_every_row_validates_at_every_scale(experiment: Experiment, scale: Scale) -> None:
     setting = Setting(scale, experiment)
     for row in experiment.rows:
@@ -128,6 +131,7 @@ def test_a_claim_without_its_rows_is_not_run() -> None:
 
 def _outcome(loss: float, diverged: bool = False) -> dict[str, Any]:
     return {
+        "key": "",
         "validation_loss": [loss + 1, loss],
         "uncompressed": loss,
         "compressed": None,
@@ -255,7 +259,7 @@ def test_the_list_and_the_dry_run(tmp_path: Path, reproduce: Reproduce) -> None:
     ("arguments", "words"),
     [
         (["toy/two"], "found no experiment `toy/two`, expected one of toy/one"),
-        (["toy/one", "--scale", "huge"], "found no scale `huge`, expected one of micro, paper, small, tiny"),
+        (["toy/one", "--scale", "huge"], "found no scale `huge`, expected one of ladder, micro, paper, small, tiny"),
     ],
 )
 def test_unknown_names_list_the_known_ones(
@@ -316,7 +320,8 @@ def test_a_small_corpus_says_what_it_lacks_or_is_repeated(tmp_path: Path, toys: 
     scale.write_text(scale.read_text().replace("rounds: 2", "rounds: 2000"))
     code, _, errors = reproduce("toy/one")
     assert code == 2
-    assert "are lacking (--repeat reads the corpus more than once)" in errors
+    assert "are lacking (bring more text: --corpus PATH, or --corpus hf:NAME with --tokenizer PATH" in errors
+    assert "; --repeat reads this " in errors
     scale.write_text(scale.read_text().replace("validation_sequences: 4", "validation_sequences: 4000"))
     code, _, errors = reproduce("toy/one", "--repeat")
     assert code == 2
@@ -345,3 +350,28 @@ def test_a_scale_without_its_hardware_is_validated_only(tmp_path: Path, toys: Pa
         assert reproduce("toy/one", "--seeds", "1", "--device", "cpu")[0] == 0
     rows = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())["rows"]
     assert rows[0]["state"] == "done"
+
+
+@pytest.mark.starts_processes
+def test_only_rows_of_a_name_are_trained(tmp_path: Path, reproduce: Reproduce) -> None:
+    assert reproduce("toy/one", "--seeds", "1", "--rows", "n?ne", "--rows", "the *")[0] == 0
+    trained = [json.loads(line)["row"] for line in _rows(tmp_path).read_text().splitlines()]
+    assert trained == ["toy/one: none", "toy/one: the same"]
+    rows = json.loads((tmp_path / "results" / "tiny" / "toy" / "one.json").read_text())["rows"]
+    assert {row["name"]: row["state"] for row in rows if row["ours"] is None}["explodes"] == "not run"
+
+
+def test_an_experiment_may_be_for_one_scale_alone(toys: Path, reproduce: Reproduce) -> None:
+    text = (toys / "toy" / "one.yaml").read_text()
+    (toys / "toy" / "large.yaml").write_text(text.replace("toy/one", "toy/large") + "scale: micro\n")
+    catalog = Catalog(toys)
+    assert (scale_of(catalog, ["toy/large"]), scale_of(catalog, ["toy/one"]), scale_of(catalog, [])) == ("micro",) * 3
+    large = catalog.experiment("toy/large").model_copy(update={"scale": "tiny"})
+    catalog.experiments["toy/large"] = large
+    assert scale_of(catalog, ["toy/large"]) == "tiny"
+    with pytest.raises(ConfigError, match="found experiments for the scales micro, tiny, expected one at a time"):
+        scale_of(catalog, ["toy/large", "toy/one"])
+    names = [setting.experiment.name for setting in Request(catalog, scale="micro").settings()[0]]
+    assert "toy/one" in names and "toy/large" not in names
+    code, _, errors = reproduce("toy/large", "--dry-run")
+    assert (code, errors) == (2, "hetero-pp: --scale tiny: toy/large is only for micro\n")

@@ -31,7 +31,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "micro"
 def _corpus(digest: str, name: str = "docstrings") -> Corpus:
     none = np.zeros(0, np.uint16)
     store = TokenStore(train=none, validation=none, vocabulary=MICRO.vocabulary, path=Path("store"), digest=digest)
-    return Corpus(DataSettings(corpus=name, tokenizer="its own.json"), store)
+    return Corpus(DataSettings(corpus=name, tokenizer="its own.json"), store, Path("cache"))
 
 
 def _job(bias_every: int | None = None, tokens: Corpus | None = None, repeat: bool = False, **row: Any) -> Job:
@@ -127,7 +127,7 @@ DEFAULTS: dict[str, Any] = {
     "replicas.1.boundary.bits": None,
     "replicas.1.boundary.ablations.embedding": "free",
     "replicas.1.boundary.ablations.adaptation": "on",
-    "replicas.1.boundary.ablations.weight_projection": "none",
+    "replicas.1.boundary.ablations.weight_projection": False,
     "replicas.1.boundary.ablations.modified_adamw": False,
     "replicas.1.boundary.ablations.grassmann_every": None,
     "replicas.1.extra_in_flight": 1,
@@ -160,7 +160,7 @@ KEPT = read_outcomes(RESULTS / ROWS)
 
 def test_kept_rows_are_known_by_what_they_say() -> None:
     assert len(KEPT) >= 189
-    parts = ("version", "corpus", "bias_every", "settings")
+    parts = ("version", "corpus", "tokenizer", "bias_every", "settings")
     for key, outcome in KEPT.items():
         assert key_of({part: outcome[part] for part in parts if part in outcome}) == key
         assert outcome["settings"]["seed"] == outcome["seed"]

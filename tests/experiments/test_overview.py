@@ -79,10 +79,11 @@ RESULT: dict[str, Any] = {
         {
             "text": "it costs",
             "of": "own",
+            "about": "1",
             "verdict": "holds",
             "others": [{"of": "compressed", "verdict": "within noise"}],
         },
-        {"text": "it pays", "of": "uncompressed", "verdict": "does not hold", "others": []},
+        {"text": "it pays", "of": "uncompressed", "verdict": "does not hold", "others": [], "about": None},
     ],
 }
 FIGURES = {

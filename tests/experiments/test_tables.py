@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from scipy.stats import t as students_t
 
 from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokens import TokenStore
 from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.command import reproduce
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
@@ -91,8 +92,9 @@ def test_a_row_is_known_by_all_that_decides_what_it_comes_to(encoded: Corpus, tm
     """Its seed, its tokens and its cells; not where they lie."""
     setting = Setting(MICRO, _experiment())
     few, base, *_ = setting.rows()
-    other = replace(encoded, store=replace(encoded.store, digest="of other tokens"))
-    moved = replace(encoded, store=replace(encoded.store, path=tmp_path / "elsewhere" / encoded.store.path.name))
+    assert isinstance(encoded.source, TokenStore)
+    other = replace(encoded, source=replace(encoded.source, digest="of other tokens"))
+    moved = replace(encoded, cache=tmp_path / "elsewhere")
 
     def key(row: Row = few, seed: int = 1, tokens: Corpus = encoded) -> str:
         return make_job(setting, row, seed, tokens, tmp_path).key

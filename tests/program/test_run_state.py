@@ -206,8 +206,9 @@ def test_of_rounds_long_over_a_link_keeps_a_number() -> None:
         assert direction.wire_bytes == sum(100 + round_ for round_ in range(rounds + 1) if round_ != 7)
         assert direction.payload_bytes == direction.wire_bytes - 10 * rounds
         assert direction.busy_seconds == 0.5 * (rounds - 1)
-        told = [direction.wire_bytes_of_round(round_) for round_ in range(rounds + 2)]
-        assert told == [0 if round_ in (7, rounds + 1) else 100 + round_ for round_ in range(rounds + 2)]
+        for of_round, least in ((direction.wire_bytes_of_round, 100), (direction.payload_bytes_of_round, 90)):
+            told = [of_round(round_) for round_ in range(rounds + 2)]
+            assert told == [0 if round_ in (7, rounds + 1) else least + round_ for round_ in range(rounds + 2)]
         shares = LineState(line, {"up": [direction], "down": []}).busy_share("up", 1.0)
         assert shares == pytest.approx(8 * (direction.wire_bytes - 100) / 1e6)
 
@@ -375,6 +376,17 @@ def test_summary_of_links(whole: RunState) -> None:
     assert exchange["bandwidth_bits_per_second"] == {"forward": None, "backward": None}
     assert exchange["payload_bytes"] == {"forward": 2000, "backward": 50_000}
     assert exchange["payload_bytes_per_round"]["backward"] == [50_000, 0, 0]
+
+
+def test_summary_of_links_in_a_long_run() -> None:
+    """Rounds that are long over, too, have what was sent in them."""
+    rounds = 3 * STILL_TOLD
+    reports = [link_use(START, "home.0-1", "forward", 0, 77)]
+    for round_ in range(1, rounds + 1):
+        reports.append(link_use(START + round_, "home.0-1", "forward", round_, round_))
+        reports.append(round_closed(START + round_, round_))
+    links = {link["name"]: link for link in state_of(reports).summary()["links"]}
+    assert links["home.0-1"]["payload_bytes_per_round"]["forward"] == [77, *range(1, rounds + 1)]
 
 
 def test_summary_of_contributions(whole: RunState) -> None:

@@ -21,6 +21,8 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "coefficients": ({}, {"ablations": {"embedding": "coefficients", "modified_adamw": True}}),
     "discarded": ({}, {"ablations": {"adaptation": "discarded", "embedding": "coefficients"}}),
     "anchors": ({}, {"anchors": {"rank": 4}}),
+    "resbm": ({}, {"ablations": {"peer": {"method": "resbm"}}}),
+    "mapl": ({}, {"ablations": {"peer": {"method": "mapl"}}}),
     "grassmann": ({}, {"ablations": {"grassmann_every": 1}}),
 }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from hetero_pp.data.batches import StoreBatches, validation_batches
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
@@ -19,6 +21,7 @@ from hetero_pp.program.launch.inputs import require_launchable
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.fast.train import FastResult, train_fast
 from replica_groups.whole import WholeReplica
 
@@ -125,6 +128,7 @@ def test_averaged_gradients_end_where_the_staged_run_ends(
         ({"method": "diloco"}, {"rank": "1/4"}),
         ({}, {"rank": "1/2", "bits": 4}),
         ({}, {"rank": "1/2", "bits": 4, "anchors": {"rank": 4}}),
+        ({}, {"rank": "1/2", "bits": 4, "anchors": {"rank": 4, "fade": [0.3, 1.0]}}),
         ({}, {"rank": "1/4", "ablations": {"adaptation": "stale"}}),
         ({}, {"rank": "1/4", "ablations": {"adaptation": "discarded"}}),
         ({}, {"rank": "1/4", "ablations": {"embedding": "coefficients"}}),
@@ -182,6 +186,36 @@ def test_who_sends_a_zero_is_a_sender(corpus: Path, tmp_path: Path) -> None:
     assert results[0].validation_loss == results[1].validation_loss
 
 
+@pytest.mark.parametrize("method", ["resbm", "mapl"])
+def test_what_anothers_boundaries_learn_is_a_part_of_the_model(method: str, corpus: Path, tmp_path: Path) -> None:
+    """After a round replicas have the same, which is none of what they began with."""
+    boundary = {"rank": 4, "ablations": {"peer": {"method": method}}}
+    homes = [{**HOME, "name": name, "boundary": boundary} for name in ("a", "b")]
+    config = _config(corpus, {}, [*homes, DC])
+    store = prepare_tokens(config.data, tmp_path)
+    group = AllReplicas(RunSpec(config, store.vocabulary), store)
+    first = {name: one.detach().clone() for name, one in _learned(group, 0).items()}
+    assert group.round(1)
+    assert all(one.equal(_learned(group, 1)[name]) for name, one in _learned(group, 0).items())
+    assert not any(one.equal(first[name]) for name, one in _learned(group, 0).items() if "table.0" not in name)
+
+
+def _learned(group: AllReplicas, index: int) -> Mapping[str, Tensor]:
+    [own] = group.replicas[index].own
+    return own.parameters
+
+
+def test_slices_are_of_the_same_validation_rows(corpus: Path, tmp_path: Path) -> None:
+    """Eight rows in batches of four: two slices, whose means are the losses of all rows."""
+    config = _config(corpus, {}, [{**HOME, "boundary": {"rank": "1/4"}}, DC])
+    result, _, _ = _train(config, tmp_path)
+    wholes = {"own": result.validation_loss[-1], "uncompressed": result.uncompressed, "compressed": result.compressed}
+    assert set(result.slices) == set(wholes)
+    for forward, losses in result.slices.items():
+        assert len(set(losses)) == len(losses) == 2
+        assert sum(losses) / 2 == pytest.approx(wholes[forward], abs=1e-6)
+
+
 def test_a_run_that_diverges_says_so(corpus: Path, tmp_path: Path) -> None:
     config = _config(corpus, {"learning_rate": 1e30}, [DC])
     result, _, _ = _train(config, tmp_path)
@@ -194,6 +228,7 @@ def test_a_run_that_diverges_says_so(corpus: Path, tmp_path: Path) -> None:
     [
         ({"method": "adamw_ddp"}, {}, ("inner", "steps")),
         ({}, {"ablations": {"grassmann_every": 2}}, ("replicas", 0, "boundary", "ablations", "grassmann_every")),
+        ({}, {"ablations": {"peer": {"method": "mapl"}}}, ("replicas", 0, "boundary", "ablations", "peer")),
     ],
 )
 def test_what_members_cannot_keep_equal_is_not_launched(

@@ -46,7 +46,7 @@ def _boundary(settings: BoundarySettings) -> Boundary:
 
 def _anchors(settings: BoundarySettings) -> list[Anchors]:
     """That have learned something."""
-    found = [anchors_of(settings.anchors, SHAPE, InnerSettings(), 100, SEED, "home", hop) for hop in range(2)]
+    found = [anchors_of(settings.anchors, SHAPE, InnerSettings(), 100, 10, SEED, "home", hop) for hop in range(2)]
     anchors = [one for one in found if one is not None]
     for one in anchors:
         nn.init.normal_(one.table, generator=torch.Generator().manual_seed(6))

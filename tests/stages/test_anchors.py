@@ -131,11 +131,43 @@ def test_they_return_to_what_they_were() -> None:
 def test_each_hop_of_each_replica_has_its_own_expansion() -> None:
     settings = AnchorSettings(rank="1/8")
     found = [
-        anchors_of(settings, SHAPE, INNER, TOTAL, seed, replica, hop)
+        anchors_of(settings, SHAPE, INNER, TOTAL, 10, seed, replica, hop)
         for seed, replica, hop in [(1, "a", 0), (1, "a", 1), (1, "b", 0), (2, "a", 0), (1, "a", 0)]
     ]
     expansions = [one.expansion for one in found if one is not None and one.expansion is not None]
     assert [tuple(one.shape) for one in expansions] == [(4, SHAPE.width)] * 5
     assert len({one.sum().item() for one in expansions}) == 4
     assert torch.equal(expansions[0], expansions[4])
-    assert anchors_of(None, SHAPE, INNER, TOTAL) is None
+    assert anchors_of(None, SHAPE, INNER, TOTAL, 10) is None
+
+
+def test_they_fade_from_round_to_round() -> None:
+    """From half of ten rounds to nine: all of it in the fifth, a half in the seventh, nothing from the ninth."""
+    settings = AnchorSettings(rank=4, fade=(0.5, 0.9))
+    assert [settings.weight(round_, 10) for round_ in (1, 5, 6, 7, 9, 10)] == pytest.approx([1, 1, 0.75, 0.5, 0, 0])
+    assert AnchorSettings(rank=4).weight(10, 10) == 1
+    anchors = anchors_of(settings, SHAPE, INNER, TOTAL, 10, 1, "a", 0)
+    assert anchors is not None
+    _trained(anchors, 3)
+    received, tokens = torch.randn(3, 9, SHAPE.width), _tokens()
+    told = anchors.add(received, tokens) - received
+    for round_, weight in ((5, 1.0), (7, 0.5), (9, 0.0), (6, 0.75)):
+        anchors.enter_round(round_)
+        torch.testing.assert_close(anchors.add(received, tokens), received + weight * told)
+
+
+def test_what_has_faded_learns_nothing_more() -> None:
+    anchors = anchors_of(AnchorSettings(rank=4, fade=(0.5, 0.9)), SHAPE, INNER, TOTAL, 10, 1, "a", 0)
+    assert anchors is not None
+    _trained(anchors, 3)
+    before = anchors.table.detach().clone()
+    anchors.enter_round(10)
+    received = torch.randn(3, 9, SHAPE.width, requires_grad=True)
+    anchors.add(received, _tokens()).sum().backward()
+    anchors.step(3)
+    assert anchors.table.equal(before)
+
+
+def test_they_cannot_fade_backwards() -> None:
+    with pytest.raises(ValueError, match=r"found fade \[0.9, 0.5\], expected a later end"):
+        AnchorSettings(rank=4, fade=(0.9, 0.5))

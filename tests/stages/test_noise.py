@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -19,7 +19,7 @@ from hetero_pp.link.protocol import Message
 from hetero_pp.link.token_ids import pack_tokens
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, LinkHeader
-from hetero_pp.model import EMBEDDING, ModelShape, Transformer, build_part, initialise, parameters_of
+from hetero_pp.model import EMBEDDING, AfterLayer, ModelShape, Transformer, build_part, initialise, parameters_of
 from hetero_pp.seeds import seed_of
 from hetero_pp.subspace import random_basis
 from hetero_pp.topology import StageSpec
@@ -239,6 +239,16 @@ def test_a_whole_replicas_noise_is_another_if_one_thing_is() -> None:
     assert other[0] == loss and not other[1].equal(gradient)
 
 
+def _crossing(replica: WholeReplica, tokens: Tensor, keys: Sequence[Tensor]) -> AfterLayer:
+    """Boundaries after the first and the third layer, each with a key of its own."""
+
+    def after_layer(layer: int, x_BLD: Tensor) -> Tensor:
+        assert replica.boundary is not None
+        return replica.boundary.cross(x_BLD, tokens[:, :-1], keys[layer // 2]) if layer in (0, 2) else x_BLD
+
+    return after_layer
+
+
 def test_every_micro_batch_and_hop_of_a_whole_replica_has_noise_of_its_own() -> None:
     """Two equal micro-batches against both with a key for each hop, as stages have them."""
     tokens, replica = _tokens(), _whole(micro_batches=2)
@@ -246,7 +256,7 @@ def test_every_micro_batch_and_hop_of_a_whole_replica_has_noise_of_its_own() -> 
     other = _whole()
     for index in range(2):
         keys = [noise_key(5, "home", hop, 7, index) for hop in range(2)]
-        (whole_loss(other.module, tokens, other.boundary, {0: 0, 2: 1}, keys) / 2).backward()
+        (whole_loss(other.module, tokens, _crossing(other, tokens, keys)) / 2).backward()
     expected = other.parameters["layers.0.attention.wv.weight"].grad
     assert expected is not None and found.equal(expected)
     for one, another in (([0, 0], [0, 1]), ([0, 1], [1, 1])):
@@ -254,7 +264,7 @@ def test_every_micro_batch_and_hop_of_a_whole_replica_has_noise_of_its_own() -> 
         for numbers in (one, another):
             changed = _whole()
             keys = [torch.tensor(number) for number in numbers]
-            whole_loss(changed.module, tokens, changed.boundary, {0: 0, 2: 1}, keys).backward()
+            whole_loss(changed.module, tokens, _crossing(changed, tokens, keys)).backward()
             gradients.append(changed.parameters["layers.0.attention.wv.weight"].grad)
         assert gradients[0] is not None and gradients[1] is not None
         assert not gradients[0].equal(gradients[1])

@@ -13,11 +13,12 @@ from rich.console import Console
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.jobs import Job, make_job
-from hetero_pp.program.experiments.listing import print_broken
+from hetero_pp.program.experiments.listing import print_broken, print_supply
 from hetero_pp.program.experiments.outcomes import ROWS, Outcome, alone, read_outcomes
 from hetero_pp.program.experiments.report import print_result, result_of, write_result
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.program.experiments.supply import counted
 from hetero_pp.program.experiments.training import train, train_on_ranks
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
@@ -34,7 +35,8 @@ def reproduce(request: Request) -> None:
     tables = {setting.experiment.name: _Table(setting, request, rows, outcomes, console) for setting in settings}
     asked: dict[str, Job] = {}
     for _, job in chain.from_iterable(table.asked for table in tables.values()):
-        asked.setdefault(job.key, job)
+        if request.trains_row(job.name):
+            asked.setdefault(job.key, job)
     wanted = [(job, key not in outcomes) for key, job in asked.items()]
     failures: Mapping[str, str] = {}
     ranks = init_ranks(torch.device(request.training.device))
@@ -73,7 +75,10 @@ class _Table:
         data = setting.config(setting.rows()[0]).data
         with shown_reading(console, f"reading {data.corpus}") as on_progress:
             self.corpus = prepare_corpus(data, setting.scale.vocabulary, cache, on_progress)
-        self.corpus.require_enough([setting.config(row) for row in setting.rows()])
+        supply = counted(setting, self.corpus)
+        supply.require_enough()
+        if request.trains:
+            print_supply(console, supply)
         first = setting.experiment.first_seed
         for seed in count(first):
             jobs = [(row, make_job(setting, row, seed, self.corpus, rows)) for row in setting.rows()]

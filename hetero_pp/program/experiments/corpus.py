@@ -1,64 +1,81 @@
-"""The corpus of an experiment: a byte-pair encoding trained on it, its tokens, and whether they suffice."""
+"""The corpus of an experiment: encoded by the tokenizer that was named, or by one trained on it; or streamed."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetero_pp.data.corpora import documents, fingerprint
+from hetero_pp.data.corpora import documents, fingerprint, sample
 from hetero_pp.data.settings import DataSettings
-from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.data.sources import Source, StreamedCorpus, open_source
+from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import whole
 from hetero_pp.progress import OnProgress, untold
-from hetero_pp.run.config import RunConfig
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as Encoding
+
+SAMPLED = 2 << 20
+"""Bytes of a corpus, of which its number of tokens is estimated: of Python's standard library within 10 %."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """An encoded corpus. `data` names its tokenizer, so any process can open it again."""
+    """A corpus that is ready. `data` names its tokenizer, so any process can open it again."""
 
     data: DataSettings
-    store: TokenStore
+    source: Source
+    cache: Path
+    """The folder of encoded corpora."""
+    tokenizer: Tokenizer | None = None
+    """That the user named; None for one that was trained on the corpus."""
 
-    def tokens_needed(self, config: RunConfig) -> int:
-        """How many tokens a run reads."""
-        steps = config.outer.rounds * config.inner.require_steps("rows are compared after as many steps")
-        return steps * (config.data.sequence_length + 1) * sum(replica.batch_size for replica in config.replicas)
-
-    def epochs(self, config: RunConfig) -> float:
-        """How often a run reads the corpus."""
-        return self.tokens_needed(config) / len(self.store.train)
-
-    def require_enough(self, configs: Sequence[RunConfig]) -> None:
-        """Raise ConfigError, saying how many tokens are lacking, if a run may not repeat the corpus but would, or if
-        there are too few to validate on.
-        """
-        needed = max((self.tokens_needed(config) for config in configs if not config.data.repeat), default=0)
-        if needed > len(self.store.train):
-            raise self._lacking("", len(self.store.train), needed, "--repeat reads the corpus more than once")
-        needed = max(config.data.validation_sequences * (config.data.sequence_length + 1) for config in configs)
-        if needed > len(self.store.validation):
-            mend = "a larger `data.validation_share`, or fewer `data.validation_sequences`"
-            raise self._lacking(" to validate on", len(self.store.validation), needed, mend)
-
-    def _lacking(self, what_for: str, known: int, needed: int, mend: str) -> ConfigError:
-        found = f"found {known:,} tokens{what_for} in {self.data.corpus}, expected {needed:,}"
-        return ConfigError(("data", "corpus"), f"{found}: {needed - known:,} are lacking ({mend})")
+    @property
+    def digest(self) -> str:
+        """Names its tokens; of a streamed one its files, and how they are read."""
+        return self.source.fingerprint if isinstance(self.source, StreamedCorpus) else self.source.digest
 
 
 def prepare_corpus(data: DataSettings, vocabulary: int, cache: Path, on_progress: OnProgress = untold) -> Corpus:
-    """Train the encoding and encode the corpus, or find both in `cache`."""
-    tokenizer = _prepare_tokenizer(data, vocabulary, cache, on_progress)
-    named = data.model_copy(update={"tokenizer": str(tokenizer)})
-    return Corpus(named, prepare_tokens(named, cache, on_progress=on_progress))
+    """Encode the corpus, or find it in `cache`; open it if it is streamed.
+
+    The tokenizer is the one that `data` names; where it names none, one of `vocabulary` tokens that is trained on the
+    corpus. Raises ConfigError if a streamed corpus has none, or too little to validate on.
+    """
+    require_tokenizer(data)
+    tokenizer = load_tokenizer(data) if data.names_tokenizer else None
+    if tokenizer is None:
+        trained = _prepare_tokenizer(data, vocabulary, cache, on_progress)
+        data = data.model_copy(update={"tokenizer": str(trained)})
+    source = open_source(data, cache, on_progress)
+    if isinstance(source, StreamedCorpus):
+        source.validation(batch_size=1)
+    return Corpus(data, source, cache, tokenizer)
+
+
+def require_tokenizer(data: DataSettings) -> None:
+    """Raise ConfigError if the corpus is streamed and no tokenizer is named."""
+    if data.streamed is not None and not data.names_tokenizer:
+        how = "--tokenizer PATH of a tokenizer.json, or `data.tokenizer` in the scale"
+        why = "is streamed, and never read as a whole to train one on"
+        raise ConfigError(("data", "tokenizer"), f"found none, expected {how}: {data.corpus} {why}")
+
+
+def estimate_tokens(data: DataSettings, vocabulary: int) -> int:
+    """About how many tokens a corpus has that is not streamed, from a sample of it: no more is read."""
+    texts, share = sample(data, SAMPLED)
+    some = [text[:SAMPLED] for text in texts]
+    if data.names_tokenizer:
+        count = sum(map(len, load_tokenizer(data).encode_batch(some)))
+    else:
+        count = sum(map(len, _trained(some, vocabulary).encode_batch(some)))
+    scale = sum(map(len, texts)) / max(1, sum(map(len, some)))
+    return round((count * scale + len(texts)) / share)
 
 
 def _prepare_tokenizer(data: DataSettings, vocabulary: int, cache: Path, on_progress: OnProgress) -> Path:
@@ -66,13 +83,15 @@ def _prepare_tokenizer(data: DataSettings, vocabulary: int, cache: Path, on_prog
     name = hashlib.sha256(f"{fingerprint(data)}/{vocabulary}".encode()).hexdigest()[:24]
     path = cache / f"bpe-{vocabulary}-{name}.json"
     if not path.exists():
-        tokenizer = _trained_tokenizer(data, vocabulary, on_progress)
+        texts = documents(data, partial(on_progress, "reading the corpus for its tokenizer"))
+        tokenizer = _trained(texts, vocabulary)
         with whole(path) as part:
             tokenizer.save(str(part))
     return path
 
 
-def _trained_tokenizer(data: DataSettings, vocabulary: int, on_progress: OnProgress) -> Tokenizer:
+def _trained(texts: Iterable[str], vocabulary: int) -> Encoding:
+    """A byte-pair encoding of these texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -84,6 +103,5 @@ def _trained_tokenizer(data: DataSettings, vocabulary: int, on_progress: OnProgr
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = documents(data, partial(on_progress, "reading the corpus for its tokenizer"))
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

@@ -45,6 +45,14 @@ class Definition(Settings):
         self._file = file
 
 
+class Bring(Settings):
+    """What the user brings to a scale of a paper."""
+
+    paper: str = Field(description="where it says so")
+    corpus: str = Field(description="for --corpus")
+    tokenizer: str = Field(description="whose, in words; one that is named has to have the scale's `vocabulary`")
+
+
 class Scale(Definition):
     """A size at which tables are made: `base` is a run's configuration without name, seed and replicas."""
 
@@ -53,9 +61,11 @@ class Scale(Definition):
     replicas: int = Field(ge=1, description="M")
     stages: int = Field(ge=1, description="of a compressed replica")
     batch_size: int = Field(ge=1, description="sequences of a replica and inner step")
-    vocabulary: int = Field(description="of a byte-pair encoding trained on the corpus")
+    vocabulary: int = Field(description="of a byte-pair encoding trained on the corpus; or of `data.tokenizer`")
     hardware: Literal["cpu", "gpu"] = Field(description="without it, rows of this scale are validated, not trained")
+    bring: Bring | None = None
     base: dict[str, Any]
+    sizes: dict[str, Cells] = Field(default_factory=dict, description="changed cells of rows that are of such a size")
 
 
 class Row(Settings):
@@ -68,6 +78,7 @@ class Row(Settings):
     ablations: dict[str, Any] = Field(default_factory=dict, description="cells of `boundary.ablations`")
     cells: Cells = Field(default_factory=dict)
     at: dict[str, Cells] = Field(default_factory=dict, description="more cells, by scale")
+    size: str | None = Field(None, description="one of the scale's `sizes`")
     budget: float = Field(1.0, gt=0, description="tokens, as a multiple of the scale's")
     replicas: int | None = Field(None, ge=1, description="M, instead of the scale's")
     paper: float | None = Field(None, description="the paper's loss")
@@ -126,6 +137,15 @@ class Claim(Settings):
         return {name for pair in pairs for name in pair}.union(self.proportional or [])
 
 
+class Trend(Settings):
+    """How the gap of rows to their baselines goes with the width of the model."""
+
+    name: str
+    rows: list[str] = Field(min_length=2, description="one for each width")
+    of: Forward = Field("own", description="whose loss, as in a claim")
+    paper: dict[int, float] = Field(default_factory=dict, description="the paper's gaps in percent, by width")
+
+
 class Experiment(Definition):
     """One table or figure."""
 
@@ -134,12 +154,15 @@ class Experiment(Definition):
     paper: str = Field("", description="where the numbers of its rows stand")
     note: str = ""
     corpus: str | None = Field(None, description="instead of the scale's")
+    scale: Name | None = Field(None, description="the only one that it is for: its rows are of the scale's `sizes`")
+    bring: str | None = Field(None, description="the corpus to bring to a scale of a paper, instead of the scale's")
     at: dict[str, Cells] = Field(default_factory=dict, description="changed cells of every row, by scale")
     bias_every: int | None = Field(None, ge=1, description="rounds between measurements of equation 5's bias")
     first_seed: int = Field(1, ge=1, description="another than 1 where seeds have to be fresh: what a search has found")
     baseline: str
     rows: list[Row] = Field(min_length=1)
     claims: list[Claim] = Field(default_factory=list)
+    trends: list[Trend] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _rows_exist(self) -> Experiment:
@@ -147,7 +170,7 @@ class Experiment(Definition):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"found two rows of the name `{twice[0]}`, expected a name for each")
         wanted = {self.baseline, *(row.baseline for row in self.rows if row.baseline is not None)}
-        wanted = wanted.union(*(claim.rows() for claim in self.claims))
+        wanted = wanted.union(*(claim.rows() for claim in self.claims), *(trend.rows for trend in self.trends))
         if unknown := sorted(wanted - set(names)):
             raise ValueError(f"found no row `{unknown[0]}`, expected one of {', '.join(f'`{name}`' for name in names)}")
         return self

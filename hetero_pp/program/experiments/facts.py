@@ -23,7 +23,7 @@ def facts(configs: Sequence[RunConfig], vocabulary: int) -> str:
 
 def _parts(specs: Sequence[RunSpec]) -> Iterator[str]:
     yield f"{_joined([_size(parameter_count(spec)) for spec in specs])} parameters"
-    yield f"{_joined([_count(token_count(spec)) for spec in specs])} tokens"
+    yield f"{_joined([rounded(token_count(spec)) for spec in specs])} tokens"
     yield f"M = {_joined([str(len(spec.config.replicas)) for spec in specs])}"
     with_rounds = [spec.config for spec in specs if spec.config.outer.source == "difference"]
     if len(with_rounds) < len(specs):
@@ -64,7 +64,8 @@ def _size(count: int) -> str:
     return f"{count / 1e6:.2g} M" if count < 1e7 else f"{count / 1e6:.0f} M"
 
 
-def _count(tokens: int) -> str:
+def rounded(tokens: int) -> str:
+    """To three digits, such as `819 k`."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if tokens >= factor:
             return f"{tokens / factor:.3g} {unit}"

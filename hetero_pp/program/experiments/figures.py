@@ -22,7 +22,7 @@ Results = Mapping[str, Result]
 def with_figures(path: Path, results: Results) -> str:
     """The text of a file with its figures filled in. Raises ConfigError naming file and line of one that is not known.
 
-    A figure is `{claims | VERDICT}`, how many claims of all tables came to that (`all`: how many there are), or
+    A figure is `{claims | VERDICT}`, how many distinct claims came to that (`all`: how many there are), or
     `{TABLE | WHAT | NAME...}`: what is `loss` (nats), `percent` (above the baseline), `paper` or `paper percent` (the
     same of the paper) or `bias` (percent) of a row, `difference` (nats) of the second row to the first, or `verdict`
     of a claim. A last name `compressed` or `uncompressed` says that a difference or a verdict is of that forward.
@@ -39,6 +39,13 @@ def with_figures(path: Path, results: Results) -> str:
     return _folded(re.sub(r"\{([^{}]*)\}", figure, text))
 
 
+def distinct_claims(results: Results) -> list[Mapping[str, Any]]:
+    """Of all tables; those that say the same of the same rows once."""
+    claims = [claim for result in results.values() for claim in result["claims"]]
+    known = {claim["about"]: claim for claim in reversed(claims) if claim["about"] is not None}
+    return [claim for claim in claims if claim["about"] is None or known[claim["about"]] is claim]
+
+
 def _folded(text: str) -> str:
     """Lines of even length again, in every paragraph and point of a list; what is between them stays."""
     texts_and_gaps = re.split(r"(\n(?=- )|\n\n)", text.strip())
@@ -51,7 +58,7 @@ def _folded(text: str) -> str:
 
 def _figure(parts: list[str], results: Results) -> str:
     if parts[0] == "claims":
-        verdicts = [claim["verdict"] for result in results.values() for claim in result["claims"]]
+        verdicts = [claim["verdict"] for claim in distinct_claims(results)]
         return str(len(verdicts) if parts[1] == "all" else verdicts.count(parts[1]))
     table, what, *names = parts
     result = results[table]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.data.sources import open_source
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.identity import settings_of
@@ -71,16 +71,18 @@ def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) 
     """The job of a row; `rows` is the file that outcomes are kept in."""
     config = setting.config(row, seed)
     config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
-    experiment, cache = setting.experiment, corpus.store.path.parent
+    experiment = setting.experiment
     identity = identity_of(config, experiment.bias_every, corpus)
-    return Job(experiment.name, row.name, seed, config, experiment.bias_every, cache, rows, identity)
+    return Job(experiment.name, row.name, seed, config, experiment.bias_every, corpus.cache, rows, identity)
 
 
 def identity_of(config: RunConfig, bias_every: int | None, corpus: Corpus) -> dict[str, Any]:
     """All that decides what a row comes to, as JSON, without what settings say by default."""
-    settings = settings_of(config, corpus.store.vocabulary)
+    settings = settings_of(config, corpus.source.vocabulary)
+    tokenizer = corpus.tokenizer
+    named = {} if tokenizer is None else {"tokenizer": {"sha256": tokenizer.identity, "ends": tokenizer.separator}}
     measured = {} if bias_every is None else {"bias_every": bias_every, "bias": "products of two replicas"}
-    return {"version": OUTCOME_VERSION, "corpus": corpus.store.digest, **measured, "settings": settings}
+    return {"version": OUTCOME_VERSION, "corpus": corpus.digest, **named, **measured, "settings": settings}
 
 
 def key_of(identity: Mapping[str, Any]) -> str:
@@ -104,11 +106,11 @@ def train_job(
     device = torch.device(training.device) if ranks.world == 1 else ranks.device
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: more digits than bf16, at its speed on large matrices
-    store = prepare_tokens(job.config.data, job.cache)
+    source = open_source(job.config.data, job.cache)
     on_round(0, math.nan)
     result = train_fast(
-        RunSpec(job.config, store.vocabulary),
-        store,
+        RunSpec(job.config, source.vocabulary),
+        source,
         on_round,
         compiles=training.compiles,
         bias_every=job.bias_every,

@@ -15,6 +15,7 @@ from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.facts import parameter_count, token_count
 from hetero_pp.program.experiments.request import Request
 from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.program.experiments.supply import Estimates, Supply
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.spec import RunSpec
@@ -97,17 +98,29 @@ class Cost:
 
 
 def dry_run(request: Request) -> None:
-    """Validate every row at the scale; print parameters, tokens, FLOPs, bytes and an estimate of the time."""
+    """Validate every row at the scale; print parameters, tokens, FLOPs, bytes and an estimate of the time, and whether
+    the corpus has enough tokens.
+    """
     console = standard_output()
     settings, broken = request.settings()
+    estimates = Estimates()
     for setting in settings:
+        supply = estimates.of(setting)
         table = PlainTable(["row"], ["parameters", "tokens", "FLOPs", "sends", "hours"], ["state"])
         for row in setting.experiment.rows:
             table.add_row(row.name, *_cost_cells(setting, row))
         name = setting.experiment.name
         say(console, f"{name} at scale {setting.scale.name}", bold=name)
         console.print(table)
+        if supply is not None:
+            print_supply(console, supply)
     print_broken(console, broken)
+
+
+def print_supply(console: Console, supply: Supply) -> None:
+    """Say whether a table's corpus has enough tokens."""
+    for sentence in supply.describe():
+        say(console, f"{sentence}.", indent="  ")
 
 
 def _cost_cells(setting: Setting, row: Row) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from hetero_pp.program.experiments.provenance import describe
@@ -40,6 +41,7 @@ def markdown(result: Mapping[str, Any], picture: str | None = None) -> Iterator[
     yield ""
     yield from _table(result)
     yield from _claims(result["claims"])
+    yield from _trends(result["trends"])
     yield from ("", *_trained(result["trained"]))
 
 
@@ -50,7 +52,11 @@ def _paragraph(result: Mapping[str, Any]) -> Iterator[str]:
         yield result["note"]
     corpus = result["corpus"]
     if corpus is not None:
-        yield f"Corpus: {corpus['name']}, {corpus['tokens']:,} tokens, read {corpus['epochs']:.2g} times."
+        read = "streamed"
+        if corpus["tokens"] is not None:
+            read = f"{corpus['tokens']:,} tokens, read {corpus['epochs']:.2g} times"
+        named = f", encoded by {corpus['tokenizer']}" if "tokenizer" in corpus else ""
+        yield f"Corpus: {corpus['name']}{named}, {read}."
 
 
 def _table(result: Mapping[str, Any]) -> Iterator[str]:
@@ -90,15 +96,49 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
 
 def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
     if claims:
-        yield from ("", "| claim | forward | verdict | 95 % interval | seeds |", "|---|---|---|---|---|")
+        columns = ("claim", "forward", "verdict", "95 % interval", "seeds", "as a family", "slices")
+        yield from ("", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns))
     for claim in claims:
         forward = "" if claim["of"] == "bias" else claim["of"]
-        yield f"| {claim['text']} | {forward} | **{claim['verdict']}** | {interval_cell(claim)} | {claim['seeds']} |"
+        verdict = f"**{claim['verdict']}** | {interval_cell(claim['interval'], claim['of'])} | {claim['seeds']}"
+        yield f"| {claim['text']} | {forward} | {verdict} | {_family(claim)} | {_slices(claim)} |"
         for one in claim["others"]:
-            yield f"| | {one['of']} | {one['verdict']} | {interval_cell(one)} | {one['seeds']} |"
+            interval = interval_cell(one["interval"], one["of"])
+            yield f"| | {one['of']} | {one['verdict']} | {interval} | {one['seeds']} | | |"
     for claim in claims:
         if claim["why"]:
             yield from ("", f"*{claim['text']}*: {claim['why']}")
+
+
+def _trends(trends: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What each law says at the widths that were trained and at the paper's, the exponent first."""
+    if trends:
+        columns = ("gap in percent", "forward", "width", "measured", "law", "its 95 % interval", "the paper's")
+        yield from ("", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns))
+    for trend in trends:
+        for number, cells in enumerate(_trend_cells(trend)):
+            first = [_trend_name(trend), trend["of"]] if number == 0 else ["", ""]
+            yield f"| {' | '.join([*first, *cells])} |"
+        if trend["left_out"]:
+            yield f"| {trend['left_out']} without a gap are left out of the law | | | | | | |"
+
+
+def _trend_name(trend: Mapping[str, Any]) -> str:
+    if trend["exponent"] is None:
+        return str(trend["name"])
+    value, (low, high) = trend["exponent"]["value"], trend["exponent"]["interval"]
+    return f"{trend['name']}: width to the power of {value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _trend_cells(trend: Mapping[str, Any]) -> Iterator[list[str]]:
+    """For each width: itself, what was measured, the law, its interval, the paper's."""
+    measured = {point["width"]: fmean(point["percent"].values()) for point in trend["points"]}
+    law = {one["width"]: one for one in trend["law"]}
+    papers = {int(width): gap for width, gap in trend["paper"].items()}
+    for width in sorted({*measured, *law, *papers}):
+        said = law.get(width, {"percent": None})
+        interval = "{:+.1f} to {:+.1f}".format(*said["interval"]) if width in law else ""
+        yield [str(width), _signed(measured.get(width)), _signed(said["percent"]), interval, _signed(papers.get(width))]
 
 
 def _trained(entries: list[Mapping[str, Any]]) -> Iterator[str]:
@@ -111,12 +151,21 @@ def _trained(entries: list[Mapping[str, Any]]) -> Iterator[str]:
         yield f"- {describe(entry)}: {rows}"
 
 
-def interval_cell(claim: Mapping[str, Any]) -> str:
-    """The interval of the difference that a claim is about, with its unit."""
-    if claim["interval"] is None:
+def _family(claim: Mapping[str, Any]) -> str:
+    family = claim["family"]
+    return "" if family is None else f"{family['verdict']}, {interval_cell(family['interval'], claim['of'])}"
+
+
+def _slices(claim: Mapping[str, Any]) -> str:
+    return interval_cell(claim["slices"], claim["of"])
+
+
+def interval_cell(interval: Sequence[float] | None, of: str) -> str:
+    """The interval of the difference that a claim is about, with its unit; `of`: whose loss, or the bias."""
+    if interval is None:
         return ""
-    scaled = [value * (100 if claim["of"] == "bias" else 1) for value in claim["interval"]]
-    return "{:+.3f} to {:+.3f} ".format(*scaled) + ("% points" if claim["of"] == "bias" else "nats")
+    scaled = [value * (100 if of == "bias" else 1) for value in interval]
+    return "{:+.3f} to {:+.3f} ".format(*scaled) + ("% points" if of == "bias" else "nats")
 
 
 def number(value: float | None, digits: int) -> str:

@@ -6,7 +6,7 @@ Several processes add to it at once, of one command or of several.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ ROWS = "rows.jsonl"
 Outcome = dict[str, Any]
 """`row` and `seed` for the eye; `key`, and what it is a hash of (jobs.identity_of); a FastResult;
 `machine`, `device` and `commit`, on and at which it was trained (of older rows some are not known)."""
+
+Outcomes = Mapping[str, Mapping[int, Outcome]]
+"""row -> seed -> outcome"""
 
 _NEEDED = (
     *("row", "seed", "key", "validation_loss", "diverged", "uncompressed", "compressed", "tokens"),

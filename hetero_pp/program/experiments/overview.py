@@ -10,8 +10,9 @@ from typing import Any
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import write_whole
-from hetero_pp.program.experiments.figures import FOUND, with_figures
+from hetero_pp.program.experiments.figures import FOUND, distinct_claims, with_figures
 from hetero_pp.program.experiments.markdown import COLUMNS, markdown
+from hetero_pp.program.experiments.verdict import holm
 
 VERDICTS = ("holds", "does not hold", "within noise", "not run")
 
@@ -24,6 +25,11 @@ A verdict is of a paper's claim, or of one of ours, at seeds that its rows share
 95 % interval (Student's t) of the difference that it is about excludes zero, and is *within noise* if not; with one
 seed, differences below 0.03 nats decide nothing. That two rows are equal holds if the interval lies within a margin,
 0.03 nats unless the claim says otherwise.
+
+Of twenty claims about nothing one would get a verdict. *As a family* is the verdict where that is to be so rare for all
+claims of the table together (Holm), with the interval at which the claim was then judged. *Slices* is the interval of
+the same difference over eight parts of the validation rows, of the same trained models: what other rows of text could
+have said. Rows that are older than the record of it have none.
 
 The synced model of a run has a loss in three forwards: each replica's *own*, averaged over replicas; that of a
 *compressed* replica; and the *uncompressed* one without boundaries, which is what `export` writes. A verdict is of the
@@ -50,6 +56,8 @@ def write_overview(folder: Path, path: Path, experiments: Path) -> None:
         "## The tables",
         "",
         *_counts(results),
+        "",
+        *_together(results),
     ]
     for name, result in results.items():
         picture = (folder / name).with_suffix(".png")
@@ -62,7 +70,7 @@ def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(folder.glob("*/**/*.json")):
         content = json.loads(path.read_text())
         if isinstance(content, dict) and "claims" in content:
-            if "trained" not in content or any("others" not in claim for claim in content["claims"]):
+            if "trends" not in content or any("about" not in claim for claim in content["claims"]):
                 raise ConfigError((), f"{path}: is of an older hetero-pp, expected `reproduce --no-train` to renew it")
             yield path.relative_to(folder).with_suffix("").as_posix(), content
 
@@ -79,6 +87,18 @@ def _counts(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         verdicts = [claim["verdict"] for claim in result["claims"]]
         counts = " | ".join(str(verdicts.count(kind)) for kind in VERDICTS)
         yield f"| [{result['name']}](#{_anchor(result)}) | {result['scale']} | {counts} |"
+
+
+def _together(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Of the claims of all tables at once."""
+    claims = distinct_claims(results)
+    levels = holm([claim["p"] for claim in claims])
+    kept = sum(level is not None and claim["p"] <= level for claim, level in zip(claims, levels, strict=True))
+    verdicts = [claim["verdict"] for claim in claims]
+    counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in VERDICTS)
+    judged = len(levels) - levels.count(None)
+    yield f"All together, where claims that say the same of the same rows count once: {counts}. With the {judged} that"
+    yield f"have two seeds or more as one family, {kept} have a verdict other than `within noise`."
 
 
 def _anchor(result: dict[str, Any]) -> str:

@@ -28,7 +28,10 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels: list[Callable[[Axes], None]] = [lambda axes: _draw_curves(axes, result, outcomes)]
-    panels += _swept_panels(result) or _usual_panels(result)
+    if result["trends"]:
+        panels.append(lambda axes: _draw_trends(axes, result["trends"]))
+    else:
+        panels += _swept_panels(result) or _usual_panels(result)
     figure = Figure(figsize=(6.5 * len(panels) + 2.5, 6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes)
@@ -140,6 +143,22 @@ def _draw_lines(axes: Axes, lines: Lines) -> None:
 def _name_lines(axes: Axes) -> None:
     """Above the panel, where the names hide nothing."""
     axes.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+
+
+def _draw_trends(axes: Axes, trends: Sequence[Mapping[str, Any]]) -> None:
+    """Gaps against widths, each with its law and the interval of that; the paper's as stars."""
+    for number, trend in enumerate(trends):
+        colour = f"C{number % 10}"
+        measured = [(point["width"], gap) for point in trend["points"] for gap in point["percent"].values() if gap > 0]
+        axes.plot(*zip(*measured, strict=True), ".", color=colour) if measured else None
+        papers = sorted((int(width), gap) for width, gap in trend["paper"].items())
+        axes.plot(*zip(*papers, strict=True), "*", color=colour, markersize=12) if papers else None
+        widths = [one["width"] for one in trend["law"]]
+        axes.plot(widths, [one["percent"] for one in trend["law"]], color=colour, label=trend["name"])
+        lows, highs = [one["interval"][0] for one in trend["law"]], [one["interval"][1] for one in trend["law"]]
+        axes.fill_between(widths, lows, highs, color=colour, alpha=0.1)
+    axes.set(xscale="log", yscale="log", xlabel="width (stars: the paper)", ylabel="above no compression, %")
+    _name_lines(axes)
 
 
 def _swept_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:

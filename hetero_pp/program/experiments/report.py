@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -12,20 +11,20 @@ from typing import Any
 from rich.console import Console
 
 from hetero_pp.files import whole, write_whole
+from hetero_pp.program.experiments.claims import claim_results, known_values
 from hetero_pp.program.experiments.corpus import Corpus
-from hetero_pp.program.experiments.definition import FORWARDS, Claim, Forward, Row, SweptRow
+from hetero_pp.program.experiments.definition import Row, SweptRow
 from hetero_pp.program.experiments.facts import facts
 from hetero_pp.program.experiments.markdown import interval_cell, markdown, number
-from hetero_pp.program.experiments.outcomes import Outcome
+from hetero_pp.program.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.program.experiments.plots import draw
 from hetero_pp.program.experiments.provenance import Trained, trained_by
 from hetero_pp.program.experiments.rows import Setting
-from hetero_pp.program.experiments.verdict import Values, judge
+from hetero_pp.program.experiments.supply import counted
+from hetero_pp.program.experiments.trends import trend_results
+from hetero_pp.program.experiments.verdict import Values
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable
-
-Outcomes = Mapping[str, Mapping[int, Outcome]]
-"""row -> seed -> outcome"""
 
 
 def result_of(
@@ -36,11 +35,7 @@ def result_of(
     `command` makes its table, and `earlier` is what the table said before of who trained its rows.
     """
     experiment, scale = setting.experiment, setting.scale
-    values: dict[str, Values] = {
-        forward: {row: _losses(seeds, forward) for row, seeds in outcomes.items()} for forward in FORWARDS
-    }
-    values["bias"] = {row: _biases(seeds) for row, seeds in outcomes.items()}
-    shares = {row.name: row.compressed_share for row in experiment.rows}
+    values = known_values(outcomes)
     return {
         "name": experiment.name,
         "title": experiment.title,
@@ -52,7 +47,8 @@ def result_of(
         "corpus": None if corpus is None else _corpus_result(setting, corpus),
         "baseline": experiment.baseline,
         "rows": [_row_result(setting, row, outcomes.get(row.name, {}), values) for row in experiment.rows],
-        "claims": [_claim_result(claim, values, shares) for claim in experiment.claims],
+        "claims": claim_results(experiment, outcomes),
+        "trends": trend_results(setting, outcomes),
         "trained": trained_by(outcomes, earlier),
     }
 
@@ -63,38 +59,11 @@ def _facts(setting: Setting) -> str:
     return facts([setting.config(row) for row in rows], setting.scale.vocabulary) if rows else "has none of the rows"
 
 
-def _losses(seeds: Mapping[int, Outcome], forward: Forward) -> dict[int, float]:
-    """Of the synced model at the end, by seed, where it has one."""
-    known = {seed: one for seed, one in seeds.items() if not one["diverged"]}
-    found = {seed: one["validation_loss"][-1] if forward == "own" else one[forward] for seed, one in known.items()}
-    return {seed: loss for seed, loss in found.items() if loss is not None}
-
-
-def _claim_result(claim: Claim, values: Mapping[str, Values], shares: Mapping[str, float]) -> dict[str, Any]:
-    """The verdict in the forward that the claim is of, and in every other in which all its rows have a loss, unless
-    that is the same.
-    """
-    others, own = [], values[claim.of]
-    for forward in FORWARDS if claim.of in FORWARDS else ():
-        theirs = values[forward]
-        verdict = judge(claim, theirs, shares)
-        if verdict.seeds and any(theirs.get(row) != own.get(row) for row in claim.rows()):
-            others.append({"of": forward, **asdict(verdict)})
-    return asdict(judge(claim, own, shares)) | {"of": claim.of, "why": claim.why, "others": others}
-
-
-def _biases(seeds: Mapping[int, Outcome]) -> dict[int, float]:
-    """The mean over the measured rounds, by seed."""
-    return {seed: fmean(share for _, share in one["bias"]) for seed, one in seeds.items() if one.get("bias")}
-
-
 def _corpus_result(setting: Setting, corpus: Corpus) -> dict[str, Any]:
-    return {
-        "name": corpus.data.corpus,
-        "sha256": corpus.store.digest,
-        "tokens": len(corpus.store.train),
-        "epochs": max(corpus.epochs(setting.config(row)) for row in setting.rows()),
-    }
+    supply = counted(setting, corpus)
+    named = {} if corpus.tokenizer is None else {"tokenizer": corpus.data.tokenizer}
+    known = {"tokens": supply.training, "epochs": supply.epochs}
+    return {"name": corpus.data.corpus, "sha256": corpus.digest, **named, **known}
 
 
 def _row_result(
@@ -184,6 +153,6 @@ def print_result(console: Console, result: Mapping[str, Any], path: Path) -> Non
         table.add_row(row["name"], *numbers, difference, row["state"])
     console.print(table)
     for claim in result["claims"]:
-        interval = f" ({interval_cell(claim)})" if claim["interval"] else ""
+        interval = f" ({interval_cell(claim['interval'], claim['of'])})" if claim["interval"] else ""
         say(console, f"{claim['verdict']}: {claim['text']}{interval}", indent="  ")
     say(console, f"written to {path}", style="dim", indent="  ")

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from hetero_pp.data.settings import STREAMED
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.definition import Scale
 from hetero_pp.program.experiments.jobs import Training
+from hetero_pp.program.experiments.named_tokenizer import with_tokenizer
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.sweep import swept
 
 EXPERIMENTS = Path("configs/experiments")
 SCALE = "micro"
 """What is meant if the user does not say."""
+_ENDINGS = re.compile(r"(\.(txt|jsonl?|parquet|gz|zst|bz2|xz))+$")
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,12 @@ class Request:
     catalog: Catalog
     names: Sequence[str] = ()
     scale: str = SCALE
+    rows: Sequence[str] = ()
+    """Patterns of the names of rows that are to be trained, as `128,*`; all if none is given."""
     seeds: int = 3
     workers: int = 1
     corpus: str | None = None
+    tokenizer: str | None = None
     repeat: bool = False
     sweeps: Sequence[str] = ()
     runs: Path = Path("runs")
@@ -45,20 +53,28 @@ class Request:
         If none is named, all that can be used, and what is wrong with each of the others. Raises ConfigError for a
         scale or a name that is not known, and for an experiment that was named and cannot be used.
         """
-        scale = self.catalog.scale(self.scale)
+        scale = with_tokenizer(self.catalog.scale(self.scale), self.tokenizer)
         if self.names:
             return [self._setting(scale, name) for name in self.names], {}
         found, broken = [], dict(self.catalog.broken)
-        for name in sorted(self.catalog.experiments):
+        for name, experiment in sorted(self.catalog.experiments.items()):
+            if experiment.scale not in (None, scale.name):
+                continue
             try:
                 found.append(self._setting(scale, name))
             except ConfigError as error:
                 broken[name] = error
         return found, broken
 
+    def trains_row(self, name: str) -> bool:
+        """Whether a row is among those to be trained."""
+        return not self.rows or any(fnmatchcase(name, pattern) for pattern in self.rows)
+
     def _setting(self, scale: Scale, name: str) -> Setting:
         """An experiment of which every row is a run. Raises ConfigError if it is not."""
         experiment = self.catalog.experiment(name)
+        if experiment.scale not in (None, scale.name):
+            raise ConfigError((), f"--scale {scale.name}: {name} is only for {experiment.scale}")
         command = self._command(experiment.name)
         setting = Setting(scale, experiment, self.can_train, self.corpus, self.repeat, command)
         for row in experiment.rows:
@@ -66,9 +82,8 @@ class Request:
                 setting.config(row)
         if self.sweeps:
             setting = swept(setting, self.sweeps)
-        if self.corpus is None:
-            return setting
-        named = setting.experiment.model_copy(update={"name": f"{setting.experiment.name}-{Path(self.corpus).stem}"})
+        brought = [short_name(one) for one in (self.corpus, self.tokenizer) if one is not None]
+        named = setting.experiment.model_copy(update={"name": "-".join([setting.experiment.name, *brought])})
         return replace(setting, experiment=named)
 
     def _command(self, name: str) -> str:
@@ -76,12 +91,33 @@ class Request:
         words = ["hetero-pp", "reproduce", name]
         if self.catalog.folder != EXPERIMENTS:
             words += ["--experiments", str(self.catalog.folder)]
-        if self.scale != SCALE:
+        if self.scale != (self.catalog.experiment(name).scale or SCALE):
             words += ["--scale", self.scale]
         words += [word for sweep in self.sweeps for word in ("--sweep", sweep)]
         if self.corpus is not None:
             words += ["--corpus", self.corpus]
+        if self.tokenizer is not None:
+            words += ["--tokenizer", self.tokenizer]
         return shlex.join(words + ["--repeat"] * self.repeat)
+
+
+def scale_of(catalog: Catalog, names: Sequence[str]) -> str:
+    """The scale of experiments if the user names none. Raises ConfigError if they are for several."""
+    scales = {catalog.experiment(name).scale or SCALE for name in names} or {SCALE}
+    if len(scales) > 1:
+        raise ConfigError((), f"found experiments for the scales {', '.join(sorted(scales))}, expected one at a time")
+    return scales.pop()
+
+
+def short_name(brought: str) -> str:
+    """What a table on a corpus or with a tokenizer is called after: the last of its path that is a name of its own.
+
+    `dclm-baseline-1.0` of `hf:mlfoundations/dclm-baseline-1.0`, `llama-2` of `data/llama-2/tokenizer.json`, `c4` of
+    `hf:/data/c4/*.json.gz`.
+    """
+    parts = [part for part in Path(brought.removeprefix(STREAMED)).parts if "*" not in part]
+    parts = [part for part in parts if part != "tokenizer.json"] or parts
+    return re.sub(r"[^\w.+-]", "_", _ENDINGS.sub("", parts[-1])) if parts else "corpus"
 
 
 def with_device(request: Request, device: str) -> Request:

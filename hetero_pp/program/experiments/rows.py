@@ -23,7 +23,7 @@ _NOT_CELLS = {
     "data": "its keys, one by one",
     "data.corpus": _OF_THE_TABLE,
     "data.text_field": _OF_THE_TABLE,
-    "data.tokenizer": "the `vocabulary` of the scale",
+    "data.tokenizer": "`data.tokenizer` of the scale, or --tokenizer, for all rows",
     "replicas": "`replicas` of the row",
 }
 """What rows do not differ in as cells, and what stands for them."""
@@ -81,8 +81,17 @@ class Setting:
 
     def cells(self, row: Row) -> Iterator[tuple[str, Any]]:
         """What is changed of the scale's base, in the order in which it is applied."""
-        for cells in (self.experiment.at.get(self.scale.name, {}), row.at.get(self.scale.name, {}), row.cells):
+        name = self.scale.name
+        for cells in (self._size(row), self.experiment.at.get(name, {}), row.at.get(name, {}), row.cells):
             yield from cells.items()
+
+    def _size(self, row: Row) -> Cells:
+        if row.size is None:
+            return {}
+        if row.size not in self.scale.sizes:
+            known = ", ".join(self.scale.sizes) or "none, as the scale has no `sizes`"
+            raise ConfigError(("size",), f"found `{row.size}`, expected one of {self.scale.name}'s: {known}")
+        return self.scale.sizes[row.size]
 
     def _told(self, row: Row, error: ConfigError) -> ConfigError:
         said = ConfigError(error.key, f"{error.message} (row `{row.name}` at scale {self.scale.name})")

@@ -1,7 +1,8 @@
 """From paired seeds to a verdict: holds, does not hold, or within noise, with the interval shown.
 
-A claim is a quantity that should be positive (or, for equality, small). Its values at the seeds that all its rows
-share give a mean and a 95 % interval (Student's t). Rows of one seed share initial weights and data order.
+A claim bounds one quantity or several: a difference should be positive or, for equality, small. Each one's values at
+the seeds that all rows share give a mean and an interval (Student's t). Rows of one seed share initial weights and data
+order.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from statistics import fmean, stdev
 
 from hetero_pp.program.experiments.definition import Claim
 
+LEVEL = 0.05
+"""The share of claims about nothing that get a verdict nonetheless."""
+
 ONE_SEED_NOISE = 0.03
 """With one seed, differences below this many nats decide nothing (the spread over seeds that was found)."""
 
 Values = Mapping[str, Mapping[int, float]]
 """row -> seed -> final loss (or bias)"""
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -27,65 +33,125 @@ class Verdict:
 
     text: str
     verdict: str
-    interval: tuple[float, float] | None
+    interval: Interval | None
     seeds: int
 
 
-def judge(claim: Claim, values: Values, shares: Mapping[str, float]) -> Verdict:
+def judge(claim: Claim, values: Values, shares: Mapping[str, float], level: float = LEVEL) -> Verdict:
     """The verdict on a claim; `not run` if a row of it has no loss. `shares`: of compressed replicas, by row."""
+    found = quantities(claim, values, shares)
+    if not found:
+        return Verdict(claim.text, "not run", None, 0)
+    intervals = [interval_of(list(one.values()), level) for one in found]
+    lowest, highest = _bounds(claim)
+    if all(lowest < low and high < highest for low, high in intervals):
+        verdict = "holds"
+    elif any(high < lowest or low > highest for low, high in intervals):
+        verdict = "does not hold"
+    else:
+        verdict = "within noise"
+    return Verdict(claim.text, verdict, intervals[_decisive(claim, intervals)], len(found[0]))
+
+
+def p_value(claim: Claim, values: Values, shares: Mapping[str, float]) -> float | None:
+    """The least level at which the claim has a verdict other than `within noise`; None without two seeds.
+
+    A claim about several quantities holds as surely as the least sure of them, and does not as surely as the surest of
+    those that are beyond their bound.
+    """
+    found = quantities(claim, values, shares)
+    if not found or len(found[0]) < 2:
+        return None
+    lowest, highest = _bounds(claim)
+    within: list[float] = []
+    beyond: list[float] = []
+    for one in found:
+        mean = fmean(one.values())
+        slack = min(mean - lowest, highest - mean)
+        (within if slack > 0 else beyond).append(_tail(abs(slack), list(one.values())))
+    return min(beyond) if beyond else max(within)
+
+
+def holm(values: Sequence[float | None], level: float = LEVEL) -> list[float | None]:
+    """The level at which each of a family of claims is to be judged, so that verdicts on what is noise are as rare in
+    the whole family as `level` says. None stays None.
+
+    Source: Holm 1979. The surest of m is judged at level / m, the next at level / (m - 1), and so on; from the first
+    that is within noise all are judged at its level.
+    """
+    ordered = sorted((value, index) for index, value in enumerate(values) if value is not None)
+    levels: list[float | None] = [None] * len(values)
+    own, is_over = level, False
+    for place, (value, index) in enumerate(ordered):
+        if not is_over:
+            own = level / (len(ordered) - place)
+            is_over = value > own
+        levels[index] = own
+    return levels
+
+
+def quantities(claim: Claim, values: Values, shares: Mapping[str, float]) -> list[dict[int, float]]:
+    """What the claim bounds, by seed, at the seeds that all its rows have; none if there are none."""
     seeds = sorted(set.intersection(*(set(values.get(row, {})) for row in claim.rows())))
     if not seeds:
-        return Verdict(claim.text, "not run", None, 0)
-    if claim.equal is not None:
-        return _equality(claim, [_differences(values, claim.equal, seeds)])
+        return []
+
+    def difference(first: str, second: str, share: float = 1.0) -> dict[int, float]:
+        return {seed: values[second][seed] - share * values[first][seed] for seed in seeds}
+
     if claim.proportional is not None:
         base, *others = claim.proportional
-        to_base = {row: shares[row] / shares[base] for row in others}
-        return _equality(claim, [[values[row][s] - to_base[row] * values[base][s] for s in seeds] for row in others])
-    if claim.lower is not None:
-        return _positive(claim, [_differences(values, claim.lower, seeds)])
-    gaps = [_differences(values, pair, seeds) for pair in claim.grows or []]
-    growth = [[b - a for a, b in zip(one, other, strict=True)] for one, other in pairwise(gaps)]
-    return _positive(claim, growth)
+        return [difference(base, row, shares[row] / shares[base]) for row in others]
+    if claim.grows is not None:
+        gaps = [difference(*pair) for pair in claim.grows]
+        return [{seed: other[seed] - one[seed] for seed in seeds} for one, other in pairwise(gaps)]
+    pair = claim.lower or claim.equal
+    assert pair is not None
+    return [difference(*pair)]
 
 
-def _differences(values: Values, pair: tuple[str, str], seeds: Sequence[int]) -> list[float]:
-    """Second minus first, by seed."""
-    return [values[pair[1]][seed] - values[pair[0]][seed] for seed in seeds]
+def slices_interval(
+    claim: Claim, slices: Sequence[Values], values: Values, shares: Mapping[str, float]
+) -> Interval | None:
+    """The interval of the quantity that decides the claim over slices of the validation rows, of the same models: what
+    the choice of those rows leaves open. None without two slices of each row and seed.
+    """
+    found = quantities(claim, values, shares)
+    parts = [quantities(claim, one, shares) for one in slices]
+    if not found or len(parts) < 2 or any(len(part) != len(found) or set(part[0]) != set(found[0]) for part in parts):
+        return None
+    place = _decisive(claim, [interval_of(list(one.values())) for one in found])
+    return interval_of([fmean(part[place].values()) for part in parts])
 
 
-def _positive(claim: Claim, steps: Sequence[Sequence[float]]) -> Verdict:
-    """All steps should be positive; the least one decides."""
-    intervals = [interval_of(values) for values in steps]
-    low, high = min(intervals)
-    if all(one[0] > 0 for one in intervals):
-        verdict = "holds"
-    elif any(one[1] < 0 for one in intervals):
-        verdict = "does not hold"
-    else:
-        verdict = "within noise"
-    return Verdict(claim.text, verdict, (low, high), len(steps[0]))
+def _bounds(claim: Claim) -> Interval:
+    """Between which each of its quantities should be."""
+    is_about_size = claim.equal is not None or claim.proportional is not None
+    return (-claim.margin, claim.margin) if is_about_size else (0.0, math.inf)
 
 
-def _equality(claim: Claim, differences: Sequence[Sequence[float]]) -> Verdict:
-    """All should be small; the one that is farthest from it is shown."""
-    intervals = [interval_of(values) for values in differences]
-    if all(-claim.margin < low and high < claim.margin for low, high in intervals):
-        verdict = "holds"
-    elif any(low > claim.margin or high < -claim.margin for low, high in intervals):
-        verdict = "does not hold"
-    else:
-        verdict = "within noise"
-    return Verdict(claim.text, verdict, max(intervals, key=lambda one: abs(sum(one))), len(differences[0]))
+def _decisive(claim: Claim, intervals: Sequence[Interval]) -> int:
+    """Which of the intervals is nearest to a bound, or farthest beyond."""
+    lowest, highest = _bounds(claim)
+    slack = [min(low - lowest, highest - high) for low, high in intervals]
+    return slack.index(min(slack))
 
 
-def interval_of(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean; with one value, plus or minus what one seed cannot tell."""
+def interval_of(values: Sequence[float], level: float = LEVEL) -> Interval:
+    """The interval of the mean (95 %); with one value, plus or minus what one seed cannot tell."""
     if len(values) == 1:
         return values[0] - ONE_SEED_NOISE, values[0] + ONE_SEED_NOISE
     from scipy.special import stdtrit
 
     # To three decimals, as printed tables of Student's t have it: intervals in committed results were made with those.
-    quantile = round(float(stdtrit(len(values) - 1, 0.975)), 3)
+    quantile = round(float(stdtrit(len(values) - 1, 1 - level / 2)), 3)
     half = quantile * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
+
+
+def _tail(distance: float, values: Sequence[float]) -> float:
+    """How likely noise alone is to bring the mean that far, either way."""
+    from scipy.special import stdtr
+
+    error = stdev(values) / math.sqrt(len(values))
+    return 0.0 if error == 0 else float(2 * stdtr(len(values) - 1, -distance / error))

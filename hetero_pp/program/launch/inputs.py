@@ -145,6 +145,8 @@ def require_launchable(config: RunConfig) -> None:
             here, ablations = ("replicas", index, "boundary", "ablations"), replica.boundary.ablations
             if ablations.grassmann_every is not None:
                 raise ConfigError((*here, "grassmann_every"), f"found {ablations.grassmann_every}, {expected}")
+            if ablations.peer is not None:
+                raise ConfigError((*here, "peer"), f"found {ablations.peer.method}, {expected}")
 
 
 def new_run_folder(runs: Path, name: str) -> Path:

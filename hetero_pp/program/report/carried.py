@@ -17,6 +17,27 @@ RECENT_SECONDS = 5.0
 """How far back "now" reaches when it says bytes a second."""
 
 
+class Settled:
+    """Bytes of rounds that are long over: a number each."""
+
+    def __init__(self) -> None:
+        self._bytes = array("Q")
+        self.total = 0
+
+    def append(self, size: int) -> None:
+        """Of the next round, from the first on."""
+        self._bytes.append(size)
+        self.total += size
+
+    @property
+    def rounds(self) -> int:
+        return len(self._bytes)
+
+    def of_round(self, round_: int) -> int:
+        """0 for one that is not among them."""
+        return self._bytes[round_ - 1] if 0 < round_ <= len(self._bytes) else 0
+
+
 @dataclass
 class DirectionState:
     """One direction of a link."""
@@ -24,18 +45,17 @@ class DirectionState:
     bandwidth: float | None
     rounds: dict[int, LinkUse] = field(default_factory=dict)
     """The latest count of every round that is told of still; round 0 is what came before the first inner step."""
-    _settled: array[int] = field(default_factory=lambda: array("Q"))
-    """Bytes on the wire of every round before those, from the first on."""
-    _settled_payload: int = 0
+    _settled_payload: Settled = field(default_factory=Settled)
+    _settled_wire: Settled = field(default_factory=Settled)
+    """Of every round before those."""
     _settled_busy: float = 0.0
-    _settled_wire: int = 0
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def apply(self, time: float, use: LinkUse, since: float) -> None:
         """Replace the round's count, told at `time`; the first count of all has grown since `since`."""
         if not self._recent:
             self._recent.append((since, 0))
-        if not 0 < use.round <= len(self._settled):
+        if not 0 < use.round <= self._settled_wire.rounds:
             self.rounds[use.round] = use
         self._recent.append((time, self.wire_bytes))
         while len(self._recent) > 2 and self._recent[1][0] <= time - RECENT_SECONDS:
@@ -43,26 +63,27 @@ class DirectionState:
 
     def settle(self, closed: int) -> None:
         """A round is closed: of those long before it nothing more will be told, and only a few numbers are kept."""
-        for round_ in range(len(self._settled) + 1, closed - STILL_TOLD + 1):
+        for round_ in range(self._settled_wire.rounds + 1, closed - STILL_TOLD + 1):
             use = self.rounds.pop(round_, LinkUse())
-            self._settled.append(use.wire_bytes)
-            self._settled_payload += use.payload_bytes
+            self._settled_payload.append(use.payload_bytes)
+            self._settled_wire.append(use.wire_bytes)
             self._settled_busy += use.busy_seconds
-            self._settled_wire += use.wire_bytes
+
+    def payload_bytes_of_round(self, round_: int) -> int:
+        """0 if nothing was told of it."""
+        return self.rounds[round_].payload_bytes if round_ in self.rounds else self._settled_payload.of_round(round_)
 
     def wire_bytes_of_round(self, round_: int) -> int:
         """0 if nothing was told of it."""
-        if 0 < round_ <= len(self._settled):
-            return self._settled[round_ - 1]
-        return self.rounds[round_].wire_bytes if round_ in self.rounds else 0
+        return self.rounds[round_].wire_bytes if round_ in self.rounds else self._settled_wire.of_round(round_)
 
     @property
     def payload_bytes(self) -> int:
-        return self._settled_payload + sum(use.payload_bytes for use in self.rounds.values())
+        return self._settled_payload.total + sum(use.payload_bytes for use in self.rounds.values())
 
     @property
     def wire_bytes(self) -> int:
-        return self._settled_wire + sum(use.wire_bytes for use in self.rounds.values())
+        return self._settled_wire.total + sum(use.wire_bytes for use in self.rounds.values())
 
     @property
     def busy_seconds(self) -> float:

@@ -296,8 +296,7 @@ class RunState:
             "wire_bytes": {way: state.wire_bytes for way, state in ways},
             "busy_share": {way: state.busy_share(seconds) for way, state in ways},
             "payload_bytes_per_round": {
-                way: [state.rounds[round_].payload_bytes if round_ in state.rounds else 0 for round_ in rounds]
-                for way, state in ways
+                way: [state.payload_bytes_of_round(round_) for round_ in rounds] for way, state in ways
             },
         }
 

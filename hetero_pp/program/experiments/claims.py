@@ -1,0 +1,99 @@
+"""What came of a table's claims: in each forward, as one family, on slices of the validation rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from hetero_pp.program.experiments.definition import FORWARDS, Claim, Experiment, Forward
+from hetero_pp.program.experiments.outcomes import Outcome, Outcomes
+from hetero_pp.program.experiments.verdict import Values, holm, judge, p_value, slices_interval
+
+
+def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, Any]]:
+    """Of each claim, ready for JSON: its verdict in the forward that it is of and in the others; `p` and `family`, the
+    verdict where the table's claims are judged as one family; `slices`, the interval over slices of the validation
+    rows; and `about`, which is the same for claims of other tables that say the same of the same rows.
+    """
+    values, shares = known_values(outcomes), {row.name: row.compressed_share for row in experiment.rows}
+    found = [_in_each_forward(claim, values, shares) for claim in experiment.claims]
+    p_values = [p_value(claim, values[claim.of], shares) for claim in experiment.claims]
+    of_family = zip(experiment.claims, found, p_values, holm(p_values), strict=True)
+    for claim, result, p, level in of_family:
+        judged = None if level is None else judge(claim, values[claim.of], shares, level)
+        result["p"] = p
+        result["family"] = None if judged is None else {"verdict": judged.verdict, "interval": judged.interval}
+        result["slices"] = slices_interval(claim, _slices(outcomes, claim), values[claim.of], shares)
+        result["about"] = _about(claim, outcomes)
+    return found
+
+
+def known_values(outcomes: Outcomes) -> dict[str, Values]:
+    """The last loss of each row and seed, by forward; and the bias, where it was measured."""
+    values: dict[str, Values] = {
+        forward: {row: _losses(seeds, forward) for row, seeds in outcomes.items()} for forward in FORWARDS
+    }
+    values["bias"] = {row: _biases(seeds) for row, seeds in outcomes.items()}
+    return values
+
+
+def _losses(seeds: Mapping[int, Outcome], forward: Forward) -> dict[int, float]:
+    """Of the synced model at the end, by seed, where it has one."""
+    known = {seed: one for seed, one in seeds.items() if not one["diverged"]}
+    found = {seed: one["validation_loss"][-1] if forward == "own" else one[forward] for seed, one in known.items()}
+    return {seed: loss for seed, loss in found.items() if loss is not None}
+
+
+def _biases(seeds: Mapping[int, Outcome]) -> dict[int, float]:
+    """The mean over the measured rounds, by seed."""
+    return {seed: fmean(share for _, share in one["bias"]) for seed, one in seeds.items() if one.get("bias")}
+
+
+def _in_each_forward(claim: Claim, values: Mapping[str, Values], shares: Mapping[str, float]) -> dict[str, Any]:
+    """The verdict in the forward that the claim is of, and in every other in which all its rows have a loss, unless
+    that is the same.
+    """
+    others, own = [], values[claim.of]
+    for forward in FORWARDS if claim.of in FORWARDS else ():
+        theirs = values[forward]
+        verdict = judge(claim, theirs, shares)
+        if verdict.seeds and any(theirs.get(row) != own.get(row) for row in claim.rows()):
+            others.append({"of": forward, **asdict(verdict)})
+    return asdict(judge(claim, own, shares)) | {"of": claim.of, "why": claim.why, "others": others}
+
+
+def _slices(outcomes: Outcomes, claim: Claim) -> Sequence[Values]:
+    """The losses on each slice in the claim's forward; rows that are older than the record of them have none."""
+    lists = {row: _lists(outcomes.get(row, {}), claim.of) for row in claim.rows()}
+    count = min((len(losses) for seeds in lists.values() for losses in seeds.values()), default=0)
+    return [
+        {row: {seed: losses[index] for seed, losses in seeds.items()} for row, seeds in lists.items()}
+        for index in range(count)
+    ]
+
+
+def _lists(seeds: Mapping[int, Outcome], forward: str) -> dict[int, list[float]]:
+    known = {seed: one.get("slices", {}).get(forward) for seed, one in seeds.items()}
+    return {seed: losses for seed, losses in known.items() if losses}
+
+
+def _about(claim: Claim, outcomes: Outcomes) -> str | None:
+    """A hash of what is said, and of the rows of which it is said; None if a row was not trained."""
+    keys = {row: sorted(one["key"] for one in outcomes.get(row, {}).values()) for row in claim.rows()}
+    if not all(keys.values()):
+        return None
+    parts = claim.model_dump(include={"lower", "equal", "grows", "proportional"}, exclude_none=True)
+    margin = None if claim.lower or claim.grows else claim.margin
+    said = [claim.of, margin, _with_keys(parts, keys)]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _with_keys(part: Any, keys: Mapping[str, Sequence[str]]) -> Any:
+    """The same with rows' keys for their names."""
+    if isinstance(part, dict):
+        return {name: _with_keys(one, keys) for name, one in part.items()}
+    return keys[part] if isinstance(part, str) else [_with_keys(one, keys) for one in part]

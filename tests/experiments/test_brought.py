@@ -1,0 +1,392 @@
+"""Corpora and tokenizers that the user brings to `reproduce`: what is trained, what it is called, what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.sources import StreamedCorpus
+from hetero_pp.program.experiments.catalog import Catalog
+from hetero_pp.program.experiments.corpus import Corpus, estimate_tokens, prepare_corpus
+from hetero_pp.program.experiments.jobs import make_job
+from hetero_pp.program.experiments.request import Request, short_name
+from hetero_pp.run.spec import RunSpec
+from replica_groups.fast.train import train_fast
+
+Reproduce = Callable[..., tuple[int, str, str]]
+"""Of conftest.py."""
+
+WORDS = ["replica", "stage", "link", "round", "the", "of", "and", "trains", "sends", "waits"]
+SHARDS = 3
+WIDTH, FEED_FORWARD, LAYERS = 16, 16, 2
+"""Of the model of conftest.py."""
+
+
+def _text(number: int) -> str:
+    return " ".join(random.Random(number).choices(WORDS, k=60))
+
+
+def _write_shards(folder: Path, documents: int = 40) -> Path:
+    """A folder of a dataset's layout: half of it parquet, which is read by another reader, in `as-parquet`."""
+    for kind in ("web", "as-parquet"):
+        (folder / kind).mkdir(parents=True)
+    for shard in range(SHARDS):
+        records = [{"text": _text(documents * shard + i), "url": "nowhere"} for i in range(documents)]
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / "web" / f"{shard}.jsonl").write_text(lines)
+        pq.write_table(pa.Table.from_pylist(records), folder / "as-parquet" / f"{shard}.parquet")
+    return folder
+
+
+def _write_tokenizer(folder: Path, size: int, *more: str) -> Path:
+    """A byte-pair encoding of `size` tokens, and more that no text has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([_text(i) for i in range(20)], trainer)
+    tokenizer.add_tokens(list(more))
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _write_words(folder: Path, count: int) -> Path:
+    """A tokenizer of as many words, of no use but for its size."""
+    from tokenizers import Tokenizer, models
+
+    ids = {"</s>": 0} | {f"w{number}": number for number in range(1, count)}
+    folder.mkdir()
+    Tokenizer(models.WordLevel(ids, unk_token="</s>")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def brought(tmp_path: Path, toys: Path) -> Path:
+    """The toy's scale holds out and shuffles as few documents as there are."""
+    scale = toys / "scales" / "tiny.yaml"
+    stream = "stream: {validation_documents: 5, shuffle_buffer: 8}"
+    scale.write_text(scale.read_text().replace("sequence_length: 16,", f"sequence_length: 16, {stream},"))
+    _write_tokenizer(tmp_path / "bpe", 290)
+    return _write_shards(tmp_path / "brought")
+
+
+def _table(tmp_path: Path, name: str) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((tmp_path / "results" / "tiny" / "toy" / f"{name}.json").read_text())
+    return table
+
+
+def _rows(tmp_path: Path) -> list[dict[str, Any]]:
+    path = tmp_path / "results" / "tiny" / "rows.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _parameters(vocabulary: int) -> int:
+    """Two tables, and in each layer four matrices of attention, three of the feed forward, two norms; a last norm."""
+    layer = 4 * WIDTH**2 + 3 * WIDTH * FEED_FORWARD + 2 * WIDTH
+    return 2 * vocabulary * WIDTH + LAYERS * layer + WIDTH
+
+
+# ---- what is trained ----
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("kind", ["web", "as-parquet", "web/*.jsonl"])
+def test_a_streamed_corpus_and_a_tokenizer_make_a_table(
+    kind: str, tmp_path: Path, brought: Path, reproduce: Reproduce
+) -> None:
+    """Its losses are those of a run on the very stream, with the tokenizer's vocabulary."""
+    options = ["--corpus", f"hf:{brought / kind}", "--tokenizer", str(tmp_path / "bpe")]
+    code, out, errors = reproduce("toy/one", "--seeds", "1", *options)
+    assert code == 0, errors
+    table = _table(tmp_path, f"one-{kind.split('/')[0]}-bpe")
+    assert table["corpus"]["name"] == options[1]
+    assert table["corpus"]["tokens"] is None
+    assert table["command"].endswith(" ".join([*options, "--seeds", "1"]).replace(options[1], _quoted(options[1])))
+    [setting], _ = _request(tmp_path, options[1], options[3]).settings()
+    row = setting.experiment.rows[1]
+    data = setting.config(row).data
+    torch.set_num_threads(1)
+    result = train_fast(RunSpec(setting.config(row, 1), 290), StreamedCorpus(data))
+    assert {one["name"]: one["ours"] for one in table["rows"]}["all"]["mean"] == result.validation_loss[-1]
+    assert f"{_parameters(290) / 1e6:.2g} M parameters" in " ".join(out.split())
+
+
+def _quoted(word: str) -> str:
+    return f"'{word}'" if "*" in word else word
+
+
+def _request(tmp_path: Path, corpus: str, tokenizer: str) -> Request:
+    return Request(Catalog(tmp_path / "experiments"), ["toy/one"], "tiny", corpus=corpus, tokenizer=tokenizer)
+
+
+@pytest.mark.starts_processes
+def test_the_scale_may_say_so_too(tmp_path: Path, toys: Path, brought: Path, reproduce: Reproduce) -> None:
+    """And comes to the same rows."""
+    options = ["--corpus", f"hf:{brought / 'web'}", "--tokenizer", str(tmp_path / "bpe" / "tokenizer.json")]
+    assert reproduce("toy/one", "--seeds", "1", *options)[0] == 0
+    kept = _rows(tmp_path)
+    scale = toys / "scales" / "tiny.yaml"
+    before, _, after = scale.read_text().replace("300", "290").partition("corpus: ")
+    rest = after.partition(", ")[2]
+    scale.write_text(f"{before}corpus: {options[1]}, tokenizer: {options[3]}, {rest}")
+    code, _, errors = reproduce("toy/one", "--seeds", "1")
+    assert code == 0, errors
+    assert _rows(tmp_path) == kept
+    assert _table(tmp_path, "one")["rows"] == _table(tmp_path, "one-web-bpe")["rows"]
+
+
+@pytest.mark.starts_processes
+def test_a_tokenizer_encodes_a_corpus_that_is_not_streamed(tmp_path: Path, brought: Path, reproduce: Reproduce) -> None:
+    code, _, errors = reproduce("toy/one", "--seeds", "1", "--tokenizer", str(tmp_path / "bpe"))
+    assert code == 0, errors
+    table = _table(tmp_path, "one-bpe")
+    assert table["corpus"]["tokenizer"] == str(tmp_path / "bpe")
+    assert not list((tmp_path / "runs" / ".tokens").glob("bpe-*"))  # none was trained
+    assert "encoded by" in (tmp_path / "results" / "tiny" / "toy" / "one-bpe.md").read_text()
+
+
+# ---- what a row is known by ----
+
+
+def _key(tmp_path: Path, corpus: str, tokenizer: Path, row: int = 1) -> str:
+    [setting], _ = _request(tmp_path, corpus, str(tokenizer)).settings()
+    one = setting.experiment.rows[row]
+    encoded = prepare_corpus(setting.config(one).data, setting.scale.vocabulary, tmp_path / "runs" / ".tokens")
+    return make_job(setting, one, 1, encoded, tmp_path).key
+
+
+def test_rows_of_different_text_are_never_mixed_up(tmp_path: Path, brought: Path) -> None:
+    """Files in whose middle a word differs; another tokenizer; one that differs in tokens that no text has."""
+    web, bpe = brought / "web", tmp_path / "bpe"
+    keys = [_key(tmp_path, f"hf:{web}", bpe), _key(tmp_path, f"hf:{web}", _write_tokenizer(tmp_path / "other", 280))]
+    keys.append(_key(tmp_path, f"hf:{web}", _write_tokenizer(tmp_path / "more", 290, "<never>")))
+    keys.append(_key(tmp_path, f"hf:{brought / 'as-parquet'}", bpe))
+    keys += [_key(tmp_path, str(web), tokenizer) for tokenizer in (bpe, tmp_path / "more")]  # not streamed
+    text = (web / "1.jsonl").read_text()
+    (web / "1.jsonl").write_text(text[:5000] + text[5000:].replace("stage", "other", 1))
+    keys += [_key(tmp_path, f"hf:{web}", bpe), _key(tmp_path, str(web), bpe)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_where_text_and_tokenizer_lie_does_not_matter(tmp_path: Path, brought: Path) -> None:
+    before = _key(tmp_path, f"hf:{brought / 'web'}", tmp_path / "bpe")
+    moved = (brought / "web").rename(tmp_path / "moved")
+    assert _key(tmp_path, f"hf:{moved}", (tmp_path / "bpe").rename(tmp_path / "bpe-moved")) == before
+
+
+NAMES = {
+    "mine.txt": "mine",
+    "/data/web.jsonl.zst": "web",
+    "hf:mlfoundations/dclm-baseline-1.0": "dclm-baseline-1.0",
+    "hf:/data/c4/**/*.json.gz": "c4",
+    "data/llama-2/tokenizer.json": "llama-2",
+    "data/llama-2": "llama-2",
+    "tokenizer.json": "tokenizer",
+    "hf:*.jsonl": "corpus",
+    "my text": "my_text",
+}
+
+
+@pytest.mark.parametrize(("brought", "name"), NAMES.items(), ids=list(NAMES))
+def test_tables_are_called_after_what_was_brought(brought: str, name: str) -> None:
+    assert short_name(brought) == name
+
+
+# ---- whether there is enough ----
+
+
+@pytest.mark.starts_processes
+def test_a_stream_that_ends_leaves_what_repeating_it_goes_on_from(
+    tmp_path: Path, toys: Path, brought: Path, reproduce: Reproduce
+) -> None:
+    scale, table = toys / "scales" / "tiny.yaml", toys / "toy" / "one.yaml"
+    scale.write_text(scale.read_text().replace("rounds: 2", "rounds: 90"))
+    table.write_text(table.read_text().partition("  - {name: the same")[0])
+    options = ["--seeds", "1", "--corpus", f"hf:{brought / 'web'}", "--tokenizer", str(tmp_path / "bpe")]
+    code, out, _ = reproduce("toy/one", *options)
+    assert code == 0
+    told = " ".join(out.split())
+    assert "if it ends before, rows stop with a checkpoint, from which --repeat goes on" in told
+    assert "has ended, expected true (--repeat), more text, or fewer steps; the state after round " in told
+    assert _rows(tmp_path) == []
+    checkpoints = sorted((tmp_path / "runs" / ".rows").iterdir())
+    assert len(checkpoints) == 2
+    assert all(len(torch.load(path, weights_only=True)["losses"]) > 10 for path in checkpoints)
+    assert reproduce("toy/one", *options, "--repeat")[0] == 0
+    losses = {one["row"].partition(": ")[2]: one["validation_loss"] for one in _rows(tmp_path)}
+    for path in checkpoints:
+        assert not path.exists()
+    assert {name: len(found) for name, found in losses.items()} == {"none": 90, "all": 90}
+
+
+def test_too_little_text_is_told_with_what_to_bring_before_anything_is_trained(
+    tmp_path: Path, toys: Path, reproduce: Reproduce
+) -> None:
+    """At the scale `small`, which needs 65,664,000 tokens: 8 replicas, 8 sequences of 513, 80 rounds of 25 steps."""
+    scale = toys / "scales" / "tiny.yaml"
+    options = ["toy/one", "--scale", "small", "--corpus", scale.read_text().partition("corpus: ")[2].partition(",")[0]]
+    code, out, _ = reproduce(*options, "--dry-run")
+    assert code == 0
+    assert "expected 65,664,000: about 65.7 M are lacking (bring more text: --corpus PATH" in " ".join(out.split())
+    code, out, errors = reproduce(*options, "--device", "cpu")
+    assert code == 2
+    assert errors.startswith("hetero-pp: data.corpus: toy/one-corpus0 at scale small: found ")
+    assert "--corpus hf:NAME with --tokenizer PATH, which streams it; --repeat reads this " in errors
+    assert "rows" not in out
+    assert not list(tmp_path.glob("results/**/*.json*"))
+
+
+def test_the_standard_library_is_too_little_for_the_scale_small(reproduce: Reproduce) -> None:
+    code, out, _ = reproduce("toy/one", "--scale", "small", "--corpus", "standard-library", "--dry-run")
+    assert code == 0
+    told = " ".join(out.split())
+    assert "M tokens in standard-library, expected 65,664,000: about " in told
+    assert "--repeat reads this " in told
+    code, out, _ = reproduce("toy/one", "--scale", "small", "--corpus", "standard-library", "--dry-run", "--repeat")
+    assert "are needed: they are read " in " ".join(out.split())
+
+
+@pytest.mark.starts_processes
+def test_enough_text_is_told_too(tmp_path: Path, reproduce: Reproduce) -> None:
+    assert "tokens to train on in" in reproduce("toy/one", "--dry-run")[1]
+    _, out, _ = reproduce("toy/one", "--seeds", "1")
+    told = " ".join(out.split()).partition(" rows ")[0]
+    assert f"{_table(tmp_path, 'one')['corpus']['tokens']:,} tokens to train on in " in told
+    assert "272 are needed: enough" in told  # 2 rounds of 2 steps of 2 replicas, 2 sequences of 17
+
+
+@pytest.mark.parametrize("kind", ["files", "one.jsonl", "one.parquet", "one.txt"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_estimates_are_near_what_is_counted(
+    kind: str, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a tenth of it, but of one .txt, which is one document."""
+    texts = [_text(i) for i in range(600)]
+    (tmp_path / "files").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "files" / f"{i:03d}.txt").write_text(text)
+    (tmp_path / "one.txt").write_text("\n".join(texts))
+    records = [{"text": text} for text in texts * 4]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "one.parquet")
+    values: dict[str, Any] = {"corpus": str(tmp_path / kind)}
+    if is_named:
+        values["tokenizer"] = str(_write_tokenizer(tmp_path / "bpe", 290))
+    data = DataSettings.model_validate(values)
+    corpus: Corpus = prepare_corpus(data, 300, tmp_path / "cache")
+    assert not isinstance(corpus.source, StreamedCorpus)
+    counted = len(corpus.source.train) + len(corpus.source.validation)
+    monkeypatch.setattr("hetero_pp.program.experiments.corpus.SAMPLED", 20_000)
+    assert estimate_tokens(data, 300) == pytest.approx(counted, rel=0.05)
+
+
+def test_the_bias_of_one_compressed_replica_needs_text_that_a_stream_has_not(
+    tmp_path: Path, toys: Path, brought: Path, reproduce: Reproduce
+) -> None:
+    path = toys / "toy" / "one.yaml"
+    path.write_text(
+        path.read_text().replace("compressed: all", "compressed: half").replace("baseline:", "bias_every: 1\nbaseline:")
+    )
+    options = ["--corpus", f"hf:{brought / 'web'}", "--tokenizer", str(tmp_path / "bpe")]
+    code, _, errors = reproduce("toy/one", *options)
+    assert code == 2
+    assert "which is streamed, expected --corpus PATH: the bias of one compressed replica" in errors
+
+
+# ---- the paper's scale ----
+
+
+def test_the_papers_scale_says_what_to_bring(tmp_path: Path, brought: Path, reproduce: Reproduce) -> None:
+    """And takes a tokenizer of no other size than LLaMA-2's."""
+    text = str(next((brought / "web").iterdir()))
+    code, out, _ = reproduce("toy/one", "--scale", "paper", "--dry-run", "--corpus", text)
+    assert code == 0
+    told = "Bring what Het-PP (section 3, Table 9) has: --corpus hf:mlfoundations/dclm-baseline-1.0, --tokenizer PATH"
+    assert f"{told} of LLaMA-2's tokenizer.json of 32,000 tokens." in " ".join(out.split())
+    tokenizer = str(tmp_path / "bpe")
+    code, _, errors = reproduce("toy/one", "--scale", "paper", "--dry-run", "--corpus", text, "--tokenizer", tokenizer)
+    assert code == 2
+    found = f"found 290 tokens in `{tokenizer}`, expected 32,000"
+    why = "LLaMA-2's tokenizer.json of 32,000 tokens (Het-PP (section 3, Table 9))"
+    assert errors == f"hetero-pp: --tokenizer {tokenizer}: {found}: {why}\n"
+    tokenizer = str(_write_words(tmp_path / "llama-2", 32000))
+    code, out, errors = reproduce(
+        "toy/one", "--scale", "paper", "--dry-run", "--corpus", f"hf:{brought / 'web'}", "--tokenizer", tokenizer
+    )
+    assert code == 0, errors
+    assert "toy/one-web-llama-2 at scale paper" in out
+    assert "512,398,848" in out
+    assert "Bring what" not in out
+
+
+# ---- bad input ----
+
+
+def test_a_tokenizer_fixes_the_vocabulary(tmp_path: Path, reproduce: Reproduce) -> None:
+    for count in (500, 1000):
+        tokenizer = str(_write_words(tmp_path / f"of-{count}", count))
+        code, out, _ = reproduce("toy/one", "--dry-run", "--tokenizer", tokenizer)
+        assert code == 0
+        assert f"{_parameters(count):,}" in out
+
+
+def test_a_stream_needs_a_tokenizer(brought: Path, reproduce: Reproduce) -> None:
+    for more in ([], ["--dry-run"]):
+        code, _, errors = reproduce("toy/one", "--corpus", f"hf:{brought / 'web'}", *more)
+        assert code == 2
+        assert errors.startswith("hetero-pp: data.tokenizer: found none, expected --tokenizer PATH of a tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tokenizer", "nowhere"], "--tokenizer nowhere: found `nowhere`, expected `bytes` or a path to"),
+        (["--corpus", "hf:nowhere/*.jsonl", "--tokenizer", "bytes"], "found `hf:nowhere/*.jsonl`, expected `hf:owner"),
+    ],
+)
+def test_what_is_not_there_is_told(options: list[str], words: str, reproduce: Reproduce) -> None:
+    for more in ([], ["--dry-run"]):
+        code, _, errors = reproduce("toy/one", *options, *more)
+        assert code == 2
+        assert words in errors
+        assert errors.count("\n") == 1
+
+
+def test_a_stream_with_too_little_to_validate_on_is_told_before_anything_is_trained(
+    tmp_path: Path, toys: Path, brought: Path, reproduce: Reproduce
+) -> None:
+    scale = toys / "scales" / "tiny.yaml"
+    scale.write_text(scale.read_text().replace("validation_sequences: 4", "validation_sequences: 400"))
+    code, out, errors = reproduce("toy/one", "--corpus", f"hf:{brought / 'web'}", "--tokenizer", str(tmp_path / "bpe"))
+    assert code == 2
+    assert "data.stream.validation_documents: found " in errors
+    assert "rows" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("BPE", "found 290 tokens in `BPE`, expected 300: its `vocabulary`"), ("nowhere", "found `nowhere`, expected")],
+)
+def test_a_scale_that_contradicts_its_tokenizer_is_told_with_its_line(
+    name: str, words: str, tmp_path: Path, toys: Path, brought: Path, reproduce: Reproduce
+) -> None:
+    scale, bpe = toys / "scales" / "tiny.yaml", str(tmp_path / "bpe")
+    scale.write_text(scale.read_text().replace("data: {", f"data: {{tokenizer: {name.replace('BPE', bpe)}, "))
+    line = next(number for number, text in enumerate(scale.read_text().splitlines(), 1) if "data: " in text)
+    code, _, errors = reproduce("toy/one", "--dry-run")
+    assert code == 2
+    assert errors.startswith(f"hetero-pp: {scale}:{line}: base.data.tokenizer: {words.replace('BPE', bpe)}")
