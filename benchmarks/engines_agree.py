@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from command_line import parse, save
 
-from hetero_pp.data.tokens import TokenStore
+from hetero_pp.data.sources import open_source
 from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Scale
@@ -103,20 +103,16 @@ class Jobs:
             self._prepared[data.corpus] = prepare_corpus(data, self._scale.vocabulary, cache)
         return make_job(setting, one, seed, self._prepared[data.corpus], self._kept)
 
-    def store(self, job: Job) -> TokenStore:
-        """The tokens of a job."""
-        return self._prepared[job.config.data.corpus].store
-
     def kept(self, job: Job) -> list[list[float]]:
         """The validation losses of its row as it is in the tables, if it is."""
         return [self._outcomes[job.key]["validation_loss"]] if job.key in self._outcomes else []
 
 
-def train(job: Job, way: str, jobs: Jobs) -> list[float]:
+def train(job: Job, way: str) -> list[float]:
     """The validation loss of every round: each replica's own forward, averaged over replicas."""
     if way in ("compiled", "eager"):
-        store = jobs.store(job)
-        result = train_fast(RunSpec(job.config, store.vocabulary), store, compiles=way == "compiled")
+        source = open_source(job.config.data, job.cache)
+        result = train_fast(RunSpec(job.config, source.vocabulary), source, compiles=way == "compiled")
         assert result.compiled == (way == "compiled"), "torch.compile does not work on this machine"
         return result.validation_loss
     folder = RunFolder(RUNS / job.config.name)
@@ -136,7 +132,7 @@ def measure(job: Job, way: str, jobs: Jobs) -> Iterator[dict[str, Any]]:
         yield from (run | {"validation_loss": losses} for losses in jobs.kept(job))
         return
     began, started = commit(), time.monotonic()
-    losses, seconds = train(job, way, jobs), time.monotonic() - started
+    losses, seconds = train(job, way), time.monotonic() - started
     print(f"{job.experiment}: {job.name}, {way}, seed {job.seed}: {losses[-1]:.4f} in {seconds:.0f} s", flush=True)
     yield run | {"commit": began, "seconds": seconds, "validation_loss": losses}
 
