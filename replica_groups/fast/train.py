@@ -2,7 +2,8 @@
 
 On GPUs replicas of one kind may take their inner steps together, and the ranks of torchrun may share the replicas.
 
-One step's gradients agree with the staged reference to 1e-5, final losses to within the spread over seeds.
+One step's gradients agree with the staged reference to 1e-5, final losses to within the spread over seeds. Where no
+replica is a group and nothing is compiled, all losses have the staged run's bits.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ PRINTED = {
     "chaos": [r"matrix: 1 of 1 survived"],
     "codec": [r"real run: signs\W+\d", r"megabytes_micro: \d", r"templar, 8 at once\W+\d"],
     "compressors": [r"numba, k = 32: -?\d", r"one pass, numba\W+\d", r"templar, 8 at once\W+\d"],
+    "engines_agree": [r"staged to eager +[-+]\d", r"staged to launched +[-+]\d.* the same bits\n"],
     "engines": [r"plain\W+\d", r"torchtitan\W+\d.*parameters", r"deepspeed\W+\d.*parameters"],
     "fuzz_contribution": [r"1,000 inputs: \d+ valid, \d+ refused"],
     "in_process": [r"0 of 2 +\d.*\d\n", r"1 of 2 +\d.*\d\n", r"2 of 2 +\d.*\d\n"],

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
+from hetero_pp.program.experiments.jobs import Job
+from hetero_pp.run.config import RunConfig
 
 TINY = """\
 name: tiny
@@ -76,3 +78,19 @@ def known() -> Callable[..., dict[str, Any]]:
         return {**losses, "tokens": 10, "boundary_bytes_per_token": 16.0, "seconds": 1.0, **more}
 
     return outcome
+
+
+@pytest.fixture
+def job(tmp_path: Path, corpus: Path) -> Job:
+    """A row of a second."""
+    config = RunConfig.model_validate(
+        {
+            "name": "row",
+            "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 16, "layers": 2},
+            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+            "inner": {"steps": 1, "warmup_steps": 1},
+            "outer": {"rounds": 3},
+            "replicas": [{"name": "dc", "kind": "datacenter", "batch_size": 2}],
+        }
+    )
+    return Job("toy/one", "all", 2, config, None, tmp_path / "cache", tmp_path / "rows.jsonl", {"version": 1})

@@ -14,6 +14,7 @@ from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.definition import Claim, Experiment, Row, Scale
 from hetero_pp.program.experiments.markdown import markdown
 from hetero_pp.program.experiments.overview import write_overview
+from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.experiments.report import result_of, write_result
 from hetero_pp.program.experiments.request import Request, scale_of
 from hetero_pp.program.experiments.rows import Setting
@@ -215,6 +216,8 @@ def test_a_table_is_made_and_resumed(tmp_path: Path, reproduce: Reproduce) -> No
     assert (tmp_path / "results.md").exists()
     kept = _rows(tmp_path).read_text().splitlines()
     assert len(kept) == 3 * 2  # 1/4 of 16 is 4: one row serves both
+    made = {"compiled": False, "stacked": False, "device": "cpu", "machine": machine(), "commit": commit()}
+    assert [{key: row[key] for key in made} for row in map(json.loads, kept)] == [made] * len(kept)
     assert rows["the same"]["ours"] == rows["all"]["ours"]
     code, _, _ = reproduce("toy/one", "--seeds", "2")
     assert code == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import replace
-from pathlib import Path
 from queue import Queue
 
 import pytest
@@ -14,22 +13,6 @@ from rich.console import Console
 from hetero_pp.program.experiments.jobs import Job, Training, train_job
 from hetero_pp.program.experiments.outcomes import read_outcomes
 from hetero_pp.program.experiments.row_progress import RowProgress, Told
-from hetero_pp.run.config import RunConfig
-
-
-@pytest.fixture
-def job(tmp_path: Path, corpus: Path) -> Job:
-    config = RunConfig.model_validate(
-        {
-            "name": "row",
-            "model": {"preset": "micro", "width": 16, "heads": 2, "feed_forward": 16, "layers": 2},
-            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
-            "inner": {"steps": 1, "warmup_steps": 1},
-            "outer": {"rounds": 3},
-            "replicas": [{"name": "dc", "kind": "datacenter", "batch_size": 2}],
-        }
-    )
-    return Job("toy/one", "all", 2, config, None, tmp_path / "cache", tmp_path / "rows.jsonl", {"version": 1})
 
 
 @pytest.mark.starts_processes

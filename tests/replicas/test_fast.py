@@ -153,6 +153,27 @@ def test_it_ends_where_the_staged_run_ends(
         assert fast.validation_loss[round_ - 1] == pytest.approx(sum(told) / 2, abs=2e-2)
 
 
+@pytest.mark.parametrize(
+    "outer",
+    [
+        {"method": "diloco"},
+        {"compression": {"value_bits": 2}},
+        {"compression": {"quantiser": "signs", "value_bits": 1}},
+    ],
+)
+def test_without_a_group_it_has_the_bits_of_the_run_in_process(
+    outer: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    """Nothing is cut, so no sum is grouped differently: decoded contributions are what was selected."""
+    config = _config(corpus, outer, [{**DC, "name": name} for name in ("a", "b", "c")])
+    fast, spec, _ = _train(config, tmp_path)
+    reports: list[Report] = []
+    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
+    told = [r.evaluation for r in reports if r.HasField("evaluation")]
+    losses = [sum(one.loss for one in told if one.round == round_) / 3 for round_ in (1, 2, 3)]
+    assert fast.validation_loss == losses
+
+
 def test_who_sends_a_zero_is_a_sender(corpus: Path, tmp_path: Path) -> None:
     """Dense, a mean over senders is one over replicas, though neither saw every token that the other did."""
     results = []

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,10 @@ class Job:
         """Names what it comes to."""
         return key_of(self.identity)
 
-    def outcome(self, result: FastResult) -> Outcome:
-        """A result of this machine and commit, as it is kept."""
+    def outcome(self, result: FastResult, device: torch.device, commit: str) -> Outcome:
+        """A result of this machine, as it is kept."""
         named = {"row": f"{self.experiment}: {self.name}", "seed": self.seed, "key": self.key}
-        trained = {"machine": machine(), "commit": commit()}
+        trained = {"machine": machine(), "device": device.type, "commit": commit}
         return {**named, **self.identity, **_finite(dataclasses.asdict(result)), **trained}
 
 
@@ -100,6 +101,7 @@ def train_job(
 
     What was interrupted goes on from its last checkpoint. `on_round` is told of round 0, too: that it begins.
     """
+    began_at = _own_commit()
     torch.set_num_threads(job.config.threads)
     device = torch.device(training.device) if ranks.world == 1 else ranks.device
     if device.type == "cuda":
@@ -116,10 +118,16 @@ def train_job(
         ranks=ranks,
         checkpoint=job.cache.parent / UNFINISHED / f"{job.key}.pt",
     )
-    outcome = job.outcome(result)
+    outcome = job.outcome(result, device, began_at)
     if ranks.rank == 0:
         add_outcome(job.rows, outcome)
     return outcome
+
+
+@cache
+def _own_commit() -> str:
+    """Asked for once, before the first row: a checkout may move on while a process trains with what it has imported."""
+    return commit()
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

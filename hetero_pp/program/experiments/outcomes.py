@@ -21,7 +21,7 @@ ROWS = "rows.jsonl"
 
 Outcome = dict[str, Any]
 """`row` and `seed` for the eye; `key`, and what it is a hash of (jobs.identity_of); a FastResult;
-`machine` and `commit`, where and at which it was trained (rows that are older than the record of it have none)."""
+`machine`, `device` and `commit`, on and at which it was trained (of older rows some are not known)."""
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
 """row -> seed -> outcome"""

@@ -9,6 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+CHECKOUT = Path(__file__).parents[3]
+PACKAGES = ("hetero_pp", "stages", "replica_groups")
+"""All that a row comes from. Results change as rows are trained, and tests and documents do not matter to them."""
+
 Outcomes = Mapping[str, Mapping[int, Mapping[str, Any]]]
 """row -> seed -> outcome"""
 
@@ -73,8 +77,13 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """The code's commit, if this is a checkout."""
-    here = Path(__file__).parent
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+def commit(checkout: Path = CHECKOUT) -> str:
+    """The code's commit, and whether files of the packages are not as they were committed; `unknown` elsewhere."""
+    head = _git(checkout, "rev-parse", "--short", "HEAD")
+    changed = head and _git(checkout, "--no-optional-locks", "status", "--porcelain", "--", *PACKAGES)
+    return f"{head or 'unknown'}{' with changes' if changed else ''}"
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    """What it prints; nothing where it fails."""
+    return subprocess.run(["git", *arguments], cwd=checkout, capture_output=True, text=True).stdout.strip()

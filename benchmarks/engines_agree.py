@@ -1,0 +1,215 @@
+"""Rows of the papers' tables, trained in each way: by the fast path that makes the tables, staged, launched over gRPC.
+
+    python benchmarks/engines_agree.py [--rows ROW ...] [--ways WAY ...] [--seeds N] [--json FILE]
+
+The ways of a row begin at a seed with the same weights and see the same tokens, so that only rounding and how sums are
+grouped tell them apart. `compiled` and `eager` are the fast path; `staged` is a thread for each member, over links in
+memory; `launched` is `hetero-pp launch`: a process for each member, over gRPC. `kept` is not trained: it is the row of
+`benchmarks/results/<scale>/rows.jsonl`, from which the tables are written, where it has one of the same corpus.
+
+Of each pair of ways: the second's loss minus the first's at the same seed, the mean with its 95 % interval and the one
+that is farthest from 0, after the first round and after the last; beside them how far the seeds of both lie apart.
+With --json, what the file has is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from command_line import parse, save
+
+from hetero_pp.data.sources import open_source
+from hetero_pp.program.experiments.catalog import Catalog
+from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
+from hetero_pp.program.experiments.definition import Scale
+from hetero_pp.program.experiments.jobs import Job, make_job
+from hetero_pp.program.experiments.outcomes import ROWS as KEPT
+from hetero_pp.program.experiments.outcomes import read_outcomes
+from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.program.experiments.verdict import interval_of
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.run.folder import CACHE, RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import save_config
+from replica_groups.fast.train import train_fast
+
+ROWS = {
+    "Het-PP": ("het-pp/table1", "Het-PP-Compress (1/2)"),
+    "Het-PP, 4 bits": ("beyond/rank_for_bits", "30 x 4 bits, half"),
+    "SparseLoCo": ("beyond/sign_codes", "2-bit codes, 1/128"),
+    "DiLoCo": ("beyond/missed", "DiLoCo, none missed"),
+}
+"""Experiment and row: half of the replicas compressed, in bf16 and in few bits, and what the other two papers send."""
+
+WAYS = ("kept", "compiled", "eager", "staged", "launched")
+PAIRS = (
+    *(("staged", "compiled"), ("staged", "eager"), ("staged", "launched")),
+    *(("launched", "compiled"), ("launched", "eager"), ("kept", "compiled"), ("kept", "launched")),
+)
+LEAST = Scale.model_validate(
+    {
+        "name": "least",
+        "replicas": 2,
+        "stages": 2,
+        "batch_size": 2,
+        "vocabulary": 300,
+        "hardware": "cpu",
+        "base": {
+            "model": {"preset": "micro", "width": 32, "layers": 2, "heads": 2, "feed_forward": 32},
+            "data": {"sequence_length": 16, "validation_share": 0.1, "validation_sequences": 4},
+            "inner": {"steps": 2, "warmup_steps": 2},
+            "outer": {"rounds": 2},
+        },
+    }
+)
+SMOKE = {"scale": "least", "seeds": 1, "rows": ["Het-PP, 4 bits"], "ways": ["eager", "staged", "launched"]}
+CATALOG = Catalog(Path(__file__).parents[1] / "configs" / "experiments")
+RESULTS = Path(__file__).parent / "results"
+RUNS = Path("runs/engines_agree")
+
+
+class Jobs:
+    """The rows at a scale, each as `reproduce` would train it."""
+
+    def __init__(self, scale: str) -> None:
+        self._scale, self._text = CATALOG.scales.get(scale, LEAST), None
+        if scale == LEAST.name:
+            self._text = RUNS.absolute() / "text.txt"
+            self._text.write_text(Path(__file__).read_text())
+        self._kept = RESULTS / scale / KEPT
+        self._outcomes = read_outcomes(self._kept)
+        self._prepared: dict[str, Corpus] = {}
+
+    def job(self, name: str, seed: int) -> Job:
+        """Of a row at a seed. Its corpus is encoded, if it is not yet."""
+        experiment, row = ROWS[name]
+        own = None if self._text is None else str(self._text)
+        setting = Setting(self._scale, CATALOG.experiment(experiment), corpus=own)
+        [one] = [one for one in setting.rows() if one.name == row]
+        data = setting.config(one).data
+        if data.corpus not in self._prepared:
+            cache = RUNS.absolute() / CACHE
+            self._prepared[data.corpus] = prepare_corpus(data, self._scale.vocabulary, cache)
+        return make_job(setting, one, seed, self._prepared[data.corpus], self._kept)
+
+    def kept(self, job: Job) -> list[list[float]]:
+        """The validation losses of its row as it is in the tables, if it is."""
+        return [self._outcomes[job.key]["validation_loss"]] if job.key in self._outcomes else []
+
+
+def train(job: Job, way: str) -> list[float]:
+    """The validation loss of every round: each replica's own forward, averaged over replicas."""
+    if way in ("compiled", "eager"):
+        source = open_source(job.config.data, job.cache)
+        result = train_fast(RunSpec(job.config, source.vocabulary), source, compiles=way == "compiled")
+        assert result.compiled == (way == "compiled"), "torch.compile does not work on this machine"
+        return result.validation_loss
+    folder = RunFolder(RUNS / job.config.name)
+    yaml = RUNS / "run.yaml"
+    save_config(job.config, yaml)
+    with redirect_stdout(StringIO()):
+        run_topology(yaml, [], RUNS, in_process=way == "staged")
+    losses: list[float] = json.loads(folder.summary.read_text())["validation_loss"]
+    shutil.rmtree(folder.path)
+    return losses
+
+
+def measure(job: Job, way: str, jobs: Jobs) -> Iterator[dict[str, Any]]:
+    """The run, or that nothing is kept of it."""
+    run = {"way": way, "seed": job.seed, "key": job.key}
+    if way == "kept":
+        yield from (run | {"validation_loss": losses} for losses in jobs.kept(job))
+        return
+    began, started = commit(), time.monotonic()
+    losses, seconds = train(job, way), time.monotonic() - started
+    print(f"{job.experiment}: {job.name}, {way}, seed {job.seed}: {losses[-1]:.4f} in {seconds:.0f} s", flush=True)
+    yield run | {"commit": began, "seconds": seconds, "validation_loss": losses}
+
+
+def compared(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of each row, each pair of ways at the seeds that both have."""
+    losses: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for run in runs:
+        losses.setdefault((run["row"], run["way"]), {})[run["seed"]] = run["validation_loss"]
+    for row in ROWS:
+        for one, other in PAIRS:
+            first, second = losses.get((row, one), {}), losses.get((row, other), {})
+            if seeds := sorted({*first} & {*second}):
+                yield {
+                    "row": row,
+                    "ways": [one, other],
+                    "seeds": seeds,
+                    "same_bits": all(first[seed] == second[seed] for seed in seeds),
+                    "first_round": _differences([second[seed][0] - first[seed][0] for seed in seeds]),
+                    "last_round": _differences([second[seed][-1] - first[seed][-1] for seed in seeds]),
+                    "seeds_apart": [_apart(first), _apart(second)],
+                }
+
+
+def _differences(values: Sequence[float]) -> dict[str, Any]:
+    interval = interval_of(values) if len(values) > 1 else None
+    return {"mean": fmean(values), "interval": interval, "farthest": max(values, key=abs)}
+
+
+def _apart(losses: Mapping[int, Sequence[float]]) -> float:
+    """The greatest last loss minus the least, over all seeds that are known."""
+    last = [of_seed[-1] for of_seed in losses.values()]
+    return max(last) - min(last)
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """The losses that the ways come to, and a line for each pair of them."""
+    runs = found["runs"]
+    print(f"{'row':<16}{'way':<22}loss after the last round, seed by seed")
+    for row, way in dict.fromkeys((run["row"], run["way"]) for run in runs):
+        own = [(one["seed"], one["validation_loss"][-1]) for one in runs if (one["row"], one["way"]) == (row, way)]
+        print(f"{row:<16}{way:<22}" + "  ".join(f"{seed}: {loss:.4f}" for seed, loss in sorted(own)))
+    print(f"\n{'':<38}{'first round':>13}{'last: mean':>12}{'95 %':>20}{'farthest':>10}{'seeds apart':>18}")
+    for pair in found["pairs"]:
+        first, last = pair["first_round"], pair["last_round"]
+        interval = "{:+.4f} to {:+.4f}".format(*last["interval"]) if last["interval"] else ""
+        numbers = f"{first['farthest']:>+13.0e}{last['mean']:>+12.4f}{interval:>20}{last['farthest']:>+10.4f}"
+        apart = "{:.4f}, {:.4f}".format(*pair["seeds_apart"])
+        same = "  the same bits" if pair["same_bits"] else ""
+        print(f"{pair['row']:<16}{' to '.join(pair['ways']):<22}{numbers}{apart:>18}{same}")
+
+
+def main() -> None:
+    """Train what is not there yet, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scale", choices=[LEAST.name, *CATALOG.scales], default="micro")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help="; ".join(ROWS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["kept", "compiled", "staged", "launched"])
+    parser.add_argument("--seeds", type=int, default=3)
+    arguments = parse(parser, SMOKE)
+    torch.set_num_threads(1)
+    RUNS.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"machine": machine(), "scale": arguments.scale, "runs": [], "pairs": []}
+    if arguments.json is not None and arguments.json.exists():
+        found = json.loads(arguments.json.read_text())
+    jobs = Jobs(arguments.scale)
+    for seed in range(1, arguments.seeds + 1):
+        for row in arguments.rows:
+            job = jobs.job(row, seed)
+            for way in arguments.ways:
+                if all((run["row"], run["way"], run["seed"]) != (row, way, seed) for run in found["runs"]):
+                    found["runs"] += [{"row": row, **run} for run in measure(job, way, jobs)]
+                    save(found, arguments.json)
+    found["pairs"] = list(compared(found["runs"]))
+    save(found, arguments.json)
+    show(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What can be launched comes over gRPC to the bits that it comes to in one process, whatever its parts are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from started import run_program
+
+from hetero_pp.ablations import AblationSettings
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.store.folder import FolderStore
+from hetero_pp.topology import ParticipantsReplica
+from replica_groups.exchange.log import ContributionLog
+
+HERE = Path(__file__).parent
+ROUNDS = 2
+RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
+    "quickstart": (HERE.parents[1] / "configs" / "quickstart.yaml", ["inner.steps=4", "data.validation_sequences=8"]),
+    "DiLoCo": (HERE / "mixed.yaml", ["outer={method: diloco, rounds: 2}"]),
+    "2-bit levels": (HERE / "mixed.yaml", ["outer={method: sparseloco_paper, rounds: 2}"]),
+    "ablations": (HERE / "ablations.yaml", []),
+}
+"""A YAML, and what is changed of it beside its rounds and its text."""
+ONLY_REPRODUCED = {"grassmann_every", "grassmann_step", "peer"}
+"""Ablations that are refused where they are to be launched: tests/replicas/test_fast.py."""
+
+
+def _changes(run: str, corpus: Path) -> list[str]:
+    return [f"outer.rounds={ROUNDS}", f"data.corpus={corpus}", *RUNS[run][1]]
+
+
+@dataclass(frozen=True)
+class Both:
+    """A run that was launched, and the same in threads of this process."""
+
+    launched: Path
+    in_process: Path
+    reports: Sequence[Report]
+    """Of the latter."""
+
+    def config(self) -> RunConfig:
+        return ConfigFile(self.launched / "config.yaml").config
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def both(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    folder = tmp_path_factory.mktemp("runs")
+    yaml, _ = RUNS[request.param]
+    sets = [f"--set={change}" for change in _changes(request.param, corpus)]
+    done = run_program("launch", str(yaml), "--runs", str(folder), *sets)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [launched] = folder.glob("*/config.yaml")
+    reports: list[Report] = []
+    in_process = tmp_path_factory.mktemp("in_process")
+    run_in_process(read_run(RunFolder(launched.parent)), RunFolder(in_process), reports.append)
+    return Both(launched.parent, in_process, reports)
+
+
+def _events(run: Path, kind: str) -> list[dict[str, object]]:
+    events = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == kind]
+
+
+@pytest.mark.starts_processes
+def test_every_loss(both: Both) -> None:
+    """Of each inner step and evaluation of each replica."""
+    config = both.config()
+    steps = [report.inner_step for report in both.reports if report.HasField("inner_step")]
+    losses = {(step.replica, step.round, step.step): step.loss for step in steps if step.HasField("loss")}
+    told = {
+        (event["replica"], event["round"], event.get("step", 0)): event["loss"]
+        for event in _events(both.launched, "inner_step")
+        if "loss" in event
+    }
+    assert len(told) == ROUNDS * config.inner.require_steps("") * len(config.replicas)
+    assert told == losses
+    evaluations = [report.evaluation for report in both.reports if report.HasField("evaluation")]
+    evaluated = {(event["replica"], event["round"]): event["loss"] for event in _events(both.launched, "evaluation")}
+    assert len(evaluated) == (ROUNDS + 1) * len(config.replicas)
+    assert evaluated == {(one.replica, one.round): one.loss for one in evaluations}
+
+
+@pytest.mark.starts_processes
+def test_every_contribution(both: Both) -> None:
+    """Of each replica, by its digest."""
+    logs = [ContributionLog(FolderStore(run / "log")) for run in (both.launched, both.in_process)]
+    for round_ in range(1, ROUNDS + 1):
+        digests = [{one.replica: one.digest for one in log.read_record(round_).contributions} for log in logs]
+        assert set(digests[0]) == {replica.name for replica in both.config().replicas}
+        assert digests[0] == digests[1], f"round {round_}"
+
+
+@pytest.mark.starts_processes
+def test_parameters_and_outer_momentum(both: Both) -> None:
+    """Of the last round, in snapshots; and the hash that each replica came to."""
+    logs = [ContributionLog(FolderStore(run / "log")) for run in (both.launched, both.in_process)]
+    launched, in_process = (log.read_snapshot(ROUNDS) for log in logs)
+    assert bool(launched.momentum) == (both.config().outer.momentum > 0)
+    assert set(launched.tensors()) == set(in_process.tensors())
+    for name, tensor in launched.tensors().items():
+        assert tensor.equal(in_process.tensors()[name]), name
+    hashes = {one["parameters_sha256"] for one in _events(both.launched, "round_verified") if one["round"] == ROUNDS}
+    verified = [report.round_verified for report in both.reports if report.HasField("round_verified")]
+    assert hashes == {one.parameters_sha256.hex() for one in verified if one.round == ROUNDS}
+    assert len(hashes) == 1
+
+
+def test_the_runs_have_all_parts_that_can_be_launched(corpus: Path) -> None:
+    """Every ablation, 4 bits, momentum, levels of 2 bits."""
+    configs = {run: ConfigFile(yaml, _changes(run, corpus)).config for run, (yaml, _) in RUNS.items()}
+    groups = [one for one in configs["ablations"].replicas if isinstance(one, ParticipantsReplica)]
+    for name, field in AblationSettings.model_fields.items():
+        if name not in ONLY_REPRODUCED:
+            found = {getattr(group.boundary.ablations, name) for group in groups}
+            assert found == {field.default, *(get_args(field.annotation) or [True])}, name
+    [home] = [one for one in configs["quickstart"].replicas if isinstance(one, ParticipantsReplica)]
+    assert home.boundary.bits == 4
+    assert configs["DiLoCo"].outer.momentum == 0.9
+    compression = configs["2-bit levels"].outer.compression
+    assert (compression.quantiser, compression.value_bits) == ("levels", 2)

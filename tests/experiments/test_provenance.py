@@ -1,0 +1,61 @@
+"""The commit that a row says it was trained at: whether the code was as committed, and the one that it began with."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero_pp.program.experiments import jobs
+from hetero_pp.program.experiments.jobs import Job
+from hetero_pp.program.experiments.provenance import commit
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    own = ("-c", "user.name=a", "-c", "user.email=a@b.example", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *own, *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("hetero_pp/loss.py", "stages/stage.py", "replica_groups/whole.py", "benchmarks/rows.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("as committed\n")
+    _git(tmp_path, "init", "--quiet")
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "--quiet", "--message", "All")
+    return tmp_path
+
+
+@pytest.mark.starts_processes
+def test_code_as_it_was_committed(checkout: Path) -> None:
+    """Rows are added to a file of the checkout while others are trained."""
+    (checkout / "benchmarks" / "rows.jsonl").write_text("a row more\n")
+    assert commit(checkout) == _git(checkout, "rev-parse", "--short", "HEAD").strip()
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("path", ["hetero_pp/loss.py", "stages/stage.py", "replica_groups/new.py"])
+def test_code_that_was_changed_since(path: str, checkout: Path) -> None:
+    (checkout / path).write_text("another\n")
+    assert commit(checkout) == _git(checkout, "rev-parse", "--short", "HEAD").strip() + " with changes"
+
+
+@pytest.mark.starts_processes
+def test_no_checkout(tmp_path: Path) -> None:
+    assert commit(tmp_path) == "unknown"
+
+
+@pytest.mark.starts_processes
+def test_a_row_says_the_commit_that_it_began_with(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process trains with what it has imported, wherever its checkout is by then."""
+    commits = iter(["began", "moved on"])
+    monkeypatch.setattr(jobs, "commit", lambda: next(commits))
+    jobs._own_commit.cache_clear()
+    try:
+        outcomes = [jobs.train_job(replace(job, seed=seed), jobs.Training(compiles=False)) for seed in (1, 2)]
+    finally:
+        jobs._own_commit.cache_clear()
+    assert [outcome["commit"] for outcome in outcomes] == ["began", "began"]
