@@ -15,7 +15,7 @@ from hetero_pp.settings import NotPartOf, Settings, meaning
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RUNS = {
-    "quickstart": "ccfbc03297f83c5c53687e4fab1ce532",
+    "quickstart": "90a6a1d8c0964c199c9b12b47beac896",
     "mixed_engines": "20c524cb7e632844042e4c68f3c2d31e",
     "unequal_groups": "fa07c5d689f94821463a7efe9fe1831c",
     "plan/unequal": "e772898713135ba2261a44ceb52b85f4",

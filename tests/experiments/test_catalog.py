@@ -38,7 +38,7 @@ def mine(tmp_path: Path) -> Path:
 def test_a_table_needs_no_paper_no_claims_and_no_scale_of_its_own(mine: Path) -> None:
     catalog = Catalog(mine)
     assert set(catalog.experiments) == {"mine"}
-    assert set(catalog.scales) == {"micro", "small", "paper"}
+    assert set(catalog.scales) == {"micro", "ladder", "small", "paper"}
     [setting], broken = Request(catalog).settings()
     assert not broken
     assert [len(setting.config(row).replicas) for row in setting.rows()] == [4, 4]
@@ -50,7 +50,7 @@ def test_a_scale_is_found_wherever_it_lies(place: str, mine: Path) -> None:
     (mine / place).write_text(SCALE.replace("name: micro", "name: quick").replace("\nreplicas: 4", "\nreplicas: 2"))
     catalog = Catalog(mine)
     assert catalog.scale("quick").replicas == 2
-    assert set(catalog.scales) == {"quick", "micro", "small", "paper"}
+    assert set(catalog.scales) == {"quick", "ladder", "micro", "small", "paper"}
     assert set(catalog.experiments) == {"mine"}
 
 
