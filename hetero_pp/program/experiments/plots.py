@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetero_pp.program.experiments.axis import Place, lay_out, places_of
+from hetero_pp.program.experiments.outcomes import Outcomes
 from hetero_pp.units import format_bytes
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-Outcomes = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""row -> seed -> outcome"""
 Row = Mapping[str, Any]
 Point = tuple[Place, float, float]
 """Where it stands on the axis below, mean loss, spread."""
@@ -149,10 +148,11 @@ def _draw_trends(axes: Axes, trends: Sequence[Mapping[str, Any]]) -> None:
     """Gaps against widths, each with its law and the interval of that; the paper's as stars."""
     for number, trend in enumerate(trends):
         colour = f"C{number % 10}"
-        measured = [(point["width"], gap) for point in trend["points"] for gap in point["percent"].values() if gap > 0]
-        axes.plot(*zip(*measured, strict=True), ".", color=colour) if measured else None
-        papers = sorted((int(width), gap) for width, gap in trend["paper"].items())
-        axes.plot(*zip(*papers, strict=True), "*", color=colour, markersize=12) if papers else None
+        for point in trend["points"]:
+            gaps = [gap for gap in point["percent"].values() if gap > 0]
+            axes.plot([point["width"]] * len(gaps), gaps, ".", color=colour)
+        papers = {int(width): gap for width, gap in trend["paper"].items()}
+        axes.plot(list(papers), list(papers.values()), "*", color=colour, markersize=12)
         widths = [one["width"] for one in trend["law"]]
         axes.plot(widths, [one["percent"] for one in trend["law"]], color=colour, label=trend["name"])
         lows, highs = [one["interval"][0] for one in trend["law"]], [one["interval"][1] for one in trend["law"]]

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_pp.program.experiments.outcomes import Outcomes
+
 CHECKOUT = Path(__file__).parents[3]
 PACKAGES = ("hetero_pp", "stages", "replica_groups")
 """All that a row comes from. Results change as rows are trained, and tests and documents do not matter to them."""
-
-Outcomes = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""row -> seed -> outcome"""
 
 Trained = Mapping[str, Any]
 """`machine` and `commit` (None: not recorded), and `rows`: the seeds of each row that were trained there."""
