@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 from hetero_pp.errors import RunFailed
 
+SECONDS_BETWEEN_SIGNALS = 1.0
+"""A signal that comes between Python's last look for one and its sleep is seen when that ends: Ctrl-C would be lost."""
+
 
 class Gate:
     """Lets members, each a thread of this process, into all rounds up to one; nobody is let in before `open`."""
@@ -51,7 +54,10 @@ class Gate:
 
     def wait_for_members(self) -> None:
         """Until each has left or waits for a round that is not open, or the gate is shut."""
+
+        def are_here() -> bool:
+            return self._cause is not None or all(round_ > self._open for round_ in self._here.values())
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._cause is not None or all(round_ > self._open for round_ in self._here.values())
-            )
+            while not self._changed.wait_for(are_here, SECONDS_BETWEEN_SIGNALS):
+                pass

@@ -31,7 +31,9 @@ class Launched:
         settings = [f"data.corpus={corpus}", "outer.rounds=100000", "restarts.count=0", "exchange.quorum=1"]
         command += [part for setting in settings for part in ("--set", setting)]
         self.command = command
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_hears_interrupts
+        )
         self.metrics = runs / "mixed" / "metrics.jsonl"
         self.seen: list[psutil.Process] = []
 
@@ -66,6 +68,10 @@ def _until(deadline: float) -> Iterator[None]:
 
 def _writes(process: psutil.Process, log: Path) -> bool:
     return (Path("/proc") / str(process.pid) / "fd" / "2").resolve() == log.resolve()
+
+
+def _hears_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs ignore, and what they start
 
 
 @pytest.fixture

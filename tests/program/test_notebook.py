@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +17,15 @@ import pytest
 import torch
 
 from hetero_pp import Run
-from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
+from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed, StoreError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.program.launch import in_process
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.simulate import Outputs, simulate
 from hetero_pp.snapshot import load_snapshot
+from replica_groups.exchange.auditor import Auditor
 from replica_groups.gate import Gate
 from replica_groups.outer_round import OuterRound
 
@@ -117,6 +122,21 @@ def test_links_carried_the_bytes_of_a_launched_run(launched: Path, trained: tupl
     }
     assert len(told) == (4 + 2) * 2 * ROUNDS
     assert told == {key: size for key, size in uses.items() if key[2] > 0}
+
+
+def test_what_cannot_begin_leaves_no_member_behind(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> Auditor:
+        raise StoreError("nothing can be read")
+
+    monkeypatch.setattr(in_process, "begin_run", failing)
+    with pytest.raises(StoreError, match="nothing can be read"):
+        run_topology(MIXED, [f"data.corpus={corpus}"], tmp_path, in_process=True)
+    for thread in set(threading.enumerate()) - _EARLIER:
+        if thread.name in MEMBERS:
+            thread.join(60)
+    assert not _member_threads()
 
 
 def test_a_run_that_is_over_trains_no_more(trained: tuple[float, Run]) -> None:
@@ -259,6 +279,17 @@ def test_the_error_of_a_member_is_raised_and_ends_the_run(corpus: Path, monkeypa
         assert _sha256(run) == first.parameters_sha256
 
 
+@pytest.fixture
+def _interrupts() -> Iterator[None]:
+    """They are heard, which a shell's background jobs do not, and raised where nobody ignores what is raised."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # Hypothesis has it call back, and what a callback raises is ignored
+    yield
+    gc.enable()
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("_interrupts")
 def test_an_interrupt_ends_the_run_at_the_next_step(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the round would last for hours."""
     apply, main = RunState.apply, threading.main_thread().ident
@@ -283,6 +314,32 @@ def test_an_interrupt_ends_the_run_at_the_next_step(corpus: Path, monkeypatch: p
 
 
 # ---- the gate ----
+
+
+@pytest.mark.usefixtures("_interrupts")
+def test_an_interrupt_between_a_look_for_one_and_the_sleep_ends_a_wait_at_the_gate() -> None:
+    """Such a one does not end the sleep, which is what SA_RESTART makes of any."""
+    gate, main, began = Gate(["a"]), threading.main_thread().ident, threading.Event()
+    assert main is not None
+    signal.siginterrupt(signal.SIGINT, False)
+
+    def member() -> None:
+        gate.enter("a", 1)
+        began.set()
+        while "wait_for_members" not in _where(main):
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    gate.open(1)
+    threading.Thread(target=member).start()
+    began.wait()
+    with pytest.raises(KeyboardInterrupt):
+        gate.wait_for_members()
+
+
+def _where(thread: int) -> set[str]:
+    """The functions that a thread is in."""
+    return {frame.name for frame in traceback.extract_stack(sys._current_frames()[thread])}
 
 
 def test_a_gate_lets_nobody_in_too_early_and_nobody_once_it_is_shut() -> None:

@@ -49,9 +49,11 @@ def run_in_process(
     try:
         members.begin()
         members.gate.open(spec.latest.outer.rounds)
+        members.gate.wait_for_members()
         members.join()
-    except KeyboardInterrupt:
-        members.abort("interrupted", "interrupted")
+    except BaseException as error:
+        cause = str(error) or "interrupted"
+        members.abort(cause, cause)
         raise
     finally:
         members.end_watching()
