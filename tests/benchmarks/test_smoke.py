@@ -15,6 +15,7 @@ HELPERS = {"chaos_run", "command_line", "contribution_target", "kernel_namespace
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 PRINTED = {
     "access_lines": [r"kernel +\d.*of home\.0: \d.*\n +launch +\d.*\n +simulate +\d|no machines in namespaces"],
+    "boundary_ideas": [r"as it is +\d", r"2 back +\d.*[-+]\d\.\d", r"by hop +\d.*[-+]\d", r"token before +\d.*[-+]\d"],
     "chaos": [r"matrix: 1 of 1 survived"],
     "codec": [r"real run: signs\W+\d", r"megabytes_micro: \d", r"templar, 8 at once\W+\d"],
     "compressors": [r"numba, k = 32: -?\d", r"one pass, numba\W+\d", r"templar, 8 at once\W+\d"],

@@ -1,0 +1,310 @@
+"""Boundaries that were tried beside the one that is there, at as many bytes: what each would gain or lose.
+
+    python benchmarks/boundary_ideas.py [--ideas PATTERN] [--seeds N] [--json FILE]
+
+Half of four replicas are compressed, as in `beyond/boundaries`, by the fast path. An idea is measured against what is
+there at as many bytes (forward and back together), with the same anchors and seeds: above 0 it loses. `own` is the
+average over replicas of the loss in each one's own forward, `plain` that of the synced model without boundaries. Two
+rows say where the loss comes from: only activations, or only gradients, are compressed. With --json, what the file has
+is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from command_line import parse, save
+from engines_agree import CATALOG, LEAST
+from torch import Tensor, nn
+
+from hetero_pp.coefficients import Bits, Symbols, format_of
+from hetero_pp.data.sources import open_source
+from hetero_pp.program.experiments.corpus import prepare_corpus
+from hetero_pp.program.experiments.definition import Experiment, Row
+from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.program.experiments.rows import Setting
+from hetero_pp.run.folder import CACHE
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.seeds import seed_of
+from hetero_pp.subspace import columns_of, expand_gradient, project
+from hetero_pp.topology import ParticipantsReplica
+from replica_groups.fast.all_replicas import AllReplicas
+from replica_groups.whole import WholeReplica
+from stages.anchors import Anchors
+from stages.boundary import Boundary
+from stages.own_parameters import OwnParameters
+
+RUNS = Path("runs/boundary_ideas")
+SMOKE = {"scale": "least", "seeds": 1}
+
+
+# ---- what goes back ----
+
+
+@dataclass
+class Thinner(Boundary):
+    """Of the gradient other bits go back, or fewer coefficients: the first, or others for each message."""
+
+    back: Bits = field(default_factory=lambda: Bits(4))
+    share: float = 1.0
+    is_random: bool = False
+    _sent: Tensor | None = None
+
+    def encode_gradient(self, gradient_BLD: Tensor, key: Tensor) -> Symbols:
+        assert self.basis is not None
+        self._sent = self.basis[:, : round(self.share * self.basis.shape[1])]
+        if self.is_random:
+            generator = torch.Generator().manual_seed(int(key) % 2**62)
+            mixed = torch.linalg.qr(torch.randn(self.dimensions, self.dimensions, generator=generator))[0]
+            self._sent = self.basis @ mixed[:, : self._sent.shape[1]]
+        return self.back.gradient(project(gradient_BLD, self._sent), key)
+
+    def decode_gradient(self, symbols: Symbols) -> Tensor:
+        assert self._sent is not None
+        return expand_gradient(self.back.coefficients(symbols), self._sent)
+
+
+class WholeGradients(Boundary):
+    """Activations are compressed, gradients are not."""
+
+    def encode_gradient(self, gradient_BLD: Tensor, key: Tensor) -> Symbols:
+        return (gradient_BLD,)
+
+    def decode_gradient(self, symbols: Symbols) -> Tensor:
+        return symbols[0]
+
+
+class WholeActivations(Boundary):
+    """Gradients are compressed, activations are not."""
+
+    def encode_activation(self, x_BLD: Tensor) -> Symbols:
+        return (x_BLD.detach(),)
+
+    def decode_activation(self, symbols: Symbols, tokens_BL: Tensor) -> Tensor:
+        return symbols[0].clone()
+
+
+def boundary(kind: type[Boundary], **settings: Any) -> Callable[[WholeReplica, ParticipantsReplica], None]:
+    """Has a replica have a boundary of this kind."""
+
+    def change(replica: WholeReplica, of: ParticipantsReplica) -> None:
+        assert replica.boundary is not None
+        replica.boundary = kind(replica.boundary.width, format_of(of.boundary), replica.boundary.basis, **settings)
+
+    return change
+
+
+# ---- other bytes for each hop ----
+
+
+@dataclass
+class ByHop(Boundary):
+    """Hops have boundaries of their own; this one, which has the most, is that of the embedding's split."""
+
+    hops: list[Boundary] = field(default_factory=list)
+
+    def split(self, embedding: Tensor) -> None:
+        super().split(embedding)
+        for hop in self.hops:
+            hop.split(embedding)
+
+
+class Crossings:
+    """A boundary for each hop, as a Peer."""
+
+    def __init__(self, hops: list[Boundary]) -> None:
+        self._hops = hops
+
+    def cross(self, hop: int, x_BLD: Tensor, tokens_BL: Tensor, key: Tensor) -> Tensor:
+        return self._hops[hop].cross(x_BLD, tokens_BL, key)
+
+
+def by_hop(*shares: float) -> Callable[[WholeReplica, ParticipantsReplica], None]:
+    """Each hop has a share of the coefficients that the row names."""
+
+    def change(replica: WholeReplica, of: ParticipantsReplica) -> None:
+        most = replica.boundary
+        assert most is not None and most.basis is not None
+        ranks = [round(share * most.dimensions) for share in shares]
+        hops = [Boundary(most.width, most.format, columns_of(most.basis, rank)) for rank in ranks]
+        replica.boundary = ByHop(most.width, most.format, most.basis, hops=hops)
+        replica.peer = Crossings(hops)
+
+    return change
+
+
+# ---- what the receiver learns ----
+
+
+class TokenBefore(Anchors):
+    """The token before has a table, too."""
+
+    def more(self, vocabulary: int, width: int) -> dict[str, nn.Parameter]:
+        return {"before": nn.Parameter(torch.zeros(vocabulary, width))}
+
+    def add(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:
+        before = F.pad(tokens_BL, (1, 0))[:, :-1]
+        return super().add(x_BLD, tokens_BL) + F.embedding(before, self.parameters["before"])
+
+
+class LinearMap(Anchors):
+    """What was reconstructed is mapped, too."""
+
+    def more(self, vocabulary: int, width: int) -> dict[str, nn.Parameter]:
+        return {"map": nn.Parameter(torch.zeros(width, width))}
+
+    def add(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:
+        return super().add(x_BLD, tokens_BL) + x_BLD @ self.parameters["map"]
+
+
+class HiddenLayer(Anchors):
+    """A hidden layer, as wide as the model, sees what was reconstructed."""
+
+    def more(self, vocabulary: int, width: int) -> dict[str, nn.Parameter]:
+        random = torch.randn(width, width, generator=torch.Generator().manual_seed(0))
+        return {"in": nn.Parameter(random / width**0.5), "out": nn.Parameter(torch.zeros(width, width))}
+
+    def add(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:
+        hidden = F.silu(F.rms_norm(x_BLD, (x_BLD.shape[-1],)) @ self.parameters["in"])
+        return super().add(x_BLD, tokens_BL) + hidden @ self.parameters["out"]
+
+
+def anchors(kind: type[TokenBefore | LinearMap | HiddenLayer]) -> Callable[[WholeReplica, ParticipantsReplica], None]:
+    """Has a replica's anchors be of this kind."""
+
+    def change(replica: WholeReplica, of: ParticipantsReplica) -> None:
+        assert of.boundary.anchors is not None
+        shape, optimizer = replica.module.shape, replica.optimizer
+        sizes = shape.vocabulary, shape.width, of.boundary.anchors.dimensions(shape.width)
+        changed = []
+        for hop in range(len(replica.anchors)):
+            seed = seed_of("anchors", replica.seed, replica.name, hop)
+            one = kind(*sizes, optimizer.settings, optimizer.total_steps, seed)
+            parameters = {**one.parameters, **one.more(shape.vocabulary, shape.width)}
+            OwnParameters.__init__(one, parameters, one.optimizer.settings, optimizer.total_steps)
+            changed.append(one)
+        replica.anchors = changed
+
+    return change
+
+
+# ---- the ideas ----
+
+
+@dataclass(frozen=True)
+class Idea:
+    """A row of compressed replicas, and what is changed in them; ranks are shares of the width."""
+
+    rank: str
+    bits: int
+    change: Callable[[WholeReplica, ParticipantsReplica], None] = lambda replica, of: None
+    anchors: int | str | None = None
+    against: str = "as it is"
+    counts: float = 1.0
+    """How much a compressed replica counts in an outer round, against one that is not."""
+
+
+BITS_2 = {"back": Bits(2)}
+IDEAS = {
+    "as it is": Idea("15/32", 4),
+    "only activations are compressed": Idea("15/32", 4, boundary(WholeGradients)),
+    "only gradients are compressed": Idea("15/32", 4, boundary(WholeActivations)),
+    "twice the rank in 2 bits": Idea("15/16", 2),
+    "40 x 4 bits forward, 40 x 2 back": Idea("5/8", 4, boundary(Thinner, **BITS_2)),
+    "46 x 4 bits forward, 14 x 4 back": Idea("23/32", 4, boundary(Thinner, share=14 / 46)),
+    "46 x 4 bits forward, 14 x 4 back, others each time": Idea(
+        "23/32", 4, boundary(Thinner, share=14 / 46, is_random=True)
+    ),
+    "38, 30, 22 by hop": Idea("19/32", 4, by_hop(1, 30 / 38, 22 / 38)),
+    "22, 30, 38 by hop": Idea("19/32", 4, by_hop(22 / 38, 30 / 38, 1)),
+    "compressed replicas count half": Idea("15/32", 4, counts=0.5),
+    "anchors as they are": Idea("15/32", 4, anchors=16),
+    "anchors and a linear map": Idea("15/32", 4, anchors(LinearMap), 16, "anchors as they are"),
+    "anchors and a hidden layer": Idea("15/32", 4, anchors(HiddenLayer), 16, "anchors as they are"),
+    "anchors and a table of the token before": Idea("15/32", 4, anchors(TokenBefore), 16, "anchors as they are"),
+    "4 bytes, full anchors": Idea("3/32", 4, anchors="full", against="4 bytes, full anchors"),
+    "4 bytes, full anchors and a table of the token before": Idea(
+        "3/32", 4, anchors(TokenBefore), "full", "4 bytes, full anchors"
+    ),
+}
+"""Named by what they are at a width of 64; against which of them each is measured."""
+
+
+def train(name: str, seed: int, scale_name: str) -> dict[str, Any]:
+    """Losses after the last round."""
+    idea, began, started = IDEAS[name], commit(), time.monotonic()
+    cells = {} if idea.anchors is None else {"replicas.boundary.anchors": {"rank": idea.anchors}}
+    row = Row.model_validate({"name": name, "compressed": "half", "rank": idea.rank, "bits": idea.bits, "cells": cells})
+    scale, text = CATALOG.scales.get(scale_name, LEAST), None
+    if scale is LEAST:
+        text = str(RUNS.absolute() / "text.txt")
+        Path(text).write_text(Path(__file__).read_text())
+    setting = Setting(scale, Experiment(name="ideas", title="ideas", baseline=name, rows=[row]), corpus=text)
+    config = setting.config(row, seed)
+    corpus = prepare_corpus(config.data, scale.vocabulary, RUNS.absolute() / CACHE)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
+    source = open_source(config.data, corpus.cache)
+    group = AllReplicas(RunSpec(config, source.vocabulary), source, compiles=scale is not LEAST)
+    for replica, settings in zip(group.replicas, group.settings, strict=True):
+        if isinstance(settings, ParticipantsReplica):
+            idea.change(replica, settings)
+            replica.split_embedding()
+            group.weights[replica.name] *= idea.counts
+    for round_ in range(1, config.outer.rounds + 1):
+        group.read_ahead(round_)
+        assert group.round(round_), f"{name} diverged in round {round_}"
+    seconds = time.monotonic() - started
+    own, plain = group.evaluate(), group.evaluate_uncompressed()
+    print(f"{name}, seed {seed}: own {own:.4f}, plain {plain:.4f} in {seconds:.0f} s", flush=True)
+    return {"idea": name, "seed": seed, "own": own, "plain": plain, "commit": began, "seconds": seconds}
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """A line for each idea: its losses, and how far they are from what it is measured against, at seeds of both."""
+    runs = {(run["idea"], run["seed"]): run for run in found["runs"]}
+    print(f"\n{'':<56}{'own':>8}{'plain':>8}{'against it: own':>17}{'plain':>9}  seeds")
+    for name, idea in IDEAS.items():
+        seeds = [seed for one, seed in runs if one == name and (idea.against, seed) in runs]
+        if not seeds:
+            continue
+        losses = [fmean(runs[name, seed][what] for seed in seeds) for what in ("own", "plain")]
+        line = f"{name:<56}{losses[0]:>8.4f}{losses[1]:>8.4f}"
+        if name != idea.against:
+            against = [fmean(runs[idea.against, seed][what] for seed in seeds) for what in ("own", "plain")]
+            line += f"{losses[0] - against[0]:>+17.4f}{losses[1] - against[1]:>+9.4f}"
+        print(f"{line:<98}  {', '.join(map(str, sorted(seeds)))}")
+
+
+def main() -> None:
+    """Train what is not there yet, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scale", choices=[LEAST.name, *CATALOG.scales], default="micro")
+    parser.add_argument("--ideas", default="*", metavar="PATTERN", help="of their names, as `*hop`")
+    parser.add_argument("--seeds", type=int, default=1)
+    arguments = parse(parser, SMOKE)
+    torch.set_num_threads(1)
+    RUNS.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"machine": machine(), "scale": arguments.scale, "runs": []}
+    if arguments.json is not None and arguments.json.exists():
+        found = json.loads(arguments.json.read_text())
+    for seed in range(1, arguments.seeds + 1):
+        for name in IDEAS:
+            has = any((run["idea"], run["seed"]) == (name, seed) for run in found["runs"])
+            if fnmatchcase(name, arguments.ideas) and not has:
+                found["runs"].append(train(name, seed, arguments.scale))
+                save(found, arguments.json)
+    show(found)
+
+
+if __name__ == "__main__":
+    main()
