@@ -233,6 +233,17 @@ def test_a_table_is_made_and_resumed(tmp_path: Path, reproduce: Reproduce) -> No
 
 
 @pytest.mark.starts_processes
+def test_rows_that_fail_are_told_and_the_exit_code_says_so(tmp_path: Path, reproduce: Reproduce) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / ".rows").write_text("a file where checkpoints would go")
+    code, said, errors = reproduce("toy/one", "--seeds", "1")
+    assert code == 1
+    assert "none, seed 1 failed: NotADirectoryError" in said
+    assert errors == "hetero-pp: 3 of 3 rows were not trained to their end\n"
+    assert "not run: costs" in said
+
+
+@pytest.mark.starts_processes
 def test_a_table_may_have_seeds_that_no_other_has(tmp_path: Path, toys: Path, reproduce: Reproduce) -> None:
     path = toys / "toy" / "one.yaml"
     path.write_text(path.read_text().replace("baseline:", "first_seed: 11\nbaseline:"))

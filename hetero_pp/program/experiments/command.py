@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from hetero_pp.errors import RunFailed
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.jobs import Job, make_job
@@ -27,7 +28,7 @@ from replica_groups.ranks import init_ranks
 
 
 def reproduce(request: Request) -> None:
-    """Train what is missing, then write every table and its verdicts."""
+    """Train what is missing, then write every table and its verdicts. Raises RunFailed if a row was not trained."""
     console = standard_output()
     settings, broken = request.settings()
     rows = request.results.absolute() / request.catalog.scale(request.scale).name / ROWS
@@ -56,6 +57,8 @@ def reproduce(request: Request) -> None:
     print_broken(console, broken)
     for name, cause in failures.items():
         tell(console, f"{name} failed: {cause}", style="red")
+    if failures:
+        raise RunFailed(f"{len(failures)} of {len(wanted)} rows were not trained to their end")
 
 
 class _Table:
