@@ -27,7 +27,7 @@ from command_line import parse, save
 from engines_agree import CATALOG, LEAST
 from torch import Tensor, nn
 
-from hetero_pp.coefficients import Bits, Symbols, format_of
+from hetero_pp.coefficients import Bits, Floats, Symbols, format_of
 from hetero_pp.data.sources import open_source
 from hetero_pp.program.experiments.corpus import prepare_corpus
 from hetero_pp.program.experiments.definition import Experiment, Row
@@ -40,12 +40,21 @@ from hetero_pp.subspace import columns_of, expand_gradient, project
 from hetero_pp.topology import ParticipantsReplica
 from replica_groups.fast.all_replicas import AllReplicas
 from replica_groups.whole import WholeReplica
-from stages.anchors import Anchors
+from stages.anchors import Anchors, anchors_of
 from stages.boundary import Boundary
 from stages.own_parameters import OwnParameters
 
 RUNS = Path("runs/boundary_ideas")
 SMOKE = {"scale": "least", "seeds": 1}
+
+
+Change = Callable[[AllReplicas], None]
+
+
+def compressed(group: AllReplicas) -> list[tuple[WholeReplica, ParticipantsReplica]]:
+    """Those that an idea changes."""
+    pairs = zip(group.replicas, group.settings, strict=True)
+    return [(replica, settings) for replica, settings in pairs if isinstance(settings, ParticipantsReplica)]
 
 
 # ---- what goes back ----
@@ -94,12 +103,13 @@ class WholeActivations(Boundary):
         return symbols[0].clone()
 
 
-def boundary(kind: type[Boundary], **settings: Any) -> Callable[[WholeReplica, ParticipantsReplica], None]:
-    """Has a replica have a boundary of this kind."""
+def boundary(kind: type[Boundary], **settings: Any) -> Change:
+    """Has compressed replicas have a boundary of this kind."""
 
-    def change(replica: WholeReplica, of: ParticipantsReplica) -> None:
-        assert replica.boundary is not None
-        replica.boundary = kind(replica.boundary.width, format_of(of.boundary), replica.boundary.basis, **settings)
+    def change(group: AllReplicas) -> None:
+        for replica, of in compressed(group):
+            assert replica.boundary is not None
+            replica.boundary = kind(replica.boundary.width, format_of(of.boundary), replica.boundary.basis, **settings)
 
     return change
 
@@ -129,16 +139,17 @@ class Crossings:
         return self._hops[hop].cross(x_BLD, tokens_BL, key)
 
 
-def by_hop(*shares: float) -> Callable[[WholeReplica, ParticipantsReplica], None]:
+def by_hop(*shares: float) -> Change:
     """Each hop has a share of the coefficients that the row names."""
 
-    def change(replica: WholeReplica, of: ParticipantsReplica) -> None:
-        most = replica.boundary
-        assert most is not None and most.basis is not None
-        ranks = [round(share * most.dimensions) for share in shares]
-        hops = [Boundary(most.width, most.format, columns_of(most.basis, rank)) for rank in ranks]
-        replica.boundary = ByHop(most.width, most.format, most.basis, hops=hops)
-        replica.peer = Crossings(hops)
+    def change(group: AllReplicas) -> None:
+        for replica, _ in compressed(group):
+            most = replica.boundary
+            assert most is not None and most.basis is not None
+            ranks = [round(share * most.dimensions) for share in shares]
+            hops = [Boundary(most.width, most.format, columns_of(most.basis, rank)) for rank in ranks]
+            replica.boundary = ByHop(most.width, most.format, most.basis, hops=hops)
+            replica.peer = Crossings(hops)
 
     return change
 
@@ -179,23 +190,42 @@ class HiddenLayer(Anchors):
         return super().add(x_BLD, tokens_BL) + hidden @ self.parameters["out"]
 
 
-def anchors(kind: type[TokenBefore | LinearMap | HiddenLayer]) -> Callable[[WholeReplica, ParticipantsReplica], None]:
-    """Has a replica's anchors be of this kind."""
+def anchors(kind: type[TokenBefore | LinearMap | HiddenLayer]) -> Change:
+    """Has the anchors of compressed replicas be of this kind."""
 
-    def change(replica: WholeReplica, of: ParticipantsReplica) -> None:
-        assert of.boundary.anchors is not None
-        shape, optimizer = replica.module.shape, replica.optimizer
-        sizes = shape.vocabulary, shape.width, of.boundary.anchors.dimensions(shape.width)
-        changed = []
-        for hop in range(len(replica.anchors)):
-            seed = seed_of("anchors", replica.seed, replica.name, hop)
-            one = kind(*sizes, optimizer.settings, optimizer.total_steps, seed)
-            parameters = {**one.parameters, **one.more(shape.vocabulary, shape.width)}
-            OwnParameters.__init__(one, parameters, one.optimizer.settings, optimizer.total_steps)
-            changed.append(one)
-        replica.anchors = changed
+    def change(group: AllReplicas) -> None:
+        for replica, of in compressed(group):
+            assert of.boundary.anchors is not None
+            shape, optimizer = replica.module.shape, replica.optimizer
+            sizes = shape.vocabulary, shape.width, of.boundary.anchors.dimensions(shape.width)
+            changed = []
+            for hop in range(len(replica.anchors)):
+                seed = seed_of("anchors", replica.seed, replica.name, hop)
+                one = kind(*sizes, optimizer.settings, optimizer.total_steps, seed)
+                parameters = {**one.parameters, **one.more(shape.vocabulary, shape.width)}
+                OwnParameters.__init__(one, parameters, one.optimizer.settings, optimizer.total_steps)
+                changed.append(one)
+            replica.anchors = changed
 
     return change
+
+
+def anchors_everywhere(group: AllReplicas) -> None:
+    """Replicas that are not compressed have anchors, too, behind the same layers."""
+    (like, of), *_ = compressed(group)
+    config = group.spec.config
+    for replica in group.replicas:
+        if replica.boundary is None:
+            of_run = like.module.shape, config.inner, group.spec.total_steps, config.outer.rounds, config.seed
+            found = [anchors_of(of.boundary.anchors, *of_run, replica.name, hop) for hop in like.hops.values()]
+            replica.anchors = [one for one in found if one is not None]
+            replica.hops, replica.boundary = like.hops, Boundary(like.module.shape.width, Floats(torch.float32))
+
+
+def half_counted(group: AllReplicas) -> None:
+    """Compressed replicas count half as much in outer rounds as those that are not."""
+    for replica, _ in compressed(group):
+        group.weights[replica.name] /= 2
 
 
 # ---- the ideas ----
@@ -203,38 +233,40 @@ def anchors(kind: type[TokenBefore | LinearMap | HiddenLayer]) -> Callable[[Whol
 
 @dataclass(frozen=True)
 class Idea:
-    """A row of compressed replicas, and what is changed in them; ranks are shares of the width."""
+    """A row of compressed replicas, and what is changed in its run; ranks are shares of the width."""
 
     rank: str
     bits: int
-    change: Callable[[WholeReplica, ParticipantsReplica], None] = lambda replica, of: None
-    anchors: int | str | None = None
+    change: Change = lambda group: None
+    anchors: Mapping[str, Any] | None = None
     against: str = "as it is"
-    counts: float = 1.0
-    """How much a compressed replica counts in an outer round, against one that is not."""
 
 
-BITS_2 = {"back": Bits(2)}
+FULL, FADING = {"rank": "full"}, {"rank": "full", "fade": [0.3, 0.8]}
 IDEAS = {
     "as it is": Idea("15/32", 4),
     "only activations are compressed": Idea("15/32", 4, boundary(WholeGradients)),
     "only gradients are compressed": Idea("15/32", 4, boundary(WholeActivations)),
-    "twice the rank in 2 bits": Idea("15/16", 2),
-    "40 x 4 bits forward, 40 x 2 back": Idea("5/8", 4, boundary(Thinner, **BITS_2)),
+    "60 x 2 bits": Idea("15/16", 2),
+    "40 x 4 bits forward, 40 x 2 back": Idea("5/8", 4, boundary(Thinner, back=Bits(2))),
     "46 x 4 bits forward, 14 x 4 back": Idea("23/32", 4, boundary(Thinner, share=14 / 46)),
     "46 x 4 bits forward, 14 x 4 back, others each time": Idea(
         "23/32", 4, boundary(Thinner, share=14 / 46, is_random=True)
     ),
     "38, 30, 22 by hop": Idea("19/32", 4, by_hop(1, 30 / 38, 22 / 38)),
     "22, 30, 38 by hop": Idea("19/32", 4, by_hop(22 / 38, 30 / 38, 1)),
-    "compressed replicas count half": Idea("15/32", 4, counts=0.5),
-    "anchors as they are": Idea("15/32", 4, anchors=16),
-    "anchors and a linear map": Idea("15/32", 4, anchors(LinearMap), 16, "anchors as they are"),
-    "anchors and a hidden layer": Idea("15/32", 4, anchors(HiddenLayer), 16, "anchors as they are"),
-    "anchors and a table of the token before": Idea("15/32", 4, anchors(TokenBefore), 16, "anchors as they are"),
-    "4 bytes, full anchors": Idea("3/32", 4, anchors="full", against="4 bytes, full anchors"),
+    "compressed replicas count half": Idea("15/32", 4, half_counted),
+    "anchors": Idea("15/32", 4, anchors={"rank": 16}),
+    "anchors and a linear map": Idea("15/32", 4, anchors(LinearMap), {"rank": 16}, "anchors"),
+    "anchors and a hidden layer": Idea("15/32", 4, anchors(HiddenLayer), {"rank": 16}, "anchors"),
+    "anchors and a table of the token before": Idea("15/32", 4, anchors(TokenBefore), {"rank": 16}, "anchors"),
+    "4 bytes, full anchors": Idea("3/32", 4, anchors=FULL, against="4 bytes, full anchors"),
     "4 bytes, full anchors and a table of the token before": Idea(
-        "3/32", 4, anchors(TokenBefore), "full", "4 bytes, full anchors"
+        "3/32", 4, anchors(TokenBefore), FULL, "4 bytes, full anchors"
+    ),
+    "fading full anchors": Idea("15/32", 4, anchors=FADING),
+    "fading full anchors in uncompressed replicas, too": Idea(
+        "15/32", 4, anchors_everywhere, FADING, "fading full anchors"
     ),
 }
 """Named by what they are at a width of 64; against which of them each is measured."""
@@ -243,7 +275,7 @@ IDEAS = {
 def train(name: str, seed: int, scale_name: str) -> dict[str, Any]:
     """Losses after the last round."""
     idea, began, started = IDEAS[name], commit(), time.monotonic()
-    cells = {} if idea.anchors is None else {"replicas.boundary.anchors": {"rank": idea.anchors}}
+    cells = {} if idea.anchors is None else {"replicas.boundary.anchors": idea.anchors}
     row = Row.model_validate({"name": name, "compressed": "half", "rank": idea.rank, "bits": idea.bits, "cells": cells})
     scale, text = CATALOG.scales.get(scale_name, LEAST), None
     if scale is LEAST:
@@ -255,11 +287,9 @@ def train(name: str, seed: int, scale_name: str) -> dict[str, Any]:
     config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
     source = open_source(config.data, corpus.cache)
     group = AllReplicas(RunSpec(config, source.vocabulary), source, compiles=scale is not LEAST)
-    for replica, settings in zip(group.replicas, group.settings, strict=True):
-        if isinstance(settings, ParticipantsReplica):
-            idea.change(replica, settings)
-            replica.split_embedding()
-            group.weights[replica.name] *= idea.counts
+    idea.change(group)
+    for replica in group.replicas:
+        replica.split_embedding()
     for round_ in range(1, config.outer.rounds + 1):
         group.read_ahead(round_)
         assert group.round(round_), f"{name} diverged in round {round_}"
