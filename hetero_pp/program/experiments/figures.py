@@ -47,9 +47,11 @@ def distinct_claims(results: Results) -> list[Mapping[str, Any]]:
 
 
 def _folded(text: str) -> str:
-    """Lines of even length again, in every paragraph and point of a list; what is between them stays."""
+    """Lines of even length again, in every paragraph and point of a list; tables and what is between stay."""
     texts_and_gaps = re.split(r"(\n(?=- )|\n\n)", text.strip())
     for place in range(0, len(texts_and_gaps), 2):
+        if texts_and_gaps[place].startswith("|"):
+            continue
         line = " ".join(texts_and_gaps[place].split())
         below = "  " if line.startswith("- ") else ""
         texts_and_gaps[place] = fill(line, 120, subsequent_indent=below, break_on_hyphens=False)
