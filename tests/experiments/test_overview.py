@@ -152,7 +152,8 @@ def test_of_rows_that_do_not_say_what_the_table_said_stays(known: Known) -> None
 def test_a_table_lists_several_machines() -> None:
     [path] = [path for path in _tables() if path.stem == "table7"]
     result = json.loads(path.read_text())
-    assert "\nTrained on AMD EPYC, 2 cores, Python 3.11.7, torch 2.13.0+cpu, at 3c88633." in "\n".join(markdown(result))
+    one = "\n".join(markdown({**result, "trained": [{**HERE, "rows": {"Baseline": [1], "PP-Compression": [1]}}]}))
+    assert one.endswith("\nTrained on A, 2 cores, Python 3, torch 2, at 1111111.")
     several = [{**HERE, "rows": {"Baseline": [1, 2]}}, {**THERE, "rows": {"Baseline": [3], "PP-Compression": [1]}}]
     said = "\n".join(markdown({**result, "trained": several}))
     assert "- A, 2 cores, Python 3, torch 2, at 1111111: Baseline (seeds 1, 2)\n" in said
