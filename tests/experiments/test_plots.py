@@ -49,6 +49,30 @@ def test_what_is_not_compressed_is_a_line_and_no_point(picture: Figure) -> None:
     assert [[0.0, 4.0], [1.0, 4.0]] in [np.asarray(line.get_xydata()).tolist() for line in of_bytes.get_lines()]
 
 
+def test_rows_that_differ_in_more_than_rank_are_on_lines_of_their_own(
+    known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though as many replicas are compressed, in as many bits."""
+    kinds = {"": {}, ", projected": {"embedding": "projected"}}
+    rows = [
+        Row.model_validate({"name": f"PP {k}{kind}", "compressed": "all", "rank": k, "ablations": ablations})
+        for kind, ablations in kinds.items()
+        for k in (2, 4, 8)
+    ]
+    setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline=rows[0].name, rows=rows))
+    losses = {row.name: 4.0 + number / 10 for number, row in enumerate(rows)}
+    outcomes = {name: {1: known(loss, boundary_bytes_per_token=8.0)} for name, loss in losses.items()}
+    pictures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
+    draw(result_of(setting, None, outcomes), outcomes, tmp_path / "toy.png")
+    of_ranks = pictures[0].axes[-1]
+    lines = {str(one.get_label()): one[0].get_ydata().tolist() for one in of_ranks.containers}
+    assert lines == {
+        "PP": pytest.approx([4.0, 4.1, 4.2]),
+        "PP projected": pytest.approx([4.3, 4.4, 4.5]),
+    }
+
+
 def test_ticks_are_what_people_read(picture: Figure) -> None:
     _, of_bytes, of_ranks = picture.axes
     assert {"4 B", "8 B", "124 B"} <= {tick.get_text() for tick in of_bytes.get_xticklabels()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -105,11 +105,23 @@ def _by_rank(result: Mapping[str, Any]) -> Lines:
         if row["k_over_d"] is not None:
             groups[row["but_for_rank"]].append(row)
     several = [rows for rows in groups.values() if len({row["k_over_d"] for row in rows}) > 1]
-    return {_kind(rows[0]): sorted(_point(_share(row["k_over_d"]), row) for row in rows) for rows in several}
+    kinds = Counter(_kind(rows[0]) for rows in several)
+    return {
+        (_kind(rows[0]) if kinds[_kind(rows[0])] == 1 else _words_of_all(rows)): sorted(
+            _point(_share(row["k_over_d"]), row) for row in rows
+        )
+        for rows in several
+    }
 
 
 def _kind(row: Row) -> str:
     return f"{row['compressed_share']:.0%} compressed" + (f", {row['bits']} bits" if row["bits"] else "")
+
+
+def _words_of_all(rows: Sequence[Row]) -> str:
+    """What is in the names of all of them."""
+    first, *others = (row["name"].replace(",", "").split() for row in rows)
+    return " ".join(word for word in first if all(word in other for other in others))
 
 
 def _share(value: float) -> Place:
