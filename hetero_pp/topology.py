@@ -63,9 +63,6 @@ class AnchorSettings(Settings):
         description="from when to when they fade, as shares of the run's rounds: after that they add nothing, so that "
         "the model without them is as good",
     )
-    before: Annotated[int, AddedLater()] = Field(
-        0, ge=0, le=8, description="how many tokens before have tables, too, each its own"
-    )
 
     @model_validator(mode="after")
     def _fades_forward(self) -> AnchorSettings:
@@ -85,9 +82,9 @@ class AnchorSettings(Settings):
         return dimensions_of(self.rank, width)
 
     def numbers(self, vocabulary: int, width: int) -> int:
-        """At one boundary: of the tables, and of what makes their rows as wide as the model."""
+        """At one boundary: of the table, and of what makes its rows as wide as the model."""
         rank = self.dimensions(width)
-        return (1 + self.before) * (vocabulary * width if rank is None else rank * (vocabulary + width))
+        return vocabulary * width if rank is None else rank * (vocabulary + width)
 
 
 class BoundarySettings(Settings):

@@ -3,13 +3,12 @@
 Shapes: B sequences, L positions, D width, R rank, V vocabulary. The receiver knows every token, so part of what
 compression dropped can be told from the tokens alone:
 
-    x_hat = P x + T_perp[t] + w (A[t] W + A_1[t_1] W_1 + ...)
+    x_hat = P x + T_perp[t] + w A[t] W
 
 T_perp tells it of the embedding, and decays with depth; A [V, R] and W [R, D] learn the rest, by the gradient at x_hat,
-which the receiver has, and if they shall (`before`) A_1 and W_1 for the token before t, and so on. The idea of
-factorised anchors is MAPL's (arXiv 2606.05484), which sends and synchronises them on boundaries that it learns, too.
-Here they are local: not contributed, not averaged, no part of the synced model. w is 1, or falls to 0 towards the end
-of a run (`fade`), so that the synced model learns to do without them.
+which the receiver has. The idea of factorised anchors is MAPL's (arXiv 2606.05484), which sends and synchronises them
+on boundaries that it learns, too. Here they are local: not contributed, not averaged, no part of the synced model. w is
+1, or falls to 0 towards the end of a run (`fade`), so that the synced model learns to do without them.
 """
 
 from __future__ import annotations
@@ -40,58 +39,38 @@ def anchors_of(
     if settings is None:
         return None
     rank = settings.dimensions(shape.width)
-    seed = seed_of("anchors", *of)
-    anchors = Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, seed, settings.before)
+    anchors = Anchors(shape.vocabulary, shape.width, rank, inner, total_steps, seed_of("anchors", *of))
     anchors.weight_in = partial(settings.weight, rounds=rounds)
     return anchors
 
 
 class Anchors(OwnParameters):
-    """A [V, R] and W [R, D] of one boundary, and those of tokens before: AdamW as the inner loop's, without weight
-    decay. They begin with adding nothing.
+    """A [V, R] and W [R, D] of one boundary: AdamW as the inner loop's, without weight decay. They begin with adding
+    nothing.
     """
 
     def __init__(
-        self,
-        vocabulary: int,
-        width: int,
-        rank: int | None,
-        inner: InnerSettings,
-        total_steps: int | None,
-        seed: int,
-        before: int = 0,
+        self, vocabulary: int, width: int, rank: int | None, inner: InnerSettings, total_steps: int | None, seed: int
     ) -> None:
-        """`rank` None: A [V, D] alone. `before`: how many tokens before have their own."""
+        """`rank` None: A [V, D] alone."""
         self.weight = 1.0
         """w."""
         self.weight_in: Callable[[int], float] = lambda round_: 1.0
         """w by round."""
-        parameters: dict[str, nn.Parameter] = {}
-        generator = torch.Generator().manual_seed(seed)
-        for back in range(before + 1):
-            ending = f"_{back}" if back else ""
-            parameters["table" + ending] = nn.Parameter(torch.zeros(vocabulary, rank or width))
-            if rank is not None:
-                random = torch.randn(rank, width, generator=generator)
-                parameters["expansion" + ending] = nn.Parameter(random / rank**0.5)
-        self._tables = [one for name, one in parameters.items() if name.startswith("table")]
-        self._expansions = [one for name, one in parameters.items() if name.startswith("expansion")]
+        self.table = nn.Parameter(torch.zeros(vocabulary, rank or width))
+        self.expansion: nn.Parameter | None = None
+        parameters = {"table": self.table}
+        if rank is not None:
+            random = torch.randn(rank, width, generator=torch.Generator().manual_seed(seed))
+            self.expansion = parameters["expansion"] = nn.Parameter(random / rank**0.5)
         super().__init__(parameters, inner.model_copy(update={"weight_decay": 0.0}), total_steps)
 
     def add(self, x_BLD: Tensor, tokens_BL: Tensor) -> Tensor:
         """What was received, and what its tokens tell."""
         if self.weight == 0:
             return x_BLD
-        told = self._told(0, tokens_BL)
-        for back in range(1, len(self._tables)):
-            from_there = tokens_BL[:, : max(0, tokens_BL.shape[1] - back)]
-            missing = tokens_BL.shape[1] - from_there.shape[1]
-            told = told + F.pad(self._told(back, from_there), (0, 0, missing, 0))
-        return x_BLD + self.weight * told
-
-    def _told(self, back: int, tokens_BL: Tensor) -> Tensor:
-        rows = F.embedding(tokens_BL, self._tables[back])
-        return rows @ self._expansions[back] if self._expansions else rows
+        told = F.embedding(tokens_BL, self.table)
+        return x_BLD + self.weight * (told if self.expansion is None else told @ self.expansion)
 
     def enter_round(self, round_: int) -> None:
         """Have the weight of a round, until the next."""

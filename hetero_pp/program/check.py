@@ -115,8 +115,6 @@ def _engines_and_boundaries(spec: RunSpec) -> dict[tuple[str, str], list[str]]:
 def _anchors_of(anchors: AnchorSettings, shape: ModelShape) -> str:
     rank, numbers = anchors.dimensions(shape.width), anchors.numbers(shape.vocabulary, shape.width)
     wide = "as wide as the model" if rank is None else f"of rank {rank}"
-    if anchors.before:
-        wide += f", of {anchors.before} token{'s' if anchors.before > 1 else ''} before, too"
     fades = "" if anchors.fade is None else f", fading from {anchors.fade[0]:.0%} to {anchors.fade[1]:.0%} of the run"
     return f"anchors {wide} ({numbers:,} numbers at each later stage, never sent{fades})"
 

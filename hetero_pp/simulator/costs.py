@@ -38,7 +38,7 @@ class Beside:
     anchors: int = 0
     """That the stage learns of what the boundary before it drops."""
     anchor_rank: int = 0
-    """Of the products by which rows of theirs become as wide as the model, together; 0 without one."""
+    """Of the product by which a row of theirs becomes as wide as the model; 0 without one."""
 
 
 NOTHING = Beside()
@@ -52,8 +52,7 @@ def beside(shape: ModelShape, boundary: BoundarySettings, is_first: bool) -> Bes
     if boundary.anchors is None:
         return Beside(table, table)
     own = boundary.anchors
-    rank = (1 + own.before) * (own.dimensions(shape.width) or 0)
-    return Beside(table, table, own.numbers(shape.vocabulary, shape.width), rank)
+    return Beside(table, table, own.numbers(shape.vocabulary, shape.width), own.dimensions(shape.width) or 0)
 
 
 @dataclass(frozen=True)

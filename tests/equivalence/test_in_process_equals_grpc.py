@@ -35,7 +35,7 @@ BEHIND_LINES = [
     "exchange.line=fibre",
 ]
 """Two processes share the line of a house, and all members that of the exchange."""
-ANCHORS = "replicas.1.boundary.anchors={rank: 4, fade: [0.4, 1], before: 1}"
+ANCHORS = "replicas.1.boundary.anchors={rank: 4, fade: [0.4, 1]}"
 
 
 def _run(corpus: Path, runs: Path, *options: str) -> Path:

@@ -44,8 +44,6 @@ def test_it_speaks_as_the_yaml_does(yaml: Path) -> None:
     assert f"Boundaries of home: rank 8 of 64, 4 bits, {learned}." in _check(yaml, *with_anchors)
     fading = _check(yaml, *with_anchors, "--set", "replicas.1.boundary.anchors.fade=[0.5, 0.9]")
     assert "never sent, fading from 50% to 90% of the run)" in fading
-    before = _check(yaml, *with_anchors, "--set", "replicas.1.boundary.anchors.before=2")
-    assert f"anchors of rank 16, of 2 tokens before, too ({3 * 16 * (256 + 64):,} numbers at" in before
     timed = _check(yaml, "--set", "outer.rounds=4", "--set", "inner={seconds: 5 min}")
     assert "4 outer rounds of as many inner steps as fit into 5:00, " in timed
     assert "a step over all replicas. " in timed

@@ -204,11 +204,11 @@ def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
     assert held["activations"] == 5 * 2 * 2048 * 3 * (8 * 1536 + 3 * 5440) * 2
 
 
-@pytest.mark.parametrize("anchors", [None, {"rank": 4}, {"rank": "full"}, {"rank": 4, "before": 2}])
-def test_what_boundaries_hold_is_what_stages_hold(anchors: dict[str, Any] | None, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("anchors", [None, 4, "full"])
+def test_what_boundaries_hold_is_what_stages_hold(anchors: int | str | None, corpus: Path, tmp_path: Path) -> None:
     """Of a group that has taken its first steps: T_perp everywhere, the followed embedding and anchors after the first
     stage, with what trains them."""
-    spec = group_spec(str(corpus), {} if anchors is None else {"anchors": anchors})
+    spec = group_spec(str(corpus), {} if anchors is None else {"anchors": {"rank": anchors}})
     pairs = [in_process_pair(link, seed=1) for link in links_of(spec)]
     ends = zip([None, *(below for _, below in pairs)], [*(above for above, _ in pairs), None], strict=True)
     group = StageMembers(spec, [LinkEnds(*own) for own in ends], tmp_path)
@@ -229,12 +229,13 @@ def test_what_boundaries_hold_is_what_stages_hold(anchors: dict[str, Any] | None
 def test_anchors_cost_a_product_a_token() -> None:
     """Rank times width; as wide as the model they cost none."""
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
-    flops: list[float] = []
-    for anchors in (None, {"rank": 16}, {"rank": 16, "before": 1}, {"rank": "full"}):
-        boundary = BoundarySettings.model_validate({"rank": 8, "anchors": anchors})
-        own = beside(shape, boundary, is_first=False)
-        flops.append(forward_flops(shape, Part(3, False, False, 0, own), 2, 2048) - sum(flops[:1]))
-    assert flops[1:] == [2 * 16 * 1536 * 2 * 2048, 2 * 2 * 16 * 1536 * 2 * 2048, 0]
+    flops = {}
+    for rank in (None, 16, "full"):
+        anchors = {} if rank is None else {"anchors": {"rank": rank}}
+        own = beside(shape, BoundarySettings.model_validate({"rank": 8, **anchors}), is_first=False)
+        flops[rank] = forward_flops(shape, Part(3, False, False, 0, own), 2, 2048)
+    assert flops[16] - flops[None] == 2 * 16 * 1536 * 2 * 2048
+    assert flops["full"] == flops[None]
 
 
 def test_json_timeline_and_chart(yaml: Path, tmp_path: Path) -> None:

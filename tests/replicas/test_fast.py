@@ -129,7 +129,6 @@ def test_averaged_gradients_end_where_the_staged_run_ends(
         ({}, {"rank": "1/2", "bits": 4}),
         ({}, {"rank": "1/2", "bits": 4, "anchors": {"rank": 4}}),
         ({}, {"rank": "1/2", "bits": 4, "anchors": {"rank": 4, "fade": [0.3, 1.0]}}),
-        ({}, {"rank": "1/2", "bits": 4, "anchors": {"rank": "full", "before": 2}}),
         ({}, {"rank": "1/4", "ablations": {"adaptation": "stale"}}),
         ({}, {"rank": "1/4", "ablations": {"adaptation": "discarded"}}),
         ({}, {"rank": "1/4", "ablations": {"embedding": "coefficients"}}),

@@ -34,7 +34,6 @@ BOUNDARIES = {
     "full fp32 with anchors": {"rank": "full", "dtype": "fp32", "anchors": {"rank": "full"}},
     "rank 8 fp32 with anchors": {"rank": 8, "dtype": "fp32", "anchors": {"rank": 4}},
     "rank 16 in 4 bits with anchors": {"rank": "1/2", "bits": 4, "anchors": {"rank": 4}},
-    "rank 8 fp32 with anchors of tokens before": {"rank": 8, "dtype": "fp32", "anchors": {"rank": 4, "before": 2}},
 }
 COMPILES = pytest.mark.starts_processes
 """That of a C++ compiler."""
@@ -50,9 +49,7 @@ def _anchors(settings: BoundarySettings) -> list[Anchors]:
     found = [anchors_of(settings.anchors, SHAPE, InnerSettings(), 100, 10, SEED, "home", hop) for hop in range(2)]
     anchors = [one for one in found if one is not None]
     for one in anchors:
-        for name, parameter in one.parameters.items():
-            if name.startswith("table"):
-                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(6))
+        nn.init.normal_(one.table, generator=torch.Generator().manual_seed(6))
     return anchors
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -51,32 +50,10 @@ def test_what_they_add_is_the_tables_row_expanded(rank: int | None) -> None:
     anchors = _anchors(rank)
     _trained(anchors, 3)
     received, tokens = torch.randn(3, 9, SHAPE.width), _tokens()
-    whole = (
-        anchors.parameters["table"] if rank is None else anchors.parameters["table"] @ anchors.parameters["expansion"]
-    )
+    whole = anchors.table if anchors.expansion is None else anchors.table @ anchors.expansion
     expected = received + torch.stack([torch.stack([whole[token] for token in row]) for row in tokens.tolist()])
     torch.testing.assert_close(anchors.add(received, tokens), expected)
     assert not torch.equal(expected, received)
-
-
-@pytest.mark.parametrize("rank", RANKS)
-def test_tokens_before_have_tables_of_their_own(rank: int | None) -> None:
-    """Position by position; where there is no token before, nothing is told of it."""
-    anchors = Anchors(SHAPE.vocabulary, SHAPE.width, rank, INNER, TOTAL, 3, before=2)
-    _trained(anchors, 3)
-    settings = AnchorSettings(rank=rank or "full", before=2)
-    own = anchors.parameters.values()
-    assert sum(one.numel() for one in own) == settings.numbers(SHAPE.vocabulary, SHAPE.width)
-    assert len({one.sum().item() for one in own}) == len(own) == (6 if rank else 3)
-    tokens = _tokens()
-    expected = torch.zeros(3, 9, SHAPE.width)
-    for row, position, back in itertools.product(range(3), range(9), range(3)):
-        if back <= position:
-            ending = f"_{back}" if back else ""
-            told = anchors.parameters["table" + ending][tokens[row, position - back]]
-            expected[row, position] += told if rank is None else told @ anchors.parameters["expansion" + ending]
-    torch.testing.assert_close(anchors.add(torch.zeros_like(expected), tokens), expected)
-    torch.testing.assert_close(anchors.add(torch.zeros(3, 1, SHAPE.width), tokens[:, :1]), expected[:, :1])
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -116,17 +93,17 @@ def test_their_gradient_is_that_at_the_stages_input() -> None:
     assert loss == stage.evaluate(tokens, came)
     sent = stage.backward(0, None, noise_key(0, "home", 0, 0, 0))
 
-    table, expansion = anchors.parameters["table"], anchors.parameters["expansion"]
-    told = table[tokens[:, :-1]] @ expansion
+    assert anchors.expansion is not None
+    told = anchors.table[tokens[:, :-1]] @ anchors.expansion
     start = (boundary.decode_activation(came, tokens[:, :-1]) + told).detach().requires_grad_()
     logits = stage.module(start)
     (gradient,) = torch.autograd.grad(nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), start)
     assert sent is not None and boundary.basis is not None
     torch.testing.assert_close(boundary.format.coefficients(sent), gradient @ boundary.basis)
     expected = torch.zeros(SHAPE.vocabulary, 4).index_add(
-        0, tokens[:, :-1].flatten(), (gradient @ expansion.T).flatten(0, 1).detach()
+        0, tokens[:, :-1].flatten(), (gradient @ anchors.expansion.T).flatten(0, 1).detach()
     )
-    torch.testing.assert_close(table.grad, expected)
+    torch.testing.assert_close(anchors.table.grad, expected)
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -157,7 +134,7 @@ def test_each_hop_of_each_replica_has_its_own_expansion() -> None:
         anchors_of(settings, SHAPE, INNER, TOTAL, 10, seed, replica, hop)
         for seed, replica, hop in [(1, "a", 0), (1, "a", 1), (1, "b", 0), (2, "a", 0), (1, "a", 0)]
     ]
-    expansions = [one.parameters["expansion"] for one in found if one is not None]
+    expansions = [one.expansion for one in found if one is not None and one.expansion is not None]
     assert [tuple(one.shape) for one in expansions] == [(4, SHAPE.width)] * 5
     assert len({one.sum().item() for one in expansions}) == 4
     assert torch.equal(expansions[0], expansions[4])
@@ -183,12 +160,12 @@ def test_what_has_faded_learns_nothing_more() -> None:
     anchors = anchors_of(AnchorSettings(rank=4, fade=(0.5, 0.9)), SHAPE, INNER, TOTAL, 10, 1, "a", 0)
     assert anchors is not None
     _trained(anchors, 3)
-    before = anchors.parameters["table"].detach().clone()
+    before = anchors.table.detach().clone()
     anchors.enter_round(10)
     received = torch.randn(3, 9, SHAPE.width, requires_grad=True)
     anchors.add(received, _tokens()).sum().backward()
     anchors.step(3)
-    assert anchors.parameters["table"].equal(before)
+    assert anchors.table.equal(before)
 
 
 def test_they_cannot_fade_backwards() -> None:
