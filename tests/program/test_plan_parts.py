@@ -184,10 +184,11 @@ def test_some_dozens_of_participants() -> None:
 
 
 def test_the_tables_are_those_that_were_measured() -> None:
+    """With the embedding free, as it is where nothing is said."""
     table = json.loads((RESULTS / "het-pp" / "table2.json").read_text())["rows"]
     bits = json.loads((RESULTS / "beyond" / "rank_for_bits.json").read_text())["rows"]
     for row in [*table, *bits]:
-        if row["state"] != "done":
+        if row["state"] != "done" or row["name"].endswith((", coefficients", ", projected")):
             continue
         loss, share = row["ours"]["mean"], row["compressed_share"]
         if share == 0:
