@@ -248,6 +248,7 @@ def test_a_host_with_another_configuration_is_refused(hosts: Hosts) -> None:
         "dc: was started with another configuration than the exchange: inner.learning_rate: found 0.02, expected 0.01"
     )
     assert told in errors
+    hosts.wait_for('"event": "refusal"')
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
     assert hosts.summary()["refusals"] > 0
