@@ -36,6 +36,7 @@ from hetero_pp.inner import InnerSettings
 from hetero_pp.model import ModelSettings, ModelShape, Transformer, initialise, next_token_loss, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.hardware import CATALOG
@@ -53,6 +54,7 @@ from replica_groups.exchange.pulse import Pulse
 from replica_groups.outer_round import OuterRound
 from replica_groups.ranks import Ranks, init_ranks
 
+SECRET = Secret("of this benchmark only")
 INNER_STEPS = 50
 TOTAL = 1000
 SMOKE = {"preset": "micro", "device": "cpu", "batch_size": 2, "length": 32, "steps": 1}
@@ -156,7 +158,7 @@ def _outer_round(
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(target=_serve, args=(case, folder, theirs), daemon=True)
         process.start()
-        client, stop = ExchangeClient(ours.recv(), "token", "r"), ours
+        client, stop = ExchangeClient(ours.recv(), SECRET.credentials("r")), ours
     shared = CollectiveExchange(client, ranks)
     shared.join("r", "")
     outer = OuterRound("run", "r", "r", engine, parameters, shared, settings, ranks=ranks, keeps_undo=False)
@@ -190,7 +192,7 @@ def _serve(case: Case, folder: Path, told: Connection) -> None:
     roster = Roster({"r": "r"}, {"r": frozenset(shapes_by_block({n: tuple(t.shape) for n, t in parameters.items()}))})
     log = ContributionLog(FolderStore(folder / "log"))
     exchange = Exchange("run", roster, Snapshot(0, parameters, None), _outer_settings(), log)
-    server, port = serve_exchange(exchange, "token", "127.0.0.1:0", 1)
+    server, port = serve_exchange(exchange, SECRET, "127.0.0.1:0", 1)
     told.send(f"127.0.0.1:{port}")
     told.recv()
     server.stop(None)

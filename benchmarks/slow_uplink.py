@@ -34,8 +34,10 @@ from hetero_pp.errors import HeteroPPError
 from hetero_pp.outer.exchange_service import Standing
 from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.spec import Roster
 
 PORT = 47700
 BITS_A_SECOND = 1_000_000
@@ -43,7 +45,7 @@ QUEUE_BYTES = BITS_A_SECOND // 8
 """A second."""
 MTU, BURST = 1500, 3000
 CONTRIBUTION = 5_000_000
-TOKEN, RUN = "of this benchmark only", "slow"
+SECRET, RUN = Secret("of this benchmark only"), "slow"
 SLOW = YAML.replace("width: 64", "width: 192").replace("outer: {rounds: 100000}", "outer: {rounds: 2, method: diloco}")
 MOST_SECONDS = 900.0
 DEATHS = ("silent", "term_over", "suspended", "restarted")
@@ -63,7 +65,7 @@ def slow_uplink() -> Iterator[list[str]]:
 class FarEnd:
     """An exchange that takes everything, at once. Of WatchedExchange what a contribution and beats need."""
 
-    run = RUN
+    run, roster = RUN, Roster({"home": "home"}, {"home": frozenset()})
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
@@ -94,8 +96,8 @@ class FarEnd:
 def beats(size: int) -> dict[str, Any]:
     """Seconds that each took while a contribution was on its way, and that this took; lost: not answered in time."""
     far = FarEnd()
-    server, _ = serve_exchange(far, TOKEN, f"127.0.0.1:{PORT}", 1)  # type: ignore[arg-type]
-    client, took, lost = ExchangeClient(f"127.0.0.1:{PORT}", TOKEN, "home", RUN), list[float](), 0
+    server, _ = serve_exchange(far, SECRET, f"127.0.0.1:{PORT}", 1)  # type: ignore[arg-type]
+    client, took, lost = ExchangeClient(f"127.0.0.1:{PORT}", SECRET.credentials("home"), RUN), list[float](), 0
     client.join("home", "")
     begin = time.monotonic()
     sends = threading.Thread(target=client.deposit, args=("home", BlobAddress(RUN, 1, "home", "norm"), bytes(size)))

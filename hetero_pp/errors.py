@@ -10,7 +10,8 @@ HeteroPPError
 ├── MalformedMessage       bytes from the network that no honest peer sends
 │   └── MalformedContribution
 ├── Refused                the exchange refused a request: wrong run, wrong round
-│   └── WrongToken         a stranger's: without the run's token
+│   ├── Forbidden          what is not the caller's to ask, or to tell
+│   └── WrongToken         a stranger's: without a token of the run
 ├── ReplicasDiffer         two holders of one parameter do not hold the same bits
 ├── StoreError             the store of a run cannot be read or written: it may be tried again
 ├── TermOver               somebody else holds this member's place, or will: it has to join again
@@ -76,8 +77,12 @@ class Refused(HeteroPPError):
     """The exchange refused a request; the text says why."""
 
 
+class Forbidden(Refused):
+    """A request of a member, or of who has started it, that is another's to make."""
+
+
 class WrongToken(Refused):
-    """A request without the run's token."""
+    """A request without a token of the run."""
 
 
 class ReplicasDiffer(HeteroPPError):

@@ -14,6 +14,8 @@ from hetero_pp.lines import LineSpec
 from hetero_pp.settings import Bandwidth, Duration, Settings
 
 EXCHANGE = "exchange"
+LAUNCHER = "launcher"
+"""Who has started all processes of a run."""
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
@@ -73,6 +75,10 @@ class LinkSpec:
 
     def shape(self, direction: Direction) -> LinkShape:
         return self.forward if direction == "forward" else self.backward
+
+    def counted_by(self, direction: Direction) -> str:
+        """The member that counts what goes in a direction: who sends it, and of the exchange's links both."""
+        return self.source if direction == "forward" or self.target == EXCHANGE else self.target
 
     def lines(self, direction: Direction) -> tuple[LineSpec | None, LineSpec | None]:
         """The line by which this direction leaves (`up`) and that by which it comes (`down`)."""

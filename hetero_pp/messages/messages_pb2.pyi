@@ -72,9 +72,9 @@ class Frame(_message.Message):
     def __init__(self) -> None: ...
 
 class LinkHello(_message.Message):
-    __slots__ = ("version", "run", "link", "sender", "epoch", "session", "stream", "received", "goes_on")
+    __slots__ = ("version", "token", "link", "sender", "epoch", "session", "stream", "received", "goes_on")
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    RUN_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -83,7 +83,7 @@ class LinkHello(_message.Message):
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     GOES_ON_FIELD_NUMBER: _ClassVar[int]
     version: int
-    run: str
+    token: str
     link: str
     sender: str
     epoch: int
@@ -91,7 +91,7 @@ class LinkHello(_message.Message):
     stream: int
     received: int
     goes_on: bool
-    def __init__(self, version: _Optional[int] = ..., run: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ..., epoch: _Optional[int] = ..., session: _Optional[bytes] = ..., stream: _Optional[int] = ..., received: _Optional[int] = ..., goes_on: _Optional[bool] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., token: _Optional[str] = ..., link: _Optional[str] = ..., sender: _Optional[str] = ..., epoch: _Optional[int] = ..., session: _Optional[bytes] = ..., stream: _Optional[int] = ..., received: _Optional[int] = ..., goes_on: _Optional[bool] = ...) -> None: ...
 
 class LinkFarewell(_message.Message):
     __slots__ = ("hello", "cause")
@@ -499,12 +499,16 @@ class Failure(_message.Message):
     def __init__(self, cause: _Optional[str] = ..., consequence: _Optional[bool] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ("sender", "reason")
+    __slots__ = ("sender", "reason", "kind", "count")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     sender: str
     reason: str
-    def __init__(self, sender: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    kind: str
+    count: int
+    def __init__(self, sender: _Optional[str] = ..., reason: _Optional[str] = ..., kind: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class RoundVerified(_message.Message):
     __slots__ = ("round", "replica", "parameters_sha256")

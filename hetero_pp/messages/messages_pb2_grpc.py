@@ -153,7 +153,8 @@ class StageLink:
 
 class ExchangeStub:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run` and `term`.
+    Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and
+    `term`. Who may make which: hetero_pp/rpc/permissions.py.
 
     """
 
@@ -262,7 +263,8 @@ class ExchangeStub:
 
 class ExchangeServicer:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run` and `term`.
+    Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and
+    `term`. Who may make which: hetero_pp/rpc/permissions.py.
 
     """
 
@@ -494,7 +496,8 @@ def add_ExchangeServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Exchange:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run` and `term`.
+    Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and
+    `term`. Who may make which: hetero_pp/rpc/permissions.py.
 
     """
 

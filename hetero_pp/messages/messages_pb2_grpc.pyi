@@ -50,7 +50,8 @@ def add_StageLinkServicer_to_server(servicer: StageLinkServicer, server: _grpc.S
 
 class ExchangeStub:
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run` and `term`.
+    Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and
+    `term`. Who may make which: hetero_pp/rpc/permissions.py.
     """
 
     def __init__(self, channel: _grpc.Channel) -> None: ...
@@ -82,7 +83,8 @@ class ExchangeStub:
 
 class ExchangeServicer(metaclass=_abc_1.ABCMeta):
     """---- the exchange ---------------------------------------------------------------------------------------------
-    Every call carries the metadata `token` (which a stranger does not know) and `member`, and may carry `run` and `term`.
+    Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and
+    `term`. Who may make which: hetero_pp/rpc/permissions.py.
     """
 
     @_abc_1.abstractmethod

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Of calls and frames alike. Members with different versions do not talk to each other."""
 
 _OPTIONS: list[tuple[str, int]] = [

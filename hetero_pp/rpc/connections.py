@@ -13,6 +13,8 @@ from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import stage_link_name
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
+from hetero_pp.refusals import Refusals
+from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -26,13 +28,15 @@ REMEMBERED_REPORTS = 20_000
 """By which a report that comes again is known; more than an exchange tells again."""
 
 
-def reports_of(address: str, token: str, on_silence: Callable[[bool], None] = lambda _: None) -> Iterator[Report]:
+def reports_of(
+    address: str, credentials: Credentials, on_silence: Callable[[bool], None] = lambda _: None
+) -> Iterator[Report]:
     """Every report of the run whose exchange is at an address, until it is over; see ExchangeClient.watch.
 
     An exchange that is gone is waited for: another may take its place, and begins in its own way. `on_silence` is told
     when it is gone or does not answer, and when it does again.
     """
-    with closing(ExchangeClient(address, token, "launcher")) as exchange:
+    with closing(ExchangeClient(address, credentials)) as exchange:
         exchange.wait_until_ready(CONNECT_TIMEOUT)  # on a busy machine the first attempt may fail
         is_new = _Once()
         while True:
@@ -61,16 +65,20 @@ class _Once:
         return True
 
 
-def tell_died(address: str, token: str, member: str, cause: str, term: int | None) -> None:
+def tell_died(address: str, credentials: Credentials, member: str, cause: str, term: int | None) -> None:
     """Tell the exchange at an address that a member's process has ended; in vain if it is gone, too."""
-    client = ExchangeClient(address, token, "launcher", timeout=CONNECT_TIMEOUT)
+    client = ExchangeClient(address, credentials, timeout=CONNECT_TIMEOUT)
     with closing(client) as exchange, suppress(HeteroPPError):
         exchange.wait_until_ready(CONNECT_TIMEOUT)
         exchange.died(member, cause, term)
 
 
 def reports_to_members(
-    address: str, token: str, members: Sequence[str], timeout: float, on_wait: Callable[[float], None]
+    address: str,
+    credentials: Credentials,
+    members: Sequence[str],
+    timeout: float,
+    on_wait: Callable[[float], None],
 ) -> Iterator[Report]:
     """What some members tell, and what concerns everybody, until these members are through.
 
@@ -78,7 +86,7 @@ def reports_to_members(
     long, at growing intervals. Raises LinkTimeout, and LinkClosed if the run ends before these members are through.
     """
     left = set(members)
-    with closing(ExchangeClient(address, token, "launcher")) as exchange:
+    with closing(ExchangeClient(address, credentials)) as exchange:
         is_new = _Once()
         while True:
             exchange.wait_until_ready(timeout, on_wait)
@@ -96,11 +104,18 @@ class NetworkConnections:
     """Of a member to the exchange at `address` and to the stages beside it. Implements Connections."""
 
     def __init__(
-        self, spec: RunSpec, member: MemberSpec, address: str, token: str, lines: Lines, faults: Faults = NO_FAULTS
+        self,
+        spec: RunSpec,
+        member: MemberSpec,
+        address: str,
+        credentials: Credentials,
+        lines: Lines,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         self.lines, self._faults = lines, faults
-        self.exchange = ExchangeClient(address, token, member.name, timeout=spec.config.exchange.timeout)
-        self._spec, self._member, self._token = spec, member, token
+        self.exchange = ExchangeClient(address, credentials, timeout=spec.config.exchange.timeout)
+        self._spec, self._member, self._credentials = spec, member, credentials
+        self._refusals = Refusals(self._report_refusal)
         self._server: StageLinkServer | None = None
         self._dialer = self._make_dialer()
         self._ends = LinkEnds()
@@ -120,6 +135,7 @@ class NetworkConnections:
             self._dialer.close()
         if self._server is not None:
             self._server.close()
+        self._refusals.flush()
         self.exchange.close()
 
     def listen(self) -> str:
@@ -129,8 +145,8 @@ class NetworkConnections:
             return ""
         link = self._spec.links[stage_link_name(replica.name, stage.index - 1)]
         seed = self._spec.config.seed
-        name, refused = self._member.name, self._report_refusal
-        self._server = StageLinkServer(link, self._token, name, seed, refused, self.lines, CUT_OFF_SECONDS)
+        token, refused = self._credentials.links[link.name], self._refusals.add
+        self._server = StageLinkServer(link, token, self._member.name, seed, refused, self.lines, CUT_OFF_SECONDS)
         own = replica.stage_settings(stage.index)
         listen = (own and own.listen) or "127.0.0.1:0"
         return f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
@@ -159,7 +175,8 @@ class NetworkConnections:
             return None
         link = self._spec.links[stage_link_name(replica.name, stage.index)]
         seed = self._spec.config.seed
-        return StageLinkDialer(link, self._token, self._member.name, seed, self.lines, CUT_OFF_SECONDS)
+        token = self._credentials.links[link.name]
+        return StageLinkDialer(link, token, self._member.name, seed, self.lines, CUT_OFF_SECONDS)
 
     def report_failure(self, cause: str, is_consequence: bool = False) -> None:
         """Say why, before the connection's end says only that this member is gone."""
@@ -167,6 +184,7 @@ class NetworkConnections:
         with suppress(HeteroPPError):  # if the exchange is gone too, the launcher sees the exit code
             self.exchange.report([Report(member=self._member.name, failure=failure)])
 
-    def _report_refusal(self, sender: str, reason: str) -> None:
+    def _report_refusal(self, refusal: Refusal) -> None:
         """So that what a stage did not let in is counted for the run."""
-        self.exchange.report([Report(member=self._member.name, refusal=Refusal(sender=sender, reason=reason))])
+        with suppress(HeteroPPError):  # who is refused is no reason to fail
+            self.exchange.report([Report(member=self._member.name, refusal=refusal)])

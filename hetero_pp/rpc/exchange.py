@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import grpc
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import ExchangeLost, MalformedMessage, Refused, WrongToken
+from hetero_pp.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
 from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
+from hetero_pp.refusals import Kind
+from hetero_pp.rpc.callers import Caller, Callers, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
+from hetero_pp.rpc.permissions import require_call, require_process, require_report
+from hetero_pp.rpc.plain_text import make_plain, plain
 from hetero_pp.rpc.services import service_handler
+from hetero_pp.run.spec import Roster
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
+
+MOST_OF_A_NAME = 80
+"""Characters of how a caller calls itself."""
 
 IsAsked = Callable[[], bool]
 
@@ -35,6 +45,7 @@ class WatchedExchange(Protocol):
     """
 
     run: str
+    roster: Roster
 
     def agree(self, member: str, configuration: str) -> str: ...
 
@@ -113,7 +124,7 @@ class WatchedExchange(Protocol):
     def heard(self, member: str, term: int | None = None) -> None:
         """Something came from a member, or reached it; which term it holds, if it says so."""
 
-    def refuse(self, sender: str, reason: str) -> None:
+    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
         """Count a message that was not let in."""
 
     def stay(self, member: str) -> None:
@@ -123,20 +134,20 @@ class WatchedExchange(Protocol):
         """A member's connection has ended, or that of one of its nodes."""
 
 
-def serve_exchange(exchange: WatchedExchange, token: str, listen: str, members: int) -> tuple[grpc.Server, int]:
-    """Serve an exchange at HOST:PORT to callers who know the token; returns the server and the port it got.
+def serve_exchange(exchange: WatchedExchange, secret: Secret, listen: str, members: int) -> tuple[grpc.Server, int]:
+    """Serve an exchange at HOST:PORT to those whose credentials are of the secret; the server and the port it got.
 
     Raises OSError if the port is busy.
     """
-    return make_server(listen, [_Servicer(exchange, token).handler()], max_workers=16 + 6 * members)
+    return make_server(listen, [_Servicer(exchange, secret).handler()], max_workers=16 + 6 * members)
 
 
 class _Servicer(ExchangeServicer):
-    """One method per call. Who calls is in the call's metadata."""
+    """One method per call."""
 
-    def __init__(self, exchange: WatchedExchange, token: str) -> None:
+    def __init__(self, exchange: WatchedExchange, secret: Secret) -> None:
         self.exchange = exchange
-        self.token = token
+        self.callers = Callers(secret, exchange.roster)
         self.process = secrets.token_hex(8)
         """Names this process: one that takes its place knows only what it is told itself."""
 
@@ -144,18 +155,43 @@ class _Servicer(ExchangeServicer):
         """For `make_server`."""
         return service_handler(SERVICE, self, self.admit)
 
-    def admit(self, context: grpc.ServicerContext) -> None:
-        """Before every call. Raises Refused for a stranger, and for who is of another run."""
-        metadata, member = dict(context.invocation_metadata()), _member(context)
-        if metadata.get("token") != self.token:
-            self.exchange.refuse(f"{member} at {context.peer()}", "found another token than the run's")
-            raise WrongToken("the exchange was started with another token")
-        if metadata.get("run", self.exchange.run) != self.exchange.run:
-            self.exchange.refuse(f"{member} at {context.peer()}", "another configuration")
+    def admit(self, call: str, context: grpc.ServicerContext) -> None:
+        """Before every call. Raises Refused for a stranger, for who is of another run, and for what is not its own."""
+        try:
+            caller = self.callers.of(context)
+        except WrongToken as error:
+            self._refuse(claimed(context), "found another token than the run's", Kind.STRANGER)
+            raise error
+        if caller.run not in (None, self.exchange.run):
+            self._refuse(claimed(context), "another configuration", Kind.UNEXPECTED)
             raise Refused(
-                f"{member} was started with another configuration than the exchange: compare the config.yaml of both"
+                f"{caller.name} was started with another configuration than the exchange: "
+                "compare the config.yaml of both"
             )
-        self.exchange.heard(member, _term(context))
+        with self._counted(caller):
+            require_call(call, caller)
+        self.exchange.heard(caller.name, caller.term)
+
+    @contextmanager
+    def _counted(self, caller: Caller) -> Iterator[None]:
+        """What is not let in inside the block is counted."""
+        try:
+            yield
+        except Forbidden as error:
+            self._refuse(caller.name, str(error), Kind.FORBIDDEN)
+            raise
+        except MalformedMessage as error:
+            self._refuse(caller.name, str(error), Kind.MALFORMED)
+            raise
+
+    def _refuse(self, sender: str, reason: str, kind: Kind) -> None:
+        self.exchange.refuse(plain(sender, MOST_OF_A_NAME), plain(reason), kind)
+
+    def _member(self, context: grpc.ServicerContext) -> str:
+        return self.callers.of(context).name
+
+    def _term(self, context: grpc.ServicerContext) -> int | None:
+        return self.callers.of(context).term
 
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
         """Whether a call's caller is there. Else who comes and goes on a bad line would leave all threads waiting."""
@@ -169,14 +205,14 @@ class _Servicer(ExchangeServicer):
             yield frame
 
     def Agree(self, request: pb.AgreeRequest, context: grpc.ServicerContext) -> pb.AgreeReply:
-        return pb.AgreeReply(run=self.exchange.agree(_member(context), request.configuration))
+        return pb.AgreeReply(run=self.exchange.agree(self._member(context), request.configuration))
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         if request.version != PROTOCOL_VERSION:
             raise Refused(f"found protocol version {request.version}, expected {PROTOCOL_VERSION}")
-        available = AvailableStates(frozenset(request.rounds), tuple(request.damaged))
+        available = AvailableStates(frozenset(request.rounds), tuple(map(plain, request.damaged)))
         process = request.process or None
-        member, is_asked = _member(context), self._is_asked(context)
+        member, is_asked = self._member(context), self._is_asked(context)
         return pb.JoinReply(term=self.exchange.join(member, request.address, available, process, is_asked))
 
     def LastRound(self, request: pb.LastRoundRequest, context: grpc.ServicerContext) -> pb.LastRoundReply:
@@ -187,8 +223,8 @@ class _Servicer(ExchangeServicer):
 
     def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
         """Held open by every member. If the caller is gone before the run is over, the exchange is told."""
-        member = _member(context)
-        term = _term(context)
+        caller = self.callers.of(context)
+        member, term = caller.name, caller.term
         if context.add_callback(lambda: self.exchange.left(member, request.node, term)):
             self.exchange.stay(member)
         else:  # the call has ended already
@@ -196,8 +232,8 @@ class _Servicer(ExchangeServicer):
         return pb.StayReply()
 
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
-        member, is_asked = _member(context), self._is_asked(context)
-        work = self.exchange.assign(member, request.holds, request.address, _term(context), is_asked)
+        member, is_asked = self._member(context), self._is_asked(context)
+        work = self.exchange.assign(member, request.holds, request.address, self._term(context), is_asked)
         return pb.AssignReply(
             round=work.round,
             epoch=work.epoch,
@@ -210,16 +246,19 @@ class _Servicer(ExchangeServicer):
     def Beat(self, request: pb.BeatRequest, context: grpc.ServicerContext) -> pb.BeatReply:
         round_ = request.round if request.HasField("round") else None
         found = self.exchange.beat(
-            _member(context), round_, request.epoch, request.progress, request.computes, _term(context)
+            self._member(context), round_, request.epoch, request.progress, request.computes, self._term(context)
         )
         return pb.BeatReply(is_over=found.is_over, suspended=found.suspended, cause=found.cause)
 
     def Broken(self, request: pb.BrokenRequest, context: grpc.ServicerContext) -> pb.BrokenReply:
-        self.exchange.broken(_member(context), request.epoch, request.cause, _term(context))
+        self.exchange.broken(self._member(context), request.epoch, plain(request.cause), self._term(context))
         return pb.BrokenReply()
 
     def Died(self, request: pb.DiedRequest, context: grpc.ServicerContext) -> pb.DiedReply:
-        self.exchange.died(request.member, request.cause, request.term if request.HasField("term") else None)
+        caller = self.callers.of(context)
+        with self._counted(caller):
+            require_process(caller, request.member)
+        self.exchange.died(request.member, plain(request.cause), request.term if request.HasField("term") else None)
         return pb.DiedReply()
 
     def NewestSnapshot(
@@ -236,30 +275,27 @@ class _Servicer(ExchangeServicer):
         for name in request.names:
             header.tensors.add(dtype=pb.FP32, shape=tensors[name].shape)
         buffers = (tensors[name].contiguous().numpy().reshape(-1).view("uint8").data for name in request.names)
-        yield from self._moving(header_and_payload_frames(header, buffers), _member(context))
+        yield from self._moving(header_and_payload_frames(header, buffers), self._member(context))
 
     def Deposit(  # type: ignore[override]  # a Frame is raw bytes
         self, frames: Iterator[bytes], context: grpc.ServicerContext
     ) -> pb.DepositReply:
-        member = _member(context)
-        try:
+        member = self._member(context)
+        with self._counted(self.callers.of(context)):
             moving = self._moving(frames, member)
             header, data = read_frames(moving, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
-        except MalformedMessage as error:
-            self.exchange.refuse(member, str(error))
-            raise
         address = self._address(header)
-        self.exchange.deposit(member, address, bytes(data), header.epoch, header.steps, _term(context))
+        self.exchange.deposit(member, address, bytes(data), header.epoch, header.steps, self._term(context))
         return pb.DepositReply(exchange=self.process)
 
     def UploadUrl(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.UploadUrlReply:
         address, epoch = self._address(request.blob), request.blob.epoch
-        url = self.exchange.upload_url(_member(context), address, request.sha256, epoch, _term(context))
+        url = self.exchange.upload_url(self._member(context), address, request.sha256, epoch, self._term(context))
         return pb.UploadUrlReply(url=url)
 
     def Uploaded(self, request: pb.Upload, context: grpc.ServicerContext) -> pb.DepositReply:
         address, epoch, steps = self._address(request.blob), request.blob.epoch, request.blob.steps
-        self.exchange.uploaded(_member(context), address, request.sha256, epoch, steps, _term(context))
+        self.exchange.uploaded(self._member(context), address, request.sha256, epoch, steps, self._term(context))
         return pb.DepositReply(exchange=self.process)
 
     def _address(self, header: pb.BlobHeader) -> BlobAddress:
@@ -268,12 +304,12 @@ class _Servicer(ExchangeServicer):
     def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
         if request.exchange not in ("", self.process):
             raise ExchangeLost("what was contributed to the exchange before this one has to be told again")
-        return self.exchange.record(request.round, _member(context), _term(context), self._is_asked(context))
+        return self.exchange.record(request.round, self._member(context), self._term(context), self._is_asked(context))
 
     def Fetch(  # type: ignore[override]  # a Frame is raw bytes
         self, request: pb.FetchRequest, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        member, which = _member(context), (request.round, request.replica, request.block)
+        member, which = self._member(context), (request.round, request.replica, request.block)
         stored = self.exchange.stored(member, *which) if request.reaches_store else None
         data = b"" if stored is not None else self.exchange.fetch(member, *which)
         header = pb.BlobHeader(
@@ -282,25 +318,18 @@ class _Servicer(ExchangeServicer):
         yield from self._moving(header_and_payload_frames(header, [data]), member)
 
     def Confirm(self, request: pb.HashReport, context: grpc.ServicerContext) -> pb.HashReply:
-        self.exchange.confirm(_member(context), request.round, dict(request.sha256), _term(context))
+        self.exchange.confirm(self._member(context), request.round, dict(request.sha256), self._term(context))
         return pb.HashReply()
 
     def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
-        member = _member(context)
-        for report in request.reports:
-            report.member = member
-        self.exchange.report(request.reports, _term(context))
+        caller = self.callers.of(context)
+        with self._counted(caller):
+            for report in request.reports:
+                require_report(report, caller.name, self.exchange.roster)
+                report.member = caller.name
+                make_plain(report)
+        self.exchange.report(request.reports, caller.term)
         return pb.ReportReply()
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
         yield from self.exchange.watch(request.members)
-
-
-def _member(context: grpc.ServicerContext) -> str:
-    return str(dict(context.invocation_metadata()).get("member", "a stranger"))
-
-
-def _term(context: grpc.ServicerContext) -> int | None:
-    """Which the caller says that it holds."""
-    term = dict(context.invocation_metadata()).get("term")
-    return int(term) if isinstance(term, str) and term.isdigit() else None

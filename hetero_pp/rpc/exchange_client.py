@@ -26,7 +26,9 @@ from hetero_pp.outer.exchange_service import (
     Standing,
 )
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
+from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
+from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange import SERVICE
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 from hetero_pp.rpc.services import ERROR_OF_CODE, call_path
@@ -48,7 +50,7 @@ class ExchangeClient:
     """The exchange at an address, as one member sees it. Implements ExchangeService."""
 
     def __init__(
-        self, address: str, token: str, member: str, run: str | None = None, timeout: float | None = None
+        self, address: str, credentials: Credentials, run: str | None = None, timeout: float | None = None
     ) -> None:
         """`run` is the caller's idea of which run this is, which the exchange compares with its own.
 
@@ -70,11 +72,8 @@ class ExchangeClient:
         self._fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk.unary_stream(
             call_path(SERVICE, "Fetch"), pb.FetchRequest.SerializeToString
         )
-        self._metadata: tuple[tuple[str, str], ...] = (
-            ("token", token),
-            ("member", member),
-            *(() if run is None else (("run", run),)),
-        )
+        self._credentials, self._run = credentials, run
+        self._term: int | None = None
         self._stay: grpc.Future[pb.StayReply] | None = None
         self._process = secrets.token_hex(8)
         self._reaches_store = True
@@ -101,13 +100,13 @@ class ExchangeClient:
 
         Raises LinkTimeout if it does not come up in time.
         """
-        run = self._ask(self._calls.Agree, pb.AgreeRequest(configuration=configuration), wait=True).run
-        self._say("run", run)
-        return run
+        self._run = self._ask(self._calls.Agree, pb.AgreeRequest(configuration=configuration), wait=True).run
+        return self._run
 
-    def _say(self, key: str, value: str) -> None:
-        """In every later call."""
-        self._metadata = (*(pair for pair in self._metadata if pair[0] != key), (key, value))
+    @property
+    def _metadata(self) -> Metadata:
+        """Of every call."""
+        return shown(self._credentials, self._run, self._term)
 
     def join(
         self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
@@ -123,8 +122,7 @@ class ExchangeClient:
             damaged=available.damaged,
             process=process or self._process,
         )
-        term = self._ask(self._calls.Join, request, wait=True).term
-        self._say("term", str(term))
+        self._term = term = self._ask(self._calls.Join, request, wait=True).term
         self.stay()
         return term
 

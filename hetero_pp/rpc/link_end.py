@@ -24,6 +24,7 @@ from hetero_pp.link.protocol import END_CLOSED, PEER_CLOSED, Message, sealed, wi
 from hetero_pp.link.shaping import ShapedQueue, busy_seconds
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import Direction, LinkShape, LinkSpec
+from hetero_pp.refusals import Kind
 from hetero_pp.rpc.framing import BufferPool
 from hetero_pp.rpc.link_stream import LinkStream, Outgoing
 
@@ -34,8 +35,8 @@ HELD_MESSAGES = 32
 HELD_BYTES = 4 << 20
 """The peer hears of what has come whole once it is so much: no sooner, as every word costs both ends time."""
 
-OnRefusal = Callable[[str, str], None]
-"""Told of every refusal: (sender, reason)."""
+OnRefusal = Callable[[str, str, Kind], None]
+"""Told of every refusal: (sender, reason, kind)."""
 
 _END = b"\x04"
 _ACK = b"\x06"
@@ -242,7 +243,7 @@ class GrpcLinkEnd:
         except MalformedMessage as error:
             reason = f"malformed data from {self._peer}: {error}"
             if self._on_refusal is not None:
-                self._on_refusal(self._peer, reason)
+                self._on_refusal(self._peer, reason, Kind.MALFORMED)
             self.abort(reason)
         except LinkClosed as error:
             self.lost(str(error))

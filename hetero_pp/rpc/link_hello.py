@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import hmac
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from hetero_pp.messages.messages_pb2 import LinkHello
+from hetero_pp.refusals import Kind
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 
 _MAX_HELLO_BYTES = 4096
+
+
+class Complaint(NamedTuple):
+    """Why not to talk to somebody."""
+
+    kind: Kind
+    reason: str
 
 
 @dataclass(frozen=True)
 class Introduction:
     """Who a member is on one of its links, and who it expects at the other end."""
 
-    run: str
+    token: str
+    """The link's, which nobody else knows."""
     link: str
     own: str
     peer: str
@@ -27,7 +38,7 @@ class Introduction:
         """What this member says first on a stream, when it has received so many messages of the link."""
         return LinkHello(
             version=PROTOCOL_VERSION,
-            run=self.run,
+            token=self.token,
             link=self.link,
             sender=self.own,
             epoch=epoch,
@@ -37,24 +48,25 @@ class Introduction:
             goes_on=goes_on,
         )
 
-    def read(self, frame: bytes) -> tuple[LinkHello, str | None]:
+    def read(self, frame: bytes) -> tuple[LinkHello, Complaint | None]:
         """Who says hello by this frame, and why not to talk to them; see `judge`."""
         if len(frame) > _MAX_HELLO_BYTES:
-            return LinkHello(), f"found a hello of {len(frame)} bytes, expected at most {_MAX_HELLO_BYTES}"
+            reason = f"found a hello of {len(frame)} bytes, expected at most {_MAX_HELLO_BYTES}"
+            return LinkHello(), Complaint(Kind.STRANGER, reason)
         try:
             hello = LinkHello.FromString(frame)
         except DecodeError:
-            return LinkHello(), f"found {len(frame)} bytes that are no hello"
+            return LinkHello(), Complaint(Kind.STRANGER, f"found {len(frame)} bytes that are no hello")
         return hello, self.judge(hello)
 
-    def judge(self, hello: LinkHello) -> str | None:
+    def judge(self, hello: LinkHello) -> Complaint | None:
         """Why not to talk to who says this (None: they are who we wait for). Epochs are not looked at."""
+        if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
+            return Complaint(Kind.STRANGER, "found another token than the link's")  # and is told no more
         wanted = {"version": PROTOCOL_VERSION, "link": self.link, "sender": self.peer}
         for name, value in wanted.items():
             if getattr(hello, name) != value:
-                return f"found {name} {getattr(hello, name)}, expected {value}"
-        if hello.run != self.run:  # the run's identifier is what a stranger does not know, so it is not told
-            return "found the identifier of another run"
+                return Complaint(Kind.UNEXPECTED, f"found {name} {getattr(hello, name)}, expected {value}")
         return None
 
 

@@ -6,6 +6,7 @@ In a call, a Frame of the .proto is one frame of raw bytes; everything else is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -25,8 +26,10 @@ from hetero_pp.errors import (
 )
 from hetero_pp.messages.messages_pb2 import Frame
 
-Admit = Callable[[grpc.ServicerContext], None]
-"""Raises a HeteroPPError for a caller who is not let in."""
+Admit = Callable[[str, grpc.ServicerContext], None]
+"""Raises a HeteroPPError for who is not let in to the call of this name."""
+
+AdmitHere = Callable[[grpc.ServicerContext], None]
 
 _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
     WrongToken: grpc.StatusCode.UNAUTHENTICATED,
@@ -70,7 +73,7 @@ def _call_handler(call: MethodDescriptor, answer: Callable[..., Any], admit: Adm
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[call.client_streaming, call.server_streaming]
     guarded = _guarded_stream if call.server_streaming else _guarded
-    return make(guarded(answer, admit), _parser(call.input_type), _serializer(call.output_type))
+    return make(guarded(answer, partial(admit, call.name)), _parser(call.input_type), _serializer(call.output_type))
 
 
 def _parser(message: Descriptor) -> Callable[[bytes], Message] | None:
@@ -81,7 +84,7 @@ def _serializer(message: Descriptor) -> Callable[[Message], bytes] | None:
     return None if message is Frame.DESCRIPTOR else GetMessageClass(message).SerializeToString
 
 
-def _guarded(answer: Callable[..., object], admit: Admit) -> Callable[..., object]:
+def _guarded(answer: Callable[..., object], admit: AdmitHere) -> Callable[..., object]:
     def call(request: object, context: grpc.ServicerContext) -> object:
         try:
             admit(context)
@@ -92,7 +95,7 @@ def _guarded(answer: Callable[..., object], admit: Admit) -> Callable[..., objec
     return call
 
 
-def _guarded_stream(answer: Callable[..., Iterator[object]], admit: Admit) -> Callable[..., Iterator[object]]:
+def _guarded_stream(answer: Callable[..., Iterator[object]], admit: AdmitHere) -> Callable[..., Iterator[object]]:
     def call(request: object, context: grpc.ServicerContext) -> Iterator[object]:
         try:
             admit(context)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 import grpc
 
@@ -20,11 +21,13 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkFarewell, LinkHello, LinkLeft
 from hetero_pp.messages.messages_pb2_grpc import StageLinkServicer
+from hetero_pp.refusals import Kind
 from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.dialling import SERVICE, Dialling
 from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd, OnRefusal
-from hetero_pp.rpc.link_hello import Introduction, first_frame
+from hetero_pp.rpc.link_hello import Complaint, Introduction, first_frame
 from hetero_pp.rpc.link_stream import LinkStream
+from hetero_pp.rpc.plain_text import plain
 from hetero_pp.rpc.services import service_handler
 
 HELLO_SECONDS = 10.0
@@ -38,14 +41,14 @@ class StageLinkDialer:
     """Reaches the stage after this one, by a link for each epoch."""
 
     def __init__(
-        self, spec: LinkSpec, run: str, member: str, seed: int, lines: Lines | None = None, patience: float = 0.0
+        self, spec: LinkSpec, token: str, member: str, seed: int, lines: Lines | None = None, patience: float = 0.0
     ) -> None:
         """For `patience` seconds a link that is cut off is dialled again; then the neighbour counts as gone."""
         self.target, self.link = spec.target, spec.name
         self.ledger = Ledger()
         """Of all its links."""
         self._spec, self._seed, self._patience = spec, seed, patience
-        self._introduction = Introduction(run, spec.name, member, spec.target)
+        self._introduction = Introduction(token, spec.name, member, spec.target)
         self._lines = lines or Lines()
         self._epochs: Epochs[GrpcLinkEnd] = Epochs(spec.target)
         self._dialling: Dialling | None = None
@@ -84,7 +87,7 @@ class StageLinkDialer:
 def open_stage_link(
     address: str,
     spec: LinkSpec,
-    run: str,
+    token: str,
     member: str,
     seed: int,
     timeout: float,
@@ -92,7 +95,7 @@ def open_stage_link(
     epoch: int = 0,
 ) -> GrpcLinkEnd:
     """One link to the downstream neighbour, for who needs no other after it; see StageLinkDialer."""
-    return StageLinkDialer(spec, run, member, seed, lines).dial(address, epoch, timeout)
+    return StageLinkDialer(spec, token, member, seed, lines).dial(address, epoch, timeout)
 
 
 class StageLinkServer(StageLinkServicer):
@@ -105,7 +108,7 @@ class StageLinkServer(StageLinkServicer):
     def __init__(
         self,
         spec: LinkSpec,
-        run: str,
+        token: str,
         member: str,
         seed: int,
         on_refusal: OnRefusal | None = None,
@@ -117,7 +120,7 @@ class StageLinkServer(StageLinkServicer):
         self.ledger = Ledger()
         """Of all its links."""
         self._spec, self._seed, self._patience = spec, seed, patience
-        self._introduction = Introduction(run, spec.name, member, spec.source)
+        self._introduction = Introduction(token, spec.name, member, spec.source)
         self._on_refusal, self._lines = on_refusal, lines or Lines()
         self._epochs: Epochs[GrpcLinkEnd] = Epochs(spec.source)
         self._lock = threading.Lock()
@@ -149,10 +152,9 @@ class StageLinkServer(StageLinkServicer):
     def Open(  # type: ignore[override]  # a Frame is raw bytes
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        hello, reason = self._introduction.read(first_frame(requests, HELLO_SECONDS, context.cancel))
-        if reason is not None:
-            self._refuse(hello.sender, reason)
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+        hello, complaint = self._introduction.read(first_frame(requests, HELLO_SECONDS, context.cancel))
+        if complaint is not None:
+            self._turn_away(hello, complaint, context)
         end = self._admit(hello, context)
         stream = end.new_stream()
         stream.hang_up = context.cancel
@@ -166,10 +168,9 @@ class StageLinkServer(StageLinkServicer):
             context.abort(grpc.StatusCode.ABORTED, failure)
 
     def Leave(self, request: LinkFarewell, context: grpc.ServicerContext) -> LinkLeft:
-        reason = self._introduction.judge(request.hello)
-        if reason is not None:
-            self._refuse(request.hello.sender, reason)
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+        complaint = self._introduction.judge(request.hello)
+        if complaint is not None:
+            self._turn_away(request.hello, complaint, context)
         end = self._epochs.of(request.hello.epoch)
         if end is not None and end.session == request.hello.session:
             end.lost(f"the peer aborted: {request.cause}")
@@ -187,8 +188,7 @@ class StageLinkServer(StageLinkServicer):
         except LinkClosed as error:  # no stranger, only late
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except Refused as error:
-            self._refuse(hello.sender, str(error))
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+            self._turn_away(hello, Complaint(Kind.UNEXPECTED, str(error)), context)
 
     def _attach(self, end: GrpcLinkEnd, stream: LinkStream, hello: LinkHello, context: grpc.ServicerContext) -> int:
         """How many messages the end has received that goes on over this stream; ends the call if it cannot."""
@@ -197,20 +197,24 @@ class StageLinkServer(StageLinkServicer):
         except LinkClosed as error:
             context.abort(grpc.StatusCode.ABORTED, str(error))
         except MalformedMessage as error:
-            self._refuse(hello.sender, str(error))
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+            self._turn_away(hello, Complaint(Kind.MALFORMED, str(error)), context)
+
+    def _turn_away(self, hello: LinkHello, complaint: Complaint, context: grpc.ServicerContext) -> NoReturn:
+        """Count who is not let in, and end the call."""
+        self._refuse(plain(hello.sender), complaint.reason, complaint.kind)
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, complaint.reason)
 
     def _make_end(self, session: bytes) -> GrpcLinkEnd:
         return GrpcLinkEnd(
             self._spec, "backward", self._seed, self.ledger, self._lines, session, self._patience, self._refuse
         )
 
-    def _refuse(self, sender: str, reason: str) -> None:
+    def _refuse(self, sender: str, reason: str, kind: Kind) -> None:
         with self._lock:
             self.refusals += 1
         if self._on_refusal is not None:
-            self._on_refusal(sender, reason)
+            self._on_refusal(sender, reason, kind)
 
 
-def _anybody(context: grpc.ServicerContext) -> None:
+def _anybody(call: str, context: grpc.ServicerContext) -> None:
     """Lets everybody open a stream: who they are is in its first frame."""

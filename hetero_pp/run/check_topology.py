@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from hetero_pp.engine_settings import DEEPSPEED_OWNED
 from hetero_pp.errors import ConfigError
 from hetero_pp.lines import LineSettings, SiteSettings, check_kind, check_sites
-from hetero_pp.links import EXCHANGE, LinkSettings
+from hetero_pp.links import EXCHANGE, LAUNCHER, LinkSettings
 from hetero_pp.run.joins import lines_of_members
 from hetero_pp.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings, StagesSettings
 
@@ -39,10 +39,10 @@ def check_topology(
     seen: set[str] = set()
     for index, replica in enumerate(replicas):
         here = ("replicas", index)
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", replica.name) or replica.name == EXCHANGE:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", replica.name) or replica.name in (EXCHANGE, LAUNCHER):
             raise ConfigError(
                 (*here, "name"),
-                f"found `{replica.name}`, expected letters, digits, `-` and `_`, and not `{EXCHANGE}`",
+                f"found `{replica.name}`, expected letters, digits, `-` and `_`, not `{EXCHANGE}` or `{LAUNCHER}`",
             )
         if replica.name in seen:
             raise ConfigError((*here, "name"), f"found a second replica named `{replica.name}`, expected unique names")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
@@ -14,7 +14,7 @@ import torch
 from hetero_pp.changed_keys import NO_CHANGES, Changes
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.lines import LineSpec, line_specs
-from hetero_pp.links import LinkSpec
+from hetero_pp.links import DIRECTIONS, LinkSpec
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, block_of, build_part, parameters_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.joins import lines_of_members, link_specs
@@ -30,6 +30,14 @@ class Roster:
     """member -> replica"""
     blocks: Mapping[str, frozenset[str]]
     """member -> blocks it contributes"""
+    counts: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """(link, direction) -> member that counts what is sent there"""
+    follows: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """member -> blocks that it holds beside those it contributes"""
+
+    def holds(self, member: str) -> frozenset[str]:
+        """The blocks of which a member has hashes to tell."""
+        return self.blocks[member] | self.follows.get(member, frozenset())
 
     @property
     def replicas(self) -> list[str]:
@@ -149,6 +157,8 @@ class RunSpec:
         return Roster(
             {name: member.replica.name for name, member in self.members.items()},
             {name: frozenset(map(block_of, member.owned)) for name, member in self.members.items()},
+            {(link.name, way): link.counted_by(way) for link in self.links.values() for way in DIRECTIONS},
+            {name: frozenset([block_of(EMBEDDING)]) for name, one in self.members.items() if one.follows_embedding},
         )
 
     @property

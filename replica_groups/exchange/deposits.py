@@ -11,6 +11,7 @@ from hetero_pp.messages.messages_pb2 import BlobEntry
 from hetero_pp.model import Shapes
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of
+from hetero_pp.refusals import Kind
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.decisions import Decisions
 from replica_groups.exchange.log import blob_key
@@ -47,7 +48,7 @@ class Deposits:
         roster: Roster,
         compression: CompressionSettings,
         decisions: Decisions,
-        refused: Callable[[str, str], Refused],
+        refused: Callable[[str, str, Kind], Refused],
     ) -> None:
         """`refused` counts and tells what was not let in of whom, and why."""
         self._run, self._roster, self._compression = run, roster, compression
@@ -85,9 +86,11 @@ class Deposits:
             try:
                 data = self._decisions.patiently(lambda: take_upload(self._log, offer.key, offer.sha256))
             except MalformedContribution as error:
-                raise self._refused(offer.member, f"`{offer.address.block}`: {error}") from None
+                raise self._refused(offer.member, f"`{offer.address.block}`: {error}", Kind.MALFORMED) from None
             except FileNotFoundError:
-                raise self._refused(offer.member, f"`{offer.address.block}` was not uploaded") from None
+                raise self._refused(
+                    offer.member, f"`{offer.address.block}` was not uploaded", Kind.UNEXPECTED
+                ) from None
             return self._checked(offer, data)
 
         self._take(offer, keep)
@@ -108,11 +111,12 @@ class Deposits:
     def _expect_own(self, offer: Offer) -> None:
         member, address = offer.member, offer.address
         if self._roster.members[member] != address.replica or address.block not in self._roster.blocks[member]:
-            raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's")
+            raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's", Kind.FORBIDDEN)
         if address.run != self._run:
-            raise self._refused(member, "a contribution to another run")
+            raise self._refused(member, "a contribution to another run", Kind.UNEXPECTED)
         if len(offer.sha256) != DIGEST_BYTES:
-            raise self._refused(member, f"found a digest of {len(offer.sha256)} bytes, expected {DIGEST_BYTES}")
+            reason = f"found a digest of {len(offer.sha256)} bytes, expected {DIGEST_BYTES}"
+            raise self._refused(member, reason, Kind.MALFORMED)
 
     def _is_awaited(self, offer: Offer) -> bool:
         """Whether a blob may still count: False in a round that is closed, where its sender finds that it was late."""
@@ -123,7 +127,8 @@ class Deposits:
             coordinator = self._decisions.coordinator
             last_round, current = coordinator.last_round, coordinator.replicas[replica].epoch
         if not 1 <= round_ <= last_round + 1:
-            raise self._refused(offer.member, f"found round {round_}, expected {last_round + 1}")
+            reason = f"found round {round_}, expected {last_round + 1}"
+            raise self._refused(offer.member, reason, Kind.UNEXPECTED)
         if round_ > last_round and offer.epoch != current:
             raise Suspended(f"{replica} was formed anew since")
         return round_ > last_round
@@ -149,7 +154,8 @@ class Deposits:
             own = None if open_round is None else open_round.deposits.get(address.replica)
             known = None if own is None or own.epoch != offer.epoch else own.blobs.get(address.block)
         if isinstance(known, BlobEntry) and known.sha256 != offer.sha256:
-            raise self._refused(offer.member, f"a second, different `{address.block}` for round {address.round}")
+            reason = f"a second, different `{address.block}` for round {address.round}"
+            raise self._refused(offer.member, reason, Kind.UNEXPECTED)
         return known is not None
 
     def _checked(self, offer: Offer, data: bytes) -> BlobEntry:
@@ -158,13 +164,15 @@ class Deposits:
             blob = ReceivedBlob(data, offer.address, shapes, self._compression)
             return entry_of(offer.address, data, sum(len(blob.tensor(name).values) for name in shapes))
         except MalformedContribution as error:
-            raise self._refused(offer.member, str(error)) from None
+            raise self._refused(offer.member, str(error), Kind.MALFORMED) from None
 
     def _count(self, offer: Offer, entry: BlobEntry) -> None:
         self._decisions.require_alive()
         for answer in self._decisions.tell(_deposited(offer, entry)):
             if isinstance(answer, e.Refused) and answer.place == offer.member:
-                raise Suspended(answer.reason) if answer.is_over else self._refused(offer.member, answer.reason)
+                if answer.is_over:
+                    raise Suspended(answer.reason)
+                raise self._refused(offer.member, answer.reason, Kind.UNEXPECTED)
         self._decisions.require_alive()
 
 

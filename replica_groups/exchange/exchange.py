@@ -36,16 +36,17 @@ from hetero_pp.messages.messages_pb2 import (
     StoredBlob,
     Waiting,
 )
-from hetero_pp.model import shapes_by_block, shapes_of
+from hetero_pp.model import block_of, shapes_by_block, shapes_of
 from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, Standing
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.refusals import Kind, Refusals
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot
 from replica_groups.exchange.decisions import Decisions, IsAsked, always
-from replica_groups.exchange.deposits import Deposits, Offer
+from replica_groups.exchange.deposits import DIGEST_BYTES, Deposits, Offer
 from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.restart import newest_sound
@@ -88,8 +89,8 @@ class Exchange:
         self.roster = roster
         self.settings = settings
         self.log = log
-        self.refusals = 0
         self.watchers = Watchers()
+        self._refusals = Refusals(self._tell_refusal)
         rules = rules or Rules(roster.members, roster.blocks)
         self.decisions = Decisions(rules, log, self._told, goes_on, tokens_a_step, clock)
         self.coordinator = self.decisions.coordinator
@@ -434,6 +435,10 @@ class Exchange:
         self._require_begun(member)
         if not 1 <= round_ <= self._rounds or not sha256.keys() <= self._names:
             raise self._refused(member, f"hashes of unknown parameters, or of the unknown round {round_}")
+        if member != EXCHANGE and not {block_of(name) for name in sha256} <= self.roster.holds(member):
+            raise self._refused(member, "hashes of parameters that are another's", Kind.FORBIDDEN)
+        if any(len(digest) != DIGEST_BYTES for digest in sha256.values()):
+            raise self._refused(member, f"a hash that is not of {DIGEST_BYTES} bytes", Kind.MALFORMED)
         if member == EXCHANGE:
             self.decisions.tell(e.Audited(round_, sha256))
         elif round_ <= self.coordinator.last_round:  # later ones would take the place of those that wait
@@ -501,6 +506,7 @@ class Exchange:
 
     def end_watching(self) -> None:
         """No report will come any more, and nothing is decided."""
+        self._refusals.flush()
         self.watchers.end()
         self.decisions.end()
 
@@ -533,20 +539,25 @@ class Exchange:
         with self._changed:
             self._changed.wait_for(lambda: not self._here, seconds)
 
-    def refuse(self, sender: str, reason: str) -> None:
-        """Count and tell a message that was not let in."""
-        with self._changed:
-            self.refusals += 1
-        refusal = Refusal(sender=sender, reason=reason)
+    @property
+    def refusals(self) -> int:
+        """How many messages were not let in."""
+        return self._refusals.counts.total()
+
+    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
+        """Count a message that was not let in; it is told, unless there are many."""
+        self._refusals.add(sender, reason, kind)
+
+    def _tell_refusal(self, refusal: Refusal) -> None:
         self.report([Report(time=time.time(), member=EXCHANGE, refusal=refusal)])
 
-    def _refused(self, sender: str, reason: str) -> Refused:
-        self.refuse(sender, reason)
+    def _refused(self, sender: str, reason: str, kind: Kind = Kind.UNEXPECTED) -> Refused:
+        self.refuse(sender, reason, kind)
         return Refused(f"{sender}: {reason}")
 
     def _expect_member(self, member: str) -> None:
         if member not in self.roster.members:
-            raise self._refused(member, "is no member of this run")
+            raise self._refused(member, "is no member of this run", Kind.FORBIDDEN)
 
     def _is_over(self, member: str, term: int | None) -> bool:
         """Whether a term does not act, of a member that has named it."""

@@ -46,6 +46,7 @@ LAST = frozenset({"layers.1", "norm", "lm_head"})
 ROSTER = Roster(
     members={"home.0": "home", "home.1": "home", "dc": "dc"},
     blocks={"home.0": FIRST, "home.1": LAST, "dc": FIRST | LAST},
+    follows={"home.1": frozenset({"tok_embeddings"})},
 )
 EPOCHS = {"home": 2, "dc": 1}
 """The sum of the terms of a replica's places: each is held for the first time."""

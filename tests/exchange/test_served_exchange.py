@@ -17,19 +17,30 @@ from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
+from hetero_pp.links import LAUNCHER
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.refusals import Kind
 from hetero_pp.rpc import exchange as served_exchange
+from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of, reports_to_members
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import IsAsked, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.run.spec import Roster
 
 TIMEOUT = 20.0
-RUN, TOKEN = "run", "the token"
+RUN = "run"
+SECRET, OTHER = Secret("the secret"), Secret("another secret")
+ROSTER = Roster(
+    {"dc": "dc", "home.0": "home", "home.1": "home"},
+    {"dc": frozenset({"a", "norm"}), "home.0": frozenset({"a"}), "home.1": frozenset({"norm"})},
+)
+TOKEN, WATCHER = SECRET.credentials("dc").token, SECRET.credentials(LAUNCHER)
 BLOB = b"a blob of some bytes"
 ADDRESS = BlobAddress(RUN, 3, "dc", "norm")
 CHANGES = Changes({"outer.rounds": {1: 2, 5: 9}, "inner.learning_rate": {1: 0.5, 3: 0.25}})
@@ -43,16 +54,18 @@ STRANGERS: dict[str, dict[str, str]] = {
     "empty token": {"token": "", "run": RUN},
     "longer token": {"token": TOKEN + "!", "run": RUN},
     "no token": {"run": RUN},
+    "another's token": {"token": SECRET.credentials("home.0").token, "run": RUN},
+    "a member that is none": {"name": "away", "token": SECRET.credentials("away").token, "run": RUN},
     "nothing": {},
     "another run": {"token": TOKEN, "run": "another run"},
 }
-"""What they know, and tell beside their name."""
+"""What they show, as `dc` where it does not say otherwise."""
 
 
 class Recorder:
     """An exchange that keeps what it was asked, and what was refused before that. Implements WatchedExchange."""
 
-    run = RUN
+    run, roster = RUN, ROSTER
 
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
@@ -62,7 +75,7 @@ class Recorder:
         self.processes: list[str | None] = []
         """By what callers that wanted a place have named themselves."""
         self.stayed, self.woken = threading.Event(), threading.Event()
-        self.refused: list[tuple[str, str]] = []
+        self.refused: list[tuple[str, str, Kind]] = []
 
     def agree(self, member: str, configuration: str) -> str:
         self.asked.append(("agree", member, configuration))
@@ -178,8 +191,8 @@ class Recorder:
         self.left_terms.append(term)
         self.asked.append(("left", member, *([node] if node else [])))
 
-    def refuse(self, sender: str, reason: str) -> None:
-        self.refused.append((sender, reason))
+    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
+        self.refused.append((sender, reason, kind))
 
 
 class Served:
@@ -187,7 +200,7 @@ class Served:
 
     def __init__(self) -> None:
         self.exchange = Recorder()
-        self.server, port = serve_exchange(self.exchange, TOKEN, "127.0.0.1:0", members=1)
+        self.server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0", members=1)
         self.address = f"127.0.0.1:{port}"
 
     def stop(self) -> None:
@@ -207,7 +220,7 @@ def _calls() -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     tables: list[tuple[str, Mapping[str, grpc.RpcMethodHandler[Any, Any]]]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpc, "method_handlers_generic_handler", lambda *table: tables.append(table))
-        served_exchange._Servicer(Recorder(), TOKEN).handler()
+        served_exchange._Servicer(Recorder(), SECRET).handler()
     return {f"/{service}/{name}": handler for service, table in tables for name, handler in table.items()}
 
 
@@ -218,6 +231,7 @@ REQUESTS: dict[str, list[bytes]] = {
     "/hetero_pp.Exchange/Deposit": [
         bytes(frame) for frame in header_and_payload_frames(pb.BlobHeader(round=1, size=len(BLOB)), [BLOB])
     ],
+    "/hetero_pp.Exchange/Died": [pb.DiedRequest(member="dc").SerializeToString()],
 }
 """Of calls to which an empty message is no request."""
 
@@ -255,21 +269,22 @@ def test_the_calls_are_those_that_members_make() -> None:
 @pytest.mark.parametrize("known", STRANGERS.values(), ids=STRANGERS)
 def test_a_stranger_is_refused_counted_and_reaches_nothing(path: str, known: dict[str, str], served: Served) -> None:
     with pytest.raises(grpc.RpcError) as error:
-        _call(served, path, {"member": "mallory"} | known)
+        _call(served, path, {"name": "dc", "term": "1"} | known)
     knows = known.get("token") == TOKEN
     expected = grpc.StatusCode.PERMISSION_DENIED if knows else grpc.StatusCode.UNAUTHENTICATED
     assert error.value.code() is expected
     served.stop()
-    [(sender, reason)] = served.exchange.refused
-    assert sender.startswith("mallory at ipv4:127.0.0.1:")
+    [(sender, reason, kind)] = served.exchange.refused
+    assert sender.startswith(f"{known.get('name', 'dc')} at ipv4:127.0.0.1:")
     assert reason == ("another configuration" if knows else "found another token than the run's")
+    assert kind is (Kind.UNEXPECTED if knows else Kind.STRANGER)
     assert served.exchange.asked == served.exchange.sounds == []
 
 
 @pytest.mark.parametrize("path", CALLS)
 @pytest.mark.parametrize("run", [{"run": RUN}, {}], ids=["run", "no run"])
 def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], served: Served) -> None:
-    _call(served, path, {"member": "dc", "token": TOKEN} | run)
+    _call(served, path, {"name": "dc", "token": TOKEN, "term": "1"} | run)
     served.stop()
     asked = [what for what, *_ in served.exchange.asked]
     assert asked == (["stay", "left"] if path.endswith("/Stay") else [_method(path)])
@@ -279,7 +294,7 @@ def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], 
 
 
 def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
-    client = ExchangeClient(served.address, TOKEN, "dc", RUN)
+    client = ExchangeClient(served.address, SECRET.credentials("dc"), RUN)
     held = AvailableStates(frozenset({2, 7}), ("round 8 is damaged",))
     assert client.agree("dc", "{}") == RUN
     assert client.join("dc", "127.0.0.1:6", held) == TERM
@@ -289,7 +304,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert client.beat("dc") == Standing()
     assert client.beat("dc", 8, 7, 6, True) == STANDING
     client.broken("dc", 7, "a cause")
-    client.died("home.1", "another", 4)
+    client.died("dc", "another", 4)
     assert client.newest_snapshot() == (6, ["a", "b"])
     assert client.snapshot(["a", "b"])["b"].equal(NORM)
     assert client.snapshot(["a"], 0)["a"].equal(NORM)
@@ -297,7 +312,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert client.record(3).round == 3
     assert client.fetch("dc", 3, "home", "norm") == BLOB
     client.confirm("dc", 3, {"norm.weight": b"\1" * 32})
-    client.report([pb.Report(member="somebody else")])
+    client.report([pb.Report(member="somebody else", finished=pb.Finished())])
     assert [report.member for report in client.watch()] == ["dc"]
     assert served.exchange.stayed.wait(TIMEOUT)  # which joining begins, and nobody waits for
     client.close()
@@ -314,7 +329,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("beat", "dc", None, 0, 0, False, TERM),
             ("beat", "dc", 8, 7, 6, True, TERM),
             ("broken", "dc", 7, "a cause", TERM),
-            ("died", "home.1", "another", 4),
+            ("died", "dc", "another", 4),
             ("newest_snapshot",),
             ("snapshot", None, "a", "b"),
             ("snapshot", 0, "a"),
@@ -332,7 +347,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
 
 
 def test_a_client_names_itself_so_that_it_may_ask_twice(served: Served) -> None:
-    clients = [ExchangeClient(served.address, TOKEN, "dc", RUN) for _ in range(2)]
+    clients = [ExchangeClient(served.address, SECRET.credentials("dc"), RUN) for _ in range(2)]
     for client in (clients[0], clients[0], clients[1]):
         client.join("dc", "")
     for client in clients:
@@ -343,11 +358,11 @@ def test_a_client_names_itself_so_that_it_may_ask_twice(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "run", "words"),
-    [("another token", RUN, "was started with another token"), (TOKEN, "another run", "with another configuration")],
+    ("secret", "run", "words"),
+    [(OTHER, RUN, "was started with another token"), (SECRET, "another run", "with another configuration")],
 )
-def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str, served: Served) -> None:
-    client = ExchangeClient(served.address, token, "dc", run)
+def test_a_client_that_is_a_stranger_is_told_so(secret: Secret, run: str, words: str, served: Served) -> None:
+    client = ExchangeClient(served.address, secret.credentials("dc"), run)
     for ask in (
         lambda: client.agree("dc", "{}"),
         lambda: client.join("dc", ""),
@@ -378,7 +393,7 @@ def test_a_client_that_is_a_stranger_is_told_so(token: str, run: str, words: str
 def test_a_member_of_another_version_is_refused(version: int, served: Served) -> None:
     request = pb.JoinRequest(version=version, address="127.0.0.1:5")
     with make_channel(served.address) as channel, pytest.raises(grpc.RpcError) as error:
-        ExchangeStub(channel).Join(request, metadata=(("token", TOKEN), ("member", "dc")), timeout=TIMEOUT)
+        ExchangeStub(channel).Join(request, metadata=shown(SECRET.credentials("dc")), timeout=TIMEOUT)
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert error.value.details() == f"found protocol version {version}, expected {PROTOCOL_VERSION}"
     assert served.exchange.asked == []
@@ -386,7 +401,7 @@ def test_a_member_of_another_version_is_refused(version: int, served: Served) ->
 
 def test_what_is_large_has_a_connection_of_its_own(served: Served) -> None:
     """On a slow line a contribution of a minute would lie in front of every beat."""
-    stranger = ExchangeClient(served.address, "another token", "dc", RUN)
+    stranger = ExchangeClient(served.address, OTHER.credentials("dc"), RUN)
     for ask in (
         lambda: stranger.beat("dc"),
         lambda: stranger.report([]),
@@ -396,7 +411,7 @@ def test_what_is_large_has_a_connection_of_its_own(served: Served) -> None:
         with pytest.raises(Refused):
             ask()
     stranger.close()
-    control, again, bulk, more = (sender for sender, _ in served.exchange.refused)
+    control, again, bulk, more = (sender for sender, *_ in served.exchange.refused)
     assert control == again != bulk == more
 
 
@@ -406,7 +421,7 @@ def test_the_version_is_the_one_that_is_documented() -> None:
 
 
 def test_who_is_let_in_has_joined(served: Served) -> None:
-    stranger, member = (ExchangeClient(served.address, token, "dc", RUN) for token in ("another token", TOKEN))
+    stranger, member = (ExchangeClient(served.address, one.credentials("dc"), RUN) for one in (OTHER, SECRET))
     with pytest.raises(Refused):
         stranger.join("dc", "")
     member.join("dc", "")
@@ -419,7 +434,7 @@ class _EndedCall:
     """The context of a call whose caller is gone."""
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return (("member", "dc"), ("token", TOKEN))
+        return shown(SECRET.credentials("dc"))
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
         return False
@@ -428,7 +443,7 @@ class _EndedCall:
 def test_who_is_gone_before_its_stay_begins_has_left() -> None:
     """gRPC takes no callback for a call that has ended, and nobody else would tell."""
     exchange = Recorder()
-    served_exchange._Servicer(exchange, TOKEN).Stay(pb.StayRequest(), cast(grpc.ServicerContext, _EndedCall()))
+    served_exchange._Servicer(exchange, SECRET).Stay(pb.StayRequest(), cast(grpc.ServicerContext, _EndedCall()))
     assert exchange.asked == [("left", "dc")]
 
 
@@ -437,11 +452,11 @@ def test_who_watches_waits_for_the_exchange() -> None:
     found: list[pb.Report] = []
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-        watcher = threading.Thread(target=lambda: found.extend(reports_of(address, TOKEN)), daemon=True)
+        watcher = threading.Thread(target=lambda: found.extend(reports_of(address, WATCHER)), daemon=True)
         watcher.start()
         nobody.accept()[0].close()
     exchange = Recorder()
-    server, _ = serve_exchange(exchange, TOKEN, address, 1)
+    server, _ = serve_exchange(exchange, SECRET, address, 1)
     watcher.join(TIMEOUT)
     server.stop(0).wait()
     assert found == list(exchange.watch())
@@ -450,20 +465,20 @@ def test_who_watches_waits_for_the_exchange() -> None:
 def test_of_some_members_what_they_tell_is_followed_until_they_are_through(served: Served) -> None:
     finished = [pb.Report(member=member, finished=pb.Finished()) for member in ("home.0", "dc", "home.1")]
     served.exchange.reports = [*finished, pb.Report(member="dc")]
-    told = reports_to_members(served.address, TOKEN, ["home.0", "home.1"], TIMEOUT, lambda _: None)
+    told = reports_to_members(served.address, WATCHER, ["home.0", "home.1"], TIMEOUT, lambda _: None)
     assert [report.member for report in told] == ["home.0", "dc", "home.1"]
     served.stop()
     assert served.exchange.asked == [("watch", "home.0", "home.1")]
 
 
 def test_an_exchange_that_ends_before_its_members_are_through_is_missed(served: Served) -> None:
-    told = reports_to_members(served.address, TOKEN, ["home.0", "dc"], TIMEOUT, lambda _: None)
+    told = reports_to_members(served.address, WATCHER, ["home.0", "dc"], TIMEOUT, lambda _: None)
     with pytest.raises(LinkClosed, match="has ended the run"):
         list(told)
 
 
 def test_a_further_node_is_known_to_be_there(served: Served) -> None:
-    node = ExchangeClient(served.address, TOKEN, "dc", RUN)
+    node = ExchangeClient(served.address, SECRET.credentials("dc"), RUN)
     node.stay("nodeb")
     assert served.exchange.stayed.wait(TIMEOUT)
     node.close()
@@ -474,7 +489,7 @@ def test_a_further_node_is_known_to_be_there(served: Served) -> None:
 def test_nobody_waits_without_a_bound_for_an_exchange_that_does_not_come_up() -> None:
     """Nor in silence."""
     told: list[float] = []
-    client = ExchangeClient("127.0.0.1:1", TOKEN, "dc", RUN, timeout=0.1)
+    client = ExchangeClient("127.0.0.1:1", SECRET.credentials("dc"), RUN, timeout=0.1)
     words = r"gave up waiting for the exchange at 127\.0\.0\.1:1: it did not answer within 100 ms"
     with pytest.raises(LinkTimeout, match=words):
         client.join("dc", "")

@@ -278,8 +278,8 @@ def test_hashes_of_rounds_to_come_do_not_keep_others_from_being_looked_at(tmp_pa
     run = Run(tmp_path, {"a": 1, "b": 1, "c": 1})
     run.assign(0)
     run.deposit(1, "a", "b", "c")
-    right = dict.fromkeys(run.snapshot.parameters, b"right")
-    run.exchange.confirm("b", 1, right | {"norm.weight": b"wrong"})
+    right = dict.fromkeys(run.snapshot.parameters, bytes(32))
+    run.exchange.confirm("b", 1, right | {"norm.weight": b"\1" * 32})
     for round_ in range(2, SETTINGS.rounds + 1):
         run.exchange.confirm("a", round_, right)
     run.exchange.confirm(EXCHANGE, 1, right)

@@ -21,6 +21,7 @@ from hetero_pp.errors import LinkClosed, LinkTimeout, Refused
 from hetero_pp.link.protocol import Message, sealed
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
+from hetero_pp.refusals import Kind
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.framing import encode
@@ -30,22 +31,22 @@ from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 
 SECONDS = 60.0
 PLAN = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
-HELLO = LinkHello(version=PROTOCOL_VERSION, run="run", link=PLAN.name, sender=PLAN.source)
+HELLO = LinkHello(version=PROTOCOL_VERSION, token="run", link=PLAN.name, sender=PLAN.source)
 
 
 class Listener:
     """A downstream stage's server and the refusals it reports."""
 
     def __init__(self, stack: ExitStack, spec: LinkSpec = PLAN, listen: str = "127.0.0.1:0") -> None:
-        self.refusals: list[tuple[str, str]] = []
+        self.refusals: list[tuple[str, str, Kind]] = []
         self.links = StageLinkServer(
             spec, "run", spec.target, seed=0, on_refusal=lambda *refusal: self.refusals.append(refusal)
         )
         self.address = f"127.0.0.1:{self.links.listen(listen)}"
         stack.callback(self.links.close, grace=0)
 
-    def dial(self, spec: LinkSpec = PLAN, run: str = "run", member: str = "home.0") -> GrpcLinkEnd:
-        return open_stage_link(self.address, spec, run, member, seed=0, timeout=SECONDS)
+    def dial(self, spec: LinkSpec = PLAN, token: str = "run", member: str = "home.0") -> GrpcLinkEnd:
+        return open_stage_link(self.address, spec, token, member, seed=0, timeout=SECONDS)
 
 
 @pytest.fixture
@@ -87,13 +88,14 @@ def refusal_of(replies: Iterator[bytes]) -> str:
 
 
 def test_strangers_are_refused_and_the_right_peer_still_gets_in(listener: Listener) -> None:
-    with pytest.raises(Refused, match="another run"):
-        listener.dial(run="another")
+    with pytest.raises(Refused, match="another token"):
+        listener.dial(token="another")
     with pytest.raises(Refused, match=r"found link home\.1-2, expected home\.0-1"):
         listener.dial(replace(PLAN, name="home.1-2"))
     with pytest.raises(Refused, match=r"found sender mallory, expected home\.0"):
         listener.dial(member="mallory")
-    assert [sender for sender, _ in listener.refusals] == ["home.0", "home.0", "mallory"]
+    told = [(sender, kind) for sender, _, kind in listener.refusals]
+    assert told == [("home.0", Kind.STRANGER), ("home.0", Kind.UNEXPECTED), ("mallory", Kind.UNEXPECTED)]
     assert listener.links.refusals == 3
     upstream, downstream = listener.dial(), listener.links.accept(SECONDS)
     assert_works(upstream, downstream)
@@ -105,7 +107,7 @@ def test_strangers_are_refused_and_the_right_peer_still_gets_in(listener: Listen
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"run": "guess"}, "found the identifier of another run"),
+        ({"token": "guess"}, "found another token than the link's"),
         ({"version": 99}, f"found version 99, expected {PROTOCOL_VERSION}"),
         ({"version": PROTOCOL_VERSION - 1}, f"found version {PROTOCOL_VERSION - 1}, expected {PROTOCOL_VERSION}"),
         ({"sender": ""}, "found sender , expected home.0"),
@@ -189,7 +191,8 @@ def test_malformed_data_of_the_peer_closes_the_link(
             next(replies)
     assert error.value.code() is grpc.StatusCode.ABORTED
     assert reason in str(error.value.details())
-    ((sender, told),) = listener.refusals
+    ((sender, told, kind),) = listener.refusals
+    assert kind is Kind.MALFORMED
     assert sender == "home.0"
     assert reason in told
 

@@ -18,6 +18,7 @@ from started import run_program
 
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
+from hetero_pp.links import LAUNCHER
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.command import run_topology
@@ -28,7 +29,9 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
+from hetero_pp.refusals import Kind
 from hetero_pp.rpc.connections import reports_of
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -40,6 +43,8 @@ from replica_groups.exchange.log import ContributionLog
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 4
 Train = Callable[..., dict[str, Any]]
+
+SECRET = Secret("a secret")
 
 
 @pytest.fixture(scope="module")
@@ -401,13 +406,13 @@ def test_reports_that_cannot_be_followed_are_no_success(
 def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path) -> None:
     spec = _spec(finished)
     exchange = Exchange(spec.run, spec.roster, None, spec.config.outer, ContributionLog(FolderStore(tmp_path)))
-    server, port = serve_exchange(exchange, "token", "127.0.0.1:0", 1)
+    server, port = serve_exchange(exchange, SECRET, "127.0.0.1:0", 1)
 
     def fails(report: Report) -> None:
         raise KeyError("a bug")
 
-    watcher = Watcher(partial(reports_of, f"127.0.0.1:{port}", "token"), fails)
-    exchange.refuse("a member", "a reason to report")
+    watcher = Watcher(partial(reports_of, f"127.0.0.1:{port}", SECRET.credentials(LAUNCHER)), fails)
+    exchange.refuse("a member", "a reason to report", Kind.UNEXPECTED)
     with pytest.raises(RunFailed, match="reports could not be followed to its end: KeyError: 'a bug'"):
         watcher.join()
     exchange.end_watching()

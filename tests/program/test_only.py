@@ -16,6 +16,7 @@ from started import Started, run_program, start_program
 from test_run_state import made_up_spec
 
 from hetero_pp.errors import ConfigError, LinkClosed, RunFailed
+from hetero_pp.links import LAUNCHER
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.check import print_check
 from hetero_pp.program.launch import crew as crew_module
@@ -416,7 +417,7 @@ def test_members_that_do_not_notice_that_the_run_has_failed_are_ended(
 ) -> None:
     """As a node does not that waits for others, of which one has failed."""
     monkeypatch.setattr(crew_module, "_SECONDS_TO_NOTICE", 0.0)
-    with Crew(made_up_spec(), RunFolder(tmp_path), lambda _: None) as crew:
+    with Crew(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, "a secret") as crew:
         crew.start(["dc"])
         crew.end_soon("nodeb: out of memory")
         with pytest.raises(RunFailed, match="dc: nodeb: out of memory"):

@@ -13,15 +13,18 @@ import pytest
 from test_ended_early import MIXED, ROUNDS
 
 from hetero_pp.errors import LinkClosed
-from hetero_pp.links import EXCHANGE
+from hetero_pp.links import EXCHANGE, LAUNCHER
 from hetero_pp.messages.messages_pb2 import Begun, Finished, Joined, Report
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.recorded import Beginnings
 from hetero_pp.rpc.connections import reports_of, reports_to_members
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import WatchedExchange, serve_exchange
+from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange import Exchange
 
-TOKEN = "a token"
+SECRET = Secret("a secret")
+WATCHER = SECRET.credentials(LAUNCHER)
 TIMEOUT = 60.0
 
 JOINED = Report(time=1, member="dc", joined=Joined(term=1))
@@ -76,7 +79,7 @@ class Telling:
     """An exchange that only tells, and then ends, or waits to be stopped."""
 
     def __init__(self, reports: Sequence[Report], ends: bool) -> None:
-        self.run = "run"
+        self.run, self.roster = "run", Roster({"dc": "dc"}, {"dc": frozenset()})
         self._reports, self._stopped = reports, threading.Event()
         if ends:
             self._stopped.set()
@@ -89,7 +92,7 @@ class Telling:
         pass
 
     def serve(self, listen: str = "127.0.0.1:0") -> tuple[grpc.Server, str]:
-        server, port = serve_exchange(cast(WatchedExchange, self), TOKEN, listen, members=1)
+        server, port = serve_exchange(cast(WatchedExchange, self), SECRET, listen, members=1)
         return server, f"127.0.0.1:{port}"
 
     def stop(self, server: grpc.Server) -> None:
@@ -114,7 +117,9 @@ def _watched_over_two(first: Sequence[Report], second: Sequence[Report], watch: 
 def test_who_watches_hears_of_both_and_nothing_twice() -> None:
     silence: list[bool] = []
     told = _watched_over_two(
-        [JOINED, BEGUN], [JOINED, AGAIN, FINISHED], lambda address: reports_of(address, TOKEN, silence.append)
+        [JOINED, BEGUN],
+        [JOINED, AGAIN, FINISHED],
+        lambda address: reports_of(address, WATCHER, silence.append),
     )
     assert told == [JOINED, BEGUN, AGAIN, FINISHED]
     assert silence == [True, False]
@@ -124,7 +129,7 @@ def test_so_do_other_hosts_until_their_members_are_through() -> None:
     told = _watched_over_two(
         [JOINED, BEGUN],
         [AGAIN, FINISHED, BEGUN],
-        lambda address: reports_to_members(address, TOKEN, ["dc"], TIMEOUT, lambda _: None),
+        lambda address: reports_to_members(address, WATCHER, ["dc"], TIMEOUT, lambda _: None),
     )
     assert told == [JOINED, BEGUN, AGAIN, FINISHED]
 
@@ -133,5 +138,5 @@ def test_an_exchange_that_ends_the_run_is_no_reason_to_wait_for_another() -> Non
     exchange = Telling([JOINED], ends=True)
     server, address = exchange.serve()
     with pytest.raises(LinkClosed, match="has ended the run"):
-        list(reports_to_members(address, TOKEN, ["dc"], TIMEOUT, lambda _: None))
+        list(reports_to_members(address, WATCHER, ["dc"], TIMEOUT, lambda _: None))
     exchange.stop(server)

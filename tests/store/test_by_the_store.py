@@ -12,17 +12,20 @@ from small_run import Run
 from hetero_pp.errors import Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.store.store import Store
 from replica_groups.protocol import events as e
 
+SECRET = Secret("a secret")
+
 
 @contextmanager
 def _member(run: Run, name: str) -> Iterator[tuple[ExchangeClient, int]]:
     """Another process that holds its place from now on, over the network; which epoch it contributes to."""
-    server, port = serve_exchange(run.exchange, "token", "127.0.0.1:0", 2)
-    client = ExchangeClient(f"127.0.0.1:{port}", "token", name, "run")
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", 2)
+    client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials(name), "run")
     run.exchange.died(name, "to be taken over the network")
     client.join(name, "")
     try:

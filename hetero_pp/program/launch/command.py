@@ -19,7 +19,6 @@ from hetero_pp.program.launch.hosts import (
     commands,
     launch_exchange,
     launch_members,
-    new_token,
     notes,
     read_token,
     write_token,
@@ -31,6 +30,7 @@ from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.reading import shown_reading
+from hetero_pp.rpc.credentials import new_secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
@@ -100,7 +100,7 @@ def run_on_this_host(
     prepared = _prepare(path, overrides, runs, host.only, resume)
     told = told_how_to_go_on(prepared, RunFolder(runs / prepared.spec.config.name), typed)
     if host.only == EXCHANGE:
-        token = new_token() if host.token is None else read_token(host.token)
+        token = new_secret() if host.token is None else read_token(host.token)
 
         def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
             needed = f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}"
@@ -129,7 +129,7 @@ def _run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) 
         save_config(prepared.spec.config, folder.config)
         say(f"{name}: {', '.join(prepared.names)} (what they print: {folder.path}/logs)")
         launch_members(
-            prepared.spec, prepared.names, folder, exchange, OwnRounds(prepared.spec, prepared.names, say), say
+            prepared.spec, only, prepared.names, folder, exchange, OwnRounds(prepared.spec, prepared.names, say), say
         )
 
 

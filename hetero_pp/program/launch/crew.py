@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import secrets
 import signal
 import threading
 import time
@@ -19,7 +18,7 @@ from multiprocessing.context import ForkServerProcess
 
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import RunFailed
-from hetero_pp.links import EXCHANGE
+from hetero_pp.links import EXCHANGE, LAUNCHER
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.chaos.director import Director
 from hetero_pp.program.chaos.schedule import Schedule
@@ -28,6 +27,7 @@ from hetero_pp.program.launch.member_process import process_main
 from hetero_pp.program.launch.restarts import Restarts
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
+from hetero_pp.rpc.credentials import Secret, new_secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.host import rules_of
@@ -57,12 +57,12 @@ def launch(
     Raises RunFailed with the first cause if the run cannot go on, or if reports could not be followed. However this
     function ends, its processes have.
     """
-    token = secrets.token_hex(16)
-    with Crew(spec, folder, on_report, resume, chaos) as crew:
+    secret = new_secret()
+    with Crew(spec, folder, on_report, LAUNCHER, secret, resume, chaos) as crew:
         crew.start([EXCHANGE, *spec.members])
-        address = crew.open_exchange(token)
-        watcher = Watcher(partial(reports_of, address, token, crew.on_silence), crew.on_report)
-        crew.join_exchange(list(spec.members), address, token)
+        address = crew.open_exchange()
+        watcher = Watcher(partial(reports_of, address, crew.credentials, crew.on_silence), crew.on_report)
+        crew.join_exchange(list(spec.members), address)
         crew.wait()
         watcher.join()
 
@@ -75,13 +75,18 @@ class Crew:
         spec: RunSpec,
         folder: RunFolder,
         on_report: Callable[[Report], None],
+        name: str,
+        secret: str,
         resume: Values | None = None,
         chaos: Schedule | None = None,
     ) -> None:
         """`on_report` is told what the crew itself does: whom it starts again. Reports of the run go to `on_report` of
-        the crew, which looks for members that the exchange has given up.
+        the crew, which looks for members that the exchange has given up. `name`: what it starts, or `launcher` for all.
         """
         self._spec, self._folder, self._tell = spec, folder, on_report
+        self._secret = secret
+        self.credentials = Secret(secret).credentials(name)
+        """By which it asks for reports, and tells who has died."""
         self._resume = resume
         self._restarts = Restarts(spec.config.restarts)
         self._director = None if chaos is None else Director(chaos, folder, on_report)
@@ -127,23 +132,28 @@ class Crew:
                 self._director.started(member, process.pid, orders)
             self._processes[member], self._connections[member] = process, ours
 
-    def open_exchange(self, token: str, listen: str = "") -> str:
+    def open_exchange(self, listen: str = "") -> str:
         """Have the exchange listen, where the configuration or `listen` says; its address.
 
         Raises RunFailed if it ends instead.
         """
-        self._send(EXCHANGE, {"token": token, "listen": listen})
+        self._send(EXCHANGE, {"secret": self._secret, "listen": listen})
         answer = self._receive(EXCHANGE)
         if "failure" in answer:
             raise RunFailed(self._cause(EXCHANGE, answer))
-        self._exchange = {"token": token, "exchange": answer["address"], "token_file": ""}
+        self._exchange = {"exchange": answer["address"], "token_file": ""}
         return answer["address"]
 
-    def join_exchange(self, members: Sequence[str], address: str, token: str, token_file: str = "") -> None:
-        """Have members take part, with a token that may be from a file. Raises RunFailed if one of them has ended."""
-        self._exchange = {"token": token, "exchange": address, "token_file": token_file}
+    def join_exchange(self, members: Sequence[str], address: str, token_file: str = "") -> None:
+        """Have members take part. `token_file`: where the secret is from. Raises RunFailed if one of them has ended."""
+        self._exchange = {"exchange": address, "token_file": token_file}
         for member in members:
-            self._send(member, self._exchange)
+            self._send_exchange(member)
+
+    def _send_exchange(self, member: str) -> None:
+        """Where the exchange is, and by what the member shows who it is."""
+        credentials = Secret(self._secret).credentials(member, self._spec.links.values())
+        self._send(member, {**self._exchange, "credentials": credentials.to_json()})
 
     def _send(self, member: str, message: dict[str, str]) -> None:
         try:
@@ -206,9 +216,9 @@ class Crew:
             return set()
         self.start([member], again=True)
         if member == EXCHANGE:
-            self.open_exchange(self._exchange["token"], self._exchange["exchange"])
+            self.open_exchange(self._exchange["exchange"])
         else:
-            self._send(member, self._exchange)
+            self._send_exchange(member)
         return {member}
 
     def _give_up(self, member: str, cause: str) -> None:
@@ -226,8 +236,8 @@ class Crew:
 
     def _say_died(self, member: str, cause: str) -> None:
         """To the exchange, so that nobody waits for the member until it has been silent for too long."""
-        token, address = self._exchange["token"], self._exchange["exchange"]
-        tell = partial(tell_died, address, token, member, cause, self._terms.get(member))
+        address = self._exchange["exchange"]
+        tell = partial(tell_died, address, self.credentials, member, cause, self._terms.get(member))
         threading.Thread(target=tell, name=f"{member} has died", daemon=True).start()
 
     def on_report(self, report: Report) -> None:

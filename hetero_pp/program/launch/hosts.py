@@ -6,7 +6,6 @@ share is the YAML, the exchange's address and a token, without which nobody is l
 
 from __future__ import annotations
 
-import secrets
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,17 +89,13 @@ def write_token(folder: RunFolder, token: str) -> Path:
     return path
 
 
-def new_token() -> str:
-    return secrets.token_hex(16)
-
-
 def launch_exchange(
     spec: RunSpec, folder: RunFolder, token: str, resume: Values | None, on_report: Callable[[Report], None]
 ) -> None:
     """Carry the exchange until the run is over. Raises RunFailed with its cause if it fails, on whatever host."""
-    with Crew(spec, folder, on_report, resume) as crew:
+    with Crew(spec, folder, on_report, EXCHANGE, token, resume) as crew:
         crew.start([EXCHANGE])
-        told = partial(reports_of, crew.open_exchange(token), token, crew.on_silence)
+        told = partial(reports_of, crew.open_exchange(), crew.credentials, crew.on_silence)
         watcher = Watcher(told, crew.on_report)
         crew.wait()
         watcher.join()
@@ -121,13 +116,14 @@ class Exchange:
 
 def launch_members(
     spec: RunSpec,
+    only: str,
     members: Sequence[str],
     folder: RunFolder,
     exchange: Exchange,
     rounds: OwnRounds,
     say: Callable[[str], None],
 ) -> None:
-    """Carry some members until they are through, and show their rounds.
+    """Carry some members, all that `only` names, until they are through, and show their rounds.
 
     Raises RunFailed with the cause if one of them ends before.
     """
@@ -140,10 +136,10 @@ def launch_members(
         if rounds.failed is not None:
             crew.end_soon(rounds.failed)
 
-    with Crew(spec, folder, on_report) as crew:
+    with Crew(spec, folder, on_report, only, exchange.token) as crew:
         crew.start(members)
-        crew.join_exchange(members, exchange.address, exchange.token, str(exchange.token_file))
-        told = partial(reports_to_members, exchange.address, exchange.token, members, exchange.timeout, on_wait)
+        crew.join_exchange(members, exchange.address, str(exchange.token_file))
+        told = partial(reports_to_members, exchange.address, crew.credentials, members, exchange.timeout, on_wait)
         watcher = Watcher(told, crew.on_report, crew.end_soon)
         try:
             crew.wait()

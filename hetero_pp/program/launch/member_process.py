@@ -30,6 +30,7 @@ from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.connections import NetworkConnections
+from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -94,7 +95,8 @@ def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, str], launcher:
     exchange = make_exchange(spec, job.folder, job.resume, job.again, faults=faults)
     listen = message.get("listen") or spec.config.exchange.listen
     try:
-        server, port = serve_exchange(exchange, message["token"], listen, len(spec.members) + _further_nodes(spec))
+        secret, machines = Secret(message["secret"]), len(spec.members) + _further_nodes(spec)
+        server, port = serve_exchange(exchange, secret, listen, machines)
     except OSError as error:
         _send(launcher, failure=str(error))
         return FAILED
@@ -120,13 +122,13 @@ def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, str], launcher:
 
 
 def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection, faults: Faults) -> int:
-    member, token = spec.members[job.member], message["token"]
+    member, credentials = spec.members[job.member], Credentials.from_json(message["credentials"])
     exchange = faults.route(exchange_link_name(job.member), message["exchange"])
     try:
         if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
-            _run_ranks(spec, member.replica, job, exchange, token, faults)
+            _run_ranks(spec, member.replica, job, exchange, credentials, faults)
         else:
-            _take_part(spec, member, job, exchange, token, faults)
+            _take_part(spec, member, job, exchange, credentials, faults)
     except OSError as error:  # a disk that is full, for example: that may pass
         print(error, file=sys.stderr)
         _send(launcher, failure=str(error))
@@ -143,16 +145,18 @@ def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: C
     return 0
 
 
-def _run_ranks(spec: RunSpec, replica: DatacenterReplica, job: Job, exchange: str, token: str, faults: Faults) -> None:
+def _run_ranks(
+    spec: RunSpec, replica: DatacenterReplica, job: Job, exchange: str, credentials: Credentials, faults: Faults
+) -> None:
     """One node of a replica. The nodes that wait for one that fails hear of it, even if none of them has joined."""
     try:
-        run_ranks(replica, spec.run, job.folder, exchange, token, spec.config.exchange.timeout, faults.missed)
+        run_ranks(replica, spec.run, job.folder, exchange, credentials, spec.config.exchange.timeout, faults.missed)
     except Refused:  # one node too many, which has no say
         raise
     except (HeteroPPError, OSError) as error:
         if replica.nodes > 1 and not isinstance(error, RunFailed | RankDied):
             with NetworkConnections(
-                spec, spec.members[job.member], exchange, token, Lines(job.folder.lines)
+                spec, spec.members[job.member], exchange, credentials, Lines(job.folder.lines)
             ) as connections:
                 connections.report_failure(f"{platform.node()}: {error}")
         raise
@@ -163,8 +167,10 @@ def _further_nodes(spec: RunSpec) -> int:
     return sum(one.nodes - 1 for one in spec.config.replicas if isinstance(one, DatacenterReplica))
 
 
-def _take_part(spec: RunSpec, member: MemberSpec, job: Job, exchange: str, token: str, faults: Faults) -> None:
-    with NetworkConnections(spec, member, exchange, token, Lines(job.folder.lines), faults) as connections:
+def _take_part(
+    spec: RunSpec, member: MemberSpec, job: Job, exchange: str, credentials: Credentials, faults: Faults
+) -> None:
+    with NetworkConnections(spec, member, exchange, credentials, Lines(job.folder.lines), faults) as connections:
         try:
             take_part(spec, member, connections, job.folder, faults=faults)
         except HeteroPPError as error:

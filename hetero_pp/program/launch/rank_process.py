@@ -17,9 +17,10 @@ from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.faults import Missed
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.program.launch.job import CONSEQUENCE
-from hetero_pp.program.launch.ranks import TOKEN, RankJob
+from hetero_pp.program.launch.ranks import CREDENTIALS, RankJob
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.connections import NetworkConnections
+from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.topology import DatacenterReplica
@@ -44,7 +45,8 @@ def main() -> None:
     member = spec.members[job.member]
     assert isinstance(member.replica, DatacenterReplica)
     ranks = init_ranks(device_of(member.replica), _COLLECTIVE_TIMEOUT)
-    with NetworkConnections(spec, member, job.exchange, os.environ[TOKEN], Lines(folder.lines)) as connections:
+    credentials = Credentials.from_json(os.environ[CREDENTIALS])
+    with NetworkConnections(spec, member, job.exchange, credentials, Lines(folder.lines)) as connections:
         try:
             require_one_run(ranks, spec.run, job.member)
             if not ranks.is_first and os.environ["LOCAL_RANK"] == "0":

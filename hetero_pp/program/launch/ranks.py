@@ -1,7 +1,7 @@
 """The ranks of a datacenter replica, started by torchrun's agent inside the member's process and watched over by it.
 
 Their standard input is a pipe that the member's process holds: when that process ends, however it does, so do they.
-The run's token goes through the environment, so that no list of processes shows it.
+Their credentials go through the environment, so that no list of processes shows it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from hetero_pp.errors import HeteroPPError, RunFailed
 from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.program.launch.rendezvous import BACKEND, interface_towards, meeting_place, register
+from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.topology import DatacenterReplica
 
-TOKEN = "HETERO_PP_TOKEN"
-"""The environment variable that carries the run's token to the ranks."""
+CREDENTIALS = "HETERO_PP_CREDENTIALS"
+"""The environment variable that carries the member's credentials to its ranks."""
 
 _LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The only way to tell gloo and NCCL on which interface ranks listen for each other; by default it is a public one."""
@@ -52,7 +53,7 @@ def run_ranks(
     run: str,
     folder: RunFolder,
     exchange: str,
-    token: str,
+    credentials: Credentials,
     timeout: float,
     missed: Iterable[int] = (),
 ) -> None:
@@ -75,7 +76,7 @@ def run_ranks(
         max_restarts=0,
         monitor_interval=0.1,
     )
-    os.environ[TOKEN] = token
+    os.environ[CREDENTIALS] = credentials.to_json()
     os.environ |= dict.fromkeys(_LISTENING, interface_towards(endpoint))
     with _lifeline():
         try:

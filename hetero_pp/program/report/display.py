@@ -352,7 +352,8 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
         yield "The replicas do not hold the same weights."
     yield from result_standings(summary)
     if summary["refusals"]:
-        yield f"Messages refused: {summary['refusals']} (see metrics.jsonl)."
+        kinds = ", ".join(f"{count} {kind}" for kind, count in summary["refusals_by_kind"].items())
+        yield f"Messages refused: {kinds} (see metrics.jsonl)."
     yield (
         f"{format_count(summary['rounds'], 'outer round')} in {format_seconds(summary['wall_seconds'])}, "
         f"{summary['tokens_per_second']:,.0f} tokens/s over all replicas."

@@ -7,6 +7,7 @@ thread holds `lock` meanwhile.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
@@ -31,6 +32,7 @@ from hetero_pp.program.report.carried import DirectionState, LineState, LinkStat
 from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.standings import Standings
+from hetero_pp.refusals import Kind
 from hetero_pp.run.spec import RunSpec
 
 
@@ -62,7 +64,8 @@ class RunState:
         }
         self.lines = lines_of(spec, self.links)
         self.closed: dict[int, ClosedRound] = {}
-        self.refusals = 0
+        self.refusals: Counter[str] = Counter()
+        """By kind."""
         self.joined: set[str] = set()
         self.joined_after: float | None = None
         """Seconds until all members had joined; None before."""
@@ -105,7 +108,7 @@ class RunState:
                 case "failure":
                     self._failure(report.member, report.failure)
                 case "refusal":
-                    self.refusals += 1
+                    self.refusals[report.refusal.kind or Kind.UNEXPECTED] += report.refusal.count or 1
                 case "finished":
                     self._finished.add(report.member)
                 case "joined":
@@ -279,7 +282,8 @@ class RunState:
                 "tokens_per_second": self.tokens_per_second(),
                 "goodput": dict(zip(("tokens_per_second", "share"), self.goodput(), strict=True)),
                 "standings": self.standings.summary(),
-                "refusals": self.refusals,
+                "refusals": self.refusals.total(),
+                "refusals_by_kind": dict(sorted(self.refusals.items())),
                 "changes": self.changes.history,
             } | ({} if self.failed is None else {"failed": self.failed})
 

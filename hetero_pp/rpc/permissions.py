@@ -1,0 +1,93 @@
+"""Who may make which call of the exchange, and what of it has to be the caller's own: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+
+from hetero_pp.errors import Forbidden
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.rpc.callers import Caller
+from hetero_pp.run.spec import Roster
+
+
+class Whose(Enum):
+    """What a caller needs."""
+
+    RUN = "is of the run"
+    PROCESS = "is the member's process, or has started it"
+    PLACE = "is a member, for its own place"
+    TERM = "is a member, for its own place, and says which term it holds"
+
+
+CALLS: Mapping[str, Whose] = {
+    "Agree": Whose.PLACE,
+    "Join": Whose.PLACE,
+    "LastRound": Whose.RUN,
+    "Changes": Whose.RUN,
+    "Assign": Whose.TERM,
+    "Beat": Whose.TERM,
+    "Broken": Whose.TERM,
+    "Died": Whose.PROCESS,
+    "NewestSnapshot": Whose.RUN,
+    "Snapshot": Whose.RUN,
+    "Deposit": Whose.TERM,
+    "UploadUrl": Whose.TERM,
+    "Uploaded": Whose.TERM,
+    "Record": Whose.TERM,
+    "Fetch": Whose.PLACE,
+    "Confirm": Whose.TERM,
+    "Report": Whose.PLACE,
+    "Stay": Whose.PLACE,
+    "Watch": Whose.RUN,
+}
+"""Whose each call is. Which blocks, rounds and parameters are a member's own, the exchange knows."""
+
+
+def _own_replica(report: Report, member: str, roster: Roster) -> bool:
+    own = report.inner_step if report.HasField("inner_step") else report.evaluation
+    return own.replica == roster.members[member]
+
+
+def _own_link(report: Report, member: str, roster: Roster) -> bool:
+    use = report.link_use
+    return roster.counts.get((use.link, use.direction)) == member
+
+
+def _anything(report: Report, member: str, roster: Roster) -> bool:
+    return True
+
+
+REPORTS: Mapping[str, Callable[[Report, str, Roster], bool]] = {
+    "inner_step": _own_replica,
+    "evaluation": _own_replica,
+    "link_use": _own_link,
+    "member_round": _anything,
+    "failure": _anything,
+    "refusal": _anything,
+    "finished": _anything,
+}
+"""What a member may tell, and whether that is of itself. What is not here the exchange alone tells."""
+
+
+def require_call(call: str, caller: Caller) -> None:
+    """Raise Forbidden if a call is not the caller's to make."""
+    whose = CALLS[call]
+    if whose in (Whose.PLACE, Whose.TERM) and not caller.is_member:
+        raise Forbidden(f"{call} is for members, and {caller.name} is none")
+    if whose is Whose.TERM and caller.term is None:
+        raise Forbidden(f"{call} needs the term that {caller.name} holds")
+
+
+def require_process(caller: Caller, member: str) -> None:
+    """Raise Forbidden for who neither is a member's process nor has started it."""
+    if member not in caller.members:
+        raise Forbidden(f"{caller.name} has not started {member}")
+
+
+def require_report(report: Report, member: str, roster: Roster) -> None:
+    """Raise Forbidden for what is not a member's to tell."""
+    event = report.WhichOneof("event")
+    is_own = REPORTS.get(event or "")
+    if is_own is None or not is_own(report, member, roster):
+        raise Forbidden(f"{event or 'nothing'} is not what {member} may tell")

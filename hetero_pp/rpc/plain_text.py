@@ -1,0 +1,33 @@
+"""Text that others have sent, made fit for a terminal: short, in one line, and without control characters."""
+
+from __future__ import annotations
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+MOST_CHARACTERS = 2_000
+
+
+def plain(text: str, most: int = MOST_CHARACTERS) -> str:
+    """At most so many characters of it, all of them printable: others as their escapes, white space as blanks."""
+    cut = text[:most] + ("…" if len(text) > most else "")
+    if cut.isprintable():
+        return cut
+    return "".join(one if one.isprintable() else " " if one.isspace() else _escaped(one) for one in cut)
+
+
+def make_plain(message: Message) -> None:
+    """Every text in a message, however deep."""
+    for field, value in message.ListFields():
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            for one in [value] if isinstance(value, Message) else value:
+                make_plain(one)
+        elif field.type == FieldDescriptor.TYPE_STRING:
+            if isinstance(value, str):
+                setattr(message, field.name, plain(value))
+            else:
+                value[:] = [plain(one) for one in value]
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,274 @@
+"""Who may make which call, cell by cell: members, who has started them, and with whose names, terms and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from members import TIMEOUT
+from small_run import Run
+
+from hetero_pp.errors import Forbidden, Refused
+from hetero_pp.links import EXCHANGE, LAUNCHER, LinkShape, LinkSpec
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.refusals import Kind
+from hetero_pp.rpc.callers import Caller, Callers, shown
+from hetero_pp.rpc.credentials import Credentials, Secret
+from hetero_pp.rpc.exchange import SERVICE, serve_exchange
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.permissions import CALLS, REPORTS, require_call, require_process, require_report
+from hetero_pp.run.spec import Roster
+
+SECRET = Secret("a secret")
+ROSTER = Roster(
+    {"dc": "dc", "home.0": "home", "home.1": "home"},
+    {"dc": frozenset(), "home.0": frozenset(), "home.1": frozenset()},
+    {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1", ("dc-exchange", "backward"): "dc"},
+)
+
+_EVERYBODY = "LastRound Changes NewestSnapshot Snapshot Watch Died"
+_MEMBERS = "Agree Join Fetch Report Stay"
+_MEMBERS_IN_A_TERM = "Assign Beat Broken Deposit UploadUrl Uploaded Record Confirm"
+
+MAY: dict[tuple[str, bool], str] = {
+    ("dc", True): f"{_EVERYBODY} {_MEMBERS} {_MEMBERS_IN_A_TERM}",
+    ("dc", False): f"{_EVERYBODY} {_MEMBERS}",
+    ("home.1", True): f"{_EVERYBODY} {_MEMBERS} {_MEMBERS_IN_A_TERM}",
+    ("home.1", False): f"{_EVERYBODY} {_MEMBERS}",
+    ("home", True): _EVERYBODY,
+    ("home", False): _EVERYBODY,
+    (LAUNCHER, True): _EVERYBODY,
+    (LAUNCHER, False): _EVERYBODY,
+    (EXCHANGE, True): _EVERYBODY,
+    (EXCHANGE, False): _EVERYBODY,
+}
+"""(who, whether it names a term) -> calls that are let in. Whose death `Died` may tell is in STARTED."""
+
+STARTED: dict[str, set[str]] = {
+    "dc": {"dc"},
+    "home.1": {"home.1"},
+    "home": {"home.0", "home.1"},
+    LAUNCHER: {"dc", "home.0", "home.1"},
+    EXCHANGE: set(),
+}
+
+STEP = pb.InnerStep(replica="home", round=1, step=1, loss=3.0)
+TOLD: dict[str, tuple[pb.Report, set[str]]] = {
+    "step": (pb.Report(inner_step=STEP), {"home.0", "home.1"}),
+    "evaluation": (pb.Report(evaluation=pb.Evaluation(replica="dc")), {"dc"}),
+    "evaluation of nobody": (pb.Report(evaluation=pb.Evaluation(replica="away")), set()),
+    "forward": (pb.Report(link_use=pb.LinkUse(link="home.0-1", direction="forward")), {"home.0"}),
+    "backward": (pb.Report(link_use=pb.LinkUse(link="home.0-1", direction="backward")), {"home.1"}),
+    "from the exchange": (pb.Report(link_use=pb.LinkUse(link="dc-exchange", direction="backward")), {"dc"}),
+    "no direction": (pb.Report(link_use=pb.LinkUse(link="home.0-1", direction="")), set()),
+    "no link": (pb.Report(link_use=pb.LinkUse(link="home.1-2", direction="forward")), set()),
+    "times": (pb.Report(member_round=pb.MemberRound()), set(ROSTER.members)),
+    "failure": (pb.Report(failure=pb.Failure(cause="a cause")), set(ROSTER.members)),
+    "refusal": (pb.Report(refusal=pb.Refusal()), set(ROSTER.members)),
+    "finished": (pb.Report(finished=pb.Finished()), set(ROSTER.members)),
+    "closed": (pb.Report(round_closed=pb.RoundRecord(round=1)), set()),
+    "verified": (pb.Report(round_verified=pb.RoundVerified(round=1)), set()),
+    "joined": (pb.Report(joined=pb.Joined(term=9)), set()),
+    "begun": (pb.Report(begun=pb.Begun()), set()),
+    "waiting": (pb.Report(waiting=pb.Waiting()), set()),
+    "reading": (pb.Report(reading=pb.Reading(what="text")), set()),
+    "standing": (pb.Report(standing=pb.Standing(what=pb.TERM_OVER)), set()),
+    "nothing": (pb.Report(), set()),
+}
+"""(what, of whom it may come)"""
+
+
+def _is_allowed(ask: object, *arguments: object) -> bool:
+    assert callable(ask)
+    try:
+        ask(*arguments)
+    except Forbidden:
+        return False
+    return True
+
+
+class _Call:
+    """The context of a call with this metadata."""
+
+    def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:
+        self._metadata = metadata
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str]]:
+        return self._metadata
+
+
+def _caller(name: str, term: int | None = None) -> Caller:
+    context = _Call(shown(SECRET.credentials(name), "run", term))
+    return Callers(SECRET, ROSTER).of(context)  # type: ignore[arg-type]
+
+
+def test_every_call_is_in_the_table() -> None:
+    assert CALLS.keys() == set(SERVICE.methods_by_name.keys())
+    assert {call for calls in MAY.values() for call in calls.split()} == set(CALLS)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("who", "names_term"), MAY)
+def test_who_may_make_a_call(who: str, names_term: bool, call: str) -> None:
+    caller = _caller(who, 1 if names_term else None)
+    assert _is_allowed(require_call, call, caller) == (call in MAY[who, names_term].split())
+
+
+@pytest.mark.parametrize("member", ROSTER.members)
+@pytest.mark.parametrize("who", STARTED)
+def test_only_who_has_started_a_member_tells_its_death(who: str, member: str) -> None:
+    assert _is_allowed(require_process, _caller(who), member) == (member in STARTED[who])
+
+
+@pytest.mark.parametrize("member", ROSTER.members)
+@pytest.mark.parametrize(("report", "members"), TOLD.values(), ids=TOLD)
+def test_what_a_member_may_tell(report: pb.Report, members: set[str], member: str) -> None:
+    assert _is_allowed(require_report, report, member, ROSTER) == (member in members)
+
+
+def test_every_event_is_tried() -> None:
+    events = {field.name for field in pb.Report.DESCRIPTOR.oneofs_by_name["event"].fields}
+    assert events == {report.WhichOneof("event") for report, _ in TOLD.values()} - {None}
+    assert events > REPORTS.keys()
+
+
+@pytest.mark.parametrize("term", ["-1", "1.0", "²", "1" * 10, "", "one"])
+def test_a_term_is_a_number(term: str) -> None:
+    context = _Call((*shown(SECRET.credentials("dc")), ("term", term)))
+    assert Callers(SECRET, ROSTER).of(context).term is None  # type: ignore[arg-type]
+
+
+def test_credentials_give_nobody_elses_away() -> None:
+    """Everybody's token is another, and another in the next run."""
+    names = ["dc", "home", "home.0", "home.1", LAUNCHER, EXCHANGE]
+    tokens = {SECRET.credentials(name).token for name in names}
+    tokens |= {Secret("another").credentials(name).token for name in names}
+    assert len(tokens) == 2 * len(names)
+
+
+def test_a_links_token_is_known_to_its_two_ends() -> None:
+    first, second = (
+        LinkSpec(f"home.{i}-{i + 1}", f"home.{i}", f"home.{i + 1}", LinkShape(), LinkShape()) for i in (0, 1)
+    )
+    known = {name: SECRET.credentials(name, [first, second]).links for name in ("dc", "home.0", "home.1", "home.2")}
+    assert {name: set(links) for name, links in known.items()} == {
+        "dc": set(),
+        "home.0": {first.name},
+        "home.1": {first.name, second.name},
+        "home.2": {second.name},
+    }
+    assert known["home.0"][first.name] == known["home.1"][first.name] != known["home.1"][second.name]
+    assert known["home.1"][second.name] == known["home.2"][second.name]
+    assert Credentials.from_json(SECRET.credentials("home.1", [first]).to_json()).links == {
+        first.name: known["home.1"][first.name]
+    }
+
+
+# ---- over the wire ----
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    yield run
+
+
+class _Served:
+    """A run of members `a` and `b` behind a server."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", 2)
+        self.address = f"127.0.0.1:{port}"
+        self._clients: list[ExchangeClient] = []
+
+    def client(self, credentials: Credentials, term: int | None = None) -> ExchangeClient:
+        client = ExchangeClient(self.address, credentials, "run")
+        client._term = term
+        self._clients.append(client)
+        return client
+
+    def stop(self) -> None:
+        for client in self._clients:
+            client.close()
+        self.server.stop(None).wait(TIMEOUT)
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[_Served]:
+    served = _Served(run)
+    yield served
+    served.stop()
+
+
+def _refusals(run: Run) -> dict[str, int]:
+    return {str(kind): count for kind, count in run.exchange._refusals.counts.items()}
+
+
+def _reports(run: Run) -> list[pb.Report]:
+    run.exchange.end_watching()
+    return list(run.exchange.watch())
+
+
+def test_a_member_that_tells_of_anothers_death_is_refused(served: _Served) -> None:
+    run = served.run
+    run.assign(0, "a", "b")
+    with pytest.raises(Refused, match="a has not started b"):
+        served.client(SECRET.credentials("a"), 1).died("b", "it is mine now")
+    assert run.exchange.coordinator.holds("b", 1)
+    assert _refusals(run) == {Kind.FORBIDDEN: 1}
+    served.client(SECRET.credentials(LAUNCHER)).died("b", "killed")
+    assert not run.exchange.coordinator.holds("b", 1)
+
+
+def test_a_forged_report_changes_nothing(served: _Served) -> None:
+    run = served.run
+    run.assign(0, "a", "b")
+    client = served.client(SECRET.credentials("a"), 1)
+    for forged in (
+        pb.Report(round_verified=pb.RoundVerified(round=1, replica="b")),
+        pb.Report(inner_step=pb.InnerStep(replica="b", round=1, loss=0.0)),
+        pb.Report(standing=pb.Standing(what=pb.GIVEN_UP, place="b")),
+    ):
+        with pytest.raises(Refused, match="is not what a may tell"):
+            client.report([pb.Report(finished=pb.Finished()), forged])
+    told = [one.WhichOneof("event") for one in _reports(run)]
+    assert told.count("refusal") == 3
+    assert not set(told) & {"round_verified", "inner_step", "standing", "finished"}
+    assert run.exchange.coordinator.holds("a", 1), "what was told beside a forged report was taken for true"
+
+
+def test_text_of_a_member_reaches_no_terminal_as_it_is(served: _Served) -> None:
+    served.run.assign(0, "a", "b")
+    hostile = pb.Failure(cause="\x1b[2J\nall is well\x07" + "!" * 10_000, consequence=True)
+    served.client(SECRET.credentials("a"), 1).report([pb.Report(failure=hostile)])
+    [cause] = [one.failure.cause for one in _reports(served.run) if one.HasField("failure")]
+    assert cause.startswith("\\x1b[2J all is well\\x07!!!")
+    assert len(cause) < 2_020
+
+
+@pytest.mark.parametrize(
+    ("names", "digest", "kind"),
+    [
+        (["norm.weight"], b"\1" * 31, Kind.MALFORMED),
+        (["norm.weight"], b"\1" * 1_000_000, Kind.MALFORMED),
+        (["nothing.weight"], b"\1" * 32, Kind.UNEXPECTED),
+    ],
+)
+def test_a_forged_hash(names: list[str], digest: bytes, kind: Kind, served: _Served) -> None:
+    served.run.assign(0, "a", "b")
+    with pytest.raises(Refused):
+        served.client(SECRET.credentials("a"), 1).confirm("a", 1, dict.fromkeys(names, digest))
+    assert _refusals(served.run) == {kind: 1}
+
+
+def test_a_member_confirms_what_it_holds_only(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"a": 1}, quorum=1.0)
+    run.assign(0, "a")
+    block = sorted(run.exchange.roster.blocks["a"])[0]
+    run.exchange.roster = Roster({"a": "a"}, {"a": run.exchange.roster.blocks["a"] - {block}})
+    [name] = [name for name in run.snapshot.parameters if name.startswith(block)][:1]
+    with pytest.raises(Refused, match="another's"):
+        run.exchange.confirm("a", 1, {name: bytes(32)})
+    assert _refusals(run) == {Kind.FORBIDDEN: 1}
