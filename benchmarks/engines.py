@@ -192,7 +192,7 @@ def _serve(case: Case, folder: Path, told: Connection) -> None:
     roster = Roster({"r": "r"}, {"r": frozenset(shapes_by_block({n: tuple(t.shape) for n, t in parameters.items()}))})
     log = ContributionLog(FolderStore(folder / "log"))
     exchange = Exchange("run", roster, Snapshot(0, parameters, None), _outer_settings(), log)
-    server, port = serve_exchange(exchange, SECRET, "127.0.0.1:0", 1)
+    server, port = serve_exchange(exchange, SECRET, "127.0.0.1:0")
     told.send(f"127.0.0.1:{port}")
     told.recv()
     server.stop(None)

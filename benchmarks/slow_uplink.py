@@ -79,6 +79,8 @@ class FarEnd:
     def upload_url(self, *_: object) -> None:
         return None
 
+    def expect(self, *_: object) -> None: ...
+
     def deposit(self, *_: object) -> None: ...
 
     def heard(self, *_: object) -> None: ...
@@ -96,7 +98,7 @@ class FarEnd:
 def beats(size: int) -> dict[str, Any]:
     """Seconds that each took while a contribution was on its way, and that this took; lost: not answered in time."""
     far = FarEnd()
-    server, _ = serve_exchange(far, SECRET, f"127.0.0.1:{PORT}", 1)  # type: ignore[arg-type]
+    server, _ = serve_exchange(far, SECRET, f"127.0.0.1:{PORT}")  # type: ignore[arg-type]
     client, took, lost = ExchangeClient(f"127.0.0.1:{PORT}", SECRET.credentials("home"), RUN), list[float](), 0
     client.join("home", "")
     begin = time.monotonic()

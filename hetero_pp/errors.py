@@ -1,6 +1,7 @@
 """Every error this program raises on purpose.
 
 HeteroPPError
+├── AskAgain               an answer takes longer than a call may
 ├── ConfigError            a YAML, a corpus or a tokenizer that cannot be used: the user can mend it
 ├── DamagedFile            a file of a run that is not what was written
 ├── LinkError
@@ -16,6 +17,7 @@ HeteroPPError
 ├── StoreError             the store of a run cannot be read or written: it may be tried again
 ├── TermOver               somebody else holds this member's place, or will: it has to join again
 ├── Suspended              the member's replica has to be formed anew, and train the round again
+├── TooMuch                a caller has more open, or unread, than it may
 └── RunFailed              some other member of the run failed; this one only stops
 """
 
@@ -26,6 +28,10 @@ from collections.abc import Sequence
 
 class HeteroPPError(Exception):
     """Base of all errors below."""
+
+
+class AskAgain(HeteroPPError):
+    """What a call waits for has not happened in the time that a call may take: it is made again."""
 
 
 class ConfigError(HeteroPPError):
@@ -99,6 +105,10 @@ class TermOver(HeteroPPError):
 
 class Suspended(HeteroPPError):
     """A member of the replica is gone: the others return to the start of the round, until it is formed anew."""
+
+
+class TooMuch(HeteroPPError):
+    """A caller has more calls open, or more that it has not read, than one may have."""
 
 
 class RunFailed(HeteroPPError):

@@ -39,6 +39,9 @@ BEFORE_BODY = len(MAGIC) + 1 + hashlib.sha256().digest_size
 MAX_BLOB_BYTES = 4 << 30
 """More than any block comes to; whoever takes a blob in looks at its size first."""
 
+_HEADER_ROOM, _TENSOR_ROOM, _BYTES_A_VALUE = 1 << 10, 4 << 10, 12
+"""A position takes four bytes at most and a value as many; the rest is for streams that do not compress."""
+
 EXPECTED_CODE_BITS = {1: 1.0, 2: 1.25, 3: 1.6, 4: 2.1, 8: 5.5, 32: 28.5}
 """Of one of the largest values, about, as levels are not used equally often: what real runs come to."""
 
@@ -296,6 +299,13 @@ def expected_bytes(shape: Shape, settings: CompressionSettings) -> tuple[int, in
     values = kept_values(shape, settings) * each
     magnitudes = sum(group.count for group in groups) if settings.quantiser == "signs" else 0
     return round(positions / 8), round(values / 8) + magnitudes
+
+
+def most_bytes(address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings) -> int:
+    """More than any blob of tensors of these shapes takes: what is longer is refused before it is read."""
+    return _HEADER_ROOM + sum(
+        _TENSOR_ROOM + len(name) + _BYTES_A_VALUE * kept_values(shape, settings) for name, shape in shapes.items()
+    )
 
 
 def blob_bytes(address: BlobAddress, shapes: Mapping[str, Shape], settings: CompressionSettings) -> int:

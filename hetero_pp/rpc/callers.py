@@ -43,6 +43,10 @@ class Callers:
         self._members |= {member: frozenset([member]) for member in roster.members}
         self._roster = roster
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._members)
+
     def of(self, context: grpc.ServicerContext) -> Caller:
         """Who makes a call. Raises WrongToken for who does not show it."""
         told = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}

@@ -40,6 +40,8 @@ _SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
 
+_CALLS_A_WORKER = 4
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -68,7 +70,10 @@ def make_server(listen: str, handlers: Sequence[grpc.GenericRpcHandler], max_wor
     stop the server, or the process cannot end.
     """
     pool = ThreadPoolExecutor(max_workers, thread_name_prefix="rpc")
-    server = grpc.server(pool, handlers=list(handlers), options=_OPTIONS + _SERVER_OPTIONS)
+    most = _CALLS_A_WORKER * max_workers  # others are turned away, and not kept until a worker is free
+    server = grpc.server(
+        pool, handlers=list(handlers), options=_OPTIONS + _SERVER_OPTIONS, maximum_concurrent_rpcs=most
+    )
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:

@@ -45,6 +45,7 @@ def reports_of(
                 return
             except ExchangeLost:
                 on_silence(True)
+                exchange.pause()
                 exchange.wait_until_ready(CONNECT_TIMEOUT)
                 on_silence(False)
 
@@ -98,6 +99,7 @@ def reports_to_members(
                     if not left:
                         return
                 raise LinkClosed(f"the exchange at {address} has ended the run")
+            exchange.pause()
 
 
 class NetworkConnections:

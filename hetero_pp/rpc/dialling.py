@@ -124,7 +124,7 @@ class Dialling:
             self._number += 1
             self._stream = stream = self._end.new_stream()
             requests = itertools.chain([self._hello().SerializeToString()], stream.frames())
-            call = self._open(requests, wait_for_ready=True)
+            call = self._open(requests, metadata=self._introduction.metadata, wait_for_ready=True)
             stream.hang_up = call.cancel
             return stream, call
 
@@ -141,7 +141,7 @@ class Dialling:
         if self._end.failure is not None and self._end.streams > 0:
             farewell = LinkFarewell(hello=self._hello(), cause=self._end.failure)
             with suppress(grpc.RpcError):
-                self._leave(farewell, timeout=PART_SECONDS)
+                self._leave(farewell, metadata=self._introduction.metadata, timeout=PART_SECONDS)
         with self._lock:
             if self._stream is not None:
                 self._stream.hang_up()

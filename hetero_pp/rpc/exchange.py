@@ -7,21 +7,21 @@ raised again as the errors they were.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Protocol
 
 import grpc
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, WrongToken
+from hetero_pp.errors import ExchangeLost, Forbidden, HeteroPPError, MalformedMessage, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
 from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
 from hetero_pp.refusals import Kind
-from hetero_pp.rpc.callers import Caller, Callers, claimed
+from hetero_pp.rpc.callers import Callers, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
@@ -31,6 +31,17 @@ from hetero_pp.rpc.services import service_handler
 from hetero_pp.run.spec import Roster
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
+
+MOST_UNREAD = 50_000
+"""Reports that who watches has not read, and is cut: it may watch again."""
+
+LONGEST_WAIT = 20.0
+"""Seconds that a call waits for something to happen; who wants to know asks again."""
+
+MOST_OPEN = 16
+"""Calls of one caller at once. A member has five at most: it stays, beats, reports, waits, and sends or fetches."""
+_SPARE = 8
+"""Threads that refuse strangers while everybody has all its calls open."""
 
 MOST_OF_A_NAME = 80
 """Characters of how a caller calls itself."""
@@ -53,11 +64,11 @@ class WatchedExchange(Protocol):
         self, member: str, address: str, available: AvailableStates, process: str | None, is_asked: IsAsked
     ) -> int: ...
 
-    def last_round(self) -> int: ...
+    def last_round(self, is_asked: IsAsked) -> int: ...
 
-    def changes(self) -> Changes: ...
+    def changes(self, is_asked: IsAsked) -> Changes: ...
 
-    def newest_snapshot(self) -> tuple[int, Sequence[str]]: ...
+    def newest_snapshot(self, is_asked: IsAsked) -> tuple[int, Sequence[str]]: ...
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]: ...
 
@@ -77,6 +88,9 @@ class WatchedExchange(Protocol):
 
     def died(self, member: str, cause: str, term: int | None = None) -> None:
         """Who started a member's process knows that it has ended."""
+
+    def expect(self, member: str, address: BlobAddress, size: int) -> None:
+        """A member is about to send a blob of so many bytes. Raises Refused, before any of it is kept."""
 
     def deposit(
         self,
@@ -118,8 +132,11 @@ class WatchedExchange(Protocol):
 
     def report(self, reports: Sequence[pb.Report], term: int | None = None) -> None: ...
 
-    def watch(self, members: Collection[str] = ()) -> Iterator[pb.Report]:
-        """Every report, until the run is over; of some members only theirs, and what concerns everybody."""
+    def watch(self, members: Collection[str], is_asked: IsAsked, most_unread: float) -> Iterator[pb.Report]:
+        """Every report, until the run is over; of some members only theirs, and what concerns everybody.
+
+        Raises TooMuch for who has not read so many of them.
+        """
 
     def heard(self, member: str, term: int | None = None) -> None:
         """Something came from a member, or reached it; which term it holds, if it says so."""
@@ -134,29 +151,32 @@ class WatchedExchange(Protocol):
         """A member's connection has ended, or that of one of its nodes."""
 
 
-def serve_exchange(exchange: WatchedExchange, secret: Secret, listen: str, members: int) -> tuple[grpc.Server, int]:
+def serve_exchange(
+    exchange: WatchedExchange, secret: Secret, listen: str, most_open: int = MOST_OPEN
+) -> tuple[grpc.Server, int]:
     """Serve an exchange at HOST:PORT to those whose credentials are of the secret; the server and the port it got.
 
-    Raises OSError if the port is busy.
+    Of each caller at most so many calls are open. Raises OSError if the port is busy.
     """
-    return make_server(listen, [_Servicer(exchange, secret).handler()], max_workers=16 + 6 * members)
+    servicer = _Servicer(exchange, secret, most_open)
+    return make_server(listen, [servicer.handler()], max_workers=_SPARE + most_open * len(servicer.callers))
 
 
 class _Servicer(ExchangeServicer):
     """One method per call."""
 
-    def __init__(self, exchange: WatchedExchange, secret: Secret) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: WatchedExchange, secret: Secret, most_open: int = MOST_OPEN) -> None:
+        self.exchange, self._most_open = exchange, most_open
         self.callers = Callers(secret, exchange.roster)
         self.process = secrets.token_hex(8)
         """Names this process: one that takes its place knows only what it is told itself."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For `make_server`."""
-        return service_handler(SERVICE, self, self.admit)
+        return service_handler(SERVICE, self, self, self._most_open)
 
-    def admit(self, call: str, context: grpc.ServicerContext) -> None:
-        """Before every call. Raises Refused for a stranger, for who is of another run, and for what is not its own."""
+    def admit(self, call: str, context: grpc.ServicerContext) -> str:
+        """See Door. Refused are a stranger, who is of another run, and what is not the caller's to ask."""
         try:
             caller = self.callers.of(context)
         except WrongToken as error:
@@ -168,21 +188,17 @@ class _Servicer(ExchangeServicer):
                 f"{caller.name} was started with another configuration than the exchange: "
                 "compare the config.yaml of both"
             )
-        with self._counted(caller):
-            require_call(call, caller)
-        self.exchange.heard(caller.name, caller.term)
-
-    @contextmanager
-    def _counted(self, caller: Caller) -> Iterator[None]:
-        """What is not let in inside the block is counted."""
         try:
-            yield
+            require_call(call, caller)
         except Forbidden as error:
-            self._refuse(caller.name, str(error), Kind.FORBIDDEN)
+            self.refused(caller.name, error)
             raise
-        except MalformedMessage as error:
-            self._refuse(caller.name, str(error), Kind.MALFORMED)
-            raise
+        self.exchange.heard(caller.name, caller.term)
+        return caller.name
+
+    def refused(self, caller: str, error: HeteroPPError) -> None:
+        """See Door."""
+        self._refuse(caller, str(error), Kind.MALFORMED if isinstance(error, MalformedMessage) else Kind.FORBIDDEN)
 
     def _refuse(self, sender: str, reason: str, kind: Kind) -> None:
         self.exchange.refuse(plain(sender, MOST_OF_A_NAME), plain(reason), kind)
@@ -196,7 +212,8 @@ class _Servicer(ExchangeServicer):
     def _is_asked(self, context: grpc.ServicerContext) -> IsAsked:
         """Whether a call's caller is there. Else who comes and goes on a bad line would leave all threads waiting."""
         context.add_callback(self.exchange.wake)
-        return context.is_active
+        until = time.monotonic() + LONGEST_WAIT
+        return lambda: context.is_active() and time.monotonic() < until
 
     def _moving(self, frames: Iterable[bytes], member: str) -> Iterator[bytes]:
         """The same frames; each that goes over the link shows that the member is there."""
@@ -216,10 +233,10 @@ class _Servicer(ExchangeServicer):
         return pb.JoinReply(term=self.exchange.join(member, request.address, available, process, is_asked))
 
     def LastRound(self, request: pb.LastRoundRequest, context: grpc.ServicerContext) -> pb.LastRoundReply:
-        return pb.LastRoundReply(last_round=self.exchange.last_round())
+        return pb.LastRoundReply(last_round=self.exchange.last_round(self._is_asked(context)))
 
     def Changes(self, request: pb.ChangesRequest, context: grpc.ServicerContext) -> pb.ChangesReply:
-        return pb.ChangesReply(changes=self.exchange.changes().to_json())
+        return pb.ChangesReply(changes=self.exchange.changes(self._is_asked(context)).to_json())
 
     def Stay(self, request: pb.StayRequest, context: grpc.ServicerContext) -> pb.StayReply:
         """Held open by every member. If the caller is gone before the run is over, the exchange is told."""
@@ -255,16 +272,14 @@ class _Servicer(ExchangeServicer):
         return pb.BrokenReply()
 
     def Died(self, request: pb.DiedRequest, context: grpc.ServicerContext) -> pb.DiedReply:
-        caller = self.callers.of(context)
-        with self._counted(caller):
-            require_process(caller, request.member)
+        require_process(self.callers.of(context), request.member)
         self.exchange.died(request.member, plain(request.cause), request.term if request.HasField("term") else None)
         return pb.DiedReply()
 
     def NewestSnapshot(
         self, request: pb.NewestSnapshotRequest, context: grpc.ServicerContext
     ) -> pb.NewestSnapshotReply:
-        round_, names = self.exchange.newest_snapshot()
+        round_, names = self.exchange.newest_snapshot(self._is_asked(context))
         return pb.NewestSnapshotReply(round=round_, names=names)
 
     def Snapshot(  # type: ignore[override]  # a Frame is raw bytes
@@ -281,9 +296,12 @@ class _Servicer(ExchangeServicer):
         self, frames: Iterator[bytes], context: grpc.ServicerContext
     ) -> pb.DepositReply:
         member = self._member(context)
-        with self._counted(self.callers.of(context)):
-            moving = self._moving(frames, member)
-            header, data = read_frames(moving, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
+
+        def announced(header: pb.BlobHeader) -> int:
+            self.exchange.expect(member, self._address(header), header.size)
+            return header.size
+
+        header, data = read_frames(self._moving(frames, member), pb.BlobHeader, announced, MAX_BLOB_BYTES)
         address = self._address(header)
         self.exchange.deposit(member, address, bytes(data), header.epoch, header.steps, self._term(context))
         return pb.DepositReply(exchange=self.process)
@@ -323,13 +341,12 @@ class _Servicer(ExchangeServicer):
 
     def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
         caller = self.callers.of(context)
-        with self._counted(caller):
-            for report in request.reports:
-                require_report(report, caller.name, self.exchange.roster)
-                report.member = caller.name
-                make_plain(report)
+        for report in request.reports:
+            require_report(report, caller.name, self.exchange.roster)
+            report.member = caller.name
+            make_plain(report)
         self.exchange.report(request.reports, caller.term)
         return pb.ReportReply()
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
-        yield from self.exchange.watch(request.members)
+        yield from self.exchange.watch(request.members, context.is_active, MOST_UNREAD)

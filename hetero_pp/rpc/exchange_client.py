@@ -6,6 +6,8 @@ import hashlib
 import math
 import secrets
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -14,7 +16,15 @@ import torch
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkTimeout, MalformedMessage, StoreError, WrongToken
+from hetero_pp.errors import (
+    AskAgain,
+    ExchangeLost,
+    HeteroPPError,
+    LinkTimeout,
+    MalformedMessage,
+    StoreError,
+    WrongToken,
+)
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.outer.exchange_service import (
@@ -29,14 +39,23 @@ from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.exchange import SERVICE
-from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
+from hetero_pp.rpc.exchange import LONGEST_WAIT, SERVICE
+from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.services import ERROR_OF_CODE, call_path
 from hetero_pp.store.presigned import download, upload, without_signature
 from hetero_pp.units import format_seconds
 
 STANDSTILL = 60.0
 """Seconds after which an upload or a download of which nothing moves is given up."""
+
+ANSWER_SECONDS = LONGEST_WAIT + 10.0
+"""A call that is not answered in this time is made again: the exchange waits no longer than LONGEST_WAIT itself."""
+
+STREAM_SECONDS = 6 * 3600.0
+"""Within which a contribution or a snapshot has crossed, however slow the line."""
+
+AGAIN_SECONDS = 0.1
+"""Between two attempts, where an exchange is there and ends the call at once."""
 
 BEAT_TIMEOUT = 5.0
 """Seconds after which a beat that is not answered counts as lost: the next one may get through."""
@@ -80,7 +99,7 @@ class ExchangeClient:
         """As far as is known; what cannot be had from there, or brought there, goes by the exchange."""
         self._told: set[str] = set()
         """The exchange's processes that have noted something since the last record was asked for."""
-        self._closed = False
+        self._closed = threading.Event()
 
     @property
     def has_joined(self) -> bool:
@@ -89,7 +108,7 @@ class ExchangeClient:
 
     def close(self) -> None:
         """End the connection; calls under way fail."""
-        self._closed = True
+        self._closed.set()
         if self._stay is not None:
             self._stay.cancel()
         self._channel.close()
@@ -158,8 +177,10 @@ class ExchangeClient:
         try:
             reply = self._calls.Beat(request, metadata=self._metadata, timeout=BEAT_TIMEOUT)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
             raise self._translate(error) from None
-        if self._stay is not None and self._stay.done() and not self._closed:
+        if self._stay is not None and self._stay.done() and not self._closed.is_set():
             self.stay()  # the exchange was gone, and is there again
         return Standing(reply.is_over, reply.suspended if reply.HasField("suspended") else None, reply.cause)
 
@@ -176,15 +197,16 @@ class ExchangeClient:
         return self._again(lambda: self._read_snapshot(names, round_))
 
     def _read_snapshot(self, names: Sequence[str], round_: int | None) -> dict[str, Tensor]:
-        frames = self._stream(self._snapshot, pb.SnapshotRequest(names=names, round=round_))
-        header, data = read_frames(frames, pb.SnapshotHeader, _snapshot_bytes, MAX_BLOB_BYTES)
-        if list(header.names) != list(names):
-            raise MalformedMessage(f"asked for the tensors {list(names)}, got {list(header.names)}")
-        everything, start, tensors = torch.frombuffer(data, dtype=torch.float32), 0, {}
-        for name, tensor in zip(header.names, header.tensors, strict=True):
-            size = math.prod(tensor.shape)
-            tensors[name] = everything[start : start + size].view(*tensor.shape).clone()
-            start += size
+        frames = self._stream(self._snapshot, pb.SnapshotRequest(names=names, round=round_), STREAM_SECONDS)
+        tensors: dict[str, Tensor] = {}
+
+        def room_for(header: pb.SnapshotHeader) -> Iterator[memoryview]:
+            if list(header.names) != list(names):
+                raise MalformedMessage(f"asked for the tensors {list(names)}, got {list(header.names)}")
+            tensors.update(_empty(header))
+            return (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
+
+        read_into(frames, pb.SnapshotHeader, room_for)
         return tensors
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
@@ -206,13 +228,13 @@ class ExchangeClient:
             return None
         request = pb.Upload(blob=header, sha256=hashlib.sha256(data).digest())
         try:
-            reply = self._calls.UploadUrl(request, metadata=self._metadata)
+            reply = self._calls.UploadUrl(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
             if not reply.HasField("url"):
                 self._reaches_store = False
                 return None
             if reply.url:
                 upload(reply.url, data, STANDSTILL)
-            return self._calls.Uploaded(request, metadata=self._metadata)
+            return self._calls.Uploaded(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
         except grpc.RpcError as error:
             raise self._translate(error) from None
         except StoreError as error:
@@ -226,7 +248,8 @@ class ExchangeClient:
 
     def _send(self, header: pb.BlobHeader, data: bytes) -> pb.DepositReply:
         try:
-            return self._deposit(header_and_payload_frames(header, [data]), metadata=self._metadata)
+            frames = header_and_payload_frames(header, [data])
+            return self._deposit(frames, metadata=self._metadata, timeout=STREAM_SECONDS)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
@@ -237,20 +260,23 @@ class ExchangeClient:
         told, self._told = self._told, set()
         if len(told) > 1:
             raise ExchangeLost(f"the exchange at {self.address} was gone while it was told of round {round_}")
-        try:
-            return self._calls.Record(pb.RecordRequest(round=round_, exchange="".join(told)), metadata=self._metadata)
-        except grpc.RpcError as error:
-            lost = self._translate(error)
-            if isinstance(lost, ExchangeLost):
-                self._await_return(lost)
-            raise lost from None
+        request = pb.RecordRequest(round=round_, exchange="".join(told))
+        while True:
+            try:
+                return self._calls.Record(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
+            except grpc.RpcError as error:
+                found = self._translate(error)
+            if isinstance(found, ExchangeLost):
+                self._await_return(found)
+            if not isinstance(found, AskAgain):
+                raise found
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangeService."""
 
         def read(by_store: bool) -> bytes:
             request = pb.FetchRequest(round=round_, replica=replica, block=block, reaches_store=by_store)
-            frames = self._stream(self._fetch, request)
+            frames = self._stream(self._fetch, request, STREAM_SECONDS)
             header, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
             if not header.HasField("stored"):
                 return bytes(data)
@@ -299,29 +325,37 @@ class ExchangeClient:
 
     def _ask(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request, wait: bool = False) -> Reply:
         """`wait`: for an exchange that has never answered. One that has is waited for until it is there again."""
+        limit = self._timeout if wait and self._timeout is not None else math.inf
+        until = time.monotonic() + limit
 
         def ask() -> Reply:
-            limit = self._timeout if wait else None
+            if (left := until - time.monotonic()) <= 0:
+                raise self._does_not_answer(limit)
             try:
-                return call(request, metadata=self._metadata, wait_for_ready=wait, timeout=limit)
+                return call(request, metadata=self._metadata, wait_for_ready=wait, timeout=min(left, ANSWER_SECONDS))
             except grpc.RpcError as error:
-                if limit is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise self._does_not_answer(limit) from None
                 raise self._translate(error) from None
 
-        return self._again(ask) if self.has_joined else ask()
+        return self._again(ask)
 
     def _again(self, ask: Callable[[], Answer]) -> Answer:
         """What may be asked twice, as often as it takes: the exchange may be gone for a while, and come back."""
         while True:
             try:
                 return ask()
+            except AskAgain:
+                continue
             except ExchangeLost as lost:
                 self._await_return(lost)
+                self.pause()
+
+    def pause(self) -> None:
+        """A moment, before what failed is asked again."""
+        self._closed.wait(AGAIN_SECONDS)
 
     def _await_return(self, lost: ExchangeLost) -> None:
         """Wait until the exchange is there again. Raises what was `lost` if it never was, or is not wanted any more."""
-        if not self.has_joined or self._closed:
+        if not self.has_joined or self._closed.is_set():
             raise lost
         self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
         try:  # what failed may have gone over the other connection
@@ -329,9 +363,11 @@ class ExchangeClient:
         except grpc.FutureTimeoutError:
             raise self._does_not_answer(self._timeout or math.inf) from None
 
-    def _stream(self, call: grpc.UnaryStreamMultiCallable[Request, Reply], request: Request) -> Iterator[Reply]:
+    def _stream(
+        self, call: grpc.UnaryStreamMultiCallable[Request, Reply], request: Request, timeout: float | None = None
+    ) -> Iterator[Reply]:
         try:
-            yield from call(request, metadata=self._metadata)
+            yield from call(request, metadata=self._metadata, timeout=timeout)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
@@ -351,7 +387,8 @@ def _downloaded(stored: pb.StoredBlob) -> bytes:
     return data
 
 
-def _snapshot_bytes(header: pb.SnapshotHeader) -> int:
+def _empty(header: pb.SnapshotHeader) -> dict[str, Tensor]:
+    """Room for the tensors of a snapshot: as large as the model, which is what the exchange is trusted with."""
     if any(tensor.dtype != pb.FP32 for tensor in header.tensors) or len(header.names) != len(header.tensors):
         raise MalformedMessage("a snapshot holds named tensors in fp32")
-    return sum(4 * math.prod(tensor.shape) for tensor in header.tensors)
+    return {name: torch.empty(*tensor.shape) for name, tensor in zip(header.names, header.tensors, strict=True)}

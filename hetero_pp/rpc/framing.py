@@ -114,16 +114,28 @@ def read_frames(
 
     Reads no further than the payload's end, so the caller decides whether more may follow.
     """
+    buffer = bytearray()
+
+    def room_for(header: Header) -> list[memoryview]:
+        size = size_of(header)
+        if not 0 <= size <= max_bytes:
+            raise MalformedMessage(f"found a payload of {size} bytes, expected at most {max_bytes}")
+        buffer.extend(bytes(size))
+        return [memoryview(buffer)]
+
+    return read_into(frames, header_type, room_for), buffer
+
+
+def read_into(
+    frames: Iterator[bytes], header_type: type[Header], room_for: Callable[[Header], Iterable[memoryview]]
+) -> Header:
+    """As `read_frames`, into the memory that `room_for` has for the payload of a header."""
     header, header_bytes, part = _split(_next(frames), header_type)
-    size = size_of(header)
-    if not 0 <= size <= max_bytes:
-        raise MalformedMessage(f"found a payload of {size} bytes, expected at most {max_bytes}")
-    buffer = bytearray(size)
-    payload = _Payload(header_bytes, [memoryview(buffer)])
+    payload = _Payload(header_bytes, room_for(header))
     payload.add(part)
     while payload.missing:
         payload.add(memoryview(_next(frames)))
-    return header, buffer
+    return header
 
 
 def _next(frames: Iterator[bytes]) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from hetero_pp.refusals import Kind
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 
 _MAX_HELLO_BYTES = 4096
+_TOKEN = "token"
 
 
 class Complaint(NamedTuple):
@@ -33,6 +34,18 @@ class Introduction:
     link: str
     own: str
     peer: str
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """By which a call shows that it is the neighbour's, before anything of it is read."""
+        return ((_TOKEN, self.token),)
+
+    def is_shown_by(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Whether a call's metadata are the neighbour's."""
+        return any(key == _TOKEN and self._is_token(value) for key, value in metadata if isinstance(value, str))
+
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self.token.encode())
 
     def hello(self, epoch: int, session: bytes, stream: int, received: int, goes_on: bool) -> LinkHello:
         """What this member says first on a stream, when it has received so many messages of the link."""
@@ -61,7 +74,7 @@ class Introduction:
 
     def judge(self, hello: LinkHello) -> Complaint | None:
         """Why not to talk to who says this (None: they are who we wait for). Epochs are not looked at."""
-        if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
+        if not self._is_token(hello.token):
             return Complaint(Kind.STRANGER, "found another token than the link's")  # and is told no more
         wanted = {"version": PROTOCOL_VERSION, "link": self.link, "sender": self.peer}
         for name, value in wanted.items():

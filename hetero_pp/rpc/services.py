@@ -6,15 +6,18 @@ In a call, a Frame of the .proto is one frame of raw bytes; everything else is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from hetero_pp.errors import (
+    AskAgain,
+    Forbidden,
     HeteroPPError,
     MalformedMessage,
     Refused,
@@ -22,14 +25,22 @@ from hetero_pp.errors import (
     RunFailed,
     Suspended,
     TermOver,
+    TooMuch,
     WrongToken,
 )
 from hetero_pp.messages.messages_pb2 import Frame
+from hetero_pp.rpc.open_calls import OpenCalls
 
-Admit = Callable[[str, grpc.ServicerContext], None]
-"""Raises a HeteroPPError for who is not let in to the call of this name."""
 
-AdmitHere = Callable[[grpc.ServicerContext], None]
+class Door(Protocol):
+    """Who is let in to a service."""
+
+    def admit(self, call: str, context: grpc.ServicerContext) -> str:
+        """Who makes a call. Raises Refused for who is not let in to it."""
+
+    def refused(self, caller: str, error: HeteroPPError) -> None:
+        """Something of who was let in is not its own, malformed, or too much."""
+
 
 _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
     WrongToken: grpc.StatusCode.UNAUTHENTICATED,
@@ -39,6 +50,8 @@ _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
     ReplicasDiffer: grpc.StatusCode.DATA_LOSS,
     TermOver: grpc.StatusCode.FAILED_PRECONDITION,
     Suspended: grpc.StatusCode.OUT_OF_RANGE,
+    AskAgain: grpc.StatusCode.DEADLINE_EXCEEDED,
+    TooMuch: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
     grpc.StatusCode.PERMISSION_DENIED: Refused,
@@ -47,6 +60,7 @@ ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
     grpc.StatusCode.DATA_LOSS: ReplicasDiffer,
     grpc.StatusCode.FAILED_PRECONDITION: TermOver,
     grpc.StatusCode.OUT_OF_RANGE: Suspended,
+    grpc.StatusCode.DEADLINE_EXCEEDED: AskAgain,
 }
 """As what a caller raises an error of the other side."""
 
@@ -56,54 +70,76 @@ def call_path(service: ServiceDescriptor, call: str) -> str:
     return f"/{service.full_name}/{service.methods_by_name[call].name}"
 
 
-def service_handler(service: ServiceDescriptor, servicer: object, admit: Admit) -> grpc.GenericRpcHandler:
-    """For `make_server`: every call of a service, guarded by `admit`, goes to the servicer's method of its name.
+def service_handler(service: ServiceDescriptor, servicer: object, door: Door, most_open: int) -> grpc.GenericRpcHandler:
+    """For `make_server`: every call of a service goes to the servicer's method of its name, if the door lets it in.
 
-    A HeteroPPError that either raises ends the call with its status code.
+    A caller has at most so many calls open. A HeteroPPError that is raised ends the call with its status code.
     """
-    handlers = {call.name: _call_handler(call, getattr(servicer, call.name), admit) for call in service.methods}
+    open_calls = OpenCalls(most_open)
+    handlers = {
+        call.name: _call_handler(_Call(call, getattr(servicer, call.name), door, open_calls))
+        for call in service.methods
+    }
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _call_handler(call: MethodDescriptor, answer: Callable[..., Any], admit: Admit) -> grpc.RpcMethodHandler[Any, Any]:
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[call.client_streaming, call.server_streaming]
-    guarded = _guarded_stream if call.server_streaming else _guarded
-    return make(guarded(answer, partial(admit, call.name)), _parser(call.input_type), _serializer(call.output_type))
+@dataclass(frozen=True)
+class _Call:
+    """One call of a service."""
+
+    method: MethodDescriptor
+    answer: Callable[..., Any]
+    door: Door
+    open_calls: OpenCalls
+
+    @contextmanager
+    def entered(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """While a caller is let in, and answered."""
+        caller = None
+        try:
+            caller = self.door.admit(self.method.name, context)
+            with self.open_calls.one_more(caller):
+                yield
+        except HeteroPPError as error:
+            if caller is not None and isinstance(error, Forbidden | MalformedMessage | TooMuch):
+                self.door.refused(caller, error)
+            _abort(context, error)
+
+    def request(self, messages: Iterator[bytes]) -> object:
+        """What is asked; the messages themselves where there are many, or no protobuf."""
+        if self.method.client_streaming:
+            return messages
+        return _parsed(self.method.input_type, next(messages, None))
 
 
-def _parser(message: Descriptor) -> Callable[[bytes], Message] | None:
-    return None if message is Frame.DESCRIPTOR else GetMessageClass(message).FromString
+def _call_handler(call: _Call) -> grpc.RpcMethodHandler[Any, Any]:
+    """All as if requests were streams: gRPC has a thread wait for a single one, before it asks who calls."""
+
+    def one(messages: Iterator[bytes], context: grpc.ServicerContext) -> object:
+        with call.entered(context):
+            return call.answer(call.request(messages), context)
+
+    def many(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[object]:
+        with call.entered(context):
+            yield from call.answer(call.request(messages), context)
+
+    serializer = _serializer(call.method.output_type)
+    if call.method.server_streaming:
+        return grpc.stream_stream_rpc_method_handler(many, None, serializer)
+    return grpc.stream_unary_rpc_method_handler(one, None, serializer)
+
+
+def _parsed(kind: Descriptor, message: bytes | None) -> Message:
+    if message is None:
+        raise MalformedMessage("found the end of the call, expected a request")
+    try:
+        return GetMessageClass(kind).FromString(message)
+    except DecodeError:
+        raise MalformedMessage(f"found {len(message)} bytes that are no {kind.name}") from None
 
 
 def _serializer(message: Descriptor) -> Callable[[Message], bytes] | None:
     return None if message is Frame.DESCRIPTOR else GetMessageClass(message).SerializeToString
-
-
-def _guarded(answer: Callable[..., object], admit: AdmitHere) -> Callable[..., object]:
-    def call(request: object, context: grpc.ServicerContext) -> object:
-        try:
-            admit(context)
-            return answer(request, context)
-        except HeteroPPError as error:
-            _abort(context, error)
-
-    return call
-
-
-def _guarded_stream(answer: Callable[..., Iterator[object]], admit: AdmitHere) -> Callable[..., Iterator[object]]:
-    def call(request: object, context: grpc.ServicerContext) -> Iterator[object]:
-        try:
-            admit(context)
-            yield from answer(request, context)
-        except HeteroPPError as error:
-            _abort(context, error)
-
-    return call
 
 
 def _abort(context: grpc.ServicerContext, error: HeteroPPError) -> NoReturn:

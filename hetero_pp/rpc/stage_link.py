@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import grpc
 
-from hetero_pp.errors import LinkClosed, MalformedMessage, Refused
+from hetero_pp.errors import HeteroPPError, LinkClosed, MalformedMessage, Refused
 from hetero_pp.link.epochs import Epochs
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
@@ -33,8 +33,10 @@ from hetero_pp.rpc.services import service_handler
 HELLO_SECONDS = 10.0
 
 _SESSION_BYTES = 8
+_MOST_OPEN = 6
+"""Calls of the neighbour: a link, what is left of those before, and one that is to come."""
 _WORKERS = 8
-"""Of a server: for a link, for what is left of those before and one that is to come, and to refuse strangers."""
+"""Of a server: two are left to refuse strangers."""
 
 
 class StageLinkDialer:
@@ -128,7 +130,7 @@ class StageLinkServer(StageLinkServicer):
 
     def listen(self, address: str) -> int:
         """Listen on HOST:PORT; returns the port (PORT 0 takes any free one). OSError if it cannot be had."""
-        handler = service_handler(SERVICE, self, _anybody)
+        handler = service_handler(SERVICE, self, self, _MOST_OPEN)
         self._server, port = make_server(address, [handler], _WORKERS)
         return port
 
@@ -148,6 +150,18 @@ class StageLinkServer(StageLinkServicer):
     def give_up(self, before: int, cause: str) -> None:
         """Links of epochs before this one are over; one that is waited for, too."""
         self._epochs.give_up(before, cause)
+
+    def admit(self, call: str, context: grpc.ServicerContext) -> str:
+        """See Door. Who does not show the link's token is refused before anything is read."""
+        if not self._introduction.is_shown_by(context.invocation_metadata()):
+            reason = "found another token than the link's"
+            self._refuse(context.peer(), reason, Kind.STRANGER)
+            raise Refused(reason)
+        return self._introduction.peer
+
+    def refused(self, caller: str, error: HeteroPPError) -> None:
+        """See Door."""
+        self._refuse(caller, str(error), Kind.MALFORMED if isinstance(error, MalformedMessage) else Kind.FORBIDDEN)
 
     def Open(  # type: ignore[override]  # a Frame is raw bytes
         self, requests: Iterator[bytes], context: grpc.ServicerContext
@@ -214,7 +228,3 @@ class StageLinkServer(StageLinkServicer):
             self.refusals += 1
         if self._on_refusal is not None:
             self._on_refusal(sender, reason, kind)
-
-
-def _anybody(call: str, context: grpc.ServicerContext) -> None:
-    """Lets everybody open a stream: who they are is in its first frame."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from hetero_pp.errors import HeteroPPError, LinkClosed, Refused, RunFailed, StoreError, Suspended, TermOver
+from hetero_pp.errors import AskAgain, HeteroPPError, Refused, RunFailed, StoreError, Suspended, TermOver
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from replica_groups.exchange.log import ContributionLog
@@ -196,13 +196,13 @@ class Decisions:
     def wait_until(self, condition: Callable[[], bool], is_asked: IsAsked = always) -> None:
         """Wait for it, with the lock held while it is asked, as long as somebody asks.
 
-        Raises RunFailed, LinkClosed once nobody does.
+        Raises RunFailed, AskAgain once nobody does.
         """
         with self.changed:
             self.changed.wait_for(lambda: self.failure is not None or condition() or not is_asked())
             self.require_alive()
             if not is_asked() and not condition():
-                raise LinkClosed("who has asked is gone")
+                raise AskAgain("who has asked is gone, or has waited as long as a call may")
 
     def wake(self) -> None:
         """Who has asked may be gone."""

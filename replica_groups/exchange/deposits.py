@@ -10,7 +10,7 @@ from hetero_pp.errors import MalformedContribution, Refused, Suspended
 from hetero_pp.messages.messages_pb2 import BlobEntry
 from hetero_pp.model import Shapes
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob, entry_of, most_bytes
 from hetero_pp.refusals import Kind
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.decisions import Decisions
@@ -82,9 +82,11 @@ class Deposits:
     def uploaded(self, offer: Offer) -> None:
         """A member says that the blob is in the store."""
 
+        most = most_bytes(offer.address, self._shapes.get(offer.address.block, {}), self._compression)
+
         def keep() -> BlobEntry:
             try:
-                data = self._decisions.patiently(lambda: take_upload(self._log, offer.key, offer.sha256))
+                data = self._decisions.patiently(lambda: take_upload(self._log, offer.key, offer.sha256, most))
             except MalformedContribution as error:
                 raise self._refused(offer.member, f"`{offer.address.block}`: {error}", Kind.MALFORMED) from None
             except FileNotFoundError:
@@ -108,15 +110,25 @@ class Deposits:
                     self._being_kept.discard((offer.address, offer.epoch))
                     self._decisions.changed.notify_all()
 
+    def expect(self, member: str, address: BlobAddress, size: int) -> None:
+        """Raise Refused for a blob that is not a member's, or larger than any of its shapes comes to."""
+        self._expect_address(member, address)
+        most = most_bytes(address, self._shapes[address.block], self._compression)
+        if size > most:
+            reason = f"`{address.block}`: found {size} bytes, expected at most {most}"
+            raise self._refused(member, reason, Kind.MALFORMED)
+
     def _expect_own(self, offer: Offer) -> None:
-        member, address = offer.member, offer.address
+        self._expect_address(offer.member, offer.address)
+        if len(offer.sha256) != DIGEST_BYTES:
+            reason = f"found a digest of {len(offer.sha256)} bytes, expected {DIGEST_BYTES}"
+            raise self._refused(offer.member, reason, Kind.MALFORMED)
+
+    def _expect_address(self, member: str, address: BlobAddress) -> None:
         if self._roster.members[member] != address.replica or address.block not in self._roster.blocks[member]:
             raise self._refused(member, f"`{address.block}` of {address.replica} is not this member's", Kind.FORBIDDEN)
         if address.run != self._run:
             raise self._refused(member, "a contribution to another run", Kind.UNEXPECTED)
-        if len(offer.sha256) != DIGEST_BYTES:
-            reason = f"found a digest of {len(offer.sha256)} bytes, expected {DIGEST_BYTES}"
-            raise self._refused(member, reason, Kind.MALFORMED)
 
     def _is_awaited(self, offer: Offer) -> bool:
         """Whether a blob may still count: False in a round that is closed, where its sender finds that it was late."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import sys
 import threading
@@ -160,14 +161,14 @@ class Exchange:
         if self.coordinator.rounds is None:
             raise self._refused(member, "the run has not begun: not all members have joined")
 
-    def last_round(self) -> int:
+    def last_round(self, is_asked: IsAsked = always) -> int:
         """See ExchangeService."""
-        self.decisions.wait_until(lambda: self.coordinator.rounds is not None)
+        self.decisions.wait_until(lambda: self.coordinator.rounds is not None, is_asked)
         return self.coordinator.last_round
 
-    def changes(self) -> Changes:
+    def changes(self, is_asked: IsAsked = always) -> Changes:
         """See ExchangeService."""
-        self.last_round()
+        self.last_round(is_asked)
         return self._changes
 
     def snapshot_kept(self, round_: int) -> None:
@@ -176,9 +177,9 @@ class Exchange:
             self._newest = round_
             self._changed.notify_all()
 
-    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
+    def newest_snapshot(self, is_asked: IsAsked = always) -> tuple[int, Sequence[str]]:
         """See ExchangeService."""
-        self.last_round()
+        self.last_round(is_asked)
         with self._reading:
             if self._held is None or self._held.round != self._newest:
                 damaged: list[str] = []
@@ -343,6 +344,12 @@ class Exchange:
 
     # ---- contributions ----
 
+    def expect(self, member: str, address: BlobAddress, size: int) -> None:
+        """A member is about to send a blob of so many bytes: before any of it is kept, see that it may."""
+        self._expect_member(member)
+        self._require_begun(member)
+        self._deposits.expect(member, address, size)
+
     def deposit(
         self,
         member: str,
@@ -500,9 +507,11 @@ class Exchange:
         """How many reports there were."""
         return self.watchers.reported
 
-    def watch(self, members: Collection[str] = ()) -> Iterator[Report]:
+    def watch(
+        self, members: Collection[str] = (), is_asked: IsAsked = always, most_unread: float = math.inf
+    ) -> Iterator[Report]:
         """See Watchers."""
-        return self.watchers.watch(members)
+        return self.watchers.watch(members, is_asked, most_unread)
 
     def end_watching(self) -> None:
         """No report will come any more, and nothing is decided."""

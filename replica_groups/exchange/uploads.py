@@ -8,7 +8,6 @@ as whoever decodes it will.
 from __future__ import annotations
 
 from hetero_pp.errors import DamagedFile, MalformedContribution
-from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES
 from replica_groups.exchange.log import ContributionLog
 
 UPLOADED = ".uploaded"
@@ -26,23 +25,25 @@ def download_url(log: ContributionLog, key: str) -> str | None:
     return log.store.sign("GET", key, URL_SECONDS)
 
 
-def take_upload(log: ContributionLog, key: str, sha256: bytes) -> bytes:
-    """Have the log keep a blob that a member says it has uploaded, with this digest. May be repeated.
+def take_upload(log: ContributionLog, key: str, sha256: bytes, most: int) -> bytes:
+    """Have the log keep a blob that a member says it has uploaded, with this digest, of so many bytes at most.
+
+    May be repeated.
 
     Raises MalformedContribution if something else is there, FileNotFoundError if nothing is.
     """
     try:
         data = log.read_blob(key, sha256)
     except (DamagedFile, FileNotFoundError):
-        data = _copied(log, key, sha256)
+        data = _copied(log, key, sha256, most)
     log.store.delete([key + UPLOADED])
     return data
 
 
-def _copied(log: ContributionLog, key: str, sha256: bytes) -> bytes:
+def _copied(log: ContributionLog, key: str, sha256: bytes, most: int) -> bytes:
     log.store.copy(key + UPLOADED, key)
-    if (size := log.store.size(key)) > MAX_BLOB_BYTES:
-        complaint = f"uploaded {size} bytes, expected at most {MAX_BLOB_BYTES}"
+    if (size := log.store.size(key)) > most:
+        complaint = f"uploaded {size} bytes, expected at most {most}"
     else:
         try:
             return log.read_blob(key, sha256)

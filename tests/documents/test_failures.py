@@ -1,4 +1,4 @@
-"""Each test that docs/failures.md names is there."""
+"""Each test that docs/failures.md and docs/security.md name is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMED = sorted(set(re.findall(r"`(tests/[^`]+)`", (ROOT / "docs/failures.md").read_text())))
+PAGES = [ROOT / "docs" / name for name in ("failures.md", "security.md")]
+NAMED = sorted({name for page in PAGES for name in re.findall(r"`(tests/[^`]+)`", page.read_text())})
 
 
 def _tests_of(path: Path) -> set[str]:
@@ -25,4 +26,4 @@ def test_a_test_that_is_named_is_there(name: str) -> None:
 
 
 def test_some_are_named() -> None:
-    assert len(NAMED) > 10
+    assert all(page.read_text().count("`tests/") > 10 for page in PAGES)

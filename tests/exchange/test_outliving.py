@@ -25,7 +25,7 @@ SECRET = Secret("a secret")
 def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: Path) -> None:
     """Its contribution is counted, though the first exchange has died with what it knew of it."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
-    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", 2)
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
     run.exchange.died("a", "to be taken over the network")
     term = client.join("a", "")
@@ -43,7 +43,7 @@ def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: 
     assert ended.wait(TIMEOUT)
     assert not waits.done()
     run.take_over()
-    server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}", 2)
+    server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}")
     assert not run.exchange.beat("b", 1, 1).is_over
     b.outer.exchange = run.exchange
     b.train(1)
@@ -59,7 +59,7 @@ def test_who_waits_for_a_record_deposits_again_with_the_next_exchange(tmp_path: 
 def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a line that comes and goes a member asks again and again; the server has so many threads."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
-    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", 1)
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     run.assign(0, "a", "b")
     held = shown(SECRET.credentials("a"), "run", run.exchange.coordinator.places["a"].term)
     entered, left, record = Semaphore(0), Semaphore(0), run.exchange.record
@@ -89,7 +89,7 @@ def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypat
 def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(tmp_path: Path) -> None:
     """No call was under way that could have broken: without being asked, the member would wait for ever."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
-    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", 2)
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
     run.exchange.died("a", "to be taken over the network")
     client.join("a", "")
@@ -104,7 +104,7 @@ def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(
     first.decisions.fail("it is gone")
     assert ended.wait(TIMEOUT)
     run.take_over()
-    server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}", 2)
+    server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}")
     assert client.last_round() == 0  # it has reached the other one
     assert not run.exchange.beat("b", 1, 1).is_over
     with pytest.raises(ExchangeLost, match="has to be told again"):
@@ -155,7 +155,7 @@ def test_a_record_that_cannot_be_read_is_not_asked_for_for_ever(tmp_path: Path, 
     record.write_bytes(record.read_bytes()[:-20])
     if not is_there:
         record.unlink()
-    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", 2)
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
     run.exchange.died("a", "to be taken over the network")
     client.join("a", "")
@@ -171,7 +171,7 @@ def test_a_record_that_cannot_be_read_is_not_asked_for_for_ever(tmp_path: Path, 
 def test_a_process_whose_place_is_anothers_does_not_end_the_run(tmp_path: Path) -> None:
     """It was frozen, wakes, finds its term over, and that it cannot join again."""
     run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
-    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", 2)
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     first, second = (ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run") for _ in range(2))
     try:
         for client in (first, second):

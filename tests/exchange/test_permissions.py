@@ -179,7 +179,7 @@ class _Served:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", 2)
+        self.server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
         self._clients: list[ExchangeClient] = []
 

@@ -42,6 +42,7 @@ ROSTER = Roster(
 )
 TOKEN, WATCHER = SECRET.credentials("dc").token, SECRET.credentials(LAUNCHER)
 BLOB = b"a blob of some bytes"
+LARGEST = 1000
 ADDRESS = BlobAddress(RUN, 3, "dc", "norm")
 CHANGES = Changes({"outer.rounds": {1: 2, 5: 9}, "inner.learning_rate": {1: 0.5, 3: 0.25}})
 NORM = torch.arange(6.0).view(2, 3)
@@ -71,6 +72,8 @@ class Recorder:
         self.asked: list[tuple[object, ...]] = []
         self.reports = [pb.Report(member="dc")]
         self.sounds: list[str] = []
+        self.expected: list[tuple[str, BlobAddress, int]] = []
+        """What members were about to send."""
         self.left_terms: list[int | None] = []
         self.processes: list[str | None] = []
         """By what callers that wanted a place have named themselves."""
@@ -81,7 +84,7 @@ class Recorder:
         self.asked.append(("agree", member, configuration))
         return self.run
 
-    def changes(self) -> Changes:
+    def changes(self, is_asked: IsAsked) -> Changes:
         self.asked.append(("changes",))
         return CHANGES
 
@@ -92,11 +95,11 @@ class Recorder:
         self.processes.append(process)
         return TERM
 
-    def last_round(self) -> int:
+    def last_round(self, is_asked: IsAsked) -> int:
         self.asked.append(("last_round",))
         return 7
 
-    def newest_snapshot(self) -> tuple[int, Sequence[str]]:
+    def newest_snapshot(self, is_asked: IsAsked) -> tuple[int, Sequence[str]]:
         self.asked.append(("newest_snapshot",))
         return 6, ["a", "b"]
 
@@ -125,6 +128,11 @@ class Recorder:
 
     def died(self, member: str, cause: str, term: int | None = None) -> None:
         self.asked.append(("died", member, cause, term))
+
+    def expect(self, member: str, address: BlobAddress, size: int) -> None:
+        self.expected.append((member, address, size))
+        if size > LARGEST:
+            raise Refused(f"found {size} bytes, expected at most {LARGEST}")
 
     def deposit(
         self,
@@ -176,7 +184,7 @@ class Recorder:
     def report(self, reports: Sequence[pb.Report], term: int | None = None) -> None:
         self.asked.append(("report", *(report.member for report in reports), term))
 
-    def watch(self, members: Collection[str] = ()) -> Iterator[pb.Report]:
+    def watch(self, members: Collection[str], is_asked: IsAsked, most_unread: float) -> Iterator[pb.Report]:
         self.asked.append(("watch", *members))
         yield from self.reports
 
@@ -200,7 +208,7 @@ class Served:
 
     def __init__(self) -> None:
         self.exchange = Recorder()
-        self.server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0", members=1)
+        self.server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
 
     def stop(self) -> None:
@@ -456,10 +464,10 @@ def test_who_watches_waits_for_the_exchange() -> None:
         watcher.start()
         nobody.accept()[0].close()
     exchange = Recorder()
-    server, _ = serve_exchange(exchange, SECRET, address, 1)
+    server, _ = serve_exchange(exchange, SECRET, address)
     watcher.join(TIMEOUT)
     server.stop(0).wait()
-    assert found == list(exchange.watch())
+    assert found == exchange.reports
 
 
 def test_of_some_members_what_they_tell_is_followed_until_they_are_through(served: Served) -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -31,7 +31,8 @@ from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 
 SECONDS = 60.0
 PLAN = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
-HELLO = LinkHello(version=PROTOCOL_VERSION, token="run", link=PLAN.name, sender=PLAN.source)
+TOKEN = "run"
+HELLO = LinkHello(version=PROTOCOL_VERSION, token=TOKEN, link=PLAN.name, sender=PLAN.source)
 
 
 class Listener:
@@ -65,8 +66,8 @@ def assert_works(one: GrpcLinkEnd, other: GrpcLinkEnd) -> None:
     assert other.receive(SECONDS).header.step == 3
 
 
-def raw_stream(stack: ExitStack, address: str, *frames: bytes) -> Iterator[bytes]:
-    """A peer that sends these frames, whatever they are, and then stays silent."""
+def raw_stream(stack: ExitStack, address: str, *frames: bytes, token: str | None = TOKEN) -> Iterator[bytes]:
+    """A peer that shows a token, sends these frames, whatever they are, and then stays silent."""
     channel = make_channel(address)
     stack.callback(channel.close)
     waiting = threading.Event()
@@ -77,7 +78,14 @@ def raw_stream(stack: ExitStack, address: str, *frames: bytes) -> Iterator[bytes
         waiting.wait()
 
     stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream("/hetero_pp.StageLink/Open")
-    return iter(stream(requests(), wait_for_ready=True, timeout=SECONDS))
+    metadata = () if token is None else (("token", token),)
+    return iter(stream(requests(), metadata=metadata, wait_for_ready=True, timeout=SECONDS))
+
+
+def refusal_code(replies: Iterator[bytes]) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as error:
+        next(replies)
+    return error.value.code()
 
 
 def refusal_of(replies: Iterator[bytes]) -> str:
@@ -94,8 +102,10 @@ def test_strangers_are_refused_and_the_right_peer_still_gets_in(listener: Listen
         listener.dial(replace(PLAN, name="home.1-2"))
     with pytest.raises(Refused, match=r"found sender mallory, expected home\.0"):
         listener.dial(member="mallory")
-    told = [(sender, kind) for sender, _, kind in listener.refusals]
-    assert told == [("home.0", Kind.STRANGER), ("home.0", Kind.UNEXPECTED), ("mallory", Kind.UNEXPECTED)]
+    (stranger, *told) = [(sender, kind) for sender, _, kind in listener.refusals]
+    assert stranger[0].startswith("ipv4:127.0.0.1:")
+    assert stranger[1] is Kind.STRANGER
+    assert told == [("home.0", Kind.UNEXPECTED), ("mallory", Kind.UNEXPECTED)]
     assert listener.links.refusals == 3
     upstream, downstream = listener.dial(), listener.links.accept(SECONDS)
     assert_works(upstream, downstream)
@@ -127,7 +137,29 @@ def test_no_hello_at_all(stack: ExitStack, listener: Listener, frame: bytes) -> 
     assert_works(listener.dial(), listener.links.accept(SECONDS))
 
 
-def test_a_silent_stranger_is_dropped(stack: ExitStack, listener: Listener) -> None:
+@pytest.mark.parametrize("token", [None, "", "guess", TOKEN + "!"])
+def test_strangers_that_open_calls_and_send_nothing_keep_nobody_out(
+    stack: ExitStack, listener: Listener, token: str | None
+) -> None:
+    """More of them than the server has threads, each turned away before anything of it is read."""
+    waiting = [raw_stream(stack, listener.address, token=token) for _ in range(30)]
+    for replies in waiting:
+        assert refusal_of(replies) == "found another token than the link's"
+    assert_works(listener.dial(), listener.links.accept(SECONDS))
+    assert {kind for _, _, kind in listener.refusals} == {Kind.STRANGER}
+    assert listener.links.refusals == 30
+
+
+def test_the_neighbour_has_no_more_calls_open_than_a_link_needs(stack: ExitStack, listener: Listener) -> None:
+    """Which of them is one too many, the order in which they come decides."""
+    streams = [raw_stream(stack, listener.address) for _ in range(stage_link._MOST_OPEN + 1)]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        refused = next(as_completed([pool.submit(refusal_code, stream) for stream in streams]))
+        assert refused.result() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        listener.links.close(grace=0)
+
+
+def test_a_silent_neighbour_is_dropped(stack: ExitStack, listener: Listener) -> None:
     with mock.patch.object(stage_link, "HELLO_SECONDS", 0.05), pytest.raises(grpc.RpcError) as error:
         next(raw_stream(stack, listener.address))
     assert error.value.code() is grpc.StatusCode.CANCELLED

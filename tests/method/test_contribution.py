@@ -34,6 +34,7 @@ from hetero_pp.pseudo_gradient.contribution import (
     encode_blob,
     entry_of,
     kept_values,
+    most_bytes,
 )
 from hetero_pp.pseudo_gradient.error_feedback import Selection, select
 from hetero_pp.pseudo_gradient.quantise import Quantised
@@ -199,6 +200,22 @@ def test_the_size_that_is_expected_of_random_values(values: tuple[str, int], den
     shapes: dict[str, Shape] = {"a": (512, 768), "b": (768,)}
     size = len(encode_blob(ADDRESS, _selections(compression, shapes), compression))
     assert size == pytest.approx(blob_bytes(ADDRESS, shapes, compression), rel=0.12)
+
+
+@pytest.mark.parametrize("selection", ["top_k", "random_k"])
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("density", [1 / 4096, 1 / 128, 1 / 3, 1.0])
+@pytest.mark.parametrize("shapes", [{"a": (512, 768), "b": (768,)}, {"x": (1, 1)}, {"n" * 60: (3, 5, 7), "y": (4097,)}])
+def test_no_blob_is_longer_than_is_let_in(
+    selection: str, values: tuple[str, int], density: float, shapes: dict[str, Shape]
+) -> None:
+    """Of values without any order, at positions without any: nothing about them can be compressed."""
+    compression = CompressionSettings(
+        density=density, tile=(64, 64), selection=selection, quantiser=values[0], value_bits=values[1]
+    )
+    size = len(encode_blob(ADDRESS, _selections(compression, shapes), compression))
+    kept = sum(kept_values(shape, compression) for shape in shapes.values())
+    assert size <= most_bytes(ADDRESS, shapes, compression) <= 12 * kept + 16_384
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 8, 32])

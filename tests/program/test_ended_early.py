@@ -406,7 +406,7 @@ def test_reports_that_cannot_be_followed_are_no_success(
 def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path) -> None:
     spec = _spec(finished)
     exchange = Exchange(spec.run, spec.roster, None, spec.config.outer, ContributionLog(FolderStore(tmp_path)))
-    server, port = serve_exchange(exchange, SECRET, "127.0.0.1:0", 1)
+    server, port = serve_exchange(exchange, SECRET, "127.0.0.1:0")
 
     def fails(report: Report) -> None:
         raise KeyError("a bug")

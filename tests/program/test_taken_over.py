@@ -19,7 +19,7 @@ from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.recorded import Beginnings
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret
-from hetero_pp.rpc.exchange import WatchedExchange, serve_exchange
+from hetero_pp.rpc.exchange import IsAsked, WatchedExchange, serve_exchange
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange import Exchange
 
@@ -84,7 +84,7 @@ class Telling:
         if ends:
             self._stopped.set()
 
-    def watch(self, members: Collection[str] = ()) -> Iterator[Report]:
+    def watch(self, members: Collection[str], is_asked: IsAsked, most_unread: float) -> Iterator[Report]:
         yield from self._reports
         self._stopped.wait(TIMEOUT)
 
@@ -92,7 +92,7 @@ class Telling:
         pass
 
     def serve(self, listen: str = "127.0.0.1:0") -> tuple[grpc.Server, str]:
-        server, port = serve_exchange(cast(WatchedExchange, self), SECRET, listen, members=1)
+        server, port = serve_exchange(cast(WatchedExchange, self), SECRET, listen)
         return server, f"127.0.0.1:{port}"
 
     def stop(self, server: grpc.Server) -> None:

@@ -24,7 +24,7 @@ SECRET = Secret("a secret")
 @contextmanager
 def _member(run: Run, name: str) -> Iterator[tuple[ExchangeClient, int]]:
     """Another process that holds its place from now on, over the network; which epoch it contributes to."""
-    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", 2)
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials(name), "run")
     run.exchange.died(name, "to be taken over the network")
     client.join(name, "")

@@ -19,12 +19,13 @@ from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.store.opening import open_store
 from hetero_pp.store.presigned import download, upload
 from hetero_pp.store.store import Store
-from replica_groups.exchange import uploads
 from replica_groups.exchange.log import ContributionLog, blob_key
 from replica_groups.exchange.uploads import download_url, take_upload, upload_url
 
 SETTINGS = CompressionSettings(density=1 / 8)
 SLOW_SECONDS = 3.0
+MOST = 1 << 20
+"""Bytes that an upload may have."""
 ADDRESS = BlobAddress("run", 3, "home", "norm")
 
 
@@ -45,10 +46,10 @@ def test_what_was_uploaded_is_kept_where_nobody_has_a_url_for(signing: Store) ->
     assert url is not None
     upload(url, blob, 60)
     upload(url, blob, 60)  # whoever does not know whether it arrived does it again
-    assert take_upload(log, key, digest) == blob
+    assert take_upload(log, key, digest, MOST) == blob
     assert signing.below() == [key]
     upload(url, b"another", 60)
-    assert take_upload(log, key, digest) == blob == log.read_blob(key, digest)
+    assert take_upload(log, key, digest, MOST) == blob == log.read_blob(key, digest)
     get = download_url(log, key)
     assert get is not None and download(get, len(blob), 60) == blob
     for size in (len(blob) - 1, len(blob) + 1):
@@ -60,23 +61,22 @@ def test_what_is_not_what_was_said_is_not_kept(signing: Store) -> None:
     log, blob = ContributionLog(signing), _blob(1)
     key, digest = _key(blob), hashlib.sha256(blob).digest()
     with pytest.raises(FileNotFoundError):
-        take_upload(log, key, digest)
+        take_upload(log, key, digest, MOST)
     url = upload_url(log, key)
     assert url is not None
     upload(url, _blob(2), 60)
     with pytest.raises(MalformedContribution, match="uploaded something else than it has said"):
-        take_upload(log, key, digest)
+        take_upload(log, key, digest, MOST)
     assert signing.below() == [f"{key}.uploaded"]
 
 
-def test_what_is_too_large_is_not_read(signing: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "MAX_BLOB_BYTES", 1000)
+def test_what_is_too_large_is_not_read(signing: Store) -> None:
     log, blob = ContributionLog(signing), bytes(1001)
     url = upload_url(log, _key(blob))
     assert url is not None
     upload(url, blob, 60)
     with pytest.raises(MalformedContribution, match="uploaded 1001 bytes, expected at most 1000"):
-        take_upload(log, _key(blob), hashlib.sha256(blob).digest())
+        take_upload(log, _key(blob), hashlib.sha256(blob).digest(), 1000)
     assert signing.below() == [f"{_key(blob)}.uploaded"]
 
 

@@ -31,7 +31,7 @@ from hetero_pp.program.launch.ranks import RankDied, run_ranks
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.exchange import serve_exchange
+from hetero_pp.rpc.exchange import MOST_OPEN, serve_exchange
 from hetero_pp.run.read import read_run
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import DatacenterReplica
@@ -95,8 +95,8 @@ def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, str], launcher:
     exchange = make_exchange(spec, job.folder, job.resume, job.again, faults=faults)
     listen = message.get("listen") or spec.config.exchange.listen
     try:
-        secret, machines = Secret(message["secret"]), len(spec.members) + _further_nodes(spec)
-        server, port = serve_exchange(exchange, secret, listen, machines)
+        secret, most_open = Secret(message["secret"]), MOST_OPEN + _further_nodes(spec)  # each stays, under one name
+        server, port = serve_exchange(exchange, secret, listen, most_open)
     except OSError as error:
         _send(launcher, failure=str(error))
         return FAILED
