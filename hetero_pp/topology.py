@@ -279,6 +279,13 @@ class HangSettings(Settings):
     most: Duration = Field(3600.0, gt=0)
 
 
+class MagnitudeSettings(Settings):
+    """How much larger a contribution may be than others of its round, and than the replica's own before."""
+
+    scale: float = Field(5.0, gt=1, description="so many times as large it is scaled down to that")
+    leave_out: float = Field(50.0, gt=1, description="so many times as large it is not counted")
+
+
 class ExchangeSettings(Settings):
     """Where contributions are exchanged, and when a round closes."""
 
@@ -297,6 +304,7 @@ class ExchangeSettings(Settings):
     )
     lease: LeaseSettings = LeaseSettings()
     hang: HangSettings = HangSettings()
+    magnitudes: Annotated[MagnitudeSettings, AddedLater()] = MagnitudeSettings()
 
 
 @dataclass(frozen=True)

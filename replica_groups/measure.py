@@ -157,7 +157,7 @@ class _Echo:
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         """See ExchangeService."""
-        self._blobs[address.block] = entry_of(address, data, kept_values=0)
+        self._blobs[address.block] = entry_of(address, data, ())
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:
         """See ExchangeService."""

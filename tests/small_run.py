@@ -21,6 +21,7 @@ from hetero_pp.run.spec import Roster
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.store.folder import FolderStore
 from hetero_pp.store.store import Store
+from hetero_pp.topology import MagnitudeSettings
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.protocol import events as e
@@ -55,6 +56,7 @@ class Run:
         quorum: float = 0.5,
         lease: Window = FOR_EVER,
         weighs_tokens: bool = False,
+        magnitudes: MagnitudeSettings | None = None,
     ) -> None:
         """`groups`: replica -> stages; one is a datacenter replica. The log is in a folder, or another store."""
         self.snapshot: Snapshot = initial_snapshot(SHAPE, None, seed=1)
@@ -73,6 +75,7 @@ class Run:
         self.rules = Rules(
             members, owned, quorum, grace=GRACE, limit=LIMIT, lease=lease, hang=FOR_EVER, tokens_a_step=weights
         )
+        self._magnitudes = magnitudes
         self.exchange = self._open(goes_on=False)
         begin(self.exchange, self.snapshot)
 
@@ -86,6 +89,7 @@ class Run:
             rules=self.rules,
             goes_on=goes_on,
             tokens_a_step=self.tokens,
+            magnitudes=self._magnitudes,
             clock=self.clock,
         )
         exchange.decisions.end()  # no thread of its own: whoever says that time passes says it here
@@ -127,12 +131,12 @@ class Run:
                 self.exchange.beat(member)
             self.exchange.decisions.tell(e.Tick())
 
-    def blob(self, address: BlobAddress, seed: int = 0) -> bytes:
-        """What an honest member would send."""
+    def blob(self, address: BlobAddress, seed: int = 0, size: float = 1.0) -> bytes:
+        """What an honest member would send; so many times as large."""
         shapes = shapes_by_block(shapes_of(self.snapshot.parameters))[address.block]
         selections = []
         for name, shape in shapes.items():
-            delta = torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(name)))
+            delta = size * torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(name)))
             selections.append((name, shape, select(torch.zeros(shape), delta, SETTINGS.compression)))
         return encode_blob(address, selections, SETTINGS.compression)
 

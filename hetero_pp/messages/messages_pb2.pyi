@@ -35,6 +35,8 @@ class Happened(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GIVEN_UP: _ClassVar[Happened]
     SILENT: _ClassVar[Happened]
     INJECTED: _ClassVar[Happened]
+    LEFT_OUT: _ClassVar[Happened]
+    SCALED: _ClassVar[Happened]
 
 class Awaited(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -62,6 +64,8 @@ RESTARTED: Happened
 GIVEN_UP: Happened
 SILENT: Happened
 INJECTED: Happened
+LEFT_OUT: Happened
+SCALED: Happened
 AWAITED_UNSPECIFIED: Awaited
 JOINING: Awaited
 CONTRIBUTING: Awaited
@@ -136,19 +140,23 @@ class LinkHeader(_message.Message):
     def __init__(self, purpose: _Optional[_Union[Purpose, str]] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., micro_batch: _Optional[int] = ..., squared_norm: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., rows: _Optional[int] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class BlobEntry(_message.Message):
-    __slots__ = ("block", "sha256", "size", "kept_values")
+    __slots__ = ("block", "sha256", "size", "kept_values", "norm", "peak")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     KEPT_VALUES_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    PEAK_FIELD_NUMBER: _ClassVar[int]
     block: str
     sha256: bytes
     size: int
     kept_values: int
-    def __init__(self, block: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., kept_values: _Optional[int] = ...) -> None: ...
+    norm: float
+    peak: float
+    def __init__(self, block: _Optional[str] = ..., sha256: _Optional[bytes] = ..., size: _Optional[int] = ..., kept_values: _Optional[int] = ..., norm: _Optional[float] = ..., peak: _Optional[float] = ...) -> None: ...
 
 class ContributionEntry(_message.Message):
-    __slots__ = ("replica", "weight", "digest", "blobs", "epoch", "steps", "tokens")
+    __slots__ = ("replica", "weight", "digest", "blobs", "epoch", "steps", "tokens", "scale")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +164,7 @@ class ContributionEntry(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
     replica: str
     weight: float
     digest: bytes
@@ -163,19 +172,22 @@ class ContributionEntry(_message.Message):
     epoch: int
     steps: int
     tokens: int
-    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    scale: float
+    def __init__(self, replica: _Optional[str] = ..., weight: _Optional[float] = ..., digest: _Optional[bytes] = ..., blobs: _Optional[_Iterable[_Union[BlobEntry, _Mapping]]] = ..., epoch: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class RoundRecord(_message.Message):
-    __slots__ = ("round", "contributions", "sha256", "late")
+    __slots__ = ("round", "contributions", "sha256", "late", "left_out")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     round: int
     contributions: _containers.RepeatedCompositeFieldContainer[ContributionEntry]
     sha256: bytes
     late: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ..., sha256: _Optional[bytes] = ..., late: _Optional[_Iterable[str]] = ...) -> None: ...
+    left_out: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ..., sha256: _Optional[bytes] = ..., late: _Optional[_Iterable[str]] = ..., left_out: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AgreeRequest(_message.Message):
     __slots__ = ("configuration",)

@@ -7,7 +7,8 @@ total: any bytes give valid values or `MalformedContribution`; sizes are checked
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp import bits
-from hetero_pp.messages.messages_pb2 import BlobEntry
+from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry
 from hetero_pp.pseudo_gradient.chunks import groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.error_feedback import Selection
@@ -38,6 +39,9 @@ BEFORE_BODY = len(MAGIC) + 1 + hashlib.sha256().digest_size
 
 MAX_BLOB_BYTES = 4 << 30
 """More than any block comes to; whoever takes a blob in looks at its size first."""
+
+_LARGEST = 3.4e38
+"""That a float of a record holds."""
 
 _HEADER_ROOM, _TENSOR_ROOM, _BYTES_A_VALUE = 1 << 10, 4 << 10, 12
 """A position takes four bytes at most and a value as many; the rest is for streams that do not compress."""
@@ -72,6 +76,10 @@ class DecodedTensor:
         """total += weight * values, at the indices, in fp32."""
         flat, values = total.view(-1), self.values if weight == 1.0 else self.values * weight
         flat.index_copy_(0, self.indices, flat.index_select(0, self.indices) + values)
+
+    def scaled(self, factor: float) -> DecodedTensor:
+        """The same values times a factor, in fp32."""
+        return self if factor == 1.0 else DecodedTensor(self.indices, self.values * factor)
 
     def part(self, start: int, stop: int) -> DecodedTensor:
         """What lies in [start, stop) of the flattened tensor, counted from there."""
@@ -272,9 +280,22 @@ def _floats(reader: Reader, data: memoryview) -> Tensor:
     return found
 
 
-def entry_of(address: BlobAddress, data: bytes, kept_values: int) -> BlobEntry:
-    """How the round record names a blob."""
-    return BlobEntry(block=address.block, sha256=hashlib.sha256(data).digest(), size=len(data), kept_values=kept_values)
+def entry_of(address: BlobAddress, data: bytes, values: Sequence[Tensor]) -> BlobEntry:
+    """How the round record names a blob, and what the values of its tensors come to."""
+    squares = sum(float(one.double().square().sum()) for one in values)
+    return BlobEntry(
+        block=address.block,
+        sha256=hashlib.sha256(data).digest(),
+        size=len(data),
+        kept_values=sum(len(one) for one in values),
+        norm=min(math.sqrt(squares), _LARGEST),
+        peak=max((float(one.abs().max()) for one in values if len(one)), default=0.0),
+    )
+
+
+def scale_of(entry: ContributionEntry) -> float:
+    """What the values of a contribution are multiplied by."""
+    return entry.scale or 1.0
 
 
 def contribution_digest(entries: Iterable[BlobEntry]) -> bytes:

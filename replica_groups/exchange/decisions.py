@@ -9,13 +9,15 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from hetero_pp.errors import AskAgain, HeteroPPError, Refused, RunFailed, StoreError, Suspended, TermOver
+from hetero_pp.errors import AskAgain, DamagedFile, HeteroPPError, Refused, RunFailed, StoreError, Suspended, TermOver
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.topology import MagnitudeSettings
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, bound
 from replica_groups.exchange.records import from_message, to_message
 from replica_groups.protocol import events as e
 from replica_groups.protocol.coordinator import Coordinator
@@ -53,16 +55,20 @@ class Decisions:
         on_effect: OnEffect,
         goes_on: bool = False,
         tokens_a_step: Mapping[str, int] | None = None,
+        magnitudes: MagnitudeSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_effect` is told of every effect, in order, with the lock held. `goes_on`: see Coordinator."""
+        """`on_effect` is told of every effect, in order, with the lock held. `goes_on`: see Coordinator.
+
+        Without `magnitudes` contributions may be as large as they like.
+        """
         self.log = log
         self.changed = threading.Condition()
         self.failure: str | None = None
         terms = {place: term for place, term in log.terms().items() if place in rules.places}
         self.coordinator = Coordinator(rules, clock(), terms, goes_on)
         self._clock, self._on_effect = clock, on_effect
-        self._tokens_a_step = tokens_a_step or {}
+        self._tokens_a_step, self._magnitudes = tokens_a_step or {}, magnitudes
         self._welcomed: dict[tuple[str, str], int] = {}
         self._assigned: dict[tuple[str, int], e.Assign] = {}
         self._suspended: dict[tuple[str, int], e.Suspended] = {}
@@ -146,10 +152,19 @@ class Decisions:
 
     def _write(self, record: e.Record) -> e.Event:
         try:
-            kept = self.log.create_record(to_message(record, self._tokens_a_step))
+            message = to_message(record, self._tokens_a_step)
+            if self._magnitudes is not None:
+                bound(message, self._before(record.round), self._magnitudes)
+            kept = self.log.create_record(message)
         except (HeteroPPError, OSError):
             return e.NotRecorded(record.round)
         return self._recorded(kept)
+
+    def _before(self, round_: int) -> Iterator[RoundRecord]:
+        """The last records before a round, as far as the log has them."""
+        for earlier in range(max(1, round_ - REMEMBERED_ROUNDS), round_):
+            with contextlib.suppress(DamagedFile, FileNotFoundError):
+                yield self._records.get(earlier) or self.log.read_record(earlier)
 
     def _look(self, round_: int) -> e.Event | None:
         with contextlib.suppress(HeteroPPError, OSError):

@@ -174,7 +174,7 @@ class Deposits:
         shapes = self._shapes[offer.address.block]
         try:
             blob = ReceivedBlob(data, offer.address, shapes, self._compression)
-            return entry_of(offer.address, data, sum(len(blob.tensor(name).values) for name in shapes))
+            return entry_of(offer.address, data, [blob.tensor(name).values for name in shapes])
         except MalformedContribution as error:
             raise self._refused(offer.member, str(error), Kind.MALFORMED) from None
 

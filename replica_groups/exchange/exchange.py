@@ -46,6 +46,7 @@ from hetero_pp.refusals import Kind, Refusals
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot
+from hetero_pp.topology import MagnitudeSettings
 from replica_groups.exchange.decisions import Decisions, IsAsked, always
 from replica_groups.exchange.deposits import DIGEST_BYTES, Deposits, Offer
 from replica_groups.exchange.log import ContributionLog, key_of
@@ -79,6 +80,7 @@ class Exchange:
         rules: Rules | None = None,
         goes_on: bool = False,
         tokens_a_step: Mapping[str, int] | None = None,
+        magnitudes: MagnitudeSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without a snapshot members can join, but nothing else can be asked until `begin` brings one.
@@ -93,7 +95,7 @@ class Exchange:
         self.watchers = Watchers()
         self._refusals = Refusals(self._tell_refusal)
         rules = rules or Rules(roster.members, roster.blocks)
-        self.decisions = Decisions(rules, log, self._told, goes_on, tokens_a_step, clock)
+        self.decisions = Decisions(rules, log, self._told, goes_on, tokens_a_step, magnitudes, clock)
         self.coordinator = self.decisions.coordinator
         self._deposits = Deposits(run, roster, settings.compression, self.decisions, self._refused)
         self._agreement = agreement

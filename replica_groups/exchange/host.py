@@ -54,6 +54,7 @@ def make_exchange(
         rules=rules,
         goes_on=goes_on,
         tokens_a_step=tokens_a_step(spec),
+        magnitudes=spec.config.exchange.magnitudes,
     )
 
 

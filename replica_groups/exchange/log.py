@@ -218,8 +218,10 @@ def record_digest(record: RoundRecord) -> bytes:
     digest = hashlib.sha256(struct.pack("<QQ", record.round, len(record.contributions)))
     for entry in record.contributions:
         _add_entry(digest.update, entry)
-    for replica in record.late:
+    for replica in (*record.late, *record.left_out):
         digest.update(_text(replica))
+    if record.left_out:  # a record without is what it was before there were such
+        digest.update(struct.pack("<Q", len(record.left_out)))
     return digest.digest()
 
 
@@ -228,6 +230,10 @@ def _add_entry(add: Callable[[bytes], None], entry: ContributionEntry) -> None:
     add(struct.pack("<QQQ", entry.epoch, entry.steps, entry.tokens))
     add(contribution_digest(entry.blobs))
     add(struct.pack(f"<{2 * len(entry.blobs)}Q", *(n for b in entry.blobs for n in (b.size, b.kept_values))))
+    if entry.scale:
+        add(struct.pack("<d", entry.scale))
+    if any(blob.norm for blob in entry.blobs):
+        add(struct.pack(f"<{2 * len(entry.blobs)}f", *(n for b in entry.blobs for n in (b.norm, b.peak))))
 
 
 def _text(text: str) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
-from hetero_pp.pseudo_gradient.contribution import contribution_digest
+from hetero_pp.pseudo_gradient.contribution import contribution_digest, scale_of
 from replica_groups.protocol.events import Contribution, Record
 
 
@@ -32,7 +32,9 @@ def to_message(record: Record, tokens_a_step: Mapping[str, int]) -> RoundRecord:
 def from_message(message: RoundRecord) -> Record:
     """What it says, for the rules."""
     counted = tuple(
-        Contribution(one.replica, one.epoch, one.steps, one.weight, {blob.block: blob for blob in one.blobs})
+        Contribution(
+            one.replica, one.epoch, one.steps, one.weight, {blob.block: blob for blob in one.blobs}, scale_of(one)
+        )
         for one in message.contributions
     )
-    return Record(message.round, counted, tuple(message.late))
+    return Record(message.round, counted, tuple(message.late), tuple(message.left_out))

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from hetero_pp.errors import MalformedContribution
-from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model import Shapes, shapes_by_block
 from hetero_pp.outer.step import RoundOptimizer, mean_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, scale_of
 
 FetchBlob = Callable[[str, str], bytes]
 """(replica, block) -> the bytes of a blob of the round."""
@@ -33,7 +33,10 @@ def replay(
         blobs = list(_fetch_all(block, shapes, run, record, fetch, optimizer.settings.compression))
         for name, shape in shapes.items():
             rows = optimizer.rows(name, shape)
-            weighted = ((weight, cut_rows(blob.tensor(name), shape, rows)) for weight, blob in blobs)
+            weighted = (
+                (entry.weight, cut_rows(blob.tensor(name).scaled(scale_of(entry)), shape, rows))
+                for entry, blob in blobs
+            )
             of_rows = (len(rows), *shape[1:])
             optimizer.take(theta, name, mean_of(of_rows, weighted, optimizer.settings.divides_by))
     optimizer.finish(theta)
@@ -41,14 +44,14 @@ def replay(
 
 def _fetch_all(
     block: str, shapes: Shapes, run: str, record: RoundRecord, fetch: FetchBlob, settings: CompressionSettings
-) -> Iterable[tuple[float, ReceivedBlob]]:
+) -> Iterable[tuple[ContributionEntry, ReceivedBlob]]:
     for entry in record.contributions:
         data = fetch(entry.replica, block)
         named = next(blob.sha256 for blob in entry.blobs if blob.block == block)
         if hashlib.sha256(data).digest() != named:
             raise MalformedContribution(f"{entry.replica}, {block}: not the blob that the round record names")
         address = BlobAddress(run, record.round, entry.replica, block)
-        yield entry.weight, ReceivedBlob(data, address, shapes, settings)
+        yield entry, ReceivedBlob(data, address, shapes, settings)
 
 
 def cut_rows(decoded: DecodedTensor, shape: tuple[int, ...], rows: range) -> DecodedTensor:

@@ -9,7 +9,9 @@ from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import (
     HEALED,
     LATE,
+    LEFT_OUT,
     PAUSED,
+    SCALED,
     SILENT,
     SUSPENDED,
     TERM_OVER,
@@ -30,6 +32,9 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
             yield _report(SUSPENDED, place=place, replica=replicas[place], term=term, cause=cause)
         case e.TooLate(replica, round_):
             yield _report(LATE, replica=replica, round=round_)
+        case e.Bounded(replica, round_, scale):
+            what = SCALED if scale else LEFT_OUT
+            yield _report(what, replica=replica, round=round_, cause=f"{scale:.3g}" if scale else "")
         case e.Paused(round_, there, needed):
             cause = f"{len(there)} of {len(set(replicas.values()))} replicas are there, {needed} are needed"
             yield _report(PAUSED, round=round_, cause=cause)

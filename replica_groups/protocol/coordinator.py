@@ -403,7 +403,10 @@ class Coordinator:
         self._in_step |= {one.replica: one.epoch for one in record.contributions}
         self._late[record.round] = Late(closed.quorum_at, closed.taking_part - self._in_step.keys())
         _keep_newest(self._late, REMEMBERED_LATE)
-        yield from (e.TooLate(replica, record.round) for replica in sorted(closed.whole.keys() - counted))
+        yield from (e.Bounded(one.replica, record.round, one.scale) for one in record.contributions if one.scale != 1)
+        yield from (e.Bounded(replica, record.round, 0.0) for replica in record.left_out)
+        uncounted = closed.whole.keys() - counted - set(record.left_out)
+        yield from (e.TooLate(replica, record.round) for replica in sorted(uncounted))
         ahead = {name for name, replica in self.replicas.items() if replica.round == record.round + 1}
         yield from self._open_next(now, {name for name in self.alive if name in self._in_step or name in ahead})
         is_behind = any(place.asked is not None and place.asked > self.last_round for place in self.places.values())

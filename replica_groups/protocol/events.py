@@ -17,6 +17,8 @@ class Contribution:
     steps: int
     weight: float
     blobs: Mapping[str, Hashable]
+    scale: float = 1.0
+    """What its values are multiplied by, if it was too large."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Record:
     round: int
     contributions: tuple[Contribution, ...]
     late: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Whose contributions were far too large."""
 
     def of(self, replica: str) -> Contribution | None:
         """What it counts of a replica."""
@@ -320,6 +324,15 @@ class TooLate:
 
 
 @dataclass(frozen=True)
+class Bounded:
+    """A replica's contribution was too large: its values are multiplied by a number; 0: it goes back, uncounted."""
+
+    replica: str
+    round: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class Paused:
     """No round can close: fewer replicas are there than a quorum is."""
 
@@ -364,6 +377,7 @@ Effect = (
     | Look
     | Closed
     | TooLate
+    | Bounded
     | Paused
     | WentOn
     | Heal

@@ -85,6 +85,10 @@ RESULT: dict[str, Any] = {
         },
         {"text": "it pays", "of": "uncompressed", "verdict": "does not hold", "others": [], "about": None},
     ],
+    "trends": [
+        {"name": "a", "law": [{"width": 64, "percent": 4.56, "interval": [1.0, 20.04]}]},
+        {"name": "b", "law": []},
+    ],
 }
 FIGURES = {
     "{s/t | loss | a - b}": "4.50",
@@ -97,6 +101,7 @@ FIGURES = {
     "{s/t |\n  verdict | it\n  costs}": "holds",
     "{s/t | verdict | it costs | compressed}": "within noise",
     "{s/t | verdict | it pays}": "does not hold",
+    "{s/t | law | a | 64}": "4.6 % (1.0 to 20.0)",
     "{claims | all} and {claims | holds}": "2 and 1",
 }
 
@@ -114,6 +119,8 @@ def test_figures_are_filled_in(text: str, figure: str, tmp_path: Path) -> None:
         "{s/t | loss | c}",
         "{s/t | bias | base}",
         "{s/t}",
+        "{s/t | law | a | 128}",
+        "{s/t | law | b | 64}",
         "{s/t | verdict | it pays | own}",
         "{}",
     ],

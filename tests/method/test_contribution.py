@@ -367,13 +367,13 @@ def test_a_frame_is_not_unpacked_beyond_what_is_expected() -> None:
 
 def test_digests_by_hand_and_from_every_blob() -> None:
     blobs = {f"layers.{index}": bytes([index]) * 3 for index in range(3)}
-    entries = [entry_of(BlobAddress("run", 1, "dc", block), data, 7) for block, data in blobs.items()]
+    entries = [entry_of(BlobAddress("run", 1, "dc", block), data, [torch.ones(7)]) for block, data in blobs.items()]
     text = b"".join(block.encode() + b"\0" + hashlib.sha256(data).digest() for block, data in sorted(blobs.items()))
     whole = hashlib.sha256(text).digest()
     assert contribution_digest(entries) == contribution_digest(reversed(entries)) == whole
     assert (entries[2].block, entries[2].size, entries[2].kept_values) == ("layers.2", 3, 7)
     for index, block in enumerate(blobs):
-        changed = entry_of(BlobAddress("run", 1, "dc", block), b"other", 7)
+        changed = entry_of(BlobAddress("run", 1, "dc", block), b"other", [torch.ones(7)])
         assert contribution_digest([*entries[:index], changed, *entries[index + 1 :]]) != whole
         assert contribution_digest([*entries[:index], *entries[index + 1 :]]) != whole
 

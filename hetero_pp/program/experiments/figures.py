@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -24,8 +24,9 @@ def with_figures(path: Path, results: Results) -> str:
 
     A figure is `{claims | VERDICT}`, how many distinct claims came to that (`all`: how many there are), or
     `{TABLE | WHAT | NAME...}`: what is `loss` (nats), `percent` (above the baseline), `paper` or `paper percent` (the
-    same of the paper) or `bias` (percent) of a row, `difference` (nats) of the second row to the first, or `verdict`
-    of a claim. A last name `compressed` or `uncompressed` says that a difference or a verdict is of that forward.
+    same of the paper) or `bias` (percent) of a row, `difference` (nats) of the second row to the first, `verdict` of a
+    claim, or `law` (percent, and its interval) of a trend at a width. A last name `compressed` or `uncompressed` says
+    that a difference or a verdict is of that forward.
     """
     text = path.read_text()
 
@@ -70,11 +71,20 @@ def _figure(parts: list[str], results: Results) -> str:
         [claim] = [claim for claim in result["claims"] if claim["text"] == name]
         by_forward = {one["of"]: str(one["verdict"]) for one in (claim, *claim["others"])}
         return by_forward[forward or claim["of"]]
+    if what == "law":
+        return _law(result["trends"], *names)
     rows = {row["name"]: row for row in result["rows"]}
     if what == "difference":
         first, second = (_losses(rows[name], forward or "own") for name in names)
         return _difference(first, second)
     return _OF_ROWS[what](rows, *(rows[name] for name in names))
+
+
+def _law(trends: Sequence[Mapping[str, Any]], name: str, width: str) -> str:
+    """What the law of a trend says of a width."""
+    [trend] = [trend for trend in trends if trend["name"] == name]
+    [said] = [said for said in trend["law"] if said["width"] == int(width)]
+    return f"{said['percent']:.1f} % ({said['interval'][0]:.1f} to {said['interval'][1]:.1f})"
 
 
 Row = Mapping[str, Any]

@@ -9,8 +9,10 @@ from hetero_pp.messages.messages_pb2 import (
     HEALED,
     INJECTED,
     LATE,
+    LEFT_OUT,
     PAUSED,
     RESTARTED,
+    SCALED,
     SILENT,
     SUSPENDED,
     TERM_OVER,
@@ -61,6 +63,11 @@ class Happenings:
                 yield f"{told.replica} goes back to the start of the round, until {place} is back"
             case what if what == LATE:
                 yield f"{told.replica} was late for round {told.round}: {self._what_becomes_of_it()}"
+            case what if what == LEFT_OUT:
+                became = self._what_becomes_of_it()
+                yield f"{told.replica} sent far larger values than others for round {told.round}: {became}"
+            case what if what == SCALED:
+                yield f"{told.replica} sent larger values than others for round {told.round}: scaled by {told.cause}"
             case what if what == PAUSED:
                 self._paused_at = time
                 yield f"round {told.round} pauses: {told.cause}; it goes on as soon as they are"

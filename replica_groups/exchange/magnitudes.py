@@ -1,0 +1,73 @@
+"""Contributions far larger than those of others, or than the replica's own before: scaled down, or not counted.
+
+Honest ones are alike: in sixteen rounds of the quickstart no block of a replica has a norm or a largest value above 1.5
+times the other's, nor above 2.4 times the median of its own eight rounds before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import median, median_low
+
+from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
+from hetero_pp.pseudo_gradient.contribution import scale_of
+from hetero_pp.topology import MagnitudeSettings
+
+REMEMBERED_ROUNDS = 8
+"""Of a replica's own contributions."""
+
+_LEAST_ROUNDS = 3
+"""Of which its own say something."""
+
+_LEAST_REPLICAS = 3
+"""Of which the median is not that of who wants it to be another."""
+
+Sizes = Mapping[tuple[str, str], float]
+"""(block, what of it) -> the norm of its values, or the largest"""
+
+
+def bound(record: RoundRecord, before: Iterable[RoundRecord], settings: MagnitudeSettings) -> None:
+    """Scale down, or leave out, what is too large in a record that nobody has seen yet. `before`: the last records.
+
+    Where fewer than three contribute the smaller is the measure of the larger, until each has a history of its own, and
+    nothing is left out for that; nor is what would leave nothing to be counted.
+    """
+    earlier = list(before)
+    excess = {one.replica: _excess(one, record, earlier) for one in record.contributions}
+    left_out = [replica for replica, ratio in excess.items() if ratio > settings.leave_out]
+    if len(record.contributions) < _LEAST_REPLICAS:
+        left_out = [replica for replica in left_out if len(_own(replica, earlier)) >= _LEAST_ROUNDS]
+    if len(left_out) == len(record.contributions):
+        left_out = []
+    for replica in left_out:
+        record.contributions.remove(next(one for one in record.contributions if one.replica == replica))
+    record.left_out.extend(left_out)
+    for one in record.contributions:
+        if excess[one.replica] > settings.scale:
+            one.scale = settings.scale / excess[one.replica]
+
+
+def _excess(one: ContributionEntry, record: RoundRecord, earlier: Iterable[RoundRecord]) -> float:
+    """How many times as large as expected a contribution is, where it is largest against that."""
+    own = _own(one.replica, earlier)
+    around = [_sizes(other, one.steps) for other in record.contributions]
+    ratios = [0.0]
+    for what, size in _sizes(one, one.steps).items():
+        among = median_low([sizes[what] for sizes in around])
+        references = [among] if len(around) >= _LEAST_REPLICAS or len(own) < _LEAST_ROUNDS else []
+        references += [median(_sizes(past, one.steps)[what] for past in own)] if len(own) >= _LEAST_ROUNDS else []
+        ratios += [size / reference for reference in references if reference > 0]
+    return max(ratios)
+
+
+def _own(replica: str, earlier: Iterable[RoundRecord]) -> list[ContributionEntry]:
+    """What was counted of a replica as it was, as far as its size is known."""
+    found = (one for record in earlier for one in record.contributions if one.replica == replica)
+    return [one for one in found if scale_of(one) == 1 and any(blob.norm for blob in one.blobs)]
+
+
+def _sizes(one: ContributionEntry, steps: int) -> Sizes:
+    """Of more steps, than another took, more is expected: as if this one had taken as many."""
+    factor = max(1.0, steps / max(1, one.steps))
+    norms = {(blob.block, "norm"): factor * blob.norm for blob in one.blobs}
+    return norms | {(blob.block, "peak"): factor * blob.peak for blob in one.blobs}

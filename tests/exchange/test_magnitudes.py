@@ -1,0 +1,206 @@
+"""Contributions that are far too large are scaled down or not counted; honest ones are as they were, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from members import TIMEOUT, in_thread
+from small_run import SETTINGS, Run
+from test_uncounted import Member
+
+from hetero_pp.messages.messages_pb2 import LEFT_OUT, SCALED, BlobEntry, ContributionEntry, RoundRecord
+from hetero_pp.model import shapes_by_block, shapes_of
+from hetero_pp.outer.step import OuterOptimizer
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, scale_of
+from hetero_pp.topology import MagnitudeSettings
+from replica_groups.exchange.log import key_of
+from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, bound
+from replica_groups.exchange.replay import replay
+
+SETTING = MagnitudeSettings()
+
+
+def _entry(
+    replica: str, norm: float, peak: float | None = None, steps: int = 10, scale: float = 0.0
+) -> ContributionEntry:
+    """Of two blocks, of which the first is as others' are."""
+    blobs = [
+        BlobEntry(block="a", norm=1.0, peak=0.5),
+        BlobEntry(block="b", norm=norm, peak=norm / 2 if peak is None else peak),
+    ]
+    return ContributionEntry(replica=replica, weight=1.0, steps=steps, scale=scale, blobs=blobs)
+
+
+def _record(*entries: ContributionEntry, round_: int = 9) -> RoundRecord:
+    return RoundRecord(round=round_, contributions=entries)
+
+
+def _past(norms: Mapping[str, Sequence[float]]) -> list[RoundRecord]:
+    rounds = zip(*norms.values(), strict=True)
+    return [_record(*(_entry(name, one) for name, one in zip(norms, norm, strict=True))) for norm in rounds]
+
+
+def _bounded(record: RoundRecord, before: Sequence[RoundRecord] = ()) -> tuple[dict[str, float], list[str]]:
+    bound(record, before, SETTING)
+    return {one.replica: scale_of(one) for one in record.contributions}, list(record.left_out)
+
+
+ALIKE = {name: [1.0] * 5 for name in ("x", "y", "z")}
+
+
+@pytest.mark.parametrize(
+    "norms", [(1.0, 1.1, 0.9), (1.0, 2.0, 0.5), (4.9, 1.0, 1.0), (0.0, 0.0, 0.0), (1e-9, 1.0, 1.0)]
+)
+@pytest.mark.parametrize("before", [[], _past(ALIKE)], ids=["first round", "later"])
+def test_what_is_alike_stays_as_it_is(norms: tuple[float, ...], before: list[RoundRecord]) -> None:
+    record = _record(*map(_entry, "xyz", norms))
+    told = record.SerializeToString()
+    assert _bounded(record, before) == (dict.fromkeys("xyz", 1.0), [])
+    assert record.SerializeToString() == told
+
+
+@pytest.mark.parametrize("before", [[], _past(ALIKE)], ids=["first round", "later"])
+def test_one_that_is_larger_than_the_others_is_scaled_to_the_most_there_may_be(before: list[RoundRecord]) -> None:
+    assert _bounded(_record(_entry("x", 1.0), _entry("y", 20.0), _entry("z", 1.0)), before) == (
+        {"x": 1.0, "y": pytest.approx(SETTING.scale / 20), "z": 1.0},
+        [],
+    )
+
+
+def test_one_large_value_is_as_bad_as_many() -> None:
+    assert _bounded(_record(_entry("x", 1.0), _entry("y", 1.0, peak=10.0), _entry("z", 1.0)))[0]["y"] == pytest.approx(
+        SETTING.scale / 20
+    )
+
+
+@pytest.mark.parametrize("norm", [51.0, 250.0, 3e38, float("inf")])
+def test_one_that_is_far_larger_is_not_counted(norm: float) -> None:
+    assert _bounded(_record(_entry("x", 1.0), _entry("y", norm), _entry("z", 1.0))) == ({"x": 1.0, "z": 1.0}, ["y"])
+
+
+def test_it_is_held_against_its_own_too() -> None:
+    """Here all were small before, and all but one are now as large as they were: ten times."""
+    before = _past({"x": [0.1] * 5, "y": [1.0] * 5, "z": [1.0] * 5})
+    assert _bounded(_record(_entry("x", 1.0), _entry("y", 1.0), _entry("z", 1.0)), before)[0] == {
+        "x": pytest.approx(SETTING.scale / 10),
+        "y": 1.0,
+        "z": 1.0,
+    }
+
+
+def test_what_was_scaled_is_no_measure() -> None:
+    """Who is too large again and again does not become the measure of itself."""
+    before = [_record(_entry("x", 20.0, scale=0.05), _entry("y", 1.0), round_=n) for n in range(1, 6)]
+    assert _bounded(_record(_entry("x", 20.0), _entry("y", 1.0)), before)[0]["x"] == pytest.approx(SETTING.scale / 20)
+
+
+def test_of_two_nobody_is_left_out_before_it_has_a_history() -> None:
+    """Else who sends next to nothing in the first round would have the other left out."""
+    pair = _record(_entry("x", 1.0), _entry("y", 1000.0))
+    assert _bounded(pair) == ({"x": 1.0, "y": pytest.approx(SETTING.scale / 1000)}, [])
+    small = _record(_entry("x", 1e-6), _entry("y", 1.0))
+    assert _bounded(small, _past({"x": [1.0] * 4, "y": [1.0] * 4})) == ({"x": 1.0, "y": 1.0}, [])
+    large = _record(_entry("x", 1.0), _entry("y", 1000.0))
+    assert _bounded(large, _past({"x": [1.0] * 4, "y": [1.0] * 4})) == ({"x": 1.0}, ["y"])
+
+
+def test_something_is_always_counted() -> None:
+    """As after a change of the learning rate: all are scaled, and the history follows."""
+    alone = _record(_entry("x", 1e9))
+    assert _bounded(alone, _past({"x": [1.0] * 4})) == ({"x": pytest.approx(SETTING.scale / 1e9)}, [])
+
+
+def test_more_steps_come_to_more() -> None:
+    """Where a round is time a fast replica takes ten times as many steps as a slow one."""
+    fast = _entry("y", 30.0, steps=100)
+    assert _bounded(_record(_entry("x", 1.0), fast, _entry("z", 1.0)))[0]["y"] == 1.0
+
+
+# ---- in a run ----
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path, {"a": 1, "b": 1, "c": 1}, quorum=1.0, magnitudes=SETTING)
+
+
+def _deposit(run: Run, round_: int, sizes: Mapping[str, float]) -> None:
+    """What members deposit, some with values so many times as large."""
+    for member, size in sizes.items():
+        for block in sorted(run.roster.blocks[member]):
+            address = BlobAddress("run", round_, member, block)
+            run.exchange.deposit(member, address, run.blob(address, size=size), steps=1)
+
+
+def test_what_becomes_of_it_is_in_the_record_and_told(run: Run) -> None:
+    run.assign(0)
+    _deposit(run, 1, {"a": 1.0, "b": 20.0, "c": 1.0})
+    record = run.exchange.record(1)
+    assert [(one.replica, scale_of(one) == 1.0) for one in record.contributions] == [
+        ("a", True),
+        ("b", False),
+        ("c", True),
+    ]
+    run.assign(1)
+    _deposit(run, 2, {"a": 1.0, "b": 1.0, "c": 1e4})
+    record = run.exchange.record(2)
+    assert [one.replica for one in record.contributions] == ["a", "b"]
+    assert list(record.left_out) == ["c"]
+    assert not record.late
+    assert [(one.what, one.replica, one.round) for one in run.told() if one.what in (SCALED, LEFT_OUT)] == [
+        (SCALED, "b", 1),
+        (LEFT_OUT, "c", 2),
+    ]
+    assert run.log.read_record(2) == record
+    assert REMEMBERED_ROUNDS > 2
+
+
+def test_replay_applies_the_factor(run: Run) -> None:
+    """Against the sum as it is written down: theta - eta (a + f b + c) / 3."""
+    run.assign(0)
+    _deposit(run, 1, {"a": 1.0, "b": 20.0, "c": 1.0})
+    record, start = run.exchange.record(1), run.snapshot.parameters
+    theta = {name: tensor.clone() for name, tensor in start.items()}
+
+    def fetch(replica: str, block: str) -> bytes:
+        entry = next(one for one in record.contributions if one.replica == replica)
+        blob = next(one for one in entry.blobs if one.block == block)
+        return run.log.read_blob(key_of(record, entry, blob), blob.sha256)
+
+    plain = SETTINGS.model_copy(update={"momentum": 0.0})
+    replay(theta, "run", record, fetch, OuterOptimizer(plain))
+    for block, shapes in shapes_by_block(shapes_of(start)).items():
+        totals = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        for entry in record.contributions:
+            address = BlobAddress("run", 1, entry.replica, block)
+            decoded = decode_blob(fetch(entry.replica, block), address, shapes, SETTINGS.compression)
+            for name, one in decoded.items():
+                DecodedTensor(one.indices, one.values * scale_of(entry)).add_to(totals[name], 1.0)
+        for name, total in totals.items():
+            assert theta[name].equal(start[name] - total / 3 * plain.learning_rate), name
+
+
+def test_members_hold_what_replay_gives(tmp_path: Path) -> None:
+    """Who was scaled, and who was left out and takes it back, hold what all hold."""
+    run = Run(tmp_path, dict.fromkeys("abcd", 1), quorum=1.0, magnitudes=SETTING)
+    members = [Member(run, name) for name in "abcd"]
+    run.assign(0)
+    for member, size in zip(members, (1.0, 20.0, 1e4, 1.0), strict=True):
+        member.train(1)
+        with torch.no_grad():
+            for key, parameter in member.parameters.items():
+                parameter.copy_(member.start[key] + size * (parameter - member.start[key]))
+    synchronised = [in_thread(partial(member.outer.synchronise, 1, 1, 1)) for member in members]
+    records = [one.result(TIMEOUT) for one in synchronised]
+    assert all(record == records[0] for record in records)
+    assert list(records[0].left_out) == ["c"]
+    assert [scale_of(one) < 1 for one in records[0].contributions] == [False, True, False]
+    for name, tensor in members[0].holds().items():
+        assert all(member.holds()[name].equal(tensor) for member in members), name
+    given_back = sum(float(tensor.abs().sum()) for tensor in members[2].errors().values())
+    kept = sum(float(tensor.abs().sum()) for tensor in members[0].errors().values())
+    assert given_back > 1000 * kept
