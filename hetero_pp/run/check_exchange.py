@@ -27,3 +27,10 @@ def check_exchange(exchange: ExchangeSettings) -> None:
             f"found {format_seconds(exchange.grace.most)}, expected at most the {format_seconds(exchange.limit)} of "
             "`exchange.limit`, after which a round closes",
         )
+    magnitudes = exchange.magnitudes
+    if magnitudes.scale > magnitudes.leave_out:
+        raise ConfigError(
+            ("exchange", "magnitudes", "scale"),
+            f"found {magnitudes.scale:g}, expected at most the {magnitudes.leave_out:g} of "
+            "`exchange.magnitudes.leave_out`",
+        )

@@ -92,6 +92,7 @@ EXCHANGE = {
     "lease upside down": ("lease: {least: 10 min}", "exchange.lease.least", ["10:00", "5:00", "`exchange.lease.most`"]),
     "hang upside down": ("hang: {most: 1 min}", "exchange.hang.least", ["5:00", "1:00", "`exchange.hang.most`"]),
     "grace above the limit": ("limit: 5 min", "exchange.grace.most", ["10:00", "5:00", "`exchange.limit`"]),
+    "magnitudes upside down": ("magnitudes: {leave_out: 2}", "exchange.magnitudes.scale", ["5", "2", "leave_out`"]),
 }
 
 
