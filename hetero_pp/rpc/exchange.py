@@ -15,7 +15,7 @@ import grpc
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import ExchangeLost, Forbidden, HeteroPPError, MalformedMessage, Refused, WrongToken
+from hetero_pp.errors import ExchangeLost, Forbidden, Refused, WrongToken
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
 from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
@@ -180,10 +180,10 @@ class _Servicer(ExchangeServicer):
         try:
             caller = self.callers.of(context)
         except WrongToken as error:
-            self._refuse(claimed(context), "found another token than the run's", Kind.STRANGER)
+            self.refuse(claimed(context), "found another token than the run's", Kind.STRANGER)
             raise error
         if caller.run not in (None, self.exchange.run):
-            self._refuse(claimed(context), "another configuration", Kind.UNEXPECTED)
+            self.refuse(claimed(context), "another configuration", Kind.UNEXPECTED)
             raise Refused(
                 f"{caller.name} was started with another configuration than the exchange: "
                 "compare the config.yaml of both"
@@ -191,16 +191,13 @@ class _Servicer(ExchangeServicer):
         try:
             require_call(call, caller)
         except Forbidden as error:
-            self.refused(caller.name, error)
+            self.refuse(caller.name, str(error), Kind.FORBIDDEN)
             raise
         self.exchange.heard(caller.name, caller.term)
         return caller.name
 
-    def refused(self, caller: str, error: HeteroPPError) -> None:
+    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
         """See Door."""
-        self._refuse(caller, str(error), Kind.MALFORMED if isinstance(error, MalformedMessage) else Kind.FORBIDDEN)
-
-    def _refuse(self, sender: str, reason: str, kind: Kind) -> None:
         self.exchange.refuse(plain(sender, MOST_OF_A_NAME), plain(reason), kind)
 
     def _member(self, context: grpc.ServicerContext) -> str:

@@ -114,16 +114,16 @@ def read_frames(
 
     Reads no further than the payload's end, so the caller decides whether more may follow.
     """
-    buffer = bytearray()
+    buffers: list[bytearray] = []
 
-    def room_for(header: Header) -> list[memoryview]:
+    def room_for(header: Header) -> Iterator[memoryview]:
         size = size_of(header)
         if not 0 <= size <= max_bytes:
             raise MalformedMessage(f"found a payload of {size} bytes, expected at most {max_bytes}")
-        buffer.extend(bytes(size))
-        return [memoryview(buffer)]
+        buffers.append(bytearray(size))
+        return map(memoryview, buffers)
 
-    return read_into(frames, header_type, room_for), buffer
+    return read_into(frames, header_type, room_for), buffers[0]
 
 
 def read_into(

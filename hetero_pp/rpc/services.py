@@ -29,6 +29,7 @@ from hetero_pp.errors import (
     WrongToken,
 )
 from hetero_pp.messages.messages_pb2 import Frame
+from hetero_pp.refusals import Kind
 from hetero_pp.rpc.open_calls import OpenCalls
 
 
@@ -38,8 +39,8 @@ class Door(Protocol):
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
         """Who makes a call. Raises Refused for who is not let in to it."""
 
-    def refused(self, caller: str, error: HeteroPPError) -> None:
-        """Something of who was let in is not its own, malformed, or too much."""
+    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
+        """Count what was not let in."""
 
 
 _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
@@ -101,8 +102,10 @@ class _Call:
             with self.open_calls.one_more(caller):
                 yield
         except HeteroPPError as error:
-            if caller is not None and isinstance(error, Forbidden | MalformedMessage | TooMuch):
-                self.door.refused(caller, error)
+            if caller is not None and isinstance(error, MalformedMessage):
+                self.door.refuse(caller, str(error), Kind.MALFORMED)
+            elif caller is not None and isinstance(error, Forbidden | TooMuch):
+                self.door.refuse(caller, str(error), Kind.FORBIDDEN)
             _abort(context, error)
 
     def request(self, messages: Iterator[bytes]) -> object:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import grpc
 
-from hetero_pp.errors import HeteroPPError, LinkClosed, MalformedMessage, Refused
+from hetero_pp.errors import LinkClosed, MalformedMessage, Refused
 from hetero_pp.link.epochs import Epochs
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
@@ -155,13 +155,9 @@ class StageLinkServer(StageLinkServicer):
         """See Door. Who does not show the link's token is refused before anything is read."""
         if not self._introduction.is_shown_by(context.invocation_metadata()):
             reason = "found another token than the link's"
-            self._refuse(context.peer(), reason, Kind.STRANGER)
+            self.refuse(context.peer(), reason, Kind.STRANGER)
             raise Refused(reason)
         return self._introduction.peer
-
-    def refused(self, caller: str, error: HeteroPPError) -> None:
-        """See Door."""
-        self._refuse(caller, str(error), Kind.MALFORMED if isinstance(error, MalformedMessage) else Kind.FORBIDDEN)
 
     def Open(  # type: ignore[override]  # a Frame is raw bytes
         self, requests: Iterator[bytes], context: grpc.ServicerContext
@@ -215,15 +211,16 @@ class StageLinkServer(StageLinkServicer):
 
     def _turn_away(self, hello: LinkHello, complaint: Complaint, context: grpc.ServicerContext) -> NoReturn:
         """Count who is not let in, and end the call."""
-        self._refuse(plain(hello.sender), complaint.reason, complaint.kind)
+        self.refuse(plain(hello.sender), complaint.reason, complaint.kind)
         context.abort(grpc.StatusCode.PERMISSION_DENIED, complaint.reason)
 
     def _make_end(self, session: bytes) -> GrpcLinkEnd:
         return GrpcLinkEnd(
-            self._spec, "backward", self._seed, self.ledger, self._lines, session, self._patience, self._refuse
+            self._spec, "backward", self._seed, self.ledger, self._lines, session, self._patience, self.refuse
         )
 
-    def _refuse(self, sender: str, reason: str, kind: Kind) -> None:
+    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
+        """See Door."""
         with self._lock:
             self.refusals += 1
         if self._on_refusal is not None:

@@ -49,13 +49,14 @@ def bound(record: RoundRecord, before: Iterable[RoundRecord], settings: Magnitud
 
 def _excess(one: ContributionEntry, record: RoundRecord, earlier: Iterable[RoundRecord]) -> float:
     """How many times as large as expected a contribution is, where it is largest against that."""
-    own = _own(one.replica, earlier)
+    own = [_sizes(past, one.steps) for past in _own(one.replica, earlier)]
     around = [_sizes(other, one.steps) for other in record.contributions]
+    has_history = len(own) >= _LEAST_ROUNDS
     ratios = [0.0]
     for what, size in _sizes(one, one.steps).items():
-        among = median_low([sizes[what] for sizes in around])
-        references = [among] if len(around) >= _LEAST_REPLICAS or len(own) < _LEAST_ROUNDS else []
-        references += [median(_sizes(past, one.steps)[what] for past in own)] if len(own) >= _LEAST_ROUNDS else []
+        references = [median(sizes[what] for sizes in own)] if has_history else []
+        if len(around) >= _LEAST_REPLICAS or not has_history:
+            references.append(median_low([sizes[what] for sizes in around]))
         ratios += [size / reference for reference in references if reference > 0]
     return max(ratios)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -147,7 +148,7 @@ def test_a_message_that_is_none_is_refused_and_counted(served: Served) -> None:
 
 def test_who_waits_is_asked_to_ask_again_and_does(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The exchange waits a moment; the member, until its round is closed."""
-    monkeypatch.setattr(served_exchange, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(served_exchange, "LONGEST_WAIT", 0.0)
     asked, record = threading.Semaphore(0), served.run.exchange.record
 
     def counted(*arguments: object) -> pb.RoundRecord:
@@ -158,15 +159,19 @@ def test_who_waits_is_asked_to_ask_again_and_does(served: Served, monkeypatch: p
     found = in_thread(lambda: served.client("a").record(1, "a"))
     for _ in range(3):
         assert asked.acquire(timeout=TIMEOUT)
-        served.run.exchange.wake()  # as the coordinator's clock does every second
-        while asked._value == 0 and not found.done():
-            served.run.exchange.wake()
     served.run.deposit(1, "a", "b")
     assert found.result(TIMEOUT).round == 1
 
 
-def test_who_watches_and_is_gone_leaves_no_thread_waiting(served: Served) -> None:
-    watchers = served.run.exchange.watchers
+def test_who_watches_and_is_gone_leaves_no_thread_waiting(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    watchers, ended = served.run.exchange.watchers, threading.Event()
+    watch_of = watchers.watch
+
+    def watched(*arguments: Any) -> Iterator[pb.Report]:
+        yield from watch_of(*arguments)
+        ended.set()
+
+    monkeypatch.setattr(watchers, "watch", watched)
     channel = make_channel(served.address)
     watch: grpc.UnaryStreamMultiCallable[pb.WatchRequest, bytes] = channel.unary_stream(
         call_path(SERVICE, "Watch"), pb.WatchRequest.SerializeToString
@@ -175,15 +180,8 @@ def test_who_watches_and_is_gone_leaves_no_thread_waiting(served: Served) -> Non
     next(iter(replies))
     assert watchers.watching == 1
     channel.close()
-    _wait_until(lambda: watchers.watching == 0)
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    is_over = threading.Event()
-    threading.Timer(TIMEOUT, is_over.set).start()
-    while not condition() and not is_over.is_set():
-        pass
-    assert condition()
+    assert ended.wait(TIMEOUT)
+    assert watchers.watching == 0
 
 
 def test_who_reads_too_slowly_is_cut() -> None:

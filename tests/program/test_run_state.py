@@ -14,6 +14,7 @@ from hetero_pp.program.report.carried import DirectionState, LineState
 from hetero_pp.program.report.pictures import training_losses
 from hetero_pp.program.report.replica_state import STILL_TOLD, ReplicaState
 from hetero_pp.program.report.state import RunState, format_share
+from hetero_pp.refusals import Kind
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
@@ -438,6 +439,15 @@ def test_refusals_are_counted() -> None:
     refusal = Report(time=START, member="exchange")
     refusal.refusal.reason = "a stranger"
     assert state_of([refusal, refusal]).summary()["refusals"] == 2
+
+
+def test_refusals_are_counted_by_kind_and_no_member_makes_one_up() -> None:
+    many, made_up = (Report(time=START, member="home.0") for _ in range(2))
+    many.refusal.kind, many.refusal.count = Kind.STRANGER, 100
+    made_up.refusal.kind = "made up"
+    summary = state_of([many, made_up]).summary()
+    assert summary["refusals"] == 101
+    assert summary["refusals_by_kind"] == {Kind.STRANGER: 100, Kind.UNEXPECTED: 1}
 
 
 def test_a_loss_that_is_not_finite_is_kept_as_it_is() -> None:

@@ -23,6 +23,7 @@ from hetero_pp.messages.messages_pb2 import (
     InnerStep,
     LinkUse,
     Reading,
+    Refusal,
     Report,
     RoundRecord,
     RoundVerified,
@@ -34,6 +35,8 @@ from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.standings import Standings
 from hetero_pp.refusals import Kind
 from hetero_pp.run.spec import RunSpec
+
+_KINDS = frozenset(Kind)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class RunState:
                 case "failure":
                     self._failure(report.member, report.failure)
                 case "refusal":
-                    self.refusals[report.refusal.kind or Kind.UNEXPECTED] += report.refusal.count or 1
+                    self._refused(report.refusal)
                 case "finished":
                     self._finished.add(report.member)
                 case "joined":
@@ -118,6 +121,11 @@ class RunState:
                 case "waiting":
                     self.waiting = report.waiting if report.waiting.missing else None
                     self.waiting_told = report.time
+
+    def _refused(self, refusal: Refusal) -> None:
+        """A kind that is none, such as that of a member which makes one up, counts as unexpected."""
+        kind = refusal.kind if refusal.kind in _KINDS else Kind.UNEXPECTED
+        self.refusals[kind] += refusal.count or 1
 
     def fail(self, cause: str) -> None:
         """The run has ended before its end; the launcher knows the cause better than any member."""
