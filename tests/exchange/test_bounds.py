@@ -168,8 +168,10 @@ def test_who_watches_and_is_gone_leaves_no_thread_waiting(served: Served, monkey
     watch_of = watchers.watch
 
     def watched(*arguments: Any) -> Iterator[pb.Report]:
-        yield from watch_of(*arguments)
-        ended.set()
+        try:
+            yield from watch_of(*arguments)
+        finally:
+            ended.set()
 
     monkeypatch.setattr(watchers, "watch", watched)
     channel = make_channel(served.address)
