@@ -34,6 +34,7 @@ from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
 from hetero_pp.rpc.channels import keep_freed_memory
+from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 
 HOST = "127.0.0.1"
@@ -210,7 +211,7 @@ def spec_of(shape: LinkShape) -> LinkSpec:
 
 @contextmanager
 def open_link(port: int, shape: LinkShape) -> Iterator[LinkEnd]:
-    end = open_stage_link(f"{HOST}:{port}", spec_of(shape), RUN, "home.0", seed=0, timeout=SECONDS)
+    end = open_stage_link(f"{HOST}:{port}", spec_of(shape), LinkCredentials(RUN), "home.0", seed=0, timeout=SECONDS)
     yield end
     end.close()
 
@@ -233,7 +234,7 @@ def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
 def serve_link(control: Connection, shape: LinkShape) -> None:
     """Receive and recycle; answer what is marked as the last."""
     prepare_process()
-    links = StageLinkServer(spec_of(shape), RUN, "home.1", seed=0)
+    links = StageLinkServer(spec_of(shape), LinkCredentials(RUN), "home.1", seed=0)
     control.send(links.listen(f"{HOST}:0"))
     end = links.accept(SECONDS)
     try:

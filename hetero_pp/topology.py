@@ -290,6 +290,9 @@ class ExchangeSettings(Settings):
     """Where contributions are exchanged, and when a round closes."""
 
     listen: Address = Field("127.0.0.1:0", description="HOST:PORT to listen on; port 0 takes any free one")
+    insecure: Annotated[bool, AddedLater()] = Field(
+        False, description="without TLS beyond this machine, too: on a network that is yours"
+    )
     timeout: Duration = Field(
         3600.0,
         gt=0,

@@ -1,13 +1,16 @@
-"""Who calls the exchange, by what a call shows: never by what it says of itself alone."""
+"""Who calls the exchange, by the certificate of its connection, or by a token: never by what it says of itself."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import grpc
 
 from hetero_pp.errors import WrongToken
 from hetero_pp.links import EXCHANGE, LAUNCHER
+from hetero_pp.rpc.certificates import Shown, read_certificate
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.run.spec import Roster
 
@@ -35,8 +38,8 @@ class Caller:
 class Callers:
     """Of one run: members, and who has started them."""
 
-    def __init__(self, secret: Secret, roster: Roster) -> None:
-        self._secret = secret
+    def __init__(self, secret: Secret, roster: Roster, encrypted: bool = False) -> None:
+        self._secret, self._encrypted = secret, encrypted
         self._members = {LAUNCHER: frozenset(roster.members), EXCHANGE: frozenset[str]()}
         for member, replica in roster.members.items():
             self._members[replica] = self._members.get(replica, frozenset()) | {member}
@@ -50,16 +53,37 @@ class Callers:
     def of(self, context: grpc.ServicerContext) -> Caller:
         """Who makes a call. Raises WrongToken for who does not show it."""
         told = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-        name, term = told.get(_NAME, ""), told.get(_TERM, "")
-        if name not in self._members or not self._secret.is_of(name, told.get(_TOKEN, "")):
+        name, term = self._name(context, told), told.get(_TERM, "")
+        if name not in self._members:
             raise WrongToken("the exchange was started with another token")
         number = int(term) if term.isdecimal() and term.isascii() and len(term) <= _MOST_DIGITS else None
         return Caller(name, self._members[name], name in self._roster.members, number, told.get(_RUN))
 
+    def _name(self, context: grpc.ServicerContext, told: Mapping[str, str]) -> str | None:
+        """What a caller shows to be; None if it does not show it."""
+        if self._encrypted:
+            found = shown_by(context)
+            return None if found is None else found.name
+        name = told.get(_NAME, "")
+        return name if self._secret.is_of(name, told.get(_TOKEN, "")) else None
+
+
+def shown_by(context: grpc.ServicerContext) -> Shown | None:
+    """What the certificate says by which a call's connection was made; None for one without TLS 1.3."""
+    found = context.auth_context()
+    if found.get("ssl_tls_version") != [b"TLSv1.3"]:
+        return None
+    return _read(found["x509_pem_cert"][0])
+
+
+_read = lru_cache(maxsize=1024)(read_certificate)
+"""A connection shows the same one at every call."""
+
 
 def shown(credentials: Credentials, run: str | None = None, term: int | None = None) -> Metadata:
     """The metadata by which a call shows who makes it, in which term of which run."""
-    found = [(_NAME, credentials.name), (_TOKEN, credentials.token)]
+    found = [(_NAME, credentials.name)]
+    found += [] if credentials.identity is not None else [(_TOKEN, credentials.token)]
     found += [] if run is None else [(_RUN, run)]
     found += [] if term is None else [(_TERM, str(term))]
     return tuple(found)

@@ -9,10 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-PROTOCOL_VERSION = 6
+from hetero_pp.rpc.certificates import Identity
+
+PROTOCOL_VERSION = 7
 """Of calls and frames alike. Members with different versions do not talk to each other."""
 
-_OPTIONS: list[tuple[str, int]] = [
+Options = list[tuple[str, int | str]]
+
+_OPTIONS: Options = [
     # Payload crosses in frames of 1 MiB; the rest is room for protobuf messages such as round records.
     ("grpc.max_send_message_length", 8 << 20),
     ("grpc.max_receive_message_length", 8 << 20),
@@ -25,7 +29,7 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.bdp_probe", 1),
 ]
 
-_CHANNEL_OPTIONS: list[tuple[str, int]] = [
+_CHANNEL_OPTIONS: Options = [
     # Every channel has its own connection, so that two links never share one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -33,11 +37,13 @@ _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
-_SERVER_OPTIONS: list[tuple[str, int]] = [
+_SERVER_OPTIONS: Options = [
     # With SO_REUSEPORT a second server on a busy port would share its connections instead of failing.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # Who connects and does not say who it is goes before it costs anything; by default it may stay for 120 seconds.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
 _CALLS_A_WORKER = 4
@@ -58,13 +64,25 @@ def keep_freed_memory() -> bool:
     return all([mallopt(_M_MMAP_THRESHOLD, 32 << 20), mallopt(_M_TRIM_THRESHOLD, 256 << 20)])
 
 
-def make_channel(address: str) -> grpc.Channel:
-    """A channel to HOST:PORT; it connects when it is first used."""
-    return grpc.insecure_channel(address, options=_OPTIONS + _CHANNEL_OPTIONS)
+def make_channel(address: str, identity: Identity | None = None, peer: str = "") -> grpc.Channel:
+    """A channel to HOST:PORT; it connects when it is first used.
+
+    With an identity by TLS, where each side shows who it is; and only to the process of this name, wherever it is.
+    """
+    options = _OPTIONS + _CHANNEL_OPTIONS
+    if identity is None:
+        return grpc.insecure_channel(address, options)
+    authority, key, certificate = (part.encode() for part in (identity.authority, identity.key, identity.certificate))
+    credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+    return grpc.secure_channel(address, credentials, [*options, ("grpc.ssl_target_name_override", peer)])
 
 
-def make_server(listen: str, handlers: Sequence[grpc.GenericRpcHandler], max_workers: int) -> tuple[grpc.Server, int]:
+def make_server(
+    listen: str, handlers: Sequence[grpc.GenericRpcHandler], max_workers: int, identity: Identity | None = None
+) -> tuple[grpc.Server, int]:
     """A started server on HOST:PORT and its port (PORT 0 takes any free one). OSError if it cannot be had.
+
+    With an identity by TLS, for processes of the same run alone.
 
     Every open stream holds a worker, so `max_workers` must exceed the number of stage links. The caller must
     stop the server, or the process cannot end.
@@ -75,8 +93,16 @@ def make_server(listen: str, handlers: Sequence[grpc.GenericRpcHandler], max_wor
         pool, handlers=list(handlers), options=_OPTIONS + _SERVER_OPTIONS, maximum_concurrent_rpcs=most
     )
     try:
-        port = server.add_insecure_port(listen)
+        if identity is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, _server_credentials(identity))
     except RuntimeError as error:
         raise OSError(f"cannot listen on {listen}: the address is in use or not of this machine") from error
     server.start()
     return server, port
+
+
+def _server_credentials(identity: Identity) -> grpc.ServerCredentials:
+    pair = identity.key.encode(), identity.certificate.encode()
+    return grpc.ssl_server_credentials([pair], identity.authority.encode(), require_client_auth=True)

@@ -147,10 +147,10 @@ class NetworkConnections:
             return ""
         link = self._spec.links[stage_link_name(replica.name, stage.index - 1)]
         seed = self._spec.config.seed
-        token, refused = self._credentials.links[link.name], self._refusals.add
-        self._server = StageLinkServer(link, token, self._member.name, seed, refused, self.lines, CUT_OFF_SECONDS)
-        own = replica.stage_settings(stage.index)
-        listen = (own and own.listen) or "127.0.0.1:0"
+        own, refused = self._credentials.of_link(link.name), self._refusals.add
+        self._server = StageLinkServer(link, own, self._member.name, seed, refused, self.lines, CUT_OFF_SECONDS)
+        settings = replica.stage_settings(stage.index)
+        listen = (settings and settings.listen) or "127.0.0.1:0"
         return f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
 
     def open(self, epoch: int, downstream: str) -> LinkEnds:
@@ -177,8 +177,8 @@ class NetworkConnections:
             return None
         link = self._spec.links[stage_link_name(replica.name, stage.index)]
         seed = self._spec.config.seed
-        token = self._credentials.links[link.name]
-        return StageLinkDialer(link, token, self._member.name, seed, self.lines, CUT_OFF_SECONDS)
+        own = self._credentials.of_link(link.name)
+        return StageLinkDialer(link, own, self._member.name, seed, self.lines, CUT_OFF_SECONDS)
 
     def report_failure(self, cause: str, is_consequence: bool = False) -> None:
         """Say why, before the connection's end says only that this member is gone."""

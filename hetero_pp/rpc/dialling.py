@@ -40,7 +40,7 @@ class Dialling:
 
     def __init__(self, address: str, end: GrpcLinkEnd, introduction: Introduction, epoch: int) -> None:
         self._address, self._end, self._introduction, self._epoch = address, end, introduction, epoch
-        self._channel = make_channel(address)
+        self._channel = make_channel(address, introduction.credentials.identity, introduction.peer)
         self._open: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
             call_path(SERVICE, "Open")
         )

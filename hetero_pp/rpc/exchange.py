@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
 from hetero_pp.errors import ExchangeLost, Forbidden, Refused, WrongToken
+from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
 from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
@@ -152,22 +153,22 @@ class WatchedExchange(Protocol):
 
 
 def serve_exchange(
-    exchange: WatchedExchange, secret: Secret, listen: str, most_open: int = MOST_OPEN
+    exchange: WatchedExchange, secret: Secret, listen: str, most_open: int = MOST_OPEN, encrypted: bool = False
 ) -> tuple[grpc.Server, int]:
     """Serve an exchange at HOST:PORT to those whose credentials are of the secret; the server and the port it got.
 
-    Of each caller at most so many calls are open. Raises OSError if the port is busy.
+    Of each caller at most so many calls are open. `encrypted`: by TLS. Raises OSError if the port is busy.
     """
-    servicer = _Servicer(exchange, secret, most_open)
-    return make_server(listen, [servicer.handler()], max_workers=_SPARE + most_open * len(servicer.callers))
+    servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted), most_open)
+    identity = secret.authority.identity(EXCHANGE) if encrypted else None
+    return make_server(listen, [servicer.handler()], _SPARE + most_open * len(servicer.callers), identity)
 
 
 class _Servicer(ExchangeServicer):
     """One method per call."""
 
-    def __init__(self, exchange: WatchedExchange, secret: Secret, most_open: int = MOST_OPEN) -> None:
-        self.exchange, self._most_open = exchange, most_open
-        self.callers = Callers(secret, exchange.roster)
+    def __init__(self, exchange: WatchedExchange, callers: Callers, most_open: int = MOST_OPEN) -> None:
+        self.exchange, self.callers, self._most_open = exchange, callers, most_open
         self.process = secrets.token_hex(8)
         """Names this process: one that takes its place knows only what it is told itself."""
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import grpc
@@ -25,6 +26,7 @@ from hetero_pp.errors import (
     StoreError,
     WrongToken,
 )
+from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeStub
 from hetero_pp.outer.exchange_service import (
@@ -41,6 +43,7 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange import LONGEST_WAIT, SERVICE
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
+from hetero_pp.rpc.handshake import require_trust
 from hetero_pp.rpc.services import ERROR_OF_CODE, call_path
 from hetero_pp.store.presigned import download, upload, without_signature
 from hetero_pp.units import format_seconds
@@ -56,6 +59,9 @@ STREAM_SECONDS = 6 * 3600.0
 
 AGAIN_SECONDS = 0.1
 """Between two attempts, where an exchange is there and ends the call at once."""
+
+_AT_ONCE = 1.0
+"""Seconds within which a connection is made that is possible."""
 
 BEAT_TIMEOUT = 5.0
 """Seconds after which a beat that is not answered counts as lost: the next one may get through."""
@@ -77,10 +83,10 @@ class ExchangeClient:
         """
         self.address = address
         self._timeout = timeout
-        self._channel = channel = make_channel(address)
+        self._channel = channel = make_channel(address, credentials.identity, EXCHANGE)
         self._calls = ExchangeStub(channel)
         # A connection of their own for what is large: on a slow line it would lie in front of everything else.
-        self._bulk = bulk = make_channel(address)
+        self._bulk = bulk = make_channel(address, credentials.identity, EXCHANGE)
         # The stub would take frames for messages; without a serializer they are bytes, and stay them.
         self._snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk.unary_stream(
             call_path(SERVICE, "Snapshot"), pb.SnapshotRequest.SerializeToString
@@ -301,10 +307,13 @@ class ExchangeClient:
     def wait_until_ready(self, seconds: float, on_wait: Callable[[float], None] = lambda _: None) -> None:
         """Wait for the connection to the exchange; `on_wait` is told at growing intervals for how long already.
 
-        Raises LinkTimeout.
+        Raises LinkTimeout; Refused if the two cannot connect, as they are not of one run.
         """
         ready, waited, more = grpc.channel_ready_future(self._channel), 0.0, FIRST_TOLD
+        with suppress(grpc.FutureTimeoutError):
+            return ready.result(min(_AT_ONCE, seconds))
         while waited < seconds:
+            require_trust(self.address, self._credentials.identity)
             more = min(more, seconds - waited)
             try:
                 return ready.result(more)
@@ -327,6 +336,8 @@ class ExchangeClient:
         """`wait`: for an exchange that has never answered. One that has is waited for until it is there again."""
         limit = self._timeout if wait and self._timeout is not None else math.inf
         until = time.monotonic() + limit
+        if wait:
+            self.wait_until_ready(limit)
 
         def ask() -> Reply:
             if (left := until - time.monotonic()) <= 0:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hmac
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import grpc
 from google.protobuf.message import DecodeError
 
 from hetero_pp.messages.messages_pb2 import LinkHello
 from hetero_pp.refusals import Kind
+from hetero_pp.rpc.callers import shown_by
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
+from hetero_pp.rpc.credentials import LinkCredentials
 
 _MAX_HELLO_BYTES = 4096
 _TOKEN = "token"
@@ -29,8 +32,7 @@ class Complaint(NamedTuple):
 class Introduction:
     """Who a member is on one of its links, and who it expects at the other end."""
 
-    token: str
-    """The link's, which nobody else knows."""
+    credentials: LinkCredentials
     link: str
     own: str
     peer: str
@@ -38,20 +40,24 @@ class Introduction:
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """By which a call shows that it is the neighbour's, before anything of it is read."""
-        return ((_TOKEN, self.token),)
+        return ((_TOKEN, self.credentials.token),) if self.credentials.identity is None else ()
 
-    def is_shown_by(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether a call's metadata are the neighbour's."""
+    def is_shown_by(self, context: grpc.ServicerContext) -> bool:
+        """Whether a call is the neighbour's."""
+        if self.credentials.identity is not None:
+            found = shown_by(context)
+            return found is not None and found.name == self.peer
+        metadata = context.invocation_metadata()
         return any(key == _TOKEN and self._is_token(value) for key, value in metadata if isinstance(value, str))
 
     def _is_token(self, token: str) -> bool:
-        return hmac.compare_digest(token.encode(), self.token.encode())
+        return hmac.compare_digest(token.encode(), self.credentials.token.encode())
 
     def hello(self, epoch: int, session: bytes, stream: int, received: int, goes_on: bool) -> LinkHello:
         """What this member says first on a stream, when it has received so many messages of the link."""
         return LinkHello(
             version=PROTOCOL_VERSION,
-            token=self.token,
+            token=self.credentials.token,
             link=self.link,
             sender=self.own,
             epoch=epoch,

@@ -23,6 +23,7 @@ from hetero_pp.messages.messages_pb2 import LinkFarewell, LinkHello, LinkLeft
 from hetero_pp.messages.messages_pb2_grpc import StageLinkServicer
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc.channels import make_server
+from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.dialling import SERVICE, Dialling
 from hetero_pp.rpc.link_end import STOP_SECONDS, GrpcLinkEnd, OnRefusal
 from hetero_pp.rpc.link_hello import Complaint, Introduction, first_frame
@@ -43,14 +44,20 @@ class StageLinkDialer:
     """Reaches the stage after this one, by a link for each epoch."""
 
     def __init__(
-        self, spec: LinkSpec, token: str, member: str, seed: int, lines: Lines | None = None, patience: float = 0.0
+        self,
+        spec: LinkSpec,
+        credentials: LinkCredentials,
+        member: str,
+        seed: int,
+        lines: Lines | None = None,
+        patience: float = 0.0,
     ) -> None:
         """For `patience` seconds a link that is cut off is dialled again; then the neighbour counts as gone."""
         self.target, self.link = spec.target, spec.name
         self.ledger = Ledger()
         """Of all its links."""
         self._spec, self._seed, self._patience = spec, seed, patience
-        self._introduction = Introduction(token, spec.name, member, spec.target)
+        self._introduction = Introduction(credentials, spec.name, member, spec.target)
         self._lines = lines or Lines()
         self._epochs: Epochs[GrpcLinkEnd] = Epochs(spec.target)
         self._dialling: Dialling | None = None
@@ -89,7 +96,7 @@ class StageLinkDialer:
 def open_stage_link(
     address: str,
     spec: LinkSpec,
-    token: str,
+    credentials: LinkCredentials,
     member: str,
     seed: int,
     timeout: float,
@@ -97,7 +104,7 @@ def open_stage_link(
     epoch: int = 0,
 ) -> GrpcLinkEnd:
     """One link to the downstream neighbour, for who needs no other after it; see StageLinkDialer."""
-    return StageLinkDialer(spec, token, member, seed, lines).dial(address, epoch, timeout)
+    return StageLinkDialer(spec, credentials, member, seed, lines).dial(address, epoch, timeout)
 
 
 class StageLinkServer(StageLinkServicer):
@@ -110,7 +117,7 @@ class StageLinkServer(StageLinkServicer):
     def __init__(
         self,
         spec: LinkSpec,
-        token: str,
+        credentials: LinkCredentials,
         member: str,
         seed: int,
         on_refusal: OnRefusal | None = None,
@@ -122,7 +129,7 @@ class StageLinkServer(StageLinkServicer):
         self.ledger = Ledger()
         """Of all its links."""
         self._spec, self._seed, self._patience = spec, seed, patience
-        self._introduction = Introduction(token, spec.name, member, spec.source)
+        self._introduction = Introduction(credentials, spec.name, member, spec.source)
         self._on_refusal, self._lines = on_refusal, lines or Lines()
         self._epochs: Epochs[GrpcLinkEnd] = Epochs(spec.source)
         self._lock = threading.Lock()
@@ -131,7 +138,7 @@ class StageLinkServer(StageLinkServicer):
     def listen(self, address: str) -> int:
         """Listen on HOST:PORT; returns the port (PORT 0 takes any free one). OSError if it cannot be had."""
         handler = service_handler(SERVICE, self, self, _MOST_OPEN)
-        self._server, port = make_server(address, [handler], _WORKERS)
+        self._server, port = make_server(address, [handler], _WORKERS, self._introduction.credentials.identity)
         return port
 
     def close(self, grace: float = STOP_SECONDS) -> None:
@@ -152,8 +159,8 @@ class StageLinkServer(StageLinkServicer):
         self._epochs.give_up(before, cause)
 
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
-        """See Door. Who does not show the link's token is refused before anything is read."""
-        if not self._introduction.is_shown_by(context.invocation_metadata()):
+        """See Door. Who does not show to be the neighbour is refused before anything is read."""
+        if not self._introduction.is_shown_by(context):
             reason = "found another token than the link's"
             self.refuse(context.peer(), reason, Kind.STRANGER)
             raise Refused(reason)

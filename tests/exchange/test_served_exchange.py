@@ -24,7 +24,7 @@ from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standi
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import exchange as served_exchange
-from hetero_pp.rpc.callers import shown
+from hetero_pp.rpc.callers import Callers, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret
@@ -228,7 +228,7 @@ def _calls() -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     tables: list[tuple[str, Mapping[str, grpc.RpcMethodHandler[Any, Any]]]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpc, "method_handlers_generic_handler", lambda *table: tables.append(table))
-        served_exchange._Servicer(Recorder(), SECRET).handler()
+        served_exchange._Servicer(Recorder(), Callers(SECRET, Recorder().roster)).handler()
     return {f"/{service}/{name}": handler for service, table in tables for name, handler in table.items()}
 
 
@@ -451,7 +451,8 @@ class _EndedCall:
 def test_who_is_gone_before_its_stay_begins_has_left() -> None:
     """gRPC takes no callback for a call that has ended, and nobody else would tell."""
     exchange = Recorder()
-    served_exchange._Servicer(exchange, SECRET).Stay(pb.StayRequest(), cast(grpc.ServicerContext, _EndedCall()))
+    servicer = served_exchange._Servicer(exchange, Callers(SECRET, exchange.roster))
+    servicer.Stay(pb.StayRequest(), cast(grpc.ServicerContext, _EndedCall()))
     assert exchange.asked == [("left", "dc")]
 
 

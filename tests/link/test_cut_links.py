@@ -26,6 +26,7 @@ from hetero_pp.link.ledger import FRAME_BYTES
 from hetero_pp.link.protocol import Message
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader
+from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.link_end import HELD_MESSAGES, GrpcLinkEnd
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 
@@ -50,11 +51,11 @@ class CutLink:
         patience: float = SECONDS,
         next_cut: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self.server = StageLinkServer(spec, "run", spec.target, seed=1, patience=patience)
+        self.server = StageLinkServer(spec, LinkCredentials("run"), spec.target, seed=1, patience=patience)
         stack.callback(self.server.close, grace=0)
         self.proxy = CuttingProxy(f"127.0.0.1:{self.server.listen('127.0.0.1:0')}", next_cut)
         stack.callback(self.proxy.close)
-        self.dialer = StageLinkDialer(spec, "run", spec.source, seed=1, patience=patience)
+        self.dialer = StageLinkDialer(spec, LinkCredentials("run"), spec.source, seed=1, patience=patience)
         self.above: GrpcLinkEnd = self.dialer.dial(self.proxy.address, 0, SECONDS)
         self.below: GrpcLinkEnd = self.server.accept(SECONDS)
         for end in (self.above, self.below):
@@ -186,7 +187,7 @@ def test_a_listener_that_began_anew_does_not_go_on_with_an_old_link(stack: ExitS
     link.above.send(_message(0, 10))
     link.below.receive(SECONDS)
     link.server.close(grace=0)
-    other = StageLinkServer(SPEC, "run", SPEC.target, seed=1)
+    other = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1)
     other.listen("{}:{}".format(*link.proxy._target))
     stack.callback(other.close, grace=0)
     with pytest.raises(LinkClosed, match="found a link that goes on, expected a new one"):
@@ -230,7 +231,7 @@ def _answer(end: GrpcLinkEnd) -> None:
 
 def _listen(control: Connection) -> None:
     """The life of a downstream process that is stopped."""
-    server = StageLinkServer(SPEC, "run", SPEC.target, seed=1, patience=SECONDS)
+    server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS)
     control.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     _answer(server.accept(SECONDS))
     server.close(grace=0)
@@ -238,7 +239,8 @@ def _listen(control: Connection) -> None:
 
 def _dial(address: str) -> None:
     """The life of an upstream process that is stopped."""
-    _answer(StageLinkDialer(SPEC, "run", SPEC.source, seed=1, patience=SECONDS).dial(address, 0, SECONDS))
+    dialer = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1, patience=SECONDS)
+    _answer(dialer.dial(address, 0, SECONDS))
 
 
 @contextmanager
@@ -260,7 +262,7 @@ def test_a_frozen_listener_holds_nobody_who_is_told_to_wait_no_more() -> None:
     here, there = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=_listen, args=(there,), daemon=True)
     process.start()
-    dialer = StageLinkDialer(SPEC, "run", SPEC.source, seed=1, patience=SECONDS)
+    dialer = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1, patience=SECONDS)
     end = dialer.dial(here.recv(), 0, SECONDS)
     with _frozen(process, end), ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(end.receive, SECONDS)
@@ -274,14 +276,14 @@ def test_a_frozen_listener_holds_nobody_who_is_told_to_wait_no_more() -> None:
 @pytest.mark.starts_processes
 def test_a_frozen_dialer_holds_nobody_who_is_told_to_wait_no_more(stack: ExitStack) -> None:
     """And another process takes its place while it is frozen."""
-    server = StageLinkServer(SPEC, "run", SPEC.target, seed=1, patience=SECONDS)
+    server = StageLinkServer(SPEC, LinkCredentials("run"), SPEC.target, seed=1, patience=SECONDS)
     address = f"127.0.0.1:{server.listen('127.0.0.1:0')}"
     process = get_context("spawn").Process(target=_dial, args=(address,), daemon=True)
     process.start()
     end = server.accept(SECONDS)
     with _frozen(process, end), ThreadPoolExecutor(1) as pool:
         waiter = pool.submit(end.receive, SECONDS)
-        above = StageLinkDialer(SPEC, "run", SPEC.source, seed=1).dial(address, 1, SECONDS)
+        above = StageLinkDialer(SPEC, LinkCredentials("run"), SPEC.source, seed=1).dial(address, 1, SECONDS)
         with pytest.raises(LinkClosed, match=r"home\.0 is at epoch 1"):
             waiter.result(SECONDS)
         above.send(_message(3, 10))

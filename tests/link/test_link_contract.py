@@ -18,6 +18,7 @@ from hetero_pp.link.ledger import FRAME_BYTES, Count
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
+from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 
 SECONDS = 60.0
@@ -33,10 +34,10 @@ def connect_in_process(stack: ExitStack, spec: LinkSpec) -> Pair:
 
 
 def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
-    links = StageLinkServer(spec, "run", spec.target, seed=1)
+    links = StageLinkServer(spec, LinkCredentials("run"), spec.target, seed=1)
     port = links.listen("127.0.0.1:0")
     stack.callback(links.close, grace=0)
-    upstream = open_stage_link(f"127.0.0.1:{port}", spec, "run", spec.source, seed=1, timeout=SECONDS)
+    upstream = open_stage_link(f"127.0.0.1:{port}", spec, LinkCredentials("run"), spec.source, seed=1, timeout=SECONDS)
     return upstream, links.accept(SECONDS)
 
 

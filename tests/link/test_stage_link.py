@@ -24,6 +24,7 @@ from hetero_pp.messages.messages_pb2 import LinkHeader, LinkHello
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import stage_link
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
+from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.framing import encode
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.link_stream import LinkStream
@@ -41,13 +42,13 @@ class Listener:
     def __init__(self, stack: ExitStack, spec: LinkSpec = PLAN, listen: str = "127.0.0.1:0") -> None:
         self.refusals: list[tuple[str, str, Kind]] = []
         self.links = StageLinkServer(
-            spec, "run", spec.target, seed=0, on_refusal=lambda *refusal: self.refusals.append(refusal)
+            spec, LinkCredentials("run"), spec.target, seed=0, on_refusal=lambda *refusal: self.refusals.append(refusal)
         )
         self.address = f"127.0.0.1:{self.links.listen(listen)}"
         stack.callback(self.links.close, grace=0)
 
     def dial(self, spec: LinkSpec = PLAN, token: str = "run", member: str = "home.0") -> GrpcLinkEnd:
-        return open_stage_link(self.address, spec, token, member, seed=0, timeout=SECONDS)
+        return open_stage_link(self.address, spec, LinkCredentials(token), member, seed=0, timeout=SECONDS)
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_the_upstream_refuses_a_listener_that_is_not_its_neighbour(listener: Lis
 def test_nobody_listens(stack: ExitStack, listener: Listener) -> None:
     listener.links.close(grace=0)
     with pytest.raises(LinkTimeout, match="did not answer"):
-        open_stage_link(listener.address, PLAN, "run", "home.0", seed=0, timeout=0.2)
+        open_stage_link(listener.address, PLAN, LinkCredentials("run"), "home.0", seed=0, timeout=0.2)
 
 
 def test_nobody_dials(listener: Listener) -> None:
@@ -193,7 +194,7 @@ def test_the_upstream_may_be_first(stack: ExitStack, listener: Listener) -> None
 
 def test_a_busy_port_is_an_error(listener: Listener) -> None:
     with pytest.raises(OSError, match=f"cannot listen on {listener.address}"):
-        StageLinkServer(PLAN, "run", PLAN.target, seed=0).listen(listener.address)
+        StageLinkServer(PLAN, LinkCredentials("run"), PLAN.target, seed=0).listen(listener.address)
 
 
 MESSAGE = b"".join(encode(sealed(Message(LinkHeader(step=1), (torch.ones(4),)))))
@@ -304,7 +305,7 @@ def test_what_an_end_failed_of_is_told_though_its_server_stops(
 
 def dial_and_wait(address: str) -> None:
     """The life of an upstream process that is killed."""
-    end = open_stage_link(address, PLAN, "run", "home.0", seed=0, timeout=SECONDS)
+    end = open_stage_link(address, PLAN, LinkCredentials("run"), "home.0", seed=0, timeout=SECONDS)
     end.send(Message(LinkHeader(step=3)))
     end.receive(SECONDS)
 
@@ -337,7 +338,7 @@ def test_a_downstream_process_that_dies() -> None:
     here, there = context.Pipe()
     process = context.Process(target=listen_and_wait, args=(there,))
     process.start()
-    upstream = open_stage_link(here.recv(), PLAN, "run", "home.0", seed=0, timeout=SECONDS)
+    upstream = open_stage_link(here.recv(), PLAN, LinkCredentials("run"), "home.0", seed=0, timeout=SECONDS)
     process.kill()
     process.join(SECONDS)
     with pytest.raises(LinkClosed, match="the peer is gone"):

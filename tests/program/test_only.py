@@ -22,7 +22,7 @@ from hetero_pp.program.check import print_check
 from hetero_pp.program.launch import crew as crew_module
 from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
 from hetero_pp.program.launch.crew import Crew
-from hetero_pp.program.launch.hosts import commands, members_named, require_reachable
+from hetero_pp.program.launch.hosts import commands, members_named, read_token, require_reachable
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
@@ -65,7 +65,7 @@ class Hosts:
         self.folder, self.rounds = folder, rounds
         self.port = _free_port()
         self.text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", str(self.port)).replace("CORPUS", str(corpus))
-        (folder / "token").write_text("a-secret\n")
+        (folder / "token").write_text("a-secret-of-this-test-of-two-hosts\n")
         self.processes: dict[str, Started] = {}
 
     def start(self, part: str, *more: str) -> Started:
@@ -141,7 +141,7 @@ def test_four_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> N
     assert together["parameters_sha256"] == alone["parameters_sha256"]
     assert together["validation_loss"] == alone["validation_loss"]
     token = tmp_path / "exchange" / "runs" / "hosts" / "token"
-    assert token.read_text() == "a-secret\n"
+    assert token.read_text() == "a-secret-of-this-test-of-two-hosts\n"
     assert token.stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "home.1" / "runs" / ".tokens").exists()  # only those that read the corpus encode it
 
@@ -256,9 +256,25 @@ def test_a_host_with_another_configuration_is_refused(hosts: Hosts) -> None:
 
 
 @pytest.mark.starts_processes
-def test_another_token_is_told_on_both_sides(hosts: Hosts, tmp_path: Path) -> None:
+def test_another_token_is_told_where_it_is(hosts: Hosts, tmp_path: Path) -> None:
     hosts.start("exchange", "--set", "outer.rounds=1")
-    (tmp_path / "other").write_text("another-secret")
+    (tmp_path / "other").write_text("another-secret-of-this-test-of-two-hosts")
+    hosts.start("home.1", "--token-file", str(tmp_path / "other"))
+    code, errors = hosts.wait("home.1")
+    there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
+    assert (code, f"home.1: {there}, whose is in {tmp_path / 'other'}" in errors) == (1, True), errors
+    hosts.processes["exchange"].terminate()
+    hosts.wait("exchange")
+    again = hosts.said("exchange").splitlines()[-1]
+    assert "hosts: go on with (other hosts with their commands as before): " in again
+    assert again.endswith("--set outer.rounds=1 --resume")
+
+
+@pytest.mark.starts_processes
+def test_without_tls_another_token_is_told_on_both_sides(hosts: Hosts, tmp_path: Path) -> None:
+    hosts.text = hosts.text.replace("exchange: {", "exchange: {insecure: true, ")
+    hosts.start("exchange")
+    (tmp_path / "other").write_text("another-secret-of-this-test-of-two-hosts")
     hosts.start("home.1", "--token-file", str(tmp_path / "other"))
     code, errors = hosts.wait("home.1")
     there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
@@ -266,11 +282,13 @@ def test_another_token_is_told_on_both_sides(hosts: Hosts, tmp_path: Path) -> No
     hosts.wait_for('"event": "refusal"')
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
-    told = hosts.said("exchange")
-    assert "hosts: refused home.1 at ipv4:127.0.0.1: found another token than the run's" in told
-    again = told.splitlines()[-1]
-    assert "hosts: go on with (other hosts with their commands as before): " in again
-    assert again.endswith("--set outer.rounds=1 --resume")
+    assert "hosts: refused home.1 at ipv4:127.0.0.1: found another token than the run's" in hosts.said("exchange")
+
+
+def test_a_token_that_can_be_guessed(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    with pytest.raises(ConfigError, match=r"found 6 characters, expected at least 32 .* as `openssl rand -hex 16`"):
+        read_token(tmp_path / "token")
 
 
 def _config(tmp_path: Path, corpus: Path, exchange: str | None = None, stages: str | None = None) -> ConfigFile:
@@ -417,7 +435,7 @@ def test_members_that_do_not_notice_that_the_run_has_failed_are_ended(
 ) -> None:
     """As a node does not that waits for others, of which one has failed."""
     monkeypatch.setattr(crew_module, "_SECONDS_TO_NOTICE", 0.0)
-    with Crew(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, "a secret") as crew:
+    with Crew(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, "a secret", False) as crew:
         crew.start(["dc"])
         crew.end_soon("nodeb: out of memory")
         with pytest.raises(RunFailed, match="dc: nodeb: out of memory"):

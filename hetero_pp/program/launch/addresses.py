@@ -56,14 +56,22 @@ class FixedAddress:
 
 def fixed_addresses(config: RunConfig) -> Iterator[FixedAddress]:
     """Every address with a port that the YAML fixes."""
-    found = [FixedAddress(("exchange", "listen"), EXCHANGE, config.exchange.listen)]
+    yield from (one for one in _addresses(config) if not one.address.endswith(":0"))
+
+
+def is_reached(config: RunConfig) -> bool:
+    """Whether other machines reach what listens in a run, by what its YAML says."""
+    return not all(one.is_loopback for one in _addresses(config))
+
+
+def _addresses(config: RunConfig) -> Iterator[FixedAddress]:
+    yield FixedAddress(("exchange", "listen"), EXCHANGE, config.exchange.listen)
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
             for stage, own in enumerate(replica.stages):
                 if own.listen is not None:
                     key = ("replicas", index, "stages", stage, "listen")
-                    found.append(FixedAddress(key, replica.members[stage], own.listen))
-    yield from (one for one in found if not one.address.endswith(":0"))
+                    yield FixedAddress(key, replica.members[stage], own.listen)
 
 
 def own_addresses() -> set[str]:

@@ -11,7 +11,7 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -22,6 +22,7 @@ from hetero_pp.links import EXCHANGE, LAUNCHER
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.chaos.director import Director
 from hetero_pp.program.chaos.schedule import Schedule
+from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, Job
 from hetero_pp.program.launch.member_process import process_main
 from hetero_pp.program.launch.restarts import Restarts
@@ -57,8 +58,8 @@ def launch(
     Raises RunFailed with the first cause if the run cannot go on, or if reports could not be followed. However this
     function ends, its processes have.
     """
-    secret = new_secret()
-    with Crew(spec, folder, on_report, LAUNCHER, secret, resume, chaos) as crew:
+    encrypted = is_reached(spec.config) and not spec.config.exchange.insecure
+    with Crew(spec, folder, on_report, LAUNCHER, new_secret(), encrypted, resume, chaos) as crew:
         crew.start([EXCHANGE, *spec.members])
         address = crew.open_exchange()
         watcher = Watcher(partial(reports_of, address, crew.credentials, crew.on_silence), crew.on_report)
@@ -77,15 +78,17 @@ class Crew:
         on_report: Callable[[Report], None],
         name: str,
         secret: str,
+        encrypted: bool,
         resume: Values | None = None,
         chaos: Schedule | None = None,
     ) -> None:
         """`on_report` is told what the crew itself does: whom it starts again. Reports of the run go to `on_report` of
         the crew, which looks for members that the exchange has given up. `name`: what it starts, or `launcher` for all.
+        `encrypted`: its processes reach each other by TLS.
         """
         self._spec, self._folder, self._tell = spec, folder, on_report
-        self._secret = secret
-        self.credentials = Secret(secret).credentials(name)
+        self._secret, self._encrypted = Secret(secret), encrypted
+        self.credentials = self._secret.credentials(name, encrypted=encrypted)
         """By which it asks for reports, and tells who has died."""
         self._resume = resume
         self._restarts = Restarts(spec.config.restarts)
@@ -137,7 +140,7 @@ class Crew:
 
         Raises RunFailed if it ends instead.
         """
-        self._send(EXCHANGE, {"secret": self._secret, "listen": listen})
+        self._send(EXCHANGE, {"secret": self._secret.text, "listen": listen, "encrypted": self._encrypted})
         answer = self._receive(EXCHANGE)
         if "failure" in answer:
             raise RunFailed(self._cause(EXCHANGE, answer))
@@ -152,10 +155,10 @@ class Crew:
 
     def _send_exchange(self, member: str) -> None:
         """Where the exchange is, and by what the member shows who it is."""
-        credentials = Secret(self._secret).credentials(member, self._spec.links.values())
+        credentials = self._secret.credentials(member, self._spec.links.values(), self._encrypted)
         self._send(member, {**self._exchange, "credentials": credentials.to_json()})
 
-    def _send(self, member: str, message: dict[str, str]) -> None:
+    def _send(self, member: str, message: Mapping[str, str | bool]) -> None:
         try:
             self._connections[member].send_bytes(json.dumps(message).encode())
         except (BrokenPipeError, ConnectionResetError):

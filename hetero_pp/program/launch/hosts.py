@@ -31,6 +31,8 @@ from hetero_pp.units import format_seconds
 TOKEN_FILE = "token"
 """What the commands for all hosts call the file with the run's token."""
 
+SHORTEST_TOKEN = 32
+
 
 def members_named(config: RunConfig, name: str) -> list[str]:
     """The members that `--only NAME` starts: the exchange, all of a replica, or one stage.
@@ -75,8 +77,9 @@ def read_token(path: Path) -> str:
             (),
             f"--token-file {path}: {error.strerror}; `openssl rand -hex 16 > {path}` makes one, for all hosts",
         ) from None
-    if not token:
-        raise ConfigError((), f"--token-file {path}: expected a token, found an empty file")
+    if len(token) < SHORTEST_TOKEN:
+        found = f"found {len(token)} characters, expected at least {SHORTEST_TOKEN} that nobody can guess"
+        raise ConfigError((), f"--token-file {path}: {found}, as `openssl rand -hex 16` makes them")
     return token
 
 
@@ -93,7 +96,7 @@ def launch_exchange(
     spec: RunSpec, folder: RunFolder, token: str, resume: Values | None, on_report: Callable[[Report], None]
 ) -> None:
     """Carry the exchange until the run is over. Raises RunFailed with its cause if it fails, on whatever host."""
-    with Crew(spec, folder, on_report, EXCHANGE, token, resume) as crew:
+    with Crew(spec, folder, on_report, EXCHANGE, token, not spec.config.exchange.insecure, resume) as crew:
         crew.start([EXCHANGE])
         told = partial(reports_of, crew.open_exchange(), crew.credentials, crew.on_silence)
         watcher = Watcher(told, crew.on_report)
@@ -136,7 +139,7 @@ def launch_members(
         if rounds.failed is not None:
             crew.end_soon(rounds.failed)
 
-    with Crew(spec, folder, on_report, only, exchange.token) as crew:
+    with Crew(spec, folder, on_report, only, exchange.token, not spec.config.exchange.insecure) as crew:
         crew.start(members)
         crew.join_exchange(members, exchange.address, str(exchange.token_file))
         told = partial(reports_to_members, exchange.address, crew.credentials, members, exchange.timeout, on_wait)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -91,12 +91,12 @@ def _send(launcher: Connection, **message: str) -> None:
         launcher.send_bytes(json.dumps(message).encode())
 
 
-def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection, faults: Faults) -> int:
+def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, Any], launcher: Connection, faults: Faults) -> int:
     exchange = make_exchange(spec, job.folder, job.resume, job.again, faults=faults)
     listen = message.get("listen") or spec.config.exchange.listen
     try:
         secret, most_open = Secret(message["secret"]), MOST_OPEN + _further_nodes(spec)  # each stays, under one name
-        server, port = serve_exchange(exchange, secret, listen, most_open)
+        server, port = serve_exchange(exchange, secret, listen, most_open, bool(message["encrypted"]))
     except OSError as error:
         _send(launcher, failure=str(error))
         return FAILED

@@ -1,0 +1,126 @@
+"""Certificates of one run: its authority, which is made from its secret, signs who each process is.
+
+A process keeps its key to itself. Keys are of the curve P-256, which every TLS library takes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+AS_LONG_AS_THE_SECRET = 20 * 365 * 86400.0
+"""Seconds that a certificate holds whose process was started by who has the run's secret."""
+
+CLOCKS_DIFFER = 3600.0
+"""Seconds by which a certificate holds earlier than it was signed: not all clocks are right."""
+
+_CURVE = ec.SECP256R1()
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""Of the curve's group: FIPS 186-4, D.1.2.3."""
+_SEED_BYTES = 48
+"""More than the order has, so that no key is likelier than another (FIPS 186-4, B.4.1)."""
+_AUTHORITY = "the run's authority"
+_FIRST, _LAST = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """By which a process shows who it is when it connects, and knows who else is of its run. All PEM."""
+
+    certificate: str
+    key: str
+    authority: str
+
+    @property
+    def shown(self) -> Shown:
+        """What it shows."""
+        return read_certificate(self.certificate.encode())
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a certificate says."""
+
+    name: str
+    """Of a process; see Credentials."""
+    holder: int
+    """The how-manyeth that was let in to its place; 0 for who was started with the run's secret."""
+    since: float
+    until: float
+    """Seconds since 1970."""
+
+
+class Authority:
+    """Of one run. Who has its secret can make it, and nobody else."""
+
+    def __init__(self, secret: str) -> None:
+        seed = HKDF(SHA256(), _SEED_BYTES, None, b"hetero-pp: the authority of a run").derive(secret.encode())
+        self._key = ec.derive_private_key(int.from_bytes(seed, "big") % (_ORDER - 1) + 1, _CURVE)
+        self.certificate = self._own().decode()
+        """PEM. Another each time it is made; what it signs is verified by any of them."""
+
+    def identity(self, name: str) -> Identity:
+        """Of a process that who has the secret starts."""
+        key = new_key()
+        certificate = self.sign(key.public_key(), name, 0, time.time() + AS_LONG_AS_THE_SECRET)
+        return Identity(certificate, as_text(key), self.certificate)
+
+    def sign(self, key: ec.EllipticCurvePublicKey, name: str, holder: int, until: float) -> str:
+        """A certificate, as PEM, that who has this key is of this name, the how-manyeth holder, until then."""
+        subject = x509.Name(
+            [
+                x509.NameAttribute(NameOID.COMMON_NAME, name),
+                x509.NameAttribute(NameOID.SERIAL_NUMBER, str(holder)),
+            ]
+        )
+        since = datetime.now(UTC) - timedelta(seconds=CLOCKS_DIFFER)
+        builder = _certificate(subject, key, since, datetime.fromtimestamp(until, UTC))
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM).decode()
+
+    def _own(self) -> bytes:
+        key = self._key.public_key()
+        builder = _certificate(_issuer(), key, _FIRST, _LAST)
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM)
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    """For a process."""
+    return ec.generate_private_key(_CURVE)
+
+
+def as_text(key: ec.EllipticCurvePrivateKey) -> str:
+    """A key as PEM."""
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+
+
+def read_certificate(pem: bytes) -> Shown:
+    """What a certificate says that an authority has signed. Raises ValueError for another."""
+    found = x509.load_pem_x509_certificate(pem)
+    (name,) = found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    (holder,) = found.subject.get_attributes_for_oid(NameOID.SERIAL_NUMBER)
+    since, until = found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
+    return Shown(str(name.value), int(holder.value), since, until)
+
+
+def _certificate(
+    subject: x509.Name, key: ec.EllipticCurvePublicKey, since: datetime, until: datetime
+) -> x509.CertificateBuilder:
+    return x509.CertificateBuilder(
+        _issuer(), subject, key, x509.random_serial_number(), since.replace(microsecond=0), until
+    )
+
+
+def _issuer() -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _AUTHORITY)])

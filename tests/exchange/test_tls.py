@@ -1,0 +1,299 @@
+"""Where a run is encrypted: who connects shows a certificate of the run's authority, and is who that says."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import grpc
+import pytest
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from members import TIMEOUT
+from small_run import Run
+
+from hetero_pp.errors import LinkTimeout, Refused, WrongToken
+from hetero_pp.link.protocol import Message
+from hetero_pp.links import EXCHANGE, LinkShape, LinkSpec
+from hetero_pp.messages.messages_pb2 import LastRoundReply, LastRoundRequest, LinkHeader
+from hetero_pp.refusals import Kind
+from hetero_pp.rpc import channels
+from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key, read_certificate
+from hetero_pp.rpc.channels import make_channel, make_server
+from hetero_pp.rpc.credentials import Credentials, LinkCredentials, Secret
+from hetero_pp.rpc.exchange import SERVICE, serve_exchange
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
+
+SECRET, OTHER = Secret("the run's secret"), Secret("another run's secret")
+LINK = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
+HOUR = 3600.0
+
+
+class Served:
+    """A run of members `a` and `b`, both of which train its first round, behind a server that speaks TLS."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.run = Run(folder, {"a": 1, "b": 1}, quorum=1.0)
+        self.run.assign(0, "a", "b")
+        server, self.port = serve_exchange(self.run.exchange, SECRET, "127.0.0.1:0", encrypted=True)
+        self.address, self._stack = f"127.0.0.1:{self.port}", stack
+        stack.callback(lambda: server.stop(None).wait(TIMEOUT))
+
+    def client(self, credentials: Credentials) -> ExchangeClient:
+        client = ExchangeClient(self.address, credentials, "run", timeout=TIMEOUT)
+        self._stack.callback(client.close)
+        return client
+
+    def refused(self) -> int:
+        return self.run.exchange.refusals
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def served(tmp_path: Path, stack: ExitStack) -> Served:
+    return Served(tmp_path, stack)
+
+
+def _signed(by: Authority, name: str = "a", until: float = HOUR) -> Identity:
+    key = new_key()
+    return Identity(by.sign(key.public_key(), name, 1, time.time() + until), as_text(key), SECRET.authority.certificate)
+
+
+def _self_signed() -> Identity:
+    """By an authority of its own, under the name of the run's."""
+    return _signed(Authority("made up"))
+
+
+def _expired() -> Identity:
+    return _signed(SECRET.authority, until=-1.0)
+
+
+def _early() -> Identity:
+    """Of a host whose clock is a day late."""
+    with mock.patch("hetero_pp.rpc.certificates.CLOCKS_DIFFER", -24 * HOUR):
+        return _signed(SECRET.authority, until=48 * HOUR)
+
+
+def _signed_by_a_member() -> Identity:
+    """By one's own certificate, which is no authority's."""
+    own, key, forger = _signed(SECRET.authority), new_key(), Authority("made up")
+    forger._key = load_pem_private_key(own.key.encode(), None)  # type: ignore[assignment]
+    certificate = forger.sign(key.public_key(), "b", 1, time.time() + HOUR) + own.certificate
+    return Identity(certificate, as_text(key), own.authority)
+
+
+def test_a_certificate_says_what_was_signed() -> None:
+    identity = _signed(SECRET.authority, "home.2", HOUR)
+    found = read_certificate(identity.certificate.encode())
+    assert (found.name, found.holder) == ("home.2", 1)
+    assert found.until == pytest.approx(time.time() + HOUR, abs=60)
+    assert found.since < time.time() - HOUR / 2
+    assert SECRET.credentials("dc", encrypted=True).identity is not None
+    assert SECRET.authority.identity("dc").shown.holder == 0
+
+
+def test_credentials_cross_as_json() -> None:
+    for encrypted in (True, False):
+        credentials = SECRET.credentials("home.0", [LINK], encrypted)
+        assert Credentials.from_json(credentials.to_json()) == credentials
+        assert SECRET.text not in credentials.to_json()
+
+
+def test_who_calls_is_who_its_certificate_names(served: Served) -> None:
+    """Whatever it writes beside it."""
+    client = served.client(replace(SECRET.credentials("a", encrypted=True), name="b", token="made up"))
+    assert client.agree("b", "") == "run"
+    with pytest.raises(Refused, match="a has not started b"):
+        client.died("b", "nothing")
+    client.died("a", "this one may say it")
+
+
+def test_authorities_of_one_secret_trust_each_other() -> None:
+    one, other = Authority("secret"), Authority("secret")
+    assert one.certificate != other.certificate
+    with _server(one.identity("exchange")) as address:
+        assert _reaches(address, other.identity("a"))
+        assert not _reaches(address, Authority("secret.").identity("a"))
+
+
+@pytest.mark.parametrize("identity", [_self_signed, _expired, _early, _signed_by_a_member])
+def test_who_has_no_certificate_of_the_run_reaches_nothing(served: Served, identity: Callable[[], Identity]) -> None:
+    assert not _reaches(served.address, identity())
+    assert _reaches(served.address, _signed(SECRET.authority))
+    assert served.refused() == 0  # nothing came to a handler
+
+
+def test_who_shows_no_certificate_reaches_nothing(served: Served) -> None:
+    credentials = grpc.ssl_channel_credentials(SECRET.authority.certificate.encode())
+    options = [("grpc.ssl_target_name_override", EXCHANGE)]
+    with grpc.secure_channel(served.address, credentials, options) as channel:
+        assert not _answers(channel)
+    with make_channel(served.address) as channel:
+        assert not _answers(channel)
+    assert served.refused() == 0
+
+
+def test_a_process_is_spoken_to_by_its_name_alone() -> None:
+    """Another member that listens where the exchange was is not taken for it."""
+    with _server(SECRET.authority.identity("home.1")) as address:
+        assert not _reaches(address, SECRET.authority.identity("a"))
+        assert _reaches(address, SECRET.authority.identity("a"), "home.1")
+
+
+def test_an_older_tls_is_no_tls(served: Served, tmp_path: Path) -> None:
+    """gRPC cannot be told to refuse the handshake; the calls are."""
+    identity = _signed(SECRET.authority)
+    (tmp_path / "a.pem").write_text(identity.certificate + identity.key)
+    context = ssl.create_default_context(cadata=identity.authority)
+    context.check_hostname = False
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(tmp_path / "a.pem")
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection(("127.0.0.1", served.port)) as plain, context.wrap_socket(plain) as old:
+        assert old.version() == "TLSv1.2"
+        old.settimeout(TIMEOUT)
+        old.sendall(_request(call_path(SERVICE, "LastRound")))
+        answer = b""
+        while b"another token" not in answer:
+            answer += old.recv(4096)
+    assert served.refused() == 1
+
+
+def _request(path: str) -> bytes:
+    """The beginning of a call, as HTTP/2 (RFC 9113) with headers that are neither indexed nor compressed."""
+    headers = {":method": "POST", ":scheme": "https", ":path": path, ":authority": EXCHANGE}
+    headers |= {"content-type": "application/grpc", "te": "trailers"}
+    block = b"".join(
+        b"\x00" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode()
+        for key, value in headers.items()
+    )
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04\x00" + bytes(4)
+    return preface + len(block).to_bytes(3, "big") + b"\x01\x04" + (1).to_bytes(4, "big") + block
+
+
+def test_who_connects_and_says_nothing_goes_by_itself(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ("grpc.server_handshake_timeout_ms", 10_000) in channels._SERVER_OPTIONS
+    options = [("grpc.server_handshake_timeout_ms", 500), *channels._SERVER_OPTIONS[:1]]
+    monkeypatch.setattr(channels, "_SERVER_OPTIONS", options)
+    with _server(SECRET.authority.identity(EXCHANGE)) as address, ExitStack() as silent:
+        host, port = address.split(":")
+        strangers = [silent.enter_context(socket.create_connection((host, int(port)))) for _ in range(50)]
+        assert _reaches(address, SECRET.authority.identity("a"))
+        for stranger in strangers:
+            stranger.settimeout(TIMEOUT)
+            assert stranger.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("mine", "error", "told"),
+    [
+        (OTHER.credentials("a", encrypted=True), WrongToken, "was started with another token"),
+        (
+            SECRET.credentials("a"),
+            Refused,
+            "speaks TLS, and this host does not: `exchange.insecure` has to be",
+        ),
+        (Credentials("a", identity=_expired()), Refused, "the certificate of this host has ended"),
+        (Credentials("a", identity=_early()), Refused, "holds from .* on: is the clock of this host right"),
+    ],
+)
+def test_who_cannot_connect_is_told_why(mine: Credentials, error: type[Exception], told: str, served: Served) -> None:
+    with pytest.raises(error, match=told):
+        served.client(mine).agree("a", "")
+
+
+def test_who_encrypts_is_told_that_the_exchange_does_not(tmp_path: Path, stack: ExitStack) -> None:
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
+    stack.callback(lambda: server.stop(None).wait(TIMEOUT))
+    client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a", encrypted=True), "run", timeout=TIMEOUT)
+    with closing(client), pytest.raises(Refused, match="speaks without TLS, and this host with it"):
+        client.agree("a", "")
+
+
+class Listener:
+    """Stage 1 of a group, which the stage before it dials."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.refusals: list[Kind] = []
+        self.links = StageLinkServer(
+            LINK, _link_credentials("home.1"), "home.1", 0, lambda sender, reason, kind: self.refusals.append(kind)
+        )
+        self.address = f"127.0.0.1:{self.links.listen('127.0.0.1:0')}"
+        stack.callback(self.links.close, grace=0)
+
+
+def _link_credentials(name: str, secret: Secret = SECRET) -> LinkCredentials:
+    return secret.credentials(name, [LINK], encrypted=True).of_link(LINK.name)
+
+
+def test_a_stage_link_is_for_its_two_ends(stack: ExitStack) -> None:
+    listener = Listener(stack)
+    with pytest.raises(Refused, match="another token"):
+        open_stage_link(listener.address, LINK, _link_credentials("home.2"), "home.0", 0, TIMEOUT)
+    assert listener.refusals == [Kind.STRANGER]
+    for stranger in (_link_credentials("home.0", OTHER), LinkCredentials("a token")):
+        with pytest.raises(LinkTimeout):
+            open_stage_link(listener.address, LINK, stranger, "home.0", 0, 0.3)
+    above = open_stage_link(listener.address, LINK, _link_credentials("home.0"), "home.0", 0, TIMEOUT)
+    below = listener.links.accept(TIMEOUT)
+    above.send(Message(LinkHeader(step=3)))
+    assert below.receive(TIMEOUT).header.step == 3
+    above.close()
+
+
+def test_a_stage_dials_its_neighbour_alone(stack: ExitStack) -> None:
+    """Not who listens where that has been, though it is of the run."""
+    own = _link_credentials("home.2")
+    links = StageLinkServer(LINK, own, "home.1", 0)
+    address = f"127.0.0.1:{links.listen('127.0.0.1:0')}"
+    stack.callback(links.close, grace=0)
+    with pytest.raises(LinkTimeout):
+        open_stage_link(address, LINK, _link_credentials("home.0"), "home.0", 0, 0.3)
+
+
+class _server:
+    """Something that answers LastRound, as one process."""
+
+    def __init__(self, identity: Identity) -> None:
+        handler: grpc.RpcMethodHandler[bytes, LastRoundReply] = grpc.unary_unary_rpc_method_handler(
+            lambda request, context: LastRoundReply(), None, LastRoundReply.SerializeToString
+        )
+        handlers = grpc.method_handlers_generic_handler(SERVICE.full_name, {"LastRound": handler})
+        self._server, port = make_server("127.0.0.1:0", [handlers], 4, identity)
+        self._address = f"127.0.0.1:{port}"
+
+    def __enter__(self) -> str:
+        return self._address
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(None).wait(TIMEOUT)
+
+
+def _reaches(address: str, identity: Identity, peer: str = EXCHANGE) -> bool:
+    with make_channel(address, identity, peer) as channel:
+        return _answers(channel)
+
+
+def _answers(channel: grpc.Channel) -> bool:
+    """Whether a call comes to a handler: it is answered, or refused for what it asks."""
+    ask: grpc.UnaryUnaryMultiCallable[LastRoundRequest, bytes] = channel.unary_unary(
+        call_path(SERVICE, "LastRound"), LastRoundRequest.SerializeToString
+    )
+    try:
+        ask(LastRoundRequest(), timeout=TIMEOUT)
+    except grpc.RpcError as error:
+        return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return True
