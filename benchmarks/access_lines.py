@@ -2,7 +2,7 @@
 
     python benchmarks/access_lines.py [--only NAME ...] [--json FILE]
 
-The kernel's run is one on several hosts (docs/three_hosts.md): the exchange and every stage in a network namespace of
+The kernel's run is one on several hosts (docs/hosts.md): the exchange and every stage in a network namespace of
 its own (benchmarks/namespaces.py), and nothing of lines in the YAML. A step is the median time between two steps of the
 first stage; links decide it, so that it is the time that a stage in the middle needs to send to both of its neighbours.
 

@@ -13,6 +13,9 @@ import numpy as np
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
 
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+"""Of a tokenizer; the second names its special tokens, and may be missing."""
+
 _KEY = ("data", "tokenizer")
 _ENDS_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 
@@ -83,7 +86,7 @@ class FileTokenizer:
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         unused = max(ids.values(), default=-1) + 1
-        names = [*_configured_ends(path.with_name("tokenizer_config.json")), *_ENDS_OF_TEXT]
+        names = [*_configured_ends(path.with_name(CONFIG)), *_ENDS_OF_TEXT]
         self.separator: int = next((ids[name] for name in names if name in ids), unused)
         self.vocabulary: int = max(unused, self.separator + 1)
         self.identity = hashlib.sha256(content).hexdigest()
@@ -112,15 +115,18 @@ def _configured_ends(path: Path) -> list[str]:
 
 def load_tokenizer(settings: DataSettings) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names."""
-    if settings.tokenizer == "bytes":
-        return ByteTokenizer()
+    return ByteTokenizer() if settings.tokenizer == "bytes" else FileTokenizer(tokenizer_path(settings))
+
+
+def tokenizer_path(settings: DataSettings) -> Path:
+    """The tokenizer.json that `data.tokenizer` names. Raises ConfigError if there is none."""
     path = Path(settings.tokenizer).expanduser()
     if path.is_dir():
-        names = ("tokenizer.json", "tokenizer.model")
+        names = (FILE, "tokenizer.model")
         path = next((path / name for name in names if (path / name).is_file()), path)
     if path.is_file() and path.suffix == ".model":
         raise ConfigError(_KEY, _CONVERT.format(found=path, folder=path.parent))
     if not path.is_file():
         expected = "`bytes` or a path to a tokenizer.json or to a folder that holds one"
         raise ConfigError(_KEY, f"found `{settings.tokenizer}`, expected {expected}")
-    return FileTokenizer(path)
+    return path

@@ -109,6 +109,87 @@ class LinkLeft(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class EnrolRequest(_message.Message):
+    __slots__ = ("version", "request")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    request: bytes
+    def __init__(self, version: _Optional[int] = ..., request: _Optional[bytes] = ...) -> None: ...
+
+class EnrolReply(_message.Message):
+    __slots__ = ("place", "certificate", "configuration", "tokenizer")
+    class TokenizerEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    place: str
+    certificate: Certificate
+    configuration: str
+    tokenizer: _containers.ScalarMap[str, bytes]
+    def __init__(self, place: _Optional[str] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., configuration: _Optional[str] = ..., tokenizer: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Certificate(_message.Message):
+    __slots__ = ("pem",)
+    PEM_FIELD_NUMBER: _ClassVar[int]
+    pem: str
+    def __init__(self, pem: _Optional[str] = ...) -> None: ...
+
+class GiveRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GiveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("name", "last_round", "rounds", "places", "refusals")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    last_round: int
+    rounds: int
+    places: _containers.RepeatedCompositeFieldContainer[PlaceStatus]
+    refusals: int
+    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ...) -> None: ...
+
+class PlaceStatus(_message.Message):
+    __slots__ = ("name", "replica", "held", "term", "address", "holder", "until")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    replica: str
+    held: bool
+    term: int
+    address: str
+    holder: int
+    until: float
+    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., until: _Optional[float] = ...) -> None: ...
+
 class TensorHeader(_message.Message):
     __slots__ = ("dtype", "shape")
     DTYPE_FIELD_NUMBER: _ClassVar[int]

@@ -151,6 +151,220 @@ class StageLink:
             _registered_method=True)
 
 
+class AdmissionStub:
+    """---- who is let in --------------------------------------------------------------------------------------------
+
+    Served beside the exchange, where that is by TLS.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Enrol = channel.unary_unary(
+                '/hetero_pp.Admission/Enrol',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.EnrolRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.EnrolReply.FromString,
+                _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/hetero_pp.Admission/Renew',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.RenewRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.Certificate.FromString,
+                _registered_method=True)
+        self.Give = channel.unary_unary(
+                '/hetero_pp.Admission/Give',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.GiveRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.GiveReply.FromString,
+                _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/hetero_pp.Admission/Status',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.StatusRequest.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.StatusReply.FromString,
+                _registered_method=True)
+
+
+class AdmissionServicer:
+    """---- who is let in --------------------------------------------------------------------------------------------
+
+    Served beside the exchange, where that is by TLS.
+    """
+
+    def Enrol(self, request, context):
+        """Who shows a ticket takes a place, with a certificate of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """A holder of a place has its certificate for longer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Give(self, request, context):
+        """A holder of a place goes, and the place is free.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Status(self, request, context):
+        """Who is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdmissionServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Enrol': grpc.unary_unary_rpc_method_handler(
+                    servicer.Enrol,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.EnrolRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.EnrolReply.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.RenewRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.Certificate.SerializeToString,
+            ),
+            'Give': grpc.unary_unary_rpc_method_handler(
+                    servicer.Give,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.GiveRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.GiveReply.SerializeToString,
+            ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.StatusRequest.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.StatusReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'hetero_pp.Admission', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('hetero_pp.Admission', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Admission:
+    """---- who is let in --------------------------------------------------------------------------------------------
+
+    Served beside the exchange, where that is by TLS.
+    """
+
+    @staticmethod
+    def Enrol(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Admission/Enrol',
+            hetero__pp_dot_messages_dot_messages__pb2.EnrolRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.EnrolReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Admission/Renew',
+            hetero__pp_dot_messages_dot_messages__pb2.RenewRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.Certificate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Give(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Admission/Give',
+            hetero__pp_dot_messages_dot_messages__pb2.GiveRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.GiveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hetero_pp.Admission/Status',
+            hetero__pp_dot_messages_dot_messages__pb2.StatusRequest.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ExchangeStub:
     """---- the exchange ---------------------------------------------------------------------------------------------
     Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and

@@ -48,6 +48,62 @@ class StageLinkServicer(metaclass=_abc_1.ABCMeta):
 
 def add_StageLinkServicer_to_server(servicer: StageLinkServicer, server: _grpc.Server) -> None: ...
 
+class AdmissionStub:
+    """---- who is let in --------------------------------------------------------------------------------------------
+
+    Served beside the exchange, where that is by TLS.
+    """
+
+    def __init__(self, channel: _grpc.Channel) -> None: ...
+    Enrol: _grpc.UnaryUnaryMultiCallable[_messages_pb2.EnrolRequest, _messages_pb2.EnrolReply]
+    """Who shows a ticket takes a place, with a certificate of its own."""
+    Renew: _grpc.UnaryUnaryMultiCallable[_messages_pb2.RenewRequest, _messages_pb2.Certificate]
+    """A holder of a place has its certificate for longer."""
+    Give: _grpc.UnaryUnaryMultiCallable[_messages_pb2.GiveRequest, _messages_pb2.GiveReply]
+    """A holder of a place goes, and the place is free."""
+    Status: _grpc.UnaryUnaryMultiCallable[_messages_pb2.StatusRequest, _messages_pb2.StatusReply]
+    """Who is there."""
+
+class AdmissionServicer(metaclass=_abc_1.ABCMeta):
+    """---- who is let in --------------------------------------------------------------------------------------------
+
+    Served beside the exchange, where that is by TLS.
+    """
+
+    @_abc_1.abstractmethod
+    def Enrol(
+        self,
+        request: _messages_pb2.EnrolRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.EnrolReply:
+        """Who shows a ticket takes a place, with a certificate of its own."""
+
+    @_abc_1.abstractmethod
+    def Renew(
+        self,
+        request: _messages_pb2.RenewRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.Certificate:
+        """A holder of a place has its certificate for longer."""
+
+    @_abc_1.abstractmethod
+    def Give(
+        self,
+        request: _messages_pb2.GiveRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.GiveReply:
+        """A holder of a place goes, and the place is free."""
+
+    @_abc_1.abstractmethod
+    def Status(
+        self,
+        request: _messages_pb2.StatusRequest,
+        context: _grpc.ServicerContext,
+    ) -> _messages_pb2.StatusReply:
+        """Who is there."""
+
+def add_AdmissionServicer_to_server(servicer: AdmissionServicer, server: _grpc.Server) -> None: ...
+
 class ExchangeStub:
     """---- the exchange ---------------------------------------------------------------------------------------------
     Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and

@@ -25,6 +25,7 @@ BAD_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
 
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, as of its folder in runs/.")]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML of the run.")]
 RunsFolder = Annotated[Path, typer.Option("--runs", help="Where runs/<name>/ and encoded corpora are kept.")]
 Overrides = Annotated[
@@ -64,7 +65,7 @@ def launch(
 ) -> None:
     """Train a topology: one process per stage, per datacenter replica and for the exchange, on this machine.
 
-    With --only, the part of it that this host carries (docs/three_hosts.md).
+    With --only, the part of it that this host carries (docs/hosts.md).
 
     Everything the run leaves is in runs/<name>/; an earlier run of that name moves to runs/<name>.1, .2, ...
     """
@@ -82,6 +83,108 @@ def launch(
             run_on_this_host(config, settings, runs, Host(only, exchange, token), in_process, resume, typed())
         else:
             run_topology(config, settings, runs, in_process, resume, typed(), chaos)
+
+
+@app.command()
+def serve(
+    config: ConfigPath,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with runs/<name>; who was let in still is.")] = False,
+    token: Annotated[
+        Path | None, typer.Option("--token-file", help="The file with the run's token, if it is given.")
+    ] = None,
+    runs: RunsFolder = Path("runs"),
+    overrides: Overrides = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Carry a run's exchange here, and let others in by tickets (docs/hosts.md)."""
+    with readable_errors():
+        from hetero_pp.links import EXCHANGE
+        from hetero_pp.program.launch.command import Host, run_on_this_host
+
+        run_on_this_host(config, overrides, runs, Host(EXCHANGE, token=token), False, resume, typed())
+
+
+@app.command()
+def invite(
+    run: RunName,
+    place: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A replica, or a stage as home.2; by default one that is free.")
+    ] = None,
+    expires: Annotated[str, typer.Option(metavar="DURATION", help="How long the ticket is good, as `24h`.")] = "24h",
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="How others reach the exchange, if the YAML does not say.")
+    ] = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Print a ticket that lets one process into a run that is served here."""
+    with readable_errors():
+        from hetero_pp.program.join.invite import invite as print_ticket
+        from hetero_pp.program.join.invite import seconds_of
+
+        print_ticket(runs, run, place, seconds_of(expires), address)
+
+
+@app.command()
+def revoke(
+    run: RunName,
+    what: Annotated[str, typer.Argument(metavar="PLACE", help="Such as home.2.")],
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Take a place of a run back from who holds it by a ticket, and tickets to it."""
+    with readable_errors():
+        from hetero_pp.program.join.invite import revoke as take_back
+
+        take_back(runs, run, what)
+
+
+@app.command()
+def join(
+    ticket: Annotated[str, typer.Argument(metavar="TICKET", help="What `hetero-pp invite` printed; `-` reads it.")],
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Where the run's text is here, for a place that reads it.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The run's tokenizer.json, if it is too large to be sent.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the stage before dials this one; port 0 is any.")
+    ] = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Take a place of a run by a ticket, and train in it. Ctrl-C gives the place back."""
+    with readable_errors():
+        from hetero_pp.program.join.command import Here
+        from hetero_pp.program.join.command import join as take_part
+
+        take_part(sys.stdin.readline() if ticket == "-" else ticket, Here(runs, data, tokenizer, listen))
+
+
+@app.command()
+def leave(
+    run: RunName,
+    place: Annotated[str | None, typer.Option(metavar="NAME", help="One of several that joined from here.")] = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """End what has joined a run from here, and give its place back: as Ctrl-C where it runs."""
+    with readable_errors():
+        from hetero_pp.program.join.leave import leave as end_join
+
+        end_join(runs, run, place)
+
+
+@app.command()
+def status(
+    run: RunName,
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="How this host reaches the exchange, if not as it was told.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write it to a file.")] = None,
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Show who is at which place of a run that this host serves, or has joined."""
+    with readable_errors():
+        from hetero_pp.program.join.status import status as ask_and_print
+
+        ask_and_print(runs, run, address, json_path)
 
 
 def typed() -> list[str]:

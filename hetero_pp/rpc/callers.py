@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import grpc
 
@@ -12,12 +13,14 @@ from hetero_pp.errors import WrongToken
 from hetero_pp.links import EXCHANGE, LAUNCHER
 from hetero_pp.rpc.certificates import Shown, read_certificate
 from hetero_pp.rpc.credentials import Credentials, Secret
+from hetero_pp.rpc.tickets import ticket_of
 from hetero_pp.run.spec import Roster
 
 Metadata = tuple[tuple[str, str], ...]
 
 _NAME, _TOKEN, _RUN, _TERM = "name", "token", "run", "term"
 _MOST_DIGITS = 9
+_STRANGER = "the exchange was started with another token"
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,28 @@ class Caller:
     """Which it says that it holds of its place."""
     run: str | None
     """Of which it says that it is."""
+    holder: int = 0
+    """By how-manyeth invitation it holds its place; 0 for who was started with the run's secret."""
+    ticket: str | None = None
+    """Which it shows; it is nobody yet."""
+
+
+class Guests(Protocol):
+    """Who was invited."""
+
+    def require_in(self, place: str, number: int) -> None:
+        """Raise Refused for who does not hold a place, or not any more."""
+
+    def require_open(self, ticket: str) -> None:
+        """Raise Refused for a ticket that lets nobody in."""
 
 
 class Callers:
     """Of one run: members, and who has started them."""
 
-    def __init__(self, secret: Secret, roster: Roster, encrypted: bool = False) -> None:
-        self._secret, self._encrypted = secret, encrypted
+    def __init__(self, secret: Secret, roster: Roster, encrypted: bool = False, guests: Guests | None = None) -> None:
+        """Without guests nobody is let in by a ticket."""
+        self._secret, self._encrypted, self._guests = secret, encrypted, guests
         self._members = {LAUNCHER: frozenset(roster.members), EXCHANGE: frozenset[str]()}
         for member, replica in roster.members.items():
             self._members[replica] = self._members.get(replica, frozenset()) | {member}
@@ -51,21 +69,44 @@ class Callers:
         return len(self._members)
 
     def of(self, context: grpc.ServicerContext) -> Caller:
-        """Who makes a call. Raises WrongToken for who does not show it."""
+        """Who makes a call. Raises WrongToken for who does not show it, Refused for who is let in no more."""
         told = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-        name, term = self._name(context, told), told.get(_TERM, "")
-        if name not in self._members:
-            raise WrongToken("the exchange was started with another token")
+        found, term = self._shown(context, told), told.get(_TERM, "")
+        ticket = ticket_of(found.name)
+        if ticket is None and found.name not in self._members:
+            raise WrongToken(_STRANGER)
+        if ticket is not None or found.holder:
+            self._require_invited(found, ticket)
         number = int(term) if term.isdecimal() and term.isascii() and len(term) <= _MOST_DIGITS else None
-        return Caller(name, self._members[name], name in self._roster.members, number, told.get(_RUN))
+        members, is_member = self._members.get(found.name, frozenset()), found.name in self._roster.members
+        return Caller(found.name, members, is_member, number, told.get(_RUN), found.holder, ticket)
 
-    def _name(self, context: grpc.ServicerContext, told: Mapping[str, str]) -> str | None:
-        """What a caller shows to be; None if it does not show it."""
+    def _require_invited(self, found: Shown, ticket: str | None) -> None:
+        if self._guests is None:
+            raise WrongToken(_STRANGER)
+        if ticket is not None:
+            self._guests.require_open(ticket)
+        else:
+            self._guests.require_in(found.name, found.holder)
+
+    def _shown(self, context: grpc.ServicerContext, told: Mapping[str, str]) -> Shown:
+        """What a caller shows to be. Raises WrongToken if it does not show it."""
         if self._encrypted:
             found = shown_by(context)
-            return None if found is None else found.name
+            if found is None:
+                raise WrongToken(_STRANGER)
+            return found
         name = told.get(_NAME, "")
-        return name if self._secret.is_of(name, told.get(_TOKEN, "")) else None
+        if not self._secret.is_of(name, told.get(_TOKEN, "")):
+            raise WrongToken(_STRANGER)
+        return Shown(name, holder=0)
+
+
+def shown_certificate(context: grpc.ServicerContext) -> bytes:
+    """Of the connection of a call that was made by TLS, as PEM."""
+    (found,) = context.auth_context()["x509_pem_cert"]
+    assert isinstance(found, bytes)
+    return found
 
 
 def shown_by(context: grpc.ServicerContext) -> Shown | None:
@@ -73,7 +114,7 @@ def shown_by(context: grpc.ServicerContext) -> Shown | None:
     found = context.auth_context()
     if found.get("ssl_tls_version") != [b"TLSv1.3"]:
         return None
-    return _read(found["x509_pem_cert"][0])
+    return _read(shown_certificate(context))
 
 
 _read = lru_cache(maxsize=1024)(read_certificate)

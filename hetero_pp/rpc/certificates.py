@@ -5,16 +5,28 @@ A process keeps its key to itself. Keys are of the curve P-256, which every TLS 
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import NameOID
+
+from hetero_pp.errors import MalformedMessage
 
 AS_LONG_AS_THE_SECRET = 20 * 365 * 86400.0
 """Seconds that a certificate holds whose process was started by who has the run's secret."""
@@ -38,6 +50,13 @@ class Identity:
     certificate: str
     key: str
     authority: str
+    kept_in: str = ""
+    """A file in which a certificate takes the place of this one once it was renewed."""
+
+    @property
+    def latest(self) -> Identity:
+        """The same, with the certificate that is kept."""
+        return replace(self, certificate=Path(self.kept_in).read_text()) if self.kept_in else self
 
     @property
     def shown(self) -> Shown:
@@ -53,9 +72,14 @@ class Shown:
     """Of a process; see Credentials."""
     holder: int
     """The how-manyeth that was let in to its place; 0 for who was started with the run's secret."""
-    since: float
-    until: float
+    since: float = 0.0
+    until: float = math.inf
     """Seconds since 1970."""
+
+    @property
+    def signed(self) -> float:
+        """When, in seconds since 1970."""
+        return self.since + CLOCKS_DIFFER
 
 
 class Authority:
@@ -95,9 +119,47 @@ class Authority:
         return builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM)
 
 
+def signing_request(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """What shows an authority that who asks has a key: PKCS #10, DER."""
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    return builder.sign(key, SHA256()).public_bytes(Encoding.DER)
+
+
+def requested_key(request: bytes) -> ec.EllipticCurvePublicKey:
+    """Whose certificate is asked for. Raises MalformedMessage unless who asks has the key, and it is of the curve."""
+    try:
+        found = x509.load_der_x509_csr(request)
+        key = found.public_key()
+        if found.is_signature_valid and isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name == _CURVE.name:
+            return key
+    except (ValueError, UnsupportedAlgorithm):
+        pass
+    raise MalformedMessage("found no request for a certificate of a key of P-256")
+
+
+def certified_key(pem: bytes) -> ec.EllipticCurvePublicKey:
+    """Of a certificate that an authority has signed."""
+    key = x509.load_pem_x509_certificate(pem).public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    return key
+
+
+def digest_of(key: ec.EllipticCurvePublicKey) -> bytes:
+    """By which a key is known."""
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
+
+
 def new_key() -> ec.EllipticCurvePrivateKey:
     """For a process."""
     return ec.generate_private_key(_CURVE)
+
+
+def key_from_text(text: str) -> ec.EllipticCurvePrivateKey:
+    """A key from PEM. Raises ValueError for another."""
+    key = load_pem_private_key(text.encode(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("expected a key of P-256")
+    return key
 
 
 def as_text(key: ec.EllipticCurvePrivateKey) -> str:

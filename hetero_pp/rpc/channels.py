@@ -72,8 +72,8 @@ def make_channel(address: str, identity: Identity | None = None, peer: str = "")
     options = _OPTIONS + _CHANNEL_OPTIONS
     if identity is None:
         return grpc.insecure_channel(address, options)
-    authority, key, certificate = (part.encode() for part in (identity.authority, identity.key, identity.certificate))
-    credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+    certificate = identity.latest.certificate.encode()
+    credentials = grpc.ssl_channel_credentials(identity.authority.encode(), identity.key.encode(), certificate)
     return grpc.secure_channel(address, credentials, [*options, ("grpc.ssl_target_name_override", peer)])
 
 
@@ -104,5 +104,8 @@ def make_server(
 
 
 def _server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    pair = identity.key.encode(), identity.certificate.encode()
-    return grpc.ssl_server_credentials([pair], identity.authority.encode(), require_client_auth=True)
+    def latest() -> grpc.ServerCertificateConfiguration:
+        pair = identity.key.encode(), identity.latest.certificate.encode()
+        return grpc.ssl_server_certificate_configuration([pair], identity.authority.encode())
+
+    return grpc.dynamic_ssl_server_credentials(latest(), latest, require_client_authentication=True)

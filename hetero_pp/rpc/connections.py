@@ -113,8 +113,10 @@ class NetworkConnections:
         credentials: Credentials,
         lines: Lines,
         faults: Faults = NO_FAULTS,
+        listen: str = "",
     ) -> None:
-        self.lines, self._faults = lines, faults
+        """`listen`: HOST:PORT for the stage before, instead of where the configuration says."""
+        self.lines, self._faults, self._listen = lines, faults, listen
         self.exchange = ExchangeClient(address, credentials, timeout=spec.config.exchange.timeout)
         self._spec, self._member, self._credentials = spec, member, credentials
         self._refusals = Refusals(self._report_refusal)
@@ -150,7 +152,7 @@ class NetworkConnections:
         own, refused = self._credentials.of_link(link.name), self._refusals.add
         self._server = StageLinkServer(link, own, self._member.name, seed, refused, self.lines, CUT_OFF_SECONDS)
         settings = replica.stage_settings(stage.index)
-        listen = (settings and settings.listen) or "127.0.0.1:0"
+        listen = self._listen or (settings and settings.listen) or "127.0.0.1:0"
         return f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
 
     def open(self, epoch: int, downstream: str) -> LinkEnds:

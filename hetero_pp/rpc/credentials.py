@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 from hetero_pp.links import LinkSpec
 from hetero_pp.rpc.certificates import Authority, Identity
@@ -75,6 +76,38 @@ class Secret:
 
     def _derived(self, kind: str, name: str) -> str:
         return hmac.new(self._key, f"{kind} {name}".encode(), hashlib.sha256).hexdigest()
+
+
+class Keys(Protocol):
+    """What a launcher has, to let processes in that it starts."""
+
+    def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
+        """Of the process of this name, and of those of these links that end at it."""
+
+
+@dataclass(frozen=True)
+class SecretKeys:
+    """Of who has the run's secret: everybody's. Implements Keys."""
+
+    secret: Secret
+    encrypted: bool
+    """Whether processes reach each other by TLS."""
+
+    def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
+        """See Keys."""
+        return self.secret.credentials(name, links, self.encrypted)
+
+
+@dataclass(frozen=True)
+class InvitedKeys:
+    """Of who holds one place by a ticket: its own. Implements Keys."""
+
+    credentials: Credentials
+
+    def of(self, name: str, links: Iterable[LinkSpec] = ()) -> Credentials:
+        """See Keys."""
+        assert name == self.credentials.name
+        return self.credentials
 
 
 def new_secret() -> str:

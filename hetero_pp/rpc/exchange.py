@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -22,6 +23,8 @@ from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
 from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standing
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
 from hetero_pp.refusals import Kind
+from hetero_pp.rpc.admission import SERVICE as ADMISSION
+from hetero_pp.rpc.admission import Admission, Host, Places, Told
 from hetero_pp.rpc.callers import Callers, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
@@ -47,7 +50,18 @@ _SPARE = 8
 MOST_OF_A_NAME = 80
 """Characters of how a caller calls itself."""
 
+_MOST_OPEN_OF_A_TICKET = 2
+
 IsAsked = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class OpenHouse:
+    """Of a run that who shows a ticket may join."""
+
+    host: Host
+    places: Places
+    told: Told
 
 
 class WatchedExchange(Protocol):
@@ -153,15 +167,28 @@ class WatchedExchange(Protocol):
 
 
 def serve_exchange(
-    exchange: WatchedExchange, secret: Secret, listen: str, most_open: int = MOST_OPEN, encrypted: bool = False
+    exchange: WatchedExchange,
+    secret: Secret,
+    listen: str,
+    most_open: int = MOST_OPEN,
+    encrypted: bool = False,
+    open_house: OpenHouse | None = None,
 ) -> tuple[grpc.Server, int]:
     """Serve an exchange at HOST:PORT to those whose credentials are of the secret; the server and the port it got.
 
-    Of each caller at most so many calls are open. `encrypted`: by TLS. Raises OSError if the port is busy.
+    Of each caller at most so many calls are open. `encrypted`: by TLS, and with an open house for who shows a ticket,
+    too. Raises OSError if the port is busy.
     """
-    servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted), most_open)
-    identity = secret.authority.identity(EXCHANGE) if encrypted else None
-    return make_server(listen, [servicer.handler()], _SPARE + most_open * len(servicer.callers), identity)
+    guests = open_house.host if open_house is not None and encrypted else None
+    servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open)
+    threads = _SPARE + most_open * len(servicer.callers)
+    if not encrypted:
+        return make_server(listen, [servicer.handler()], threads)
+    handlers = [servicer.handler()]
+    if open_house is not None:
+        admission = Admission(open_house.host, secret.authority, servicer.callers, open_house.places, open_house.told)
+        handlers.append(service_handler(ADMISSION, admission, servicer, _MOST_OPEN_OF_A_TICKET))
+    return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))
 
 
 class _Servicer(ExchangeServicer):
@@ -183,6 +210,9 @@ class _Servicer(ExchangeServicer):
         except WrongToken as error:
             self.refuse(claimed(context), "found another token than the run's", Kind.STRANGER)
             raise error
+        except Refused as error:
+            self.refuse(claimed(context), str(error), Kind.FORBIDDEN)
+            raise
         if caller.run not in (None, self.exchange.run):
             self.refuse(claimed(context), "another configuration", Kind.UNEXPECTED)
             raise Refused(

@@ -83,21 +83,8 @@ class ExchangeClient:
         """
         self.address = address
         self._timeout = timeout
-        self._channel = channel = make_channel(address, credentials.identity, EXCHANGE)
-        self._calls = ExchangeStub(channel)
-        # A connection of their own for what is large: on a slow line it would lie in front of everything else.
-        self._bulk = bulk = make_channel(address, credentials.identity, EXCHANGE)
-        # The stub would take frames for messages; without a serializer they are bytes, and stay them.
-        self._snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk.unary_stream(
-            call_path(SERVICE, "Snapshot"), pb.SnapshotRequest.SerializeToString
-        )
-        self._deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk.stream_unary(
-            call_path(SERVICE, "Deposit"), response_deserializer=pb.DepositReply.FromString
-        )
-        self._fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk.unary_stream(
-            call_path(SERVICE, "Fetch"), pb.FetchRequest.SerializeToString
-        )
         self._credentials, self._run = credentials, run
+        self._wires = _Wires(address, credentials)
         self._term: int | None = None
         self._stay: grpc.Future[pb.StayReply] | None = None
         self._process = secrets.token_hex(8)
@@ -117,15 +104,14 @@ class ExchangeClient:
         self._closed.set()
         if self._stay is not None:
             self._stay.cancel()
-        self._channel.close()
-        self._bulk.close()
+        self._wires.close()
 
     def agree(self, member: str, configuration: str) -> str:
         """See ExchangeService. Waits for the exchange to come up; the run is named in every later call.
 
         Raises LinkTimeout if it does not come up in time.
         """
-        self._run = self._ask(self._calls.Agree, pb.AgreeRequest(configuration=configuration), wait=True).run
+        self._run = self._ask(lambda calls: calls.Agree, pb.AgreeRequest(configuration=configuration), wait=True).run
         return self._run
 
     @property
@@ -147,7 +133,7 @@ class ExchangeClient:
             damaged=available.damaged,
             process=process or self._process,
         )
-        self._term = term = self._ask(self._calls.Join, request, wait=True).term
+        self._term = term = self._ask(lambda calls: calls.Join, request, wait=True).term
         self.stay()
         return term
 
@@ -155,24 +141,24 @@ class ExchangeClient:
         """From now on, be known to be there; with `node`, as a host beside the one that has joined for the member."""
         if self._stay is not None:
             self._stay.cancel()
-        self._stay = self._calls.Stay.future(pb.StayRequest(node=node), metadata=self._metadata)
+        self._stay = self._wires.calls.Stay.future(pb.StayRequest(node=node), metadata=self._metadata)
 
     def last_round(self) -> int:
         """See ExchangeService."""
-        return self._ask(self._calls.LastRound, pb.LastRoundRequest()).last_round
+        return self._ask(lambda calls: calls.LastRound, pb.LastRoundRequest()).last_round
 
     def changes(self) -> Changes:
         """See ExchangeService."""
-        return Changes.from_json(self._ask(self._calls.Changes, pb.ChangesRequest()).changes)
+        return Changes.from_json(self._ask(lambda calls: calls.Changes, pb.ChangesRequest()).changes)
 
     def newest_snapshot(self) -> tuple[int, Sequence[str]]:
         """See ExchangeService."""
-        reply = self._ask(self._calls.NewestSnapshot, pb.NewestSnapshotRequest())
+        reply = self._ask(lambda calls: calls.NewestSnapshot, pb.NewestSnapshotRequest())
         return reply.round, list(reply.names)
 
     def assign(self, member: str, holds: int, address: str = "") -> Assignment:
         """See ExchangeService."""
-        reply = self._ask(self._calls.Assign, pb.AssignRequest(holds=holds, address=address))
+        reply = self._ask(lambda calls: calls.Assign, pb.AssignRequest(holds=holds, address=address))
         return Assignment(reply.round, reply.epoch, reply.downstream, reply.heals, reply.is_first, reply.elapsed)
 
     def beat(
@@ -181,7 +167,7 @@ class ExchangeClient:
         """See ExchangeService. Raises LinkClosed if the exchange does not answer at once."""
         request = pb.BeatRequest(round=round_, epoch=epoch, progress=progress, computes=computes)
         try:
-            reply = self._calls.Beat(request, metadata=self._metadata, timeout=BEAT_TIMEOUT)
+            reply = self._wires.calls.Beat(request, metadata=self._metadata, timeout=BEAT_TIMEOUT)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise ExchangeLost(f"the exchange at {self.address} does not answer at once") from None
@@ -192,18 +178,18 @@ class ExchangeClient:
 
     def broken(self, member: str, epoch: int, cause: str) -> None:
         """See ExchangeService."""
-        self._ask(self._calls.Broken, pb.BrokenRequest(epoch=epoch, cause=cause))
+        self._ask(lambda calls: calls.Broken, pb.BrokenRequest(epoch=epoch, cause=cause))
 
     def died(self, member: str, cause: str, term: int | None = None) -> None:
         """Tell that the process of a member has ended, as who started it knows; and which term it held."""
-        self._ask(self._calls.Died, pb.DiedRequest(member=member, cause=cause, term=term))
+        self._ask(lambda calls: calls.Died, pb.DiedRequest(member=member, cause=cause, term=term))
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
         """See ExchangeService."""
         return self._again(lambda: self._read_snapshot(names, round_))
 
     def _read_snapshot(self, names: Sequence[str], round_: int | None) -> dict[str, Tensor]:
-        frames = self._stream(self._snapshot, pb.SnapshotRequest(names=names, round=round_), STREAM_SECONDS)
+        frames = self._stream(self._wires.snapshot, pb.SnapshotRequest(names=names, round=round_), STREAM_SECONDS)
         tensors: dict[str, Tensor] = {}
 
         def room_for(header: pb.SnapshotHeader) -> Iterator[memoryview]:
@@ -234,13 +220,13 @@ class ExchangeClient:
             return None
         request = pb.Upload(blob=header, sha256=hashlib.sha256(data).digest())
         try:
-            reply = self._calls.UploadUrl(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
+            reply = self._wires.calls.UploadUrl(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
             if not reply.HasField("url"):
                 self._reaches_store = False
                 return None
             if reply.url:
                 upload(reply.url, data, STANDSTILL)
-            return self._calls.Uploaded(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
+            return self._wires.calls.Uploaded(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
         except grpc.RpcError as error:
             raise self._translate(error) from None
         except StoreError as error:
@@ -255,7 +241,7 @@ class ExchangeClient:
     def _send(self, header: pb.BlobHeader, data: bytes) -> pb.DepositReply:
         try:
             frames = header_and_payload_frames(header, [data])
-            return self._deposit(frames, metadata=self._metadata, timeout=STREAM_SECONDS)
+            return self._wires.deposit(frames, metadata=self._metadata, timeout=STREAM_SECONDS)
         except grpc.RpcError as error:
             raise self._translate(error) from None
 
@@ -269,7 +255,7 @@ class ExchangeClient:
         request = pb.RecordRequest(round=round_, exchange="".join(told))
         while True:
             try:
-                return self._calls.Record(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
+                return self._wires.calls.Record(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
             except grpc.RpcError as error:
                 found = self._translate(error)
             if isinstance(found, ExchangeLost):
@@ -282,7 +268,7 @@ class ExchangeClient:
 
         def read(by_store: bool) -> bytes:
             request = pb.FetchRequest(round=round_, replica=replica, block=block, reaches_store=by_store)
-            frames = self._stream(self._fetch, request, STREAM_SECONDS)
+            frames = self._stream(self._wires.fetch, request, STREAM_SECONDS)
             header, data = read_frames(frames, pb.BlobHeader, lambda header: header.size, MAX_BLOB_BYTES)
             if not header.HasField("stored"):
                 return bytes(data)
@@ -298,18 +284,18 @@ class ExchangeClient:
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None:
         """See ExchangeService."""
-        self._ask(self._calls.Confirm, pb.HashReport(round=round_, sha256=sha256))
+        self._ask(lambda calls: calls.Confirm, pb.HashReport(round=round_, sha256=sha256))
 
     def report(self, reports: Sequence[pb.Report]) -> None:
         """See ExchangeService."""
-        self._ask(self._calls.Report, pb.ReportRequest(reports=reports))
+        self._ask(lambda calls: calls.Report, pb.ReportRequest(reports=reports))
 
     def wait_until_ready(self, seconds: float, on_wait: Callable[[float], None] = lambda _: None) -> None:
         """Wait for the connection to the exchange; `on_wait` is told at growing intervals for how long already.
 
         Raises LinkTimeout; Refused if the two cannot connect, as they are not of one run.
         """
-        ready, waited, more = grpc.channel_ready_future(self._channel), 0.0, FIRST_TOLD
+        ready, waited, more = grpc.channel_ready_future(self._wires.control), 0.0, FIRST_TOLD
         with suppress(grpc.FutureTimeoutError):
             return ready.result(min(_AT_ONCE, seconds))
         while waited < seconds:
@@ -330,9 +316,14 @@ class ExchangeClient:
 
     def watch(self, members: Sequence[str] = ()) -> Iterator[pb.Report]:
         """Every report, until the run is over; of some members only theirs, and what concerns everybody."""
-        return self._stream(self._calls.Watch, pb.WatchRequest(members=members))
+        return self._stream(self._wires.calls.Watch, pb.WatchRequest(members=members))
 
-    def _ask(self, call: grpc.UnaryUnaryMultiCallable[Request, Reply], request: Request, wait: bool = False) -> Reply:
+    def _ask(
+        self,
+        call: Callable[[ExchangeStub], grpc.UnaryUnaryMultiCallable[Request, Reply]],
+        request: Request,
+        wait: bool = False,
+    ) -> Reply:
         """`wait`: for an exchange that has never answered. One that has is waited for until it is there again."""
         limit = self._timeout if wait and self._timeout is not None else math.inf
         until = time.monotonic() + limit
@@ -343,7 +334,8 @@ class ExchangeClient:
             if (left := until - time.monotonic()) <= 0:
                 raise self._does_not_answer(limit)
             try:
-                return call(request, metadata=self._metadata, wait_for_ready=wait, timeout=min(left, ANSWER_SECONDS))
+                ask_once, seconds = call(self._wires.calls), min(left, ANSWER_SECONDS)
+                return ask_once(request, metadata=self._metadata, wait_for_ready=wait, timeout=seconds)
             except grpc.RpcError as error:
                 raise self._translate(error) from None
 
@@ -368,9 +360,12 @@ class ExchangeClient:
         """Wait until the exchange is there again. Raises what was `lost` if it never was, or is not wanted any more."""
         if not self.has_joined or self._closed.is_set():
             raise lost
+        if self._wires.are_outdated:
+            self._wires.close()
+            self._wires = _Wires(self.address, self._credentials)
         self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
         try:  # what failed may have gone over the other connection
-            grpc.channel_ready_future(self._bulk).result(self._timeout)
+            grpc.channel_ready_future(self._wires.bulk).result(self._timeout)
         except grpc.FutureTimeoutError:
             raise self._does_not_answer(self._timeout or math.inf) from None
 
@@ -389,6 +384,37 @@ class ExchangeClient:
         if code in ERROR_OF_CODE:
             return ERROR_OF_CODE[code](details)
         return ExchangeLost(f"the exchange at {self.address} does not answer ({code.name.lower()}: {details})")
+
+
+class _Wires:
+    """The two connections to an exchange, and the calls that cross them."""
+
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        self._identity = None if credentials.identity is None else credentials.identity.latest
+        self.control = make_channel(address, self._identity, EXCHANGE)
+        self.calls = ExchangeStub(self.control)
+        # A connection of their own for what is large: on a slow line it would lie in front of everything else.
+        self.bulk = bulk = make_channel(address, self._identity, EXCHANGE)
+        # The stub would take frames for messages; without a serializer they are bytes, and stay them.
+        self.snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk.unary_stream(
+            call_path(SERVICE, "Snapshot"), pb.SnapshotRequest.SerializeToString
+        )
+        self.deposit: grpc.StreamUnaryMultiCallable[bytes, pb.DepositReply] = bulk.stream_unary(
+            call_path(SERVICE, "Deposit"), response_deserializer=pb.DepositReply.FromString
+        )
+        self.fetch: grpc.UnaryStreamMultiCallable[pb.FetchRequest, bytes] = bulk.unary_stream(
+            call_path(SERVICE, "Fetch"), pb.FetchRequest.SerializeToString
+        )
+
+    @property
+    def are_outdated(self) -> bool:
+        """Whether the certificate was renewed by which they were made: once they break they stay so."""
+        return self._identity is not None and self._identity.latest != self._identity
+
+    def close(self) -> None:
+        """Calls under way fail."""
+        self.control.close()
+        self.bulk.close()
 
 
 def _downloaded(stored: pb.StoredBlob) -> bytes:

@@ -15,6 +15,8 @@ class Whose(Enum):
     """What a caller needs."""
 
     RUN = "is of the run"
+    TICKET = "shows a ticket"
+    INVITED = "holds a place by a ticket"
     PROCESS = "is the member's process, or has started it"
     PLACE = "is a member, for its own place"
     TERM = "is a member, for its own place, and says which term it holds"
@@ -40,6 +42,10 @@ CALLS: Mapping[str, Whose] = {
     "Report": Whose.PLACE,
     "Stay": Whose.PLACE,
     "Watch": Whose.RUN,
+    "Enrol": Whose.TICKET,
+    "Renew": Whose.INVITED,
+    "Give": Whose.INVITED,
+    "Status": Whose.RUN,
 }
 """Whose each call is. Which blocks, rounds and parameters are a member's own, the exchange knows."""
 
@@ -73,6 +79,10 @@ REPORTS: Mapping[str, Callable[[Report, str, Roster], bool]] = {
 def require_call(call: str, caller: Caller) -> None:
     """Raise Forbidden if a call is not the caller's to make."""
     whose = CALLS[call]
+    if (whose is Whose.TICKET) != (caller.ticket is not None):
+        raise Forbidden(f"{call} is not for who shows {'a ticket' if caller.ticket else 'none'}")
+    if whose is Whose.INVITED and caller.holder == 0:
+        raise Forbidden(f"{call} is for who was invited, and {caller.name} was not")
     if whose in (Whose.PLACE, Whose.TERM) and not caller.is_member:
         raise Forbidden(f"{call} is for members, and {caller.name} is none")
     if whose is Whose.TERM and caller.term is None:

@@ -43,6 +43,15 @@ class RunFolder:
         return self.path / "token"
 
     @property
+    def memberships(self) -> Path:
+        """Who was invited, and who holds a place by that: on the exchange's host."""
+        return self.path / "authority" / "members.sqlite"
+
+    def identity(self, ticket: str) -> Path:
+        """What a host was given for a ticket."""
+        return self.path / "identity" / ticket
+
+    @property
     def cache(self) -> Path:
         """Encoded corpora: beside the runs, shared by all of them."""
         return self.path.parent / CACHE

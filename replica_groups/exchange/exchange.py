@@ -34,6 +34,7 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
     RoundRecord,
     RoundVerified,
+    StatusReply,
     StoredBlob,
     Waiting,
 )
@@ -254,6 +255,22 @@ class Exchange:
     def tell_reading(self, what: str, share: float) -> None:
         """Tell whoever watches how far something is that members wait for."""
         self.report([Report(time=time.time(), member=EXCHANGE, reading=Reading(what=what, share=share))])
+
+    # ---- who may come ----
+
+    def vacant(self) -> list[str]:
+        """Places at which nobody is, in the order of the configuration."""
+        with self._changed:
+            return [name for name, place in self.coordinator.places.items() if not place.held]
+
+    def status(self) -> StatusReply:
+        """Who is where, after which round."""
+        with self._changed:
+            reply = StatusReply(last_round=self.coordinator.last_round, rounds=self._rounds, refusals=self.refusals)
+            for name, place in self.coordinator.places.items():
+                address = self._addresses.get(name, "") if place.held else ""
+                reply.places.add(name=name, replica=place.replica, held=place.held, term=place.term, address=address)
+            return reply
 
     # ---- members ----
 

@@ -39,6 +39,7 @@ CALIBRATED = "tests/program/test_simulate.py::test_a_calibration_is_measured_and
 TABLE = "tests/experiments/test_experiments.py::test_a_table_is_made_and_resumed"
 BROUGHT = "tests/experiments/test_brought.py::test_a_streamed_corpus_and_a_tokenizer_make_a_table"
 OWN_TABLE = "tests/experiments/test_worked_example.py::test_the_example_makes_its_table"
+JOINED = "tests/program/test_join.py::test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process"
 RUN_BY = {
     "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
     "make test": ".ci/run",
@@ -68,6 +69,9 @@ RUN_BY = {
     "hetero-pp reproduce --no-train --docs docs/results.md": TABLE,
     "hetero-pp reproduce rank --experiments tables --scale tiny": OWN_TABLE,
     "hetero-pp reproduce het-pp/table2 --corpus hf:/data/c4 --tokenizer /data/llama-2": BROUGHT,
+    "hetero-pp serve run.yaml": JOINED,
+    "hetero-pp invite three-hosts --address dc.example:47600": JOINED,
+    "hetero-pp join hpp1.CMfx43ja...": JOINED,
     "python benchmarks/link.py --smoke": "tests/benchmarks/test_smoke.py::test_it_runs_at_its_smallest",
 }
 """The test that runs such a command, with a configuration of its own or a shorter run."""

@@ -74,7 +74,7 @@ def test_callers_that_are_gone_leave_no_thread_waiting(tmp_path: Path, monkeypat
     monkeypatch.setattr(run.exchange, "record", counted)
     for _ in range(60):
         client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a"), "run")
-        waits = client._calls.Record.future(RecordRequest(round=1), metadata=held, wait_for_ready=True)
+        waits = client._wires.calls.Record.future(RecordRequest(round=1), metadata=held, wait_for_ready=True)
         assert entered.acquire(timeout=TIMEOUT)
         client.close()
         assert left.acquire(timeout=TIMEOUT)

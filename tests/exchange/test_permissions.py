@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.errors import Forbidden, Refused
+from hetero_pp.errors import Forbidden, Refused, WrongToken
 from hetero_pp.links import EXCHANGE, LAUNCHER, LinkShape, LinkSpec
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.refusals import Kind
-from hetero_pp.rpc.callers import Caller, Callers, shown
+from hetero_pp.rpc.admission import SERVICE as ADMISSION
+from hetero_pp.rpc.callers import Caller, Callers, Guests, shown
+from hetero_pp.rpc.certificates import new_key
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange import SERVICE, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
@@ -27,7 +30,7 @@ ROSTER = Roster(
     {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1", ("dc-exchange", "backward"): "dc"},
 )
 
-_EVERYBODY = "LastRound Changes NewestSnapshot Snapshot Watch Died"
+_EVERYBODY = "LastRound Changes NewestSnapshot Snapshot Watch Died Status"
 _MEMBERS = "Agree Join Fetch Report Stay"
 _MEMBERS_IN_A_TERM = "Assign Beat Broken Deposit UploadUrl Uploaded Record Confirm"
 
@@ -44,6 +47,17 @@ MAY: dict[tuple[str, bool], str] = {
     (EXCHANGE, False): _EVERYBODY,
 }
 """(who, whether it names a term) -> calls that are let in. Whose death `Died` may tell is in STARTED."""
+
+TICKET = "ticket.0123456789abcdef"
+BY_TICKET: dict[tuple[str, bool], str] = {
+    ("dc", True): f"{MAY['dc', True]} Renew Give",
+    ("dc", False): f"{MAY['dc', False]} Renew Give",
+    ("home.1", True): f"{MAY['home.1', True]} Renew Give",
+    ("home.1", False): f"{MAY['home.1', False]} Renew Give",
+    (TICKET, True): "Enrol",
+    (TICKET, False): "Enrol",
+}
+"""The same for who shows a ticket, and for who was let in by one."""
 
 STARTED: dict[str, set[str]] = {
     "dc": {"dc"},
@@ -103,9 +117,54 @@ def _caller(name: str, term: int | None = None) -> Caller:
     return Callers(SECRET, ROSTER).of(context)  # type: ignore[arg-type]
 
 
+class _EncryptedCall(_Call):
+    """The same, of a connection by TLS."""
+
+    def __init__(self, metadata: Sequence[tuple[str, str]], certificate: str, tls: str = "TLSv1.3") -> None:
+        super().__init__(metadata)
+        self._shown = {"ssl_tls_version": [tls.encode()], "x509_pem_cert": [certificate.encode()]}
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return self._shown
+
+
+class _Everybody:
+    """Guests of whom all are let in. Implements Guests."""
+
+    def require_in(self, place: str, number: int) -> None: ...
+
+    def require_open(self, ticket: str) -> None: ...
+
+
+def _certified(name: str, holder: int, guests: Guests | None, term: int | None = None) -> Caller:
+    """Who shows a certificate, and writes that it is somebody else."""
+    certificate = SECRET.authority.sign(new_key().public_key(), name, holder, time.time() + 60)
+    metadata = (("name", LAUNCHER), *([] if term is None else [("term", str(term))]))
+    context = _EncryptedCall(metadata, certificate)
+    return Callers(SECRET, ROSTER, encrypted=True, guests=guests).of(context)  # type: ignore[arg-type]
+
+
 def test_every_call_is_in_the_table() -> None:
-    assert CALLS.keys() == set(SERVICE.methods_by_name.keys())
-    assert {call for calls in MAY.values() for call in calls.split()} == set(CALLS)
+    assert CALLS.keys() == {*SERVICE.methods_by_name.keys(), *ADMISSION.methods_by_name.keys()}
+    may = [*MAY.values(), *BY_TICKET.values()]
+    assert {call for calls in may for call in calls.split()} == set(CALLS)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("who", "names_term"), BY_TICKET)
+def test_who_may_make_a_call_by_a_ticket(who: str, names_term: bool, call: str) -> None:
+    caller = _certified(who, 0 if who == TICKET else 2, _Everybody(), 1 if names_term else None)
+    assert _is_allowed(require_call, call, caller) == (call in BY_TICKET[who, names_term].split())
+    assert caller.members == (frozenset() if who == TICKET else frozenset([who]))
+
+
+def test_nobody_is_let_in_by_a_ticket_where_nobody_was_invited() -> None:
+    for name, holder in ((TICKET, 0), ("dc", 1)):
+        with pytest.raises(WrongToken):
+            _certified(name, holder, None)
+    with pytest.raises(WrongToken):
+        _certified("away", 0, _Everybody())
+    assert _certified("dc", 0, None).name == "dc"
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -1,4 +1,4 @@
-"""A run over several hosts: addresses of this machine stand for hosts. What docs/three_hosts.md says, tried."""
+"""A run over several hosts: addresses of this machine stand for hosts. What docs/hosts.md says, tried."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hetero_pp.program.launch.command import Host, print_commands, run_on_this_h
 from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.hosts import commands, members_named, read_token, require_reachable
 from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange.open_log import open_log
@@ -56,6 +57,9 @@ PARTS = ("exchange", "dc", "home.0", "home.1")
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+KEYS = SecretKeys(Secret("a secret"), encrypted=False)
 
 
 class Hosts:
@@ -435,7 +439,7 @@ def test_members_that_do_not_notice_that_the_run_has_failed_are_ended(
 ) -> None:
     """As a node does not that waits for others, of which one has failed."""
     monkeypatch.setattr(crew_module, "_SECONDS_TO_NOTICE", 0.0)
-    with Crew(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, "a secret", False) as crew:
+    with Crew(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, KEYS) as crew:
         crew.start(["dc"])
         crew.end_soon("nodeb: out of memory")
         with pytest.raises(RunFailed, match="dc: nodeb: out of memory"):

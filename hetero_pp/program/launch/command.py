@@ -30,7 +30,7 @@ from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.reading import shown_reading
-from hetero_pp.rpc.credentials import new_secret
+from hetero_pp.rpc.credentials import Secret, SecretKeys, new_secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
@@ -100,15 +100,15 @@ def run_on_this_host(
     prepared = _prepare(path, overrides, runs, host.only, resume)
     told = told_how_to_go_on(prepared, RunFolder(runs / prepared.spec.config.name), typed)
     if host.only == EXCHANGE:
-        token = new_secret() if host.token is None else read_token(host.token)
+        config = prepared.spec.config
+        folder = RunFolder(runs.absolute() / config.name)
+        token = _token(host.token, folder, resume)
 
         def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
             needed = f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}"
-            tell(standard_output(), needed)
-            launch_exchange(spec, folder, token, resume, on_report)
+            tell(standard_output(), f"{needed}; or a ticket each: hetero-pp invite {spec.config.name}")
+            launch_exchange(spec, folder, Secret(token), resume, on_report)
 
-        config = prepared.spec.config
-        folder = RunFolder(runs.absolute() / config.name)
         with claim(runs.absolute(), config.name, [EXCHANGE]), claim_store(config, folder), told:
             run_and_record(prepared, runs, start, resume)
         return
@@ -116,12 +116,20 @@ def run_on_this_host(
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE beside it")
     if resume:
         raise ConfigError((), f"--only {host.only}: leave out --resume, the exchange says after which round to go on")
-    exchange = Exchange(host.exchange, read_token(host.token), host.token, prepared.spec.config.exchange.timeout)
+    own = prepared.spec.config.exchange
+    keys = SecretKeys(Secret(read_token(host.token)), encrypted=not own.insecure)
     with told:
-        _run_members(prepared, runs.absolute(), host.only, exchange)
+        run_members(prepared, runs.absolute(), host.only, Exchange(host.exchange, keys, host.token, own.timeout))
 
 
-def _run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) -> None:
+def _token(path: Path | None, folder: RunFolder, resume: bool) -> str:
+    """The run's: of a file; else, as those who were let in still have its certificates, as it was before; or new."""
+    if path is not None:
+        return read_token(path)
+    return read_token(folder.token) if resume and folder.token.is_file() else new_secret()
+
+
+def run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) -> None:
     """Carry members, with a configuration of their own: that of the run is the exchange's, if it is on this host."""
     name, say = prepared.spec.config.name, partial(tell, standard_output())
     folder = RunFolder(runs / name, f"config-{only}.yaml")

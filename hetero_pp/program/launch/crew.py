@@ -28,7 +28,7 @@ from hetero_pp.program.launch.member_process import process_main
 from hetero_pp.program.launch.restarts import Restarts
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
-from hetero_pp.rpc.credentials import Secret, new_secret
+from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys, new_secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.host import rules_of
@@ -59,7 +59,8 @@ def launch(
     function ends, its processes have.
     """
     encrypted = is_reached(spec.config) and not spec.config.exchange.insecure
-    with Crew(spec, folder, on_report, LAUNCHER, new_secret(), encrypted, resume, chaos) as crew:
+    keys = SecretKeys(Secret(new_secret()), encrypted)
+    with Crew(spec, folder, on_report, LAUNCHER, keys, resume, chaos) as crew:
         crew.start([EXCHANGE, *spec.members])
         address = crew.open_exchange()
         watcher = Watcher(partial(reports_of, address, crew.credentials, crew.on_silence), crew.on_report)
@@ -77,18 +78,16 @@ class Crew:
         folder: RunFolder,
         on_report: Callable[[Report], None],
         name: str,
-        secret: str,
-        encrypted: bool,
+        keys: Keys,
         resume: Values | None = None,
         chaos: Schedule | None = None,
     ) -> None:
         """`on_report` is told what the crew itself does: whom it starts again. Reports of the run go to `on_report` of
         the crew, which looks for members that the exchange has given up. `name`: what it starts, or `launcher` for all.
-        `encrypted`: its processes reach each other by TLS.
         """
         self._spec, self._folder, self._tell = spec, folder, on_report
-        self._secret, self._encrypted = Secret(secret), encrypted
-        self.credentials = self._secret.credentials(name, encrypted=encrypted)
+        self._keys = keys
+        self.credentials = keys.of(name)
         """By which it asks for reports, and tells who has died."""
         self._resume = resume
         self._restarts = Restarts(spec.config.restarts)
@@ -140,22 +139,26 @@ class Crew:
 
         Raises RunFailed if it ends instead.
         """
-        self._send(EXCHANGE, {"secret": self._secret.text, "listen": listen, "encrypted": self._encrypted})
+        assert isinstance(self._keys, SecretKeys)
+        secret, encrypted = self._keys.secret.text, self._keys.encrypted
+        self._send(EXCHANGE, {"secret": secret, "listen": listen, "encrypted": encrypted})
         answer = self._receive(EXCHANGE)
         if "failure" in answer:
             raise RunFailed(self._cause(EXCHANGE, answer))
-        self._exchange = {"exchange": answer["address"], "token_file": ""}
+        self._exchange = {"exchange": answer["address"], "token_file": "", "listen": ""}
         return answer["address"]
 
-    def join_exchange(self, members: Sequence[str], address: str, token_file: str = "") -> None:
-        """Have members take part. `token_file`: where the secret is from. Raises RunFailed if one of them has ended."""
-        self._exchange = {"exchange": address, "token_file": token_file}
+    def join_exchange(self, members: Sequence[str], address: str, token_file: str = "", listen: str = "") -> None:
+        """Have members take part. `token_file`: where their keys are from. `listen`: where one listens for the stage
+        before, instead of where the configuration says. Raises RunFailed if one of them has ended.
+        """
+        self._exchange = {"exchange": address, "token_file": token_file, "listen": listen}
         for member in members:
             self._send_exchange(member)
 
     def _send_exchange(self, member: str) -> None:
         """Where the exchange is, and by what the member shows who it is."""
-        credentials = self._secret.credentials(member, self._spec.links.values(), self._encrypted)
+        credentials = self._keys.of(member, self._spec.links.values())
         self._send(member, {**self._exchange, "credentials": credentials.to_json()})
 
     def _send(self, member: str, message: Mapping[str, str | bool]) -> None:

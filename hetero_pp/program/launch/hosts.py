@@ -21,6 +21,7 @@ from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.rpc.connections import reports_of, reports_to_members
+from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -93,10 +94,11 @@ def write_token(folder: RunFolder, token: str) -> Path:
 
 
 def launch_exchange(
-    spec: RunSpec, folder: RunFolder, token: str, resume: Values | None, on_report: Callable[[Report], None]
+    spec: RunSpec, folder: RunFolder, secret: Secret, resume: Values | None, on_report: Callable[[Report], None]
 ) -> None:
     """Carry the exchange until the run is over. Raises RunFailed with its cause if it fails, on whatever host."""
-    with Crew(spec, folder, on_report, EXCHANGE, token, not spec.config.exchange.insecure, resume) as crew:
+    keys = SecretKeys(secret, encrypted=not spec.config.exchange.insecure)
+    with Crew(spec, folder, on_report, EXCHANGE, keys, resume) as crew:
         crew.start([EXCHANGE])
         told = partial(reports_of, crew.open_exchange(), crew.credentials, crew.on_silence)
         watcher = Watcher(told, crew.on_report)
@@ -110,11 +112,13 @@ class Exchange:
 
     address: str
     """HOST:PORT"""
-    token: str
-    token_file: Path
-    """Where the token is from."""
+    keys: Keys
+    keys_from: Path
+    """Where they are from: the file with the token, or what was given for a ticket."""
     timeout: float
     """Seconds to wait for it."""
+    listen: str = ""
+    """Where a member that was let in by a ticket listens for the stage before it, if it was told."""
 
 
 def launch_members(
@@ -139,9 +143,9 @@ def launch_members(
         if rounds.failed is not None:
             crew.end_soon(rounds.failed)
 
-    with Crew(spec, folder, on_report, only, exchange.token, not spec.config.exchange.insecure) as crew:
+    with Crew(spec, folder, on_report, only, exchange.keys) as crew:
         crew.start(members)
-        crew.join_exchange(members, exchange.address, str(exchange.token_file))
+        crew.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
         told = partial(reports_to_members, exchange.address, crew.credentials, members, exchange.timeout, on_wait)
         watcher = Watcher(told, crew.on_report, crew.end_soon)
         try:

@@ -28,14 +28,17 @@ from hetero_pp.links import EXCHANGE, exchange_link_name
 from hetero_pp.program.chaos.injected import Orders, faults_of
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
+from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.exchange import MOST_OPEN, serve_exchange
+from hetero_pp.rpc.exchange import MOST_OPEN, OpenHouse, serve_exchange
 from hetero_pp.run.read import read_run
+from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
+from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import watched
 from replica_groups.take_part import take_part
 
@@ -96,7 +99,12 @@ def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, Any], launcher:
     listen = message.get("listen") or spec.config.exchange.listen
     try:
         secret, most_open = Secret(message["secret"]), MOST_OPEN + _further_nodes(spec)  # each stays, under one name
-        server, port = serve_exchange(exchange, secret, listen, most_open, bool(message["encrypted"]))
+        house = (
+            OpenHouse(Memberships(job.folder.memberships), exchange, Told(*told_of(spec.config)))
+            if message["encrypted"]
+            else None
+        )
+        server, port = serve_exchange(exchange, secret, listen, most_open, house is not None, house)
     except OSError as error:
         _send(launcher, failure=str(error))
         return FAILED
@@ -128,7 +136,7 @@ def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: C
         if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
             _run_ranks(spec, member.replica, job, exchange, credentials, faults)
         else:
-            _take_part(spec, member, job, exchange, credentials, faults)
+            _take_part(spec, member, job, exchange, credentials, faults, message["listen"])
     except OSError as error:  # a disk that is full, for example: that may pass
         print(error, file=sys.stderr)
         _send(launcher, failure=str(error))
@@ -168,9 +176,10 @@ def _further_nodes(spec: RunSpec) -> int:
 
 
 def _take_part(
-    spec: RunSpec, member: MemberSpec, job: Job, exchange: str, credentials: Credentials, faults: Faults
+    spec: RunSpec, member: MemberSpec, job: Job, exchange: str, credentials: Credentials, faults: Faults, listen: str
 ) -> None:
-    with NetworkConnections(spec, member, exchange, credentials, Lines(job.folder.lines), faults) as connections:
+    lines = Lines(job.folder.lines)
+    with NetworkConnections(spec, member, exchange, credentials, lines, faults, listen) as connections:
         try:
             take_part(spec, member, connections, job.folder, faults=faults)
         except HeteroPPError as error:

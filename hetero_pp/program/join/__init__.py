@@ -1,0 +1,1 @@
+"""Lets others into a run by tickets, and joins one by a ticket."""

@@ -1,0 +1,118 @@
+"""`hetero-pp join TICKET`: takes a place of a run that goes on, and trains in it until the run is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hetero_pp.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
+from hetero_pp.program.join.leave import leavable
+from hetero_pp.program.join.membership import Membership, renewed, take_place
+from hetero_pp.program.launch.command import run_members
+from hetero_pp.program.launch.hosts import Exchange
+from hetero_pp.program.launch.inputs import prepare
+from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.reading import shown_reading
+from hetero_pp.rpc.admission_client import give
+from hetero_pp.rpc.credentials import InvitedKeys
+from hetero_pp.rpc.tickets import Ticket
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.shared import keep_tokenizer, own_configuration, require_data
+from hetero_pp.run.yaml_file import ConfigFile, save_config
+from hetero_pp.topology import ParticipantsReplica
+
+
+@dataclass(frozen=True)
+class Here:
+    """What of a run is this host's own."""
+
+    runs: Path
+    data: str | None = None
+    """Where the run's text is, for a place that reads it."""
+    tokenizer: Path | None = None
+    """If the run's is too large to be told."""
+    listen: str | None = None
+    """HOST:PORT for the stage before."""
+
+
+def join(text: str, here: Here) -> None:
+    """Take a place by a ticket and train in it. Who is interrupted gives the place back.
+
+    Raises ConfigError for a ticket by which nobody is let in, and for what this host lacks.
+    """
+    try:
+        ticket = Ticket.from_text(text)
+        _require_name(ticket.run)
+        membership = take_place(ticket, here.runs.absolute())
+    except LinkTimeout as error:
+        raise ConfigError((), f"{error}: the run is over, or nobody serves it now") from None
+    except Refused as error:
+        raise ConfigError((), str(error)) from None
+    _train(membership, here)
+
+
+def _require_name(run: str) -> None:
+    """Raise Refused for a name that is no folder of its own."""
+    if Path(run).name != run or run in ("", ".", ".."):
+        raise Refused(f"found {run!r}, expected the name of a run")
+
+
+def _train(membership: Membership, here: Here) -> None:
+    say, runs = partial(tell, standard_output()), here.runs.absolute()
+    folder = RunFolder(runs / membership.run, f"config-{membership.place}.yaml")
+    try:
+        config = _configuration(membership, here, folder)
+    except ConfigError:
+        _give_back(membership)
+        raise
+    say(f"{membership.run}: {membership.place} is this host's")
+    with shown_reading(standard_output(), "reading the corpus") as on_progress:
+        prepared = prepare(ConfigFile(folder.config), runs, membership.place, on_progress=on_progress)
+    exchange = Exchange(
+        membership.address,
+        InvitedKeys(membership.credentials),
+        Path(membership.identity.kept_in),
+        config.exchange.timeout,
+        here.listen or "",
+    )
+    try:
+        with renewed(membership, say), leavable(folder, membership.place):
+            run_members(prepared, runs, membership.place, exchange)
+    except KeyboardInterrupt:
+        say(f"{membership.run}: {_give_back(membership)}")
+        raise
+
+
+def _configuration(membership: Membership, here: Here, folder: RunFolder) -> RunConfig:
+    """Of the run as this host has it, written to its folder. Raises ConfigError for what the place lacks here."""
+    files = {name: text.encode() for name, text in membership.tokenizer.items()}
+    tokenizer = here.tokenizer or keep_tokenizer(files, folder.path)
+    config = own_configuration(membership.configuration, membership.place, here.data, tokenizer, here.listen)
+    if config.name != membership.run:
+        raise ConfigError((), f"found a run that is called {config.name}, expected {membership.run}")
+    _require_listen(config, membership, here.listen)
+    require_data(config, membership.place, here.data)
+    save_config(config, folder.config)
+    return config
+
+
+def _require_listen(config: RunConfig, membership: Membership, listen: str | None) -> None:
+    """Raise ConfigError for a stage of which nobody knows where the one before dials it."""
+    for replica in config.replicas:
+        if isinstance(replica, ParticipantsReplica) and membership.place in replica.members[1:]:
+            stage = replica.members.index(membership.place)
+            own = replica.stage_settings(stage)
+            if listen is None and (own is None or own.listen is None):
+                before = replica.members[stage - 1]
+                raise ConfigError((), f"{before} dials {membership.place}: say where, with --listen HOST:PORT")
+
+
+def _give_back(membership: Membership) -> str:
+    """In words whether the place is free again."""
+    try:
+        give(membership.address, membership.identity.latest)
+    except HeteroPPError as error:
+        return f"{membership.place} could not be given back: {error}"
+    return f"{membership.place} was given back"

@@ -1,0 +1,56 @@
+"""`hetero-pp leave`: interrupts the `join` of this host, which gives its place back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.files import write_whole
+from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.run.folder import RunFolder
+
+SECONDS = 30.0
+"""Within which who is interrupted has ended."""
+
+_PROCESS = "joined-{place}.pid"
+
+
+@contextmanager
+def leavable(folder: RunFolder, place: str) -> Iterator[None]:
+    """While the block runs `leave` finds this process."""
+    path = folder.path / _PROCESS.format(place=place)
+    write_whole(path, f"{os.getpid()} {psutil.Process().create_time()}".encode())
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def leave(runs: Path, run: str, place: str | None) -> None:
+    """Interrupt what joined a run here, for a place or for all of them. Raises ConfigError if nothing did."""
+    say, folder = partial(tell, standard_output()), RunFolder(runs.absolute() / run)
+    found = [path for path in sorted(folder.path.glob(_PROCESS.format(place=place or "*"))) if _process(path)]
+    if not found:
+        raise ConfigError((), f"{runs / run}: nothing here has joined it{f' for {place}' if place else ''}")
+    for path in found:
+        process = _process(path)
+        if process is not None:
+            process.terminate()
+            psutil.wait_procs([process], SECONDS)
+        say(f"{run}: {path.stem.removeprefix('joined-')} has left")
+
+
+def _process(path: Path) -> psutil.Process | None:
+    """That wrote a file, if it is there still, and not another one that has its number by now."""
+    try:
+        number, created = path.read_text().split()
+        process = psutil.Process(int(number))
+        return process if abs(process.create_time() - float(created)) < 1.0 else None
+    except (OSError, ValueError, psutil.NoSuchProcess):
+        return None

@@ -1,0 +1,135 @@
+"""What a host was given for a ticket: its key, its certificate and its place; kept, and renewed while it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_pp.errors import HeteroPPError, Refused
+from hetero_pp.files import write_whole
+from hetero_pp.rpc.admission_client import enrol, renew
+from hetero_pp.rpc.certificates import Identity, as_text, key_from_text, new_key, signing_request
+from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.tickets import Ticket
+from hetero_pp.run.folder import RunFolder
+
+_KEY, _CERTIFICATE, _ABOUT = "key.pem", "certificate.pem", "about.json"
+_SECONDS_BETWEEN_TRIES = 60.0
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Of this host in a run, by one ticket."""
+
+    run: str
+    """Its name."""
+    address: str
+    """HOST:PORT of the exchange."""
+    place: str
+    configuration: str
+    """The run's, as its exchange told it, as JSON."""
+    tokenizer: dict[str, str]
+    identity: Identity
+
+    @property
+    def credentials(self) -> Credentials:
+        """Of the process that takes the place."""
+        return Credentials(self.place, identity=self.identity)
+
+
+def take_place(ticket: Ticket, runs: Path) -> Membership:
+    """Take a place of a run by a ticket; or go on with that which it was taken before.
+
+    Raises Refused for a ticket by which nobody is let in, LinkTimeout if the exchange does not answer.
+    """
+    folder = RunFolder(runs / ticket.run).identity(ticket.id)
+    if time.time() > ticket.identity.shown.until and (folder / _ABOUT).is_file():
+        return read_membership(folder)
+    ticket.require_good()
+    key = _own_key(folder / _KEY)
+    reply = enrol(ticket.address, ticket.identity, signing_request(key_from_text(key)))
+    identity = Identity(reply.certificate.pem, key, ticket.identity.authority)
+    if identity.shown.name != reply.place:
+        raise Refused(f"the exchange gave a certificate of {identity.shown.name} for {reply.place}")
+    about = {
+        "run": ticket.run,
+        "address": ticket.address,
+        "place": reply.place,
+        "authority": identity.authority,
+        "configuration": reply.configuration,
+        "tokenizer": {name: data.decode() for name, data in reply.tokenizer.items()},
+    }
+    write_whole(folder / _CERTIFICATE, identity.certificate.encode())
+    write_whole(folder / _ABOUT, json.dumps(about).encode())
+    return read_membership(folder)
+
+
+def read_membership(folder: Path) -> Membership:
+    """What is kept in a folder. Raises Refused for one that is damaged."""
+    try:
+        about = json.loads((folder / _ABOUT).read_text())
+        certificate, key = (folder / _CERTIFICATE).read_text(), (folder / _KEY).read_text()
+        identity = Identity(certificate, key, about.pop("authority"), str(folder / _CERTIFICATE))
+        return Membership(**about, identity=identity)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{folder}: cannot be read ({error}): ask for another ticket") from None
+
+
+def memberships_in(folder: RunFolder) -> list[Membership]:
+    """Of this host in a run, the newest first."""
+    found = sorted(folder.identity("").glob(f"*/{_ABOUT}"), key=lambda path: -path.stat().st_mtime)
+    return [read_membership(path.parent) for path in found]
+
+
+@contextmanager
+def renewed(membership: Membership, say: Callable[[str], None]) -> Iterator[None]:
+    """Keep a certificate from ending while the block runs."""
+    over = threading.Event()
+    arguments = (membership, over, say)
+    thread = threading.Thread(target=_keep_renewing, args=arguments, name="renewal", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[[str], None]) -> None:
+    told = ""
+    while not over.wait(_due_in(membership.identity)):
+        try:
+            renew_once(membership)
+        except HeteroPPError as error:
+            if told != str(error):
+                say(f"the certificate could not be renewed, and is tried again: {error}")
+            told = str(error)
+            over.wait(_SECONDS_BETWEEN_TRIES)
+
+
+def renew_once(membership: Membership) -> None:
+    """Have a certificate that holds for longer. Raises Refused, or LinkTimeout if the exchange does not answer."""
+    certificate = renew(membership.address, membership.identity)
+    write_whole(Path(membership.identity.kept_in), certificate.encode())
+
+
+def _due_in(identity: Identity) -> float:
+    """Seconds until half of what was left of it when it was signed is over."""
+    shown = identity.latest.shown
+    return max((shown.signed + shown.until) / 2 - time.time(), 0.0)
+
+
+def _own_key(path: Path) -> str:
+    """This host's, which it makes once for a ticket and shows nobody."""
+    if not path.is_file():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(as_text(new_key()))
+    return path.read_text()

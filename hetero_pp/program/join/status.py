@@ -1,0 +1,84 @@
+"""`hetero-pp status`: who is in a run, as its exchange says; asked by who serves it, or was let in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.table import Table
+
+from hetero_pp.errors import ConfigError, HeteroPPError
+from hetero_pp.links import LAUNCHER
+from hetero_pp.messages.messages_pb2 import PlaceStatus, StatusReply
+from hetero_pp.program.join.membership import memberships_in
+from hetero_pp.program.launch.hosts import read_token
+from hetero_pp.program.report.output import standard_output
+from hetero_pp.rpc.admission_client import status as ask
+from hetero_pp.rpc.certificates import Authority, Identity
+from hetero_pp.rpc.plain_text import plain
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.yaml_file import ConfigFile
+
+
+def status(runs: Path, run: str, address: str | None, json_path: Path | None) -> None:
+    """Print who is at which place. Raises ConfigError for a run that this host is not of, or that nobody serves."""
+    found, identity = _reach(RunFolder(runs.absolute() / run))
+    try:
+        reply = ask(address or found, identity)
+    except HeteroPPError as error:
+        raise ConfigError((), str(error)) from None
+    print_status(run, reply)
+    if json_path is not None:
+        json_path.write_text(json.dumps(as_json(reply), indent=2) + "\n")
+
+
+def _reach(folder: RunFolder) -> tuple[str, Identity]:
+    """Where a run's exchange is, and by what this host shows who it is."""
+    if folder.token.is_file() and folder.config.is_file():
+        listen = ConfigFile(folder.config).config.exchange.listen.replace("0.0.0.0", "127.0.0.1")
+        return listen, Authority(read_token(folder.token)).identity(LAUNCHER)
+    found = memberships_in(folder)
+    if not found:
+        raise ConfigError((), f"{folder.path}: found no run that this host serves, or has joined")
+    return found[0].address, found[0].identity.latest
+
+
+def print_status(run: str, reply: StatusReply) -> None:
+    """As a table."""
+    table = Table(title=f"{run}: after round {reply.last_round} of {reply.rounds}", title_justify="left")
+    for name in ("place", "replica", "held", "term", "by", "dialled at"):
+        table.add_column(name)
+    for place in reply.places:
+        by = f"ticket, holder {place.holder}" if place.holder else "the run's token" if place.held else ""
+        row = (
+            place.name,
+            place.replica,
+            "yes" if place.held else "no",
+            str(place.term or ""),
+            by,
+            plain(place.address),
+        )
+        table.add_row(*row)
+    standard_output().print(table)
+    standard_output().print(f"refused so far: {reply.refusals}")
+
+
+def as_json(reply: StatusReply) -> dict[str, object]:
+    """For programs."""
+    places = {place.name: _place(place) for place in reply.places}
+    return {
+        "last_round": reply.last_round,
+        "rounds": reply.rounds,
+        "refusals": reply.refusals,
+        "places": places,
+    }
+
+
+def _place(place: PlaceStatus) -> dict[str, object]:
+    return {
+        "replica": place.replica,
+        "held": place.held,
+        "term": place.term,
+        "holder": place.holder or None,
+        "address": place.address,
+    }

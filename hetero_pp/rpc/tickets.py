@@ -1,0 +1,91 @@
+"""A ticket: what one process needs to be let in to a run, as a text that is sent by a way that both sides trust."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import re
+import time
+import zlib
+from dataclasses import asdict, dataclass
+
+from hetero_pp.errors import Refused
+from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key
+
+PREFIX = "hpp1."
+"""Of every ticket; the number is that of what it holds."""
+_CHECK_BYTES = 4
+_MOST_CHARACTERS = 20_000
+_NAME = "ticket."
+_OF_A_TICKET = re.compile(r"ticket\.([0-9a-f]{16})")
+"""No stage of a replica that is called `ticket` has so high a number."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """To a run. Who has it takes a place, once: it is a secret."""
+
+    run: str
+    """Its name."""
+    address: str
+    """HOST:PORT of the exchange."""
+    identity: Identity
+    """By which the exchange is asked for a certificate; of no use for anything else."""
+
+    def to_text(self) -> str:
+        """In one line, of letters, digits, `-` and `_`."""
+        data = zlib.compress(json.dumps(asdict(self)).encode(), 9)
+        checked = hashlib.sha256(data).digest()[:_CHECK_BYTES] + data
+        return PREFIX + base64.urlsafe_b64encode(checked).decode().rstrip("=")
+
+    @classmethod
+    def from_text(cls, text: str) -> Ticket:
+        """Raises Refused for a text that is no ticket, or not whole."""
+        text = "".join(text.split())
+        if not text.startswith(PREFIX) or len(text) > _MOST_CHARACTERS:
+            raise Refused(f"found {text[:12]!r}..., expected a ticket, which begins with {PREFIX}")
+        try:
+            body = text.removeprefix(PREFIX)
+            data = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
+            check, data = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
+            if hashlib.sha256(data).digest()[:_CHECK_BYTES] != check:
+                raise ValueError
+            found = json.loads(_inflated(data))
+            ticket = cls(found["run"], found["address"], Identity(**found["identity"]))
+            ticket.id  # noqa: B018 (its certificate can be read)
+        except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
+            raise Refused("the ticket is not whole: copy all of it, in one line") from None
+        return ticket
+
+    @property
+    def id(self) -> str:
+        """By which the exchange knows it. Raises ValueError for a certificate that is no ticket's."""
+        found = ticket_of(self.identity.shown.name)
+        if found is None:
+            raise ValueError("no ticket's")
+        return found
+
+    def require_good(self) -> None:
+        """Raise Refused for one that is over."""
+        if time.time() > self.identity.shown.until:
+            raise Refused("the ticket is over: ask for another (or is the clock of this host wrong?)")
+
+
+def make_ticket(run: str, address: str, authority: Authority, ticket: str, until: float) -> Ticket:
+    """The ticket of this id, which is good until then."""
+    key = new_key()
+    certificate = authority.sign(key.public_key(), _NAME + ticket, 0, until)
+    return Ticket(run, address, Identity(certificate, as_text(key), authority.certificate))
+
+
+def ticket_of(name: str) -> str | None:
+    """The id of the ticket that a certificate of this name is of; None for a member's."""
+    found = _OF_A_TICKET.fullmatch(name)
+    return None if found is None else found[1]
+
+
+def _inflated(data: bytes) -> bytes:
+    """No more than a ticket holds, whatever a text unpacks to."""
+    return zlib.decompressobj().decompress(data, _MOST_CHARACTERS)

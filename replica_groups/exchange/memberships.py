@@ -1,0 +1,232 @@
+"""Who was invited to a run, and who holds a place of it by an invitation: a small database beside the run's secret.
+
+The exchange asks it at every call, while `invite` and `revoke` write to it from processes of their own. A place that
+nobody was invited to is free for who was started with the run's secret.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_pp.errors import Refused
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS tickets (
+    id TEXT PRIMARY KEY, place TEXT, until REAL NOT NULL, key BLOB, revoked INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS holders (
+    place TEXT NOT NULL, holder INTEGER NOT NULL, ticket TEXT NOT NULL, key BLOB NOT NULL, until REAL NOT NULL,
+    ended TEXT, PRIMARY KEY (place, holder)
+);
+"""
+_BUSY_SECONDS = 10.0
+_ID_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Of a place, by an invitation."""
+
+    place: str
+    number: int
+    """The how-manyeth of its place, from 1 on."""
+    until: float
+    """Until when it is let in, in seconds since 1970."""
+    ended: str | None
+    """Why it is no longer let in; None if it is, for as long."""
+
+
+class Memberships:
+    """Of one run. Safe to use from many threads and processes; what it answers is durable."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._clock, self._lock = clock, threading.Lock()
+        self._database = sqlite3.connect(path, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        path.chmod(0o600)
+        self._database.execute("PRAGMA journal_mode=WAL")
+        self._database.execute("PRAGMA synchronous=FULL")
+        self._database.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        """It cannot be asked any more."""
+        self._database.close()
+
+    def invite(self, place: str | None, seconds: float) -> str:
+        """A ticket's id, with which one process may take this place, or one that is free then, within so many seconds.
+
+        Raises Refused for a place that is held.
+        """
+        ticket = secrets.token_hex(_ID_BYTES)
+        with self._changing():
+            if place is not None:
+                self._require_free(place)
+            row = (ticket, place, self._clock() + seconds)
+            self._database.execute("INSERT INTO tickets (id, place, until) VALUES (?, ?, ?)", row)
+        return ticket
+
+    def enrol(self, ticket: str, key: bytes, vacant: Collection[str], seconds: float) -> Holder:
+        """The place that who shows a ticket takes with a key, for so many seconds.
+
+        With the same key it may be asked again: should the answer have been lost, or who has left come back. `vacant`:
+        places at which nobody is. Raises Refused for a ticket that is unknown, used, over or taken back, and where no
+        place is free.
+        """
+        with self._changing():
+            place, until, used, revoked = self._ticket(ticket)
+            if revoked:
+                raise Refused("the ticket was taken back")
+            if used not in (None, key):
+                raise Refused("the ticket was used already: it lets one process in")
+            if used is None and self._clock() > until:
+                raise Refused("the ticket is over: ask for another")
+            held = self._of_ticket(ticket)
+            if held is None or not self._is_in(held):
+                self._let_in(ticket, key, self._place_for(place, vacant), seconds)
+            found = self._of_ticket(ticket)
+            assert found is not None
+            return found
+
+    def _ticket(self, ticket: str) -> tuple[str | None, float, bytes | None, int]:
+        found = self._database.execute("SELECT place, until, key, revoked FROM tickets WHERE id = ?", (ticket,))
+        row: tuple[str | None, float, bytes | None, int] | None = found.fetchone()
+        if row is None:
+            raise Refused("the ticket is not of this run")
+        return row
+
+    def _place_for(self, wanted: str | None, vacant: Collection[str]) -> str:
+        if wanted is not None:
+            self._require_free(wanted)
+            return wanted
+        held = {holder.place for holder in self.holders() if self._is_in(holder)}
+        free = [place for place in vacant if place not in held]
+        if not free:
+            raise Refused("no place of the run is free")
+        return free[0]
+
+    def _let_in(self, ticket: str, key: bytes, place: str, seconds: float) -> None:
+        newest = self._newest(place)
+        row = (place, newest.number + 1 if newest else 1, ticket, key, self._clock() + seconds)
+        self._database.execute("UPDATE tickets SET key = ? WHERE id = ?", (key, ticket))
+        self._database.execute("INSERT INTO holders (place, holder, ticket, key, until) VALUES (?, ?, ?, ?, ?)", row)
+
+    def renew(self, place: str, number: int, key: bytes, seconds: float) -> Holder:
+        """The same for so many seconds from now on. Raises Refused for who is not let in, or has another key."""
+        with self._changing():
+            self._require_in(place, number)
+            changed = self._database.execute(
+                "UPDATE holders SET until = ? WHERE place = ? AND holder = ? AND key = ?",
+                (self._clock() + seconds, place, number, key),
+            )
+            if changed.rowcount != 1:
+                raise Refused("a certificate is renewed for the key that it began with")
+            found = self._newest(place)
+            assert found is not None
+            return found
+
+    def end(self, place: str, number: int, why: str) -> None:
+        """A holder is let in no more, and its place is free. Nothing if it was not any more."""
+        with self._changing():
+            self._database.execute(
+                "UPDATE holders SET ended = ? WHERE place = ? AND holder = ? AND ended IS NULL", (why, place, number)
+            )
+
+    def revoke(self, what: str) -> list[str]:
+        """Take back what is held of a place, and its tickets that are not used; or a ticket, and what came of it.
+
+        In words what was taken back. Raises Refused if there is nothing.
+        """
+        with self._changing():
+            tickets = self._database.execute(
+                "SELECT id FROM tickets WHERE (id = ? OR place = ?) AND key IS NULL AND NOT revoked", (what, what)
+            ).fetchall()
+            holders = self._database.execute(
+                "SELECT place, holder FROM holders WHERE (ticket = ? OR place = ?) AND ended IS NULL", (what, what)
+            ).fetchall()
+            used = self._database.execute(
+                "SELECT ticket FROM holders WHERE (ticket = ? OR place = ?) AND ended IS NULL", (what, what)
+            ).fetchall()
+            if not tickets and not holders:
+                raise Refused(f"found nobody that was invited to {what}, and no ticket of that name")
+            self._database.executemany("UPDATE tickets SET revoked = 1 WHERE id = ?", [*tickets, *used])
+            self._database.executemany(
+                "UPDATE holders SET ended = 'it was taken back' WHERE place = ? AND holder = ?", holders
+            )
+        return [f"the ticket {ticket}" for (ticket,) in tickets] + [
+            f"{place} from its holder number {number}" for place, number in holders
+        ]
+
+    def require_in(self, place: str, number: int) -> None:
+        """Raise Refused for who does not hold a place, or not any more."""
+        with self._lock:
+            self._require_in(place, number)
+
+    def require_open(self, ticket: str) -> None:
+        """Raise Refused for a ticket that lets nobody in, whatever its key."""
+        with self._lock:
+            if self._ticket(ticket)[3]:
+                raise Refused("the ticket was taken back")
+
+    def held_by(self, place: str) -> Holder | None:
+        """Who holds a place; None if nobody does that was invited."""
+        with self._lock:
+            newest = self._newest(place)
+            return newest if newest is not None and self._is_in(newest) else None
+
+    def holders(self) -> list[Holder]:
+        """All that there were, by place and number."""
+        found = self._database.execute("SELECT place, holder, until, ended FROM holders ORDER BY place, holder")
+        return [Holder(*row) for row in found]
+
+    def _require_in(self, place: str, number: int) -> None:
+        newest = self._newest(place)
+        if newest is None or number > newest.number:
+            raise Refused(f"{place} was given to nobody of this number")
+        if number < newest.number:
+            raise Refused(f"{place} was given to another holder since")
+        if newest.ended is not None:
+            raise Refused(f"{place}: {newest.ended}")
+        if not self._is_in(newest):
+            raise Refused(f"{place}: the certificate was not renewed in time")
+
+    def _require_free(self, place: str) -> None:
+        newest = self._newest(place)
+        if newest is not None and self._is_in(newest):
+            raise Refused(f"{place} is taken: `hetero-pp revoke` takes it back")
+
+    def _is_in(self, holder: Holder) -> bool:
+        return holder.ended is None and self._clock() <= holder.until
+
+    def _newest(self, place: str) -> Holder | None:
+        found = self._database.execute(
+            "SELECT place, holder, until, ended FROM holders WHERE place = ? ORDER BY holder DESC LIMIT 1", (place,)
+        )
+        row = found.fetchone()
+        return None if row is None else Holder(*row)
+
+    def _of_ticket(self, ticket: str) -> Holder | None:
+        """The last that was let in by a ticket."""
+        found = self._database.execute(
+            "SELECT place, holder, until, ended FROM holders WHERE ticket = ? ORDER BY rowid DESC LIMIT 1", (ticket,)
+        )
+        row = found.fetchone()
+        return None if row is None else Holder(*row)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """All of a block, or nothing of it; nobody else changes anything meanwhile."""
+        with self._lock:
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self._database.execute("COMMIT")

@@ -1,0 +1,299 @@
+"""By a ticket into a run: over real gRPC, with real certificates, and what tickets and former holders cannot do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from members import TIMEOUT
+from small_run import Run
+
+from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused
+from hetero_pp.messages.messages_pb2 import StatusReply
+from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
+from hetero_pp.refusals import Kind
+from hetero_pp.rpc import admission, admission_client
+from hetero_pp.rpc.admission import Told
+from hetero_pp.rpc.admission_client import enrol, give, status
+from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
+from hetero_pp.rpc.credentials import Credentials, Secret
+from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
+from replica_groups.exchange.memberships import Memberships
+
+SECRET = Secret("the run's secret")
+HOUR = 3600.0
+
+
+class Places:
+    """Of the run below, in which nobody has joined by itself."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def vacant(self) -> list[str]:
+        return ["a", "b"]
+
+    def status(self) -> StatusReply:
+        return self._run.exchange.status()
+
+    def died(self, member: str, cause: str, term: int | None = None) -> None:
+        self._run.exchange.died(member, cause, term)
+
+
+class Served:
+    """A run of members `a` and `b` that is served to who shows a ticket."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self.run = Run(folder / "log", {"a": 1, "b": 1}, quorum=1.0)
+        self.memberships = Memberships(folder / "members.sqlite")
+        stack.callback(self.memberships.close)
+        told = Told('{"name": "run"}', {"tokenizer.json": b"{}"})
+        self.house = OpenHouse(self.memberships, Places(self.run), told)
+        self.port = 0
+        self.serve()
+
+    def serve(self) -> None:
+        """At the port of before, if it was served already."""
+        listen, exchange = f"127.0.0.1:{self.port}", self.run.exchange
+        self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=self.house)
+        self.address = f"127.0.0.1:{self.port}"
+        self._stack.callback(self.stop)
+
+    def stop(self) -> None:
+        self.server.stop(None).wait(TIMEOUT)
+
+    def ticket(self, place: str | None = None, seconds: float = HOUR) -> Ticket:
+        found = self.memberships.invite(place, seconds)
+        return make_ticket("run", self.address, SECRET.authority, found, time.time() + seconds)
+
+    def client(self, credentials: Credentials) -> ExchangeClient:
+        client = ExchangeClient(self.address, credentials, "run", timeout=TIMEOUT)
+        self._stack.callback(client.close)
+        return client
+
+    def takes(self, ticket: Ticket, host: str = "host") -> Membership:
+        """A host of its own."""
+        return take_place(ticket, self.folder / host)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with ExitStack() as stack:
+        yield Served(tmp_path, stack)
+
+
+def test_a_ticket_is_a_line_of_text(served: Served) -> None:
+    ticket = served.ticket()
+    text = ticket.to_text()
+    assert Ticket.from_text(f"  {text[:50]}\n{text[50:]}\n") == ticket
+    assert len(text) < 1500
+    assert text.replace("-", "").replace("_", "").replace(".", "").isalnum()
+    assert ticket_of(ticket.identity.shown.name) == ticket.id
+
+
+@pytest.mark.parametrize("length", range(900, 904))
+def test_tickets_of_all_lengths_are_read(length: int) -> None:
+    """Base64 is filled up where a length is no multiple of four."""
+    ticket = make_ticket("r" * (length - 890), "address:1", SECRET.authority, "0123456789abcdef", time.time() + HOUR)
+    assert Ticket.from_text(ticket.to_text()) == ticket
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda text: text[:-1], "not whole"),
+        (lambda text: text[:200] + ("A" if text[200] != "A" else "B") + text[201:], "not whole"),
+        (lambda text: text.replace("hpp1.", "hpp9."), r"found 'hpp9\..*expected a ticket, which begins with hpp1\."),
+        (lambda text: "", "expected a ticket"),
+        (lambda text: "hpp1." + "A" * 40_000, "expected a ticket"),
+        (lambda text: text + "?", "not whole"),
+    ],
+)
+def test_what_is_no_ticket(served: Served, spoil: object, told: str) -> None:
+    assert callable(spoil)
+    with pytest.raises(Refused, match=told):
+        Ticket.from_text(spoil(served.ticket().to_text()))
+
+
+def test_stages_of_a_replica_that_is_called_ticket_are_no_tickets() -> None:
+    assert ticket_of("ticket.0") is None
+    assert ticket_of("ticket.1234567890") is None
+    assert ticket_of("dc") is None
+
+
+def test_who_shows_a_ticket_takes_a_place_and_is_its_member(served: Served) -> None:
+    membership = served.takes(served.ticket("b"))
+    assert (membership.place, membership.run, membership.address) == ("b", "run", served.address)
+    assert json.loads(membership.configuration) == {"name": "run"}
+    assert membership.tokenizer == {"tokenizer.json": "{}"}
+    shown = membership.identity.shown
+    assert (shown.name, shown.holder) == ("b", 1)
+    assert shown.until == pytest.approx(time.time() + admission.CERTIFICATE_SECONDS, abs=60)
+    client = served.client(membership.credentials)
+    assert client.agree("b", "") == "run"
+    client._term = 1
+    assert not client.beat("b").is_over
+    with pytest.raises(Refused, match="b has not started a"):
+        client.died("a", "nothing")
+    key = Path(membership.identity.kept_in).with_name("key.pem")
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert membership.identity.key not in served.ticket().to_text()
+
+
+def test_the_same_host_may_ask_again_and_nobody_else(served: Served) -> None:
+    ticket = served.ticket()
+    first = served.takes(ticket)
+    assert served.takes(ticket).place == first.place
+    with pytest.raises(Refused, match="used already"):
+        served.takes(ticket, "another host")
+    assert served.takes(served.ticket(), "another host").place not in (first.place, None)
+
+
+def test_who_was_given_a_place_goes_on_after_its_ticket_is_over(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticket = served.ticket()
+    first = served.takes(ticket)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 2 * HOUR)
+    assert served.takes(ticket) == first
+    with pytest.raises(Refused, match="the ticket is over"):
+        served.takes(ticket, "another host")
+
+
+def test_a_ticket_is_good_for_a_certificate_alone(served: Served) -> None:
+    ticket = served.ticket("a")
+    with pytest.raises(Refused, match="Agree is not for who shows a ticket"):
+        served.client(Credentials("a", identity=ticket.identity)).agree("a", "")
+    with pytest.raises(Refused, match="Status is not for who shows a ticket"):
+        status(served.address, ticket.identity)
+    with pytest.raises(Refused, match="Give is not for who shows a ticket"):
+        give(served.address, ticket.identity)
+    assert served.run.exchange.refusals == 3
+    assert served.memberships.held_by("a") is None
+
+
+def test_members_have_no_need_of_a_ticket_and_get_nothing_for_another(served: Served) -> None:
+    own = SECRET.authority.identity("a")
+    with pytest.raises(Refused, match="Enrol is not for who shows none"):
+        enrol(served.address, own, signing_request(new_key()))
+    with pytest.raises(Refused, match="Give is for who was invited, and a was not"):
+        give(served.address, own)
+
+
+def test_a_certificate_is_for_who_has_the_key(served: Served) -> None:
+    ticket = served.ticket()
+    request = bytearray(signing_request(new_key()))
+    request[-1] ^= 1  # another's request, or one whose key was put in by somebody else
+    with pytest.raises(Refused, match="found no request for a certificate"):
+        enrol(served.address, ticket.identity, bytes(request))
+    with pytest.raises(Refused, match="found no request for a certificate"):
+        enrol(served.address, ticket.identity, b"made up")
+    key = new_key()
+    reply = enrol(served.address, ticket.identity, signing_request(key))
+    assert Identity(reply.certificate.pem, as_text(key), "").shown.name == reply.place
+
+
+def test_a_version_that_is_another(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_client, "PROTOCOL_VERSION", 99)
+    with pytest.raises(Refused, match=r"found version 99 of the protocol, expected .*: install the version"):
+        served.takes(served.ticket())
+
+
+def test_who_was_taken_back_is_out_at_its_next_call(served: Served) -> None:
+    membership = served.takes(served.ticket("b"))
+    client = served.client(membership.credentials)
+    assert client.agree("b", "") == "run"
+    served.memberships.revoke("b")
+    with pytest.raises(Refused, match="b: it was taken back"):
+        client.agree("b", "")
+    with pytest.raises(Refused, match="b: it was taken back"):
+        renew_once(membership)
+    assert served.run.exchange._refusals.counts[Kind.FORBIDDEN] == 2
+    assert served.takes(served.ticket("b"), "another host").identity.shown.holder == 2
+    with pytest.raises(Refused, match="given to another holder since"):
+        client.agree("b", "")
+
+
+def test_who_leaves_gives_its_place_to_the_next(served: Served) -> None:
+    membership = served.takes(served.ticket("b"))
+    give(membership.address, membership.identity)
+    with pytest.raises(Refused, match="it was given back"):
+        served.client(membership.credentials).agree("b", "")
+    assert served.takes(served.ticket("b"), "another host").place == "b"
+
+
+def test_who_is_where(served: Served) -> None:
+    served.takes(served.ticket("b"))
+    reply = status(served.address, SECRET.authority.identity("launcher"))
+    assert [(place.name, place.held, place.term, place.holder) for place in reply.places] == [
+        ("a", True, 1, 0),
+        ("b", True, 1, 1),
+    ]
+    assert (reply.last_round, reply.rounds) == (0, 9)
+
+
+def test_a_certificate_is_renewed_before_it_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who was let in goes on by the new one, over a connection that is made anew, too."""
+    monkeypatch.setattr(admission, "CERTIFICATE_SECONDS", 4.0)
+    membership, said = served.takes(served.ticket("b")), list[str]()
+    client = served.client(membership.credentials)
+    client._term = 1
+    client.stay()
+    with renewed(membership, said.append):
+        until = membership.identity.shown.until
+        _wait(lambda: membership.identity.latest.shown.until > until + 4.0)
+        assert time.time() > until
+        assert client.last_round() == 0  # by the connection that it has
+        served.stop()
+        served.serve()
+        assert client.last_round() == 0  # by another, for which the first certificate is no good
+    assert said == []
+    assert (
+        read_membership(Path(membership.identity.kept_in).parent).identity.certificate
+        != membership.identity.certificate
+    )
+
+
+def test_who_does_not_renew_is_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "CERTIFICATE_SECONDS", 1.0)
+    membership = served.takes(served.ticket("b"))
+    client = served.client(membership.credentials)
+    client.agree("b", "")
+    _wait(lambda: served.memberships.held_by("b") is None)
+    with pytest.raises(Refused, match="was not renewed in time"):
+        client.agree("b", "")
+
+
+def test_an_exchange_that_is_gone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticket = served.ticket()
+    served.stop()
+    monkeypatch.setattr(admission_client, "SECONDS", 0.3)
+    with pytest.raises(LinkTimeout, match="did not answer within"):
+        served.takes(ticket)
+
+
+def test_a_run_without_tickets(tmp_path: Path) -> None:
+    """Whose exchange is served by TLS, and no more."""
+    run = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0)
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", encrypted=True)
+    ticket = make_ticket("run", f"127.0.0.1:{port}", SECRET.authority, "0123456789abcdef", time.time() + HOUR)
+    with pytest.raises(HeteroPPError, match="lets nobody in by a ticket"):
+        take_place(ticket, tmp_path / "host")
+    server.stop(None).wait(TIMEOUT)
+
+
+def _wait(condition: object) -> None:
+    """Until it holds."""
+    assert callable(condition)
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

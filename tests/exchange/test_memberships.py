@@ -1,0 +1,175 @@
+"""Tickets and who holds places by them: once, by one key, until taken back; whatever process asks."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from hetero_pp.errors import Refused
+from replica_groups.exchange.memberships import Memberships
+
+DAY, HOUR = 86400.0, 3600.0
+PLACES = ["dc", "home.0", "home.1"]
+ANNA, BEN = b"anna's key", b"ben's key"
+
+
+class Clock:
+    """Seconds, which pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def memberships(tmp_path: Path, clock: Clock) -> Iterator[Memberships]:
+    with closing(Memberships(tmp_path / "authority" / "members.sqlite", clock)) as found:
+        yield found
+
+
+def test_a_ticket_lets_one_key_in(memberships: Memberships) -> None:
+    ticket = memberships.invite("home.1", DAY)
+    found = memberships.enrol(ticket, ANNA, PLACES, HOUR)
+    assert (found.place, found.number, found.until, found.ended) == ("home.1", 1, 1000.0 + HOUR, None)
+    assert memberships.enrol(ticket, ANNA, [], HOUR) == found  # as the answer may have been lost
+    with pytest.raises(Refused, match="used already"):
+        memberships.enrol(ticket, BEN, PLACES, HOUR)
+    memberships.require_in("home.1", 1)
+    assert memberships.held_by("home.1") == found
+
+
+def test_a_ticket_without_a_place_takes_the_first_that_is_free(memberships: Memberships) -> None:
+    first, second, third = (memberships.invite(None, DAY) for _ in range(3))
+    assert memberships.enrol(first, ANNA, ["home.0", "home.1"], HOUR).place == "home.0"
+    assert memberships.enrol(second, BEN, ["home.0", "home.1"], HOUR).place == "home.1"  # home.0 has not joined yet
+    with pytest.raises(Refused, match="no place of the run is free"):
+        memberships.enrol(third, b"another", ["home.0", "home.1"], HOUR)
+    assert memberships.enrol(third, b"another", PLACES, HOUR).place == "dc"  # nothing was lost by that
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda found, ticket, clock: setattr(clock, "time", 1000.0 + DAY + 1), "the ticket is over"),
+        (lambda found, ticket, clock: found.revoke(ticket), "the ticket was taken back"),
+        (lambda found, ticket, clock: found.revoke("home.1"), "the ticket was taken back"),
+        (lambda found, ticket, clock: found.enrol(found.invite(None, DAY), BEN, ["home.1"], HOUR), "home.1 is taken"),
+    ],
+)
+def test_tickets_that_let_nobody_in(
+    memberships: Memberships, clock: Clock, spoil: Callable[[Memberships, str, Clock], None], told: str
+) -> None:
+    ticket = memberships.invite("home.1", DAY)
+    spoil(memberships, ticket, clock)
+    with pytest.raises(Refused, match=told):
+        memberships.enrol(ticket, ANNA, PLACES, HOUR)
+    with pytest.raises(Refused, match=r"not of this run"):
+        memberships.enrol("made up", ANNA, PLACES, HOUR)
+    with pytest.raises(Refused, match=r"not of this run"):
+        memberships.require_open("made up")
+
+
+def test_a_place_that_is_held_is_promised_to_nobody_else(memberships: Memberships, clock: Clock) -> None:
+    memberships.enrol(memberships.invite("home.1", DAY), ANNA, PLACES, HOUR)
+    with pytest.raises(Refused, match=re.escape("home.1 is taken: `hetero-pp revoke` takes it back")):
+        memberships.invite("home.1", DAY)
+    clock.time += HOUR + 1
+    memberships.invite("home.1", DAY)
+
+
+def test_who_renews_stays(memberships: Memberships, clock: Clock) -> None:
+    memberships.enrol(memberships.invite("home.1", DAY), ANNA, PLACES, HOUR)
+    clock.time += HOUR / 2
+    with pytest.raises(Refused, match="for the key that it began with"):
+        memberships.renew("home.1", 1, BEN, HOUR)
+    assert memberships.renew("home.1", 1, ANNA, HOUR).until == clock.time + HOUR
+    clock.time += HOUR - 1
+    memberships.require_in("home.1", 1)
+    clock.time += 2
+    with pytest.raises(Refused, match="was not renewed in time"):
+        memberships.require_in("home.1", 1)
+    with pytest.raises(Refused, match="was not renewed in time"):
+        memberships.renew("home.1", 1, ANNA, HOUR)
+
+
+def test_who_is_followed_by_another_holder_is_out(memberships: Memberships) -> None:
+    memberships.enrol(memberships.invite("home.1", DAY), ANNA, PLACES, HOUR)
+    assert memberships.revoke("home.1") == ["home.1 from its holder number 1"]
+    with pytest.raises(Refused, match=r"home\.1: it was taken back"):
+        memberships.require_in("home.1", 1)
+    assert memberships.enrol(memberships.invite("home.1", DAY), BEN, PLACES, HOUR).number == 2
+    memberships.require_in("home.1", 2)
+    with pytest.raises(Refused, match="given to another holder since"):
+        memberships.require_in("home.1", 1)
+    with pytest.raises(Refused, match="given to nobody of this number"):
+        memberships.require_in("home.1", 3)
+    memberships.end("home.1", 1, "of no effect")
+    memberships.require_in("home.1", 2)
+
+
+def test_who_has_left_may_come_back_by_its_ticket_and_who_was_taken_back_may_not(memberships: Memberships) -> None:
+    ticket = memberships.invite(None, DAY)
+    assert memberships.enrol(ticket, ANNA, PLACES, HOUR).place == "dc"
+    memberships.end("dc", 1, "it was given back")
+    assert memberships.held_by("dc") is None
+    assert memberships.enrol(memberships.invite(None, DAY), BEN, PLACES, HOUR).place == "dc"
+    again = memberships.enrol(ticket, ANNA, ["home.0"], HOUR)
+    assert (again.place, again.number) == ("home.0", 1)
+    assert memberships.revoke("home.0") == ["home.0 from its holder number 1"]
+    with pytest.raises(Refused, match="the ticket was taken back"):
+        memberships.enrol(ticket, ANNA, PLACES, HOUR)
+    with pytest.raises(Refused, match="the ticket was taken back"):
+        memberships.require_open(ticket)
+
+
+def test_there_may_be_nothing_to_take_back(memberships: Memberships) -> None:
+    with pytest.raises(Refused, match=r"nobody that was invited to home\.1"):
+        memberships.revoke("home.1")
+
+
+def test_what_was_answered_is_known_to_every_process(tmp_path: Path) -> None:
+    path = tmp_path / "authority" / "members.sqlite"
+    with closing(Memberships(path)) as one, closing(Memberships(path)) as other:
+        ticket = one.invite("home.1", DAY)
+        other.enrol(ticket, ANNA, PLACES, HOUR)
+        one.require_in("home.1", 1)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_of_many_at_once_one_takes_a_ticket_and_none_a_place_twice(tmp_path: Path) -> None:
+    """As from processes of their own: each has its own connection."""
+    path = tmp_path / "members.sqlite"
+    with closing(Memberships(path)) as first:
+        shared, own = first.invite(None, DAY), [first.invite(None, DAY) for _ in range(8)]
+    places = [f"home.{number}" for number in range(20)]
+
+    def enrol(number: int) -> tuple[str | None, str]:
+        with closing(Memberships(path)) as one:
+            try:
+                found = one.enrol(shared, f"key {number}".encode(), places, HOUR).place
+            except Refused:
+                found = None
+            return found, one.enrol(own[number], f"key {number}".encode(), places, HOUR).place
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(enrol, range(8)))
+    assert sum(place is not None for place, _ in found) == 1
+    taken = [place for pair in found for place in pair if place is not None]
+    assert len(set(taken)) == len(taken) == 9

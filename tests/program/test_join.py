@@ -1,0 +1,302 @@
+"""By a ticket into a run, as a user types it: each host has its folder, and none of them the YAML."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from members import TIMEOUT
+from started import Started, run_program, start_program
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.join.command import Here, join
+from hetero_pp.program.join.invite import invite, revoke, seconds_of
+from hetero_pp.program.join.leave import leave
+from hetero_pp.program.join.membership import take_place
+from hetero_pp.rpc.admission import Told
+from hetero_pp.rpc.certificates import Authority
+from hetero_pp.rpc.credentials import Secret, new_secret
+from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
+from hetero_pp.rpc.tickets import Ticket, make_ticket
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.shared import keep_tokenizer, own_configuration, require_data, told_of
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.exchange.host import make_exchange
+from replica_groups.exchange.memberships import Memberships
+
+CONFIG = """
+name: homes
+model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
+data: {corpus: CORPUS, sequence_length: 32, validation_share: 0.2, validation_sequences: 8}
+inner: {steps: 2, learning_rate: 1e-2, warmup_steps: 2}
+outer: {rounds: ROUNDS, compression: {density: 1/32}}
+exchange: {listen: "127.0.0.1:PORT", grace: {least: 5 min, most: 5 min}, lease: {least: LEASE}}
+replicas:
+  - {name: dc, kind: datacenter, batch_size: 4}
+  - {name: home, kind: participants, stages: 2, batch_size: 4, micro_batches: 2, boundary: {rank: 8}}
+"""
+PLACES = ("dc", "home.0", "home.1")
+
+
+class Run:
+    """One folder and one process a host; the first serves the run."""
+
+    def __init__(self, folder: Path, corpus: Path, rounds: int, lease: str = "1 min") -> None:
+        self.folder, self.corpus = folder, corpus
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", port).replace("LEASE", lease)
+        (folder / "run.yaml").write_text(text.replace("CORPUS", str(corpus)))
+        self.processes: dict[str, Started] = {}
+
+    def serve(self, *more: str) -> None:
+        self.processes["exchange"] = start_program(
+            "serve", str(self.folder / "run.yaml"), "--runs", str(self.runs("exchange")), *more
+        )
+        self.wait_for('"event": "waiting"')
+
+    def runs(self, host: str) -> Path:
+        return self.folder / host / "runs"
+
+    def ask(self, command: str, *more: str, host: str = "exchange") -> subprocess.CompletedProcess[str]:
+        return run_program(command, "homes", *more, "--runs", str(self.runs(host)))
+
+    def invite(self, *more: str) -> str:
+        done = self.ask("invite", *more)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.strip()
+
+    def join(self, host: str, ticket: str) -> None:
+        own = ["--data", str(self.corpus), "--listen", "127.0.0.1:0"]
+        self.processes[host] = start_program("join", ticket, *own, "--runs", str(self.runs(host)))
+
+    def wait(self, host: str, seconds: float = 150) -> tuple[int, str, str]:
+        """Exit code, and what it said."""
+        said, errors = self.processes[host].communicate(timeout=seconds)
+        return self.processes[host].wait(seconds), said, errors
+
+    def wait_for(self, event: str) -> None:
+        """Until the exchange has told it."""
+        metrics = self.runs("exchange") / "homes" / "metrics.jsonl"
+        while not (metrics.exists() and event in metrics.read_text()):
+            with suppress(subprocess.TimeoutExpired):
+                self.processes["exchange"].wait(0.1)
+                pytest.fail(str(self.processes["exchange"].communicate()))
+
+    def summary(self, host: str = "exchange") -> dict:
+        return json.loads((self.runs(host) / "homes" / "summary.json").read_text())
+
+
+@pytest.fixture
+def runs(tmp_path: Path, corpus: Path) -> Iterator[list[Run]]:
+    """Runs that are made in a test."""
+    made: list[Run] = []
+    yield made
+    for run in made:
+        for process in run.processes.values():
+            process.terminate()
+        for host in run.processes:
+            run.wait(host)
+
+
+@pytest.mark.starts_processes
+def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
+    runs: list[Run], tmp_path: Path, corpus: Path
+) -> None:
+    run = Run(tmp_path, corpus, 3)
+    runs.append(run)
+    run.serve()
+    tickets = {"anna": run.invite("--place", "home.1"), "ben": run.invite(), "dc.example": run.invite()}
+    assert all(ticket.startswith("hpp1.") and "\n" not in ticket for ticket in tickets.values())
+    for host, ticket in tickets.items():
+        run.join(host, ticket)
+    for host in tickets:
+        code, said, errors = run.wait(host)
+        assert (code, errors) == (0, ""), errors
+        (place,) = re.findall(r"^homes: (\S+) is this host's$", said, re.MULTILINE)
+        assert (place == "home.1") == (host == "anna")
+        assert re.findall(rf"^round (\d)/3: {re.escape(place)}: ", said, re.MULTILINE) == ["1", "2", "3"]
+    assert run.wait("exchange")[0] == 0
+    alone = run_program("launch", "--in-process", str(tmp_path / "run.yaml"), "--runs", str(run.runs("alone")))
+    assert alone.returncode == 0, alone.stderr
+    for found in ("parameters_sha256", "validation_loss"):
+        assert run.summary()[found] == run.summary("alone")[found]
+    assert str(corpus.parent) not in Ticket.from_text(tickets["anna"]).to_text()
+
+
+@pytest.mark.starts_processes
+def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: Path, corpus: Path) -> None:
+    run = Run(tmp_path, corpus, 100_000, lease="2 s")
+    runs.append(run)
+    run.serve()
+    tickets = {place: run.invite("--place", place) for place in PLACES}
+    for place in PLACES:
+        run.join(place, tickets[place])
+    run.wait_for('"evaluation", "replica": "home", "round": 2')
+
+    done = run.ask("leave", host="home.1")
+    assert (done.returncode, done.stdout) == (0, "homes: home.1 has left\n")
+    code, said, errors = run.wait("home.1")
+    assert (code, errors) == (130, "hetero-pp: interrupted; every process of the run has ended\n")
+    assert said.endswith("homes: home.1 was given back\n")
+    assert _held(run) == {"dc": True, "home.0": True, "home.1": False}
+    run.join("another", run.invite())  # takes the one that is free
+    run.wait_for('"member": "home.1", "event": "joined", "address": "127.0.0.1:')
+    run.wait_for('"term": 2')
+    assert _held(run) == {"dc": True, "home.0": True, "home.1": True}
+
+    assert run.ask("revoke", "home.1").stdout == "homes: took back home.1 from its holder number 2\n"
+    code, _, errors = run.wait("another")
+    assert (code, "home.1: it was taken back" in errors) == (1, True), errors
+    run.processes["dc"].send_signal(signal.SIGINT)  # as Ctrl-C
+    assert run.wait("dc")[1].endswith("homes: dc was given back\n")
+    run.join("dc", tickets["dc"])  # who has left may come back by its ticket
+    run.wait_for('"member": "dc", "event": "joined", "address": "", "term": 2')
+    done = run.ask("status", "--json", str(tmp_path / "status.json"), host="dc")
+    assert "homes: after round " in done.stdout
+    found = json.loads((tmp_path / "status.json").read_text())["places"]
+    assert (found["dc"]["holder"], found["dc"]["term"]) == (2, 2)
+
+    run.processes["exchange"].terminate()
+    run.wait("exchange")
+    run.serve("--resume")  # and its members are let in by what they were given before
+    run.wait_for('"event": "begun"')
+    assert run.processes["home.0"].poll() is None
+
+
+def _held(run: Run) -> dict[str, bool]:
+    path = run.folder / "status.json"
+    assert run.ask("status", "--json", str(path)).returncode == 0
+    return {name: place["held"] for name, place in json.loads(path.read_text())["places"].items()}
+
+
+class Served:
+    """A run that is served by this process, and its folder as `serve` leaves it."""
+
+    def __init__(self, folder: Path, corpus: Path, stack: ExitStack) -> None:
+        secret = new_secret()
+        text = CONFIG.replace("ROUNDS", "3").replace("LEASE", "1 min").replace("PORT", "0")
+        run = RunFolder(folder / "runs" / "homes")
+        run.path.mkdir(parents=True)
+        run.config.write_text(text.replace("CORPUS", str(corpus)))
+        run.token.write_text(secret)
+        self.runs, self.config = folder / "runs", ConfigFile(run.config).config
+        exchange, self.memberships = make_exchange(RunSpec(self.config, 256), run), Memberships(run.memberships)
+        house = OpenHouse(self.memberships, exchange, Told(*told_of(self.config)))
+        server, port = serve_exchange(exchange, Secret(secret), "127.0.0.1:0", encrypted=True, open_house=house)
+        self.address = f"127.0.0.1:{port}"
+        stack.callback(self.memberships.close)
+        stack.callback(lambda: server.stop(None).wait(TIMEOUT))
+
+    def invite(self, place: str, capsys: pytest.CaptureFixture[str], seconds: float = 3600.0) -> str:
+        invite(self.runs, "homes", place, seconds, self.address)
+        return capsys.readouterr().out
+
+
+@pytest.fixture
+def served(tmp_path: Path, corpus: Path) -> Iterator[Served]:
+    with ExitStack() as stack:
+        yield Served(tmp_path, corpus, stack)
+
+
+def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here, there = Here(tmp_path / "here"), Here(tmp_path / "there")
+    used, over = served.invite("home.1", capsys), served.invite("home.0", capsys, 0.0)
+    for text, who, told in (
+        ("made up", here, r"found 'madeup'\.\.\., expected a ticket, which begins with hpp1\."),
+        (used[:-7], here, "the ticket is not whole: copy all of it, in one line"),
+        (over, here, r"the ticket is over: ask for another \(or is the clock of this host wrong\?\)"),
+        (used, here, r"home\.0 dials home\.1: say where, with --listen HOST:PORT"),
+        (served.invite("dc", capsys), here, "dc reads the run's text: say where it is here, with --data PATH"),
+        (used, there, "the ticket was used already: it lets one process in"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            join(text, who)
+    assert served.memberships.held_by("home.1") is None  # what was lacking here has not cost the place
+
+
+def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"--place home\.2: expected one of dc, home\.0, home\.1"):
+        served.invite("home.2", capsys)
+    with pytest.raises(ConfigError, match=r"--expires: found `soon`, expected a number and a unit such as `24h`"):
+        seconds_of("soon")
+    assert seconds_of("24h") == 24 * 3600
+    with pytest.raises(ConfigError, match="found no run that is served here: `hetero-pp serve CONFIG` serves one"):
+        invite(tmp_path, "another", None, 1.0, None)
+    with pytest.raises(ConfigError, match=r"found nobody that was invited to home\.0, and no ticket of that name"):
+        revoke(served.runs, "homes", "home.0")
+    with pytest.raises(ConfigError, match="nothing here has joined it"):
+        leave(served.runs, "homes", None)
+    path = served.runs / "homes" / "config.yaml"
+    path.write_text(path.read_text().replace("127.0.0.1:0", "0.0.0.0:47600"))
+    with pytest.raises(ConfigError, match=r"the exchange listens at 0\.0\.0\.0:47600: say how others reach it"):
+        invite(served.runs, "homes", None, 1.0, None)
+    path.write_text(path.read_text().replace("exchange: {", "exchange: {insecure: true, "))
+    with pytest.raises(ConfigError, match=r"exchange\.insecure: nobody is let in by a ticket without TLS"):
+        invite(served.runs, "homes", None, 1.0, None)
+
+
+def test_a_place_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    take_place(Ticket.from_text(served.invite("home.1", capsys)), tmp_path / "here")
+    with pytest.raises(ConfigError, match=r"--place: home\.1 is taken: `hetero-pp revoke` takes it back"):
+        served.invite("home.1", capsys)
+
+
+def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
+    """A ticket cannot have a host write elsewhere."""
+    for name in ("../up", "/etc", "..", "", "a/b"):
+        ticket = make_ticket(name, "127.0.0.1:1", Authority("a secret"), "0123456789abcdef", 2e9)
+        with pytest.raises(ConfigError, match="expected the name of a run"):
+            join(ticket.to_text(), Here(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _config(corpus: str, **more: object) -> RunConfig:
+    replicas = [
+        {"name": "dc", "kind": "datacenter"},
+        {
+            "name": "home",
+            "kind": "participants",
+            "stages": [{"layers": 2}, {"layers": 2, "listen": "ben.example:47601"}],
+        },
+    ]
+    found = {"name": "homes", "model": {"preset": "micro"}, "replicas": replicas, "data": {"corpus": corpus}, **more}
+    found |= {"outer": {"rounds": 3}, "inner": {"steps": 2, "learning_rate": 1e-2}}
+    return RunConfig.model_validate(found)
+
+
+def test_a_host_is_told_no_path_and_keeps_nothing_where_it_is_told_to(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text('{"of": "the run"}')
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    config = _config(str(tmp_path / "text"), store={"url": str(tmp_path / "store")}, states={"to": "store"})
+    data = config.data.model_copy(update={"tokenizer": str(tmp_path / "tokenizer")})
+    configuration, files = told_of(config.model_copy(update={"data": data}))
+    assert files == {"tokenizer.json": b'{"of": "the run"}', "tokenizer_config.json": b"{}"}
+    assert json.loads(configuration)["data"]["corpus"] == "text"
+    kept = keep_tokenizer(files, tmp_path / "here")
+    assert kept is not None
+    own = own_configuration(configuration, "home.1", "mine", kept, "anna.example:5")
+    assert own.data.corpus == str(Path("mine").absolute())
+    assert own.data.tokenizer == str(tmp_path / "here" / "tokenizer.json")
+    assert (own.store.url, own.states.to) == (None, "folder")
+    assert [stage.listen for stage in own.replicas[1].stages] == [None, None]  # type: ignore[union-attr]
+
+
+def test_who_reads_text_has_to_say_where(tmp_path: Path) -> None:
+    for member in ("dc", "home.0"):
+        with pytest.raises(ConfigError, match=f"{member} reads the run's text"):
+            require_data(_config(str(tmp_path)), member, None)
+        require_data(_config(str(tmp_path)), member, "here")
+        require_data(_config("standard-library"), member, None)
+        require_data(_config("hf:owner/text"), member, None)
+    require_data(_config(str(tmp_path)), "home.1", None)
