@@ -54,6 +54,7 @@ class Run:
         self.folder, self.corpus = folder, corpus
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
+        self.address = f"localhost:{port}"
         text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", port).replace("LEASE", lease)
         (folder / "run.yaml").write_text(text.replace("CORPUS", str(corpus)))
         self.processes: dict[str, Started] = {}
@@ -115,7 +116,7 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     run = Run(tmp_path, corpus, 3)
     runs.append(run)
     run.serve()
-    tickets = {"anna": run.invite("--place", "home.1"), "ben": run.invite(), "dc.example": run.invite()}
+    tickets = {"anna": run.invite("--place", "home.1", "--address", run.address), "ben": run.invite(), "dc.example": run.invite()}
     assert all(ticket.startswith("hpp1.") and "\n" not in ticket for ticket in tickets.values())
     for host, ticket in tickets.items():
         run.join(host, ticket)
