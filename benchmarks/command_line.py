@@ -15,7 +15,7 @@ def parse(parser: argparse.ArgumentParser, smallest: Mapping[str, Any]) -> argpa
     """The arguments; with --smoke, which writes no file, `smallest` takes the place of the defaults."""
     ends = parser.add_mutually_exclusive_group()
     ends.add_argument("--json", type=Path, help="write the results to this file")
-    ends.add_argument("--smoke", action="store_true", help="run everything at its smallest, within seconds")
+    ends.add_argument("--smoke", "--quick", action="store_true", help="run everything at its smallest, within seconds")
     if parser.parse_known_args()[0].smoke:
         parser.set_defaults(**smallest)
     return parser.parse_args()

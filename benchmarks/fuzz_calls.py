@@ -1,0 +1,398 @@
+"""Messages to every call of messages.proto: honest ones, mutated ones, any that fit, and such that come out of order.
+
+What message has which number follows from the seed, the call and who makes it: a thousand at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+import torch
+from attacks import NICENESS, TIMEOUT, Call, Target, channel_to, credentials_of
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from hetero_pp.links import LinkSpec
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.model import shapes_by_block
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.rpc.callers import Metadata, shown
+from hetero_pp.rpc.channels import PROTOCOL_VERSION
+from hetero_pp.rpc.dialling import SERVICE as LINKS
+from hetero_pp.rpc.exchange import MOST_OPEN
+from hetero_pp.rpc.exchange import SERVICE as EXCHANGE
+from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.stage_link import StageLinkServer
+from hetero_pp.run.spec import RunSpec
+
+BY = ("stranger", "member")
+CALLS = {call.name: service for service in (EXCHANGE, LINKS) for call in service.methods}
+CELLS = [f"{call} by a {who}" for who in BY for call in CALLS]
+A_BLOCK = 1000
+"""Messages drawn from one state of the dice: what goes on begins with a block."""
+CHANNELS = 3
+AT_ONCE = MOST_OPEN - 4
+"""Fewer than a member may have open, so that more is looked at than their number."""
+LONGEST_CHUNK = 10.0
+PATIENCE = {"Assign": 0.1, "Record": 0.1, "Stay": 0.05, "Watch": 0.5, "Join": 1.0}
+"""Seconds that calls which wait are waited for."""
+ESCAPED = {"UNKNOWN", "INTERNAL", "UNAVAILABLE"}
+"""Status codes of what nobody has refused."""
+MOST_KEPT = 10
+RESEATED, LEFT = 0.01, 0.005
+"""How often the guest takes its place anew between two messages, or leaves it."""
+
+HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Open": pb.LinkHello}
+TEXTS = [
+    "",
+    "exchange",
+    "launcher",
+    "away",
+    "a\x1b[2J\n\x07",
+    "x" * 3000,
+    "../../state",
+    "{}",
+    "[[[[",
+    "null",
+    "é\u202e",
+]
+BYTES = [b"", bytes(31), bytes(32), b"\xff" * 32, bytes(1000)]
+NUMBERS = [0, 1, 2, 3, 7, 100, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
+FLOATS = [0.0, 1.0, -1.0, 1e300, math.nan, math.inf, -math.inf]
+INTEGERS = {
+    FieldDescriptor.TYPE_UINT32: 2**32,
+    FieldDescriptor.TYPE_UINT64: 2**64,
+    FieldDescriptor.TYPE_ENUM: 2**31,
+}
+
+
+def left_of(cells: Mapping[str, Any], messages: int) -> Sequence[str]:
+    """Calls that have not had so many messages."""
+    return [name for name in CELLS if cells.get(name, {}).get("sent", 0) < messages]
+
+
+@dataclass
+class Known:
+    """What the guest knows, and what a right message so says."""
+
+    target: Target
+    term: int = 1
+    round: int = 1
+    blob: bytes = b""
+    """An honest one of its first block, and of no other: a contribution that was whole would be counted."""
+    number: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def right(self) -> Mapping[str, Any]:
+        """Values of fields by their names."""
+        target = self.target
+        return {
+            "version": PROTOCOL_VERSION,
+            "replica": target.guest.name,
+            "member": target.guest.name,
+            "block": target.blocks[0],
+            "round": self.round,
+            "holds": self.round - 1,
+            "epoch": self.term,
+            "term": self.term,
+            "size": len(self.blob),
+            "token": target.neighbour.links[target.link],
+            "link": target.link,
+            "sender": target.neighbour.name,
+            "stream": 1,
+            "received": 0,
+            "goes_on": False,
+        }
+
+
+# ---- one message ----
+
+
+def any_message(message: Message, dice: random.Random, texts: Sequence[str], depth: int = 0) -> Message:
+    """Fill it with values that fit its fields, of which some stand at an edge."""
+    for one in message.DESCRIPTOR.fields:
+        if dice.random() < 0.25 or depth > 3:
+            continue
+        if one.message_type is not None and one.message_type.GetOptions().map_entry:
+            entries = getattr(message, one.name)
+            for _ in range(dice.randrange(4)):
+                entries[dice.choice(texts)] = dice.choice(BYTES)
+        elif one.is_repeated:
+            for _ in range(dice.randrange(4)):
+                _add(getattr(message, one.name), one, dice, texts, depth)
+        elif one.message_type is not None:
+            any_message(getattr(message, one.name), dice, texts, depth + 1).SetInParent()
+        else:
+            setattr(message, one.name, _value(one, dice, texts))
+    return message
+
+
+def _add(values: Any, one: FieldDescriptor, dice: random.Random, texts: Sequence[str], depth: int) -> None:
+    if one.message_type is not None:
+        any_message(values.add(), dice, texts, depth + 1)
+    else:
+        values.append(_value(one, dice, texts))
+
+
+def _value(one: FieldDescriptor, dice: random.Random, texts: Sequence[str]) -> Any:
+    if one.type == FieldDescriptor.TYPE_STRING:
+        return dice.choice(texts)
+    if one.type == FieldDescriptor.TYPE_BYTES:
+        return dice.choice(BYTES)
+    if one.type == FieldDescriptor.TYPE_BOOL:
+        return dice.random() < 0.5
+    if one.type in INTEGERS:
+        return dice.choice([number for number in NUMBERS if number < INTEGERS[one.type]])
+    return dice.choice(FLOATS)
+
+
+def righted(message: Message, right: Mapping[str, Any]) -> Message:
+    """With the right values wherever its fields have names that say which."""
+    for one in message.DESCRIPTOR.fields:
+        if one.name in right and not one.is_repeated and one.message_type is None:
+            setattr(message, one.name, right[one.name])
+        elif one.message_type is not None and not one.is_repeated and message.HasField(one.name):
+            righted(getattr(message, one.name), right)
+    return message
+
+
+def mutated(data: bytes, dice: random.Random) -> bytes:
+    """A few bytes changed, left out, put in or doubled."""
+    found = bytearray(data)
+    for _ in range(dice.randrange(1, 5)):
+        at = dice.randrange(len(found) + 1)
+        match dice.randrange(4):
+            case 0 if at < len(found):
+                found[at] ^= 1 << dice.randrange(8)
+            case 1:
+                del found[at : at + dice.randrange(1, 9)]
+            case 2:
+                found[at:at] = dice.randbytes(dice.randrange(1, 9))
+            case 3:
+                found[at:at] = found[at : at + dice.randrange(1, 65)]
+    return bytes(found)
+
+
+def request(call: str, dice: random.Random, known: Known, texts: Sequence[str]) -> list[bytes]:
+    """The frames of one call: a third honest, a third of any values, a third with bytes that were changed."""
+    kind = HEADERS.get(call) or GetMessageClass(CALLS[call].methods_by_name[call].input_type)
+    message, way = any_message(kind(), dice, texts), dice.randrange(3)
+    if way != 1:
+        righted(message, known.right())
+    if isinstance(message, pb.LinkHello | pb.LinkFarewell) and way != 1:
+        hello = message if isinstance(message, pb.LinkHello) else message.hello
+        righted(hello, known.right())
+        hello.epoch, hello.session = next(known.number), b"session"
+    if isinstance(message, pb.ReportRequest):
+        _spare_the_run(message)
+    frames = _frames(call, message, dice, known, texts)
+    if way == 2:
+        at = dice.randrange(len(frames))
+        frames[at] = mutated(frames[at], dice)
+    return frames
+
+
+def _spare_the_run(message: pb.ReportRequest) -> None:
+    """A member's own failure ends the run, and is believed (docs/security.md): here each is another's consequence."""
+    for report in message.reports:
+        if report.HasField("failure"):
+            report.failure.consequence = True
+
+
+def _frames(call: str, message: Message, dice: random.Random, known: Known, texts: Sequence[str]) -> list[bytes]:
+    if call == "Deposit":
+        payload = known.blob if dice.random() < 0.5 else dice.randbytes(dice.randrange(2000))
+        return list(header_and_payload_frames(message, [payload]))
+    if call == "Open":
+        headers = [any_message(pb.LinkHeader(), dice, texts) for _ in range(dice.randrange(4))]
+        bodies = [list(header_and_payload_frames(one, [dice.randbytes(dice.randrange(200))])) for one in headers]
+        return [message.SerializeToString(), *(frame for body in bodies for frame in body)]
+    return [message.SerializeToString()]
+
+
+def metadata(who: str, call: str, dice: random.Random, known: Known) -> Metadata:
+    """By which the caller of a message shows who it is."""
+    target = known.target
+    if who == "member" and CALLS[call] is LINKS:
+        return (("token", target.neighbour.links[target.link]),)
+    if who == "member":
+        own = shown(target.guest, target.run if dice.random() < 0.95 else None)
+        terms = [str(known.term)] * 12 + [str(known.term - 1), "0", "999999999", "-1", "one"]
+        return (*own, ("term", dice.choice(terms)))
+    strange = credentials_of(dice.choice([target.guest.name, target.honest, "launcher", "exchange", "away"]))
+    shows = [(), (("token", strange.token),), shown(strange, target.run, 1), (("name", "x" * 500), ("token", ""))]
+    return dice.choice(shows)
+
+
+# ---- a process that sends them ----
+
+
+class Fuzzer:
+    """Sends messages, from a process of its own; serves a link of its own, in another one. To be used as a context."""
+
+    def __init__(self, target: Target, spec: RunSpec, seed: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        far, theirs = context.Pipe()
+        link, token = spec.links[target.link], target.neighbour.links[target.link]
+        self._far = context.Process(target=far_end_main, args=(theirs, link, token), daemon=True)
+        self._far.start()
+        self._parent, child = context.Pipe()
+        block = shapes_by_block(spec.parameter_shapes)[target.blocks[0]]
+        given = (child, target, far.recv(), seed, block, spec.config.outer.compression)
+        self._process = context.Process(target=fuzz_main, args=given, daemon=True)
+        self._process.start()
+
+    def __enter__(self) -> Fuzzer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self._process, self._far):
+            process.kill()
+            process.join()
+
+    def some(self, name: str, own: dict[str, Any], most: int, last_round: int) -> None:
+        """Send more of the messages of a call, and add what came of them to what is known."""
+        self._parent.send((name, own["sent"], most, last_round))
+        sent, seconds, codes, escaped = self._parent.recv()
+        own["sent"], own["seconds"] = own["sent"] + sent, own["seconds"] + seconds
+        own["codes"] = dict(Counter(own["codes"]) + codes)
+        own["escaped"] = (own["escaped"] + escaped)[:MOST_KEPT]
+        own["messages_a_second"] = own["sent"] / own["seconds"]
+
+
+def far_end_main(parent: Connection, link: LinkSpec, token: str) -> None:
+    """A stage that listens for what its neighbour sends, whatever that is."""
+    server = StageLinkServer(link, token, link.target, seed=1)
+    parent.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
+    threading.Event().wait()
+
+
+def fuzz_main(
+    parent: Connection,
+    target: Target,
+    far: str,
+    seed: int,
+    block: Mapping[str, tuple[int, ...]],
+    compression: CompressionSettings,
+) -> None:
+    """Send what the parent asks for."""
+    os.nice(NICENESS)
+    torch.set_num_threads(1)
+    sender = Sender(target, far, seed)
+    while True:
+        name, first, most, last_round = parent.recv()
+        sender.known.round = last_round + 1
+        sender.known.blob = honest_blob(target, last_round + 1, block, compression)
+        parent.send(sender.some(name, first, most))
+
+
+def honest_blob(
+    target: Target, round_: int, block: Mapping[str, tuple[int, ...]], compression: CompressionSettings
+) -> bytes:
+    """What the guest would contribute of its first block."""
+    selections = []
+    for name, shape in block.items():
+        selections.append((name, shape, select(torch.zeros(shape), torch.randn(shape), compression)))
+    return encode_blob(BlobAddress(target.run, round_, target.guest.name, target.blocks[0]), selections, compression)
+
+
+class Sender:
+    """Calls of one process: many at once, over several connections to each of three addresses."""
+
+    def __init__(self, target: Target, far: str, seed: int) -> None:
+        self.known, self._seed = Known(target), seed
+        addresses = {"exchange": target.address, "link": target.link_address, "far": far}
+        self._channels = {name: [channel_to(one) for _ in range(CHANNELS)] for name, one in addresses.items()}
+        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self._texts = [*TEXTS, *target.blocks, *target.parameters, target.guest.name, target.honest, target.link]
+        self._texts += [target.run, target.neighbour.name, "forward", "backward", json.dumps({"seed": 1})]
+
+    def some(self, name: str, first: int, most: int) -> tuple[int, float, Counter[str], list[str]]:
+        """Messages of one call from number `first` on, at most so many blocks as there is time for.
+
+        How many, in how many seconds, how they ended, and those that let something escape.
+        """
+        call, _, who = name.replace(" by a ", " ").rpartition(" ")
+        codes, escaped, begun = Counter[str](), list[str](), time.monotonic()
+        sent = 0
+        while first + sent < most and (sent == 0 or time.monotonic() - begun < LONGEST_CHUNK):
+            if who == "member":
+                self._take_place()
+            calls = list(self._block(call, who, first + sent, most))
+            for code, said in self._pool.map(partial(self._send, call, who), calls):
+                codes[code] += 1
+                escaped += [said] if code in ESCAPED else []
+            sent += len(calls)
+        return sent, time.monotonic() - begun, codes, escaped[:MOST_KEPT]
+
+    def _block(self, call: str, who: str, first: int, most: int) -> Iterator[Call]:
+        """The messages up to the end of a block."""
+        dice = random.Random(f"{self._seed} {call} {who} {first}")
+        path = call_path(CALLS[call], call)
+        for _ in range(min(most, first - first % A_BLOCK + A_BLOCK) - first):
+            frames = request(call, dice, self.known, self._texts)
+            yield Call(path, frames, metadata(who, call, dice, self.known))
+
+    def _send(self, name: str, who: str, call: Call) -> tuple[str, str]:
+        """How a call ended, and if something escaped, of what message and with what words."""
+        self._disturb(who)
+        where = "exchange" if CALLS[name] is EXCHANGE else "far" if who == "member" else "link"
+        channel = random.choice(self._channels[where])
+        answers = channel.stream_stream(call.path)(
+            iter(call.frames), metadata=call.metadata, timeout=PATIENCE.get(name, TIMEOUT)
+        )
+        try:
+            for _ in answers:
+                if name in ("Watch", "Open"):
+                    break
+            answers.cancel()
+            return "OK", ""
+        except grpc.RpcError as error:
+            code = error.code().name
+            return (
+                code,
+                f"{error.details()}: {[frame[:200].hex() for frame in call.frames[:3]]}" if code in ESCAPED else "",
+            )
+
+    def _disturb(self, who: str) -> None:
+        """The guest's place changes hands now and then, so that some messages come too late or too early."""
+        if who == "member" and (chance := random.random()) < RESEATED:
+            (self._leave if chance < LEFT else self._take_place)()
+
+    def _leave(self) -> None:
+        name = self.known.target.guest.name
+        with suppress(grpc.RpcError):
+            self._ask("Died", pb.DiedRequest(member=name, cause="it has ended"))
+
+    def _take_place(self) -> None:
+        """A new term, of a new process."""
+        self._leave()
+        process = random.randbytes(8).hex()
+        with suppress(grpc.RpcError):
+            reply = self._ask("Join", pb.JoinRequest(version=PROTOCOL_VERSION, process=process))
+            self.known.term = pb.JoinReply.FromString(reply).term
+
+    def _ask(self, call: str, message: Message) -> bytes:
+        own = shown(self.known.target.guest, self.known.target.run)
+        ask = self._channels["exchange"][0].unary_unary(call_path(EXCHANGE, call))
+        answer: bytes = ask(message.SerializeToString(), metadata=own, timeout=TIMEOUT)
+        return answer

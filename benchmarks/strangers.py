@@ -1,0 +1,311 @@
+"""What attacks on a live run cost it: time of its rounds, memory of its exchange, and whether they change a bit.
+
+    python benchmarks/strangers.py [--json FILE] [--parts attacks fuzz] [--only NAME ...] [--messages 1000000]
+
+A datacenter replica and a group of two stages train, as processes of their own over gRPC; the place of a third replica
+is the attacker's, who so has a member's own credentials. Links have a latency, as between homes, and leave processors
+to attacks, which run in a process of their own with little priority.
+
+- `attacks`: each by its name, in stretches between such without: how it was refused (status codes as the attacker saw
+  them, kinds as the exchange counted them), memory of the exchange before and after, and the median time of a round
+  beside that of the stretches in between.
+- `fuzz`: messages to every call, honest ones, mutated ones and such that come out of order, of the member and of a
+  stranger. None may end, grow or slow the exchange for good, nor let anything escape that is no refusal.
+
+Each run goes on to its end, and must have the bits of one that nobody attacks. With --json results are written as they
+come, and what the file has is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from attacks import ATTACKS, CONNECTIONS, Target, attack_main, begin, channel_to, code_of, last_refused
+from command_line import parse, save
+from fuzz_calls import ESCAPED, Fuzzer, left_of
+from strangers_run import DOWNSTREAM, GUEST, HONEST, LINK, LiveRun, reference
+
+from hetero_pp.links import EXCHANGE
+from hetero_pp.program.experiments.provenance import commit, machine
+
+QUICK = {
+    "only": ["another_runs_token", "forged_hashes"],
+    "rounds": 2,
+    "stretches": 1,
+    "messages": 60,
+    "campaign": 40,
+    "connections": 100,
+}
+WARM_UP, SETTLE = 8, 4
+"""Rounds before the first attack, and after the last message."""
+ROUNDS_TO_TELL = 12
+"""That pass while refusals are told."""
+SECONDS_BETWEEN_TELLS = 1.2
+SECONDS_TO_SETTLE = 2.0
+MOST_GROWTH = 50e6
+MOST_RATIO = 1.10
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def target_of(run: LiveRun, most_connections: int) -> Target:
+    """What a member knows of a run."""
+    roster = run.spec.roster
+    return Target(
+        run.address,
+        run.spec.run,
+        run.credentials(GUEST),
+        HONEST,
+        sorted(roster.blocks[GUEST]),
+        sorted(run.spec.parameter_shapes),
+        run.addresses[DOWNSTREAM],
+        run.credentials(run.spec.links[LINK].source),
+        LINK,
+        most_connections,
+    )
+
+
+# ---- attacks ----
+
+
+class Attacker:
+    """One attack, in a process of its own: under way, or not."""
+
+    def __init__(self, name: str, target: Target) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.codes: Counter[str] = Counter()
+        self.seconds = 0.0
+        self._is_over = context.Event()
+        self._parent, child = context.Pipe()
+        self._process = context.Process(target=attack_main, args=(child, name, target, self._is_over), daemon=True)
+        self._process.start()
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Attack while the block runs. Raises RuntimeError if the attack has ended by itself."""
+        self._is_over.clear()
+        self._parent.send(True)
+        if not self._parent.recv():
+            raise RuntimeError("the attack has ended before it was under way")
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            seconds, codes = self._parent.recv()
+            self.seconds += seconds
+            self.codes += codes
+
+    def close(self) -> None:
+        self._parent.send(False)
+        self._process.join()
+
+
+def rounds_of(arguments: argparse.Namespace) -> int:
+    """How many rounds one attack takes: stretches with and without, one between each and the next, and what is told."""
+    return 2 * arguments.stretches * (arguments.rounds + 1) + ROUNDS_TO_TELL
+
+
+def attacks(folder: Path, arguments: argparse.Namespace, found: dict[str, Any], tell: Tell) -> None:
+    """All that are not found yet, one after the other, in one run; in another, where that has too few rounds left."""
+    ends = found.setdefault("ends", [])
+    while left := [name for name in arguments.only if name not in found]:
+        rounds = WARM_UP + len(left) * rounds_of(arguments)
+        honest = reference(folder, rounds)
+        with LiveRun(folder, f"attacked-{len(ends)}", rounds) as run:
+            run.wait_for_round(WARM_UP)
+            for name in left:
+                if run.is_over or run.rounds - max(run.closed) < rounds_of(arguments) - ROUNDS_TO_TELL:
+                    break
+                found[name] = attacked(run, name, arguments)
+                tell(found)
+                show_attack(name, found[name])
+            run.wait_until_over()
+        ends.append(outcome(run, honest) | {"of": left})
+        tell(found)
+
+
+def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One attack, between stretches without."""
+    target = target_of(run, arguments.connections)
+    usual, under, before, refused, printed = [], [], run.size(), Counter(run.refusals), run.said()
+    attacker, most = Attacker(name, target), before[1]
+    for _ in range(arguments.stretches):
+        usual += run.wait_rounds(arguments.rounds)
+        with attacker.under_way():
+            run.wait_rounds(1)
+            under += run.wait_rounds(arguments.rounds)
+            most = max(most, run.size()[1])
+        run.wait_rounds(1)
+    attacker.close()
+    run.end_guest()
+    refusals = flushed(run, target, "link" if name == "link_frames" else EXCHANGE, refused)
+    after = run.size()
+    return {
+        "codes": dict(attacker.codes),
+        "refusals_by_kind": refusals,
+        "calls_a_second": attacker.codes.total() / attacker.seconds,
+        "megabytes": {"before": before[1] / 1e6, "most": most / 1e6, "after": after[1] / 1e6},
+        "threads": {"before": before[2], "after": after[2]},
+        "bytes_printed": run.said() - printed,
+        "is_the_same_process": before[0] == after[0],
+        "round_seconds": {"without": usual, "under": under},
+        "ratio": median(under) / median(usual) if under and usual else None,
+        "commit": commit(),
+    }
+
+
+def flushed(run: LiveRun, target: Target, door: str, before: Counter[str]) -> dict[str, int]:
+    """How many were refused since `before`, by kind: told at a bounded rate, so some are told with those that follow.
+
+    Of each kind another is so made here, which does not count.
+    """
+    calls = last_refused(target, door)
+    with channel_to(target.link_address if door == "link" else target.address) as channel:
+        for call in calls:
+            time.sleep(SECONDS_BETWEEN_TELLS)
+            code_of(begin(channel, call))
+    time.sleep(SECONDS_TO_SETTLE)
+    since = Counter(run.refusals) - before
+    since.subtract(dict.fromkeys(since, 1))
+    return {kind: count for kind, count in sorted(since.items()) if count}
+
+
+def outcome(run: LiveRun, honest: LiveRun) -> dict[str, Any]:
+    """Whether a run came to its end as if nobody had attacked it."""
+    differs = run.differs_from(honest)
+    return {
+        "rounds": len(run.closed),
+        "to_its_end": run.failure is None and len(run.closed) == run.rounds,
+        "failure": run.failure,
+        "same_bits": not differs and len(honest.closed) == len(run.closed),
+        "rounds_with_other_bits": differs[:10],
+        "harm": run.harm(),
+        "bytes_printed": run.said(),
+    }
+
+
+def show_attack(name: str, one: dict[str, Any]) -> None:
+    """A line."""
+    before, after, ratio = one["megabytes"]["before"], one["megabytes"]["after"], one["ratio"]
+    told = f"{one['codes']}, {one['refusals_by_kind']}, {one['calls_a_second']:.0f}/s"
+    print(f"{name}: {told}, {before:.0f} -> {after:.0f} MB, rounds take {ratio or 0:.3f} of usual", flush=True)
+
+
+# ---- fuzz ----
+
+
+def fuzz(folder: Path, arguments: argparse.Namespace, found: dict[str, Any], tell: Tell) -> None:
+    """Runs of so many rounds, one after the other, until every call has had its messages."""
+    cells, campaigns = found.setdefault("cells", {}), found.setdefault("campaigns", [])
+    honest = None
+    while left := left_of(cells, arguments.messages):
+        honest = honest or reference(folder, arguments.campaign)
+        with LiveRun(folder, f"fuzzed-{len(campaigns)}", arguments.campaign) as run:
+            run.wait_for_round(WARM_UP)
+            growth = campaign(run, arguments, cells, left, lambda: tell(found))
+            run.wait_until_over()
+        campaigns.append(growth | outcome(run, honest))
+        tell(found)
+        show_campaign(campaigns[-1], cells)
+        if not campaigns[-1]["to_its_end"]:
+            return
+
+
+def campaign(
+    run: LiveRun, arguments: argparse.Namespace, cells: dict[str, Any], left: Sequence[str], tell: Callable[[], None]
+) -> dict[str, Any]:
+    """What is left, as far as it gets within one run; what it did to the exchange."""
+    before, largest = run.size(), run.size()
+    target = target_of(run, CONNECTIONS)
+    with Fuzzer(target, run.spec, arguments.seed) as fuzzer:
+        for name in left:
+            while cells.get(name, {}).get("sent", 0) < arguments.messages:
+                if run.is_over or len(run.closed) > run.rounds - SETTLE:
+                    break
+                own = cells.setdefault(name, {"sent": 0, "seconds": 0.0, "codes": {}, "escaped": []})
+                fuzzer.some(name, own, arguments.messages, max(run.closed))
+                own["megabytes"] = run.size()[1] / 1e6
+                largest = max(largest, run.size(), key=lambda size: size[1])
+                tell()
+    run.end_guest()
+    after = run.size()
+    return {
+        "megabytes": {"before": before[1] / 1e6, "most": largest[1] / 1e6, "after": after[1] / 1e6},
+        "threads": {"before": before[2], "after": after[2]},
+        "is_the_same_process": before[0] == after[0],
+    }
+
+
+def show_campaign(one: dict[str, Any], cells: dict[str, Any]) -> None:
+    """A line."""
+    sent, seconds = (sum(cell[key] for cell in cells.values()) for key in ("sent", "seconds"))
+    escaped = {name: cell["escaped"][:2] for name, cell in cells.items() if cell["escaped"]}
+    size = f"{one['megabytes']['before']:.0f} -> {one['megabytes']['after']:.0f} MB, {one['threads']} threads"
+    end = f"to its end: {one['to_its_end']}, same bits: {one['same_bits']}, escaped: {escaped}, harm: {one['harm']}"
+    print(f"fuzz: {sent:,} messages, {sent / max(seconds, 1e-9):.0f}/s, {size}; {end}", flush=True)
+
+
+# ---- all of it ----
+
+
+def holes(found: dict[str, Any]) -> list[str]:
+    """What an attack has come to that it must not; times are only measured."""
+    named, fuzzed = dict(found.get("attacks", {})), found.get("fuzz", {})
+    ends = {f"attacks {i}": one for i, one in enumerate(named.pop("ends", []))}
+    ends |= {f"fuzz {i}": one for i, one in enumerate(fuzzed.get("campaigns", []))}
+    told = [f"{name}: {key} is not so" for name, one in ends.items() for key in ENDS if not one.get(key, True)]
+    told += [f"{name}: {one[key]}" for name, one in ends.items() for key in ("failure", "harm") if one[key]]
+    for name, one in (named | ends).items():
+        size = one.get("megabytes", {"before": 0.0, "after": 0.0})
+        grown = size["after"] - size["before"]
+        told += [f"{name}: {grown:.0f} MB more"] if 1e6 * grown > MOST_GROWTH else []
+    told += [f"{name}: {one['codes']}" for name, one in named.items() if ESCAPED & one["codes"].keys()]
+    return told + [f"{name}: {one['escaped'][0]}" for name, one in fuzzed.get("cells", {}).items() if one["escaped"]]
+
+
+ENDS = ("to_its_end", "same_bits", "is_the_same_process")
+PARTS = {"attacks": attacks, "fuzz": fuzz}
+
+
+def main() -> None:
+    """Attack, print, and write; ends with 1 if an attack has come to what it must not."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME", help=", ".join(ATTACKS)
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="of a stretch")
+    parser.add_argument("--stretches", type=int, default=3, help="of each attack")
+    parser.add_argument("--connections", type=int, default=CONNECTIONS)
+    parser.add_argument("--messages", type=int, default=1_000_000, help="to each call, of each of both")
+    parser.add_argument("--campaign", type=int, default=2000, help="rounds of one run that is fuzzed")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parse(parser, QUICK)
+    found: dict[str, Any] = {}
+    if arguments.json is not None and arguments.json.exists():
+        found = json.loads(arguments.json.read_text())
+    found |= {"machine": machine(), "commit": commit(), "seed": arguments.seed}
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-strangers-") as folder:
+        for part in arguments.parts:
+            own = found.setdefault(part, {})
+            PARTS[part](Path(folder), arguments, own, lambda _: save(found, arguments.json))
+    told = holes(found)
+    found["holes"] = told
+    save(found, arguments.json)
+    print("\n".join(["holes:", *told] if told else ["no hole was found"]))
+    if told:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

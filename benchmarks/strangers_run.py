@@ -1,0 +1,224 @@
+"""A live run beside strangers: two honest replicas, and the place of a third, whose member is whoever attacks.
+
+Its members and its exchange are the processes of a launch. They are started here with a secret that is known, as it is
+to who launches over several hosts, so that a member's own credentials can be given to what attacks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from hetero_pp.errors import HeteroPPError
+from hetero_pp.links import EXCHANGE, LAUNCHER, stage_link_name
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.launch.crew import Crew
+from hetero_pp.program.launch.inputs import prepare
+from hetero_pp.program.launch.recorded import begin_folder
+from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.rpc.connections import reports_of, tell_died
+from hetero_pp.rpc.credentials import Credentials, Secret
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.run.yaml_file import ConfigFile
+
+PAGES = Path(__file__).parents[1] / "docs"
+SECRET = "of this benchmark only"
+GUEST, HONEST = "guest", "dc"
+MOST_SECONDS_A_ROUND = 90.0
+
+YAML = """\
+name: strangers
+seed: 1
+model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
+data: {corpus: CORPUS, sequence_length: 32, validation_sequences: 2, repeat: true}
+inner: {steps: 4, learning_rate: 6e-3, final_learning_rate_share: 1}
+outer: {rounds: 100, compression: {density: 1/32}}
+snapshots: {every: 100}
+exchange:
+  quorum: 0.6
+  grace: {factor: 3, least: 0.2 s, most: 0.5 s}
+  lease: {factor: 5, least: 60 s, most: 10 min}
+  hang: {least: 60 s, most: 10 min}
+lines: {dsl: {bandwidth: 1 Gbit/s, latency: LATENCY}}
+replicas:
+  - {name: dc, kind: datacenter, batch_size: 2}
+  - {name: home, kind: participants, stages: {count: 2, line: dsl}, batch_size: 2, micro_batches: 2,
+     boundary: {rank: 1/4}}
+  - {name: guest, kind: datacenter, batch_size: 2}
+"""
+"""A quorum is both honest replicas: what becomes of the guest changes no bits. The rate of learning is always the same,
+so that a round has the same bits whichever is the last. What takes time is latency: processors are left to attacks."""
+
+LATENCY = "20 ms"
+DOWNSTREAM = "home.1"
+LINK = stage_link_name("home", 0)
+
+
+class LiveRun:
+    """One run, from its start to its end; what it told of itself so far. To be used as a context."""
+
+    def __init__(self, folder: Path, name: str, rounds: int, latency: str = LATENCY) -> None:
+        path, corpus = folder / f"{name}.yaml", folder / "text.txt"
+        corpus.write_text("\n".join(page.read_text() for page in sorted(PAGES.glob("*.md"))))
+        path.write_text(YAML.replace("LATENCY", latency).replace("CORPUS", str(corpus)))
+        runs = folder / "runs"  # of all, so that the corpus is encoded once
+        file = ConfigFile(path, [f"name={name}", f"outer.rounds={rounds}"])
+        self.spec, self.rounds = prepare(file, runs).spec, rounds
+        self._folder = begin_folder(self.spec, runs)
+        self.closed: dict[int, float] = {}
+        """round -> when it was decided, by the exchange's clock"""
+        self.hashes: dict[int, dict[str, bytes]] = defaultdict(dict)
+        """round -> replica -> of the parameters that it has come to"""
+        self.refusals: Counter[str] = Counter()
+        """By kind, as far as they were told."""
+        self.happened: Counter[str] = Counter()
+        """To honest members: terms that have ended, rounds that were not counted."""
+        self.addresses: dict[str, str] = {}
+        self.failure: str | None = None
+        self.address = ""
+        self._changed = threading.Condition()
+        self._listens = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="live run", daemon=True)
+
+    def __enter__(self) -> LiveRun:
+        self._thread.start()
+        self._listens.wait()
+        if self.failure is None:
+            self._let_begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(MOST_SECONDS_A_ROUND)
+
+    # ---- who takes part ----
+
+    def credentials(self, name: str) -> Credentials:
+        """Of one process of the run."""
+        return Secret(SECRET).credentials(name, self.spec.links.values())
+
+    def _run(self) -> None:
+        honest = [member for member in self.spec.members if member != GUEST]
+        try:
+            with Crew(self.spec, self._folder, self._on_report, LAUNCHER, SECRET) as crew:
+                crew.start([EXCHANGE, *honest])
+                self.address = crew.open_exchange()
+                watcher = Watcher(partial(reports_of, self.address, crew.credentials, crew.on_silence), crew.on_report)
+                crew.join_exchange(honest, self.address)
+                self._listens.set()
+                crew.wait()
+                watcher.join()
+        except HeteroPPError as error:
+            self.failure = str(error)
+        finally:
+            self._listens.set()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _let_begin(self) -> None:
+        """A run begins once all have joined: the guest does, and is gone."""
+        client = ExchangeClient(self.address, self.credentials(GUEST), self.spec.run, timeout=MOST_SECONDS_A_ROUND)
+        client.join(GUEST, "")
+        client.close()
+        self.end_guest()
+
+    def end_guest(self) -> None:
+        """As who has started its process does once that is gone."""
+        tell_died(self.address, self.credentials(LAUNCHER), GUEST, "it has ended", None)
+
+    # ---- what it does ----
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive() and self._thread.ident is not None
+
+    def wait_for_round(self, round_: int) -> bool:
+        """Whether it was decided before the run ended, or stood still."""
+        with self._changed:
+            while round_ not in self.closed and not self.is_over:
+                if not self._changed.wait(MOST_SECONDS_A_ROUND):
+                    return False  # nothing at all was told
+            return round_ in self.closed
+
+    def wait_rounds(self, count: int) -> list[float]:
+        """Seconds that each of the next rounds takes; fewer if the run ends."""
+        first = max(self.closed, default=0)
+        self.wait_for_round(first + count)
+        times = [(self.closed.get(round_ - 1), self.closed.get(round_)) for round_ in self._after(first, count)]
+        return [until - since for since, until in times if since is not None and until is not None]
+
+    @staticmethod
+    def _after(first: int, count: int) -> range:
+        return range(first + 1, first + count + 1)
+
+    def wait_until_over(self) -> None:
+        """Until its last round, and its end."""
+        self.wait_for_round(self.rounds)
+        self._thread.join(MOST_SECONDS_A_ROUND)
+
+    def differs_from(self, other: LiveRun) -> list[int]:
+        """Rounds after which an honest replica holds other bits than in another run."""
+        rounds = range(1, min(self.rounds, other.rounds) + 1)
+        return [round_ for round_ in rounds if self._honest(round_) != other._honest(round_)]
+
+    def _honest(self, round_: int) -> dict[str, bytes]:
+        return {replica: value for replica, value in self.hashes[round_].items() if replica != GUEST}
+
+    def size(self) -> tuple[int, int, int]:
+        """Of the exchange's process: its number, bytes of memory, threads. Zeros if there is none."""
+        for pid, member in self._processes():
+            if member == EXCHANGE:
+                process = psutil.Process(pid)
+                return pid, process.memory_info().rss, process.num_threads()
+        return 0, 0, 0
+
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        logs = self._folder.path / "logs"
+        for child in psutil.Process().children(recursive=True):
+            try:
+                said = Path(f"/proc/{child.pid}/fd/2").resolve()
+            except OSError:
+                continue
+            if said.parent == logs:
+                yield child.pid, said.stem
+
+    def said(self) -> int:
+        """Bytes that the exchange has printed: a trace for whatever it did not expect."""
+        path = self._folder.output(EXCHANGE)
+        return path.stat().st_size if path.exists() else 0
+
+    def _on_report(self, report: Report) -> None:
+        with self._changed:
+            match report.WhichOneof("event"):
+                case "round_closed":
+                    self.closed[report.round_closed.round] = report.time
+                    for replica in report.round_closed.late:
+                        self.happened[f"{replica} was late"] += 1
+                case "round_verified":
+                    verified = report.round_verified
+                    self.hashes[verified.round][verified.replica] = verified.parameters_sha256
+                case "refusal":
+                    self.refusals[report.refusal.kind] += report.refusal.count or 1
+                case "joined":
+                    self.addresses[report.member] = report.joined.address
+                case "standing":
+                    place = report.standing.place or report.standing.replica
+                    self.happened[f"{place}: {report.standing.cause or report.standing.what}"] += 1
+            self._changed.notify_all()
+
+    def harm(self) -> dict[str, int]:
+        """What happened to honest members."""
+        return {what: count for what, count in self.happened.items() if not what.startswith(GUEST)}
+
+
+def reference(folder: Path, rounds: int) -> LiveRun:
+    """The same without attack, over links that take no time: the bits are the same, and sooner there."""
+    with LiveRun(folder, f"honest-{time.monotonic_ns()}", rounds, latency="0 ms") as run:
+        run.wait_until_over()
+    return run
