@@ -52,6 +52,9 @@ MOST_OF_A_NAME = 80
 
 _MOST_OPEN_OF_A_TICKET = 2
 
+MOST_OF_AN_ADDRESS = 300
+"""Characters: a host's name has at most 253."""
+
 IsAsked = Callable[[], bool]
 
 
@@ -258,7 +261,8 @@ class _Servicer(ExchangeServicer):
         available = AvailableStates(frozenset(request.rounds), tuple(map(plain, request.damaged)))
         process = request.process or None
         member, is_asked = self._member(context), self._is_asked(context)
-        return pb.JoinReply(term=self.exchange.join(member, request.address, available, process, is_asked))
+        address = plain(request.address, MOST_OF_AN_ADDRESS)
+        return pb.JoinReply(term=self.exchange.join(member, address, available, process, is_asked))
 
     def LastRound(self, request: pb.LastRoundRequest, context: grpc.ServicerContext) -> pb.LastRoundReply:
         return pb.LastRoundReply(last_round=self.exchange.last_round(self._is_asked(context)))
@@ -372,6 +376,7 @@ class _Servicer(ExchangeServicer):
         for report in request.reports:
             require_report(report, caller.name, self.exchange.roster)
             report.member = caller.name
+            report.DiscardUnknownFields()  # reports are remembered, whatever is in them
             make_plain(report)
         self.exchange.report(request.reports, caller.term)
         return pb.ReportReply()

@@ -277,7 +277,13 @@ class Exchange:
     def agree(self, member: str, configuration: str) -> str:
         """See ExchangeService."""
         self._expect_member(member)
-        complaint = "" if self._agreement is None else self._agreement.complaint(json.loads(configuration))
+        try:
+            told = json.loads(configuration)
+        except (ValueError, RecursionError):
+            told = None
+        if not isinstance(told, dict):
+            raise self._refused(member, "a configuration that is no JSON object", Kind.MALFORMED)
+        complaint = "" if self._agreement is None else self._agreement.complaint(told)
         if complaint:
             raise self._refused(member, f"was started with another configuration than the exchange: {complaint}")
         return self.run
@@ -486,8 +492,7 @@ class Exchange:
             hashes = {name: value for one in members for name, value in confirmed[one].items()}
         missing = self._names - hashes.keys()
         if missing:
-            self.fail(f"nobody in {replica} confirmed {sorted(missing)} in round {round_}")
-            return
+            raise self._refused(member, f"nobody in {replica} confirmed {sorted(missing)} in round {round_}")
         verified = RoundVerified(round=round_, replica=replica, parameters_sha256=parameters_sha256(hashes))
         self.report([Report(time=time.time(), member=EXCHANGE, round_verified=verified)])
 

@@ -377,14 +377,20 @@ def test_hashes_of_different_rounds_are_not_compared(exchange: Exchange, snapsho
     assert _happened(exchange) == []
 
 
-def test_a_replica_that_leaves_out_a_parameter_fails_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
+@pytest.mark.parametrize("left_out", [{"norm.weight"}, None], ids=["one", "all"])
+def test_a_replica_that_leaves_out_a_parameter_is_refused(
+    left_out: set[str] | None, exchange: Exchange, snapshot: Snapshot
+) -> None:
+    """And ends nobody else's run."""
     _deposit_all(exchange, snapshot)
     hashes = _hashes(snapshot, FIRST | LAST)
-    del hashes["norm.weight"]
-    with pytest.raises(RunFailed):
-        exchange.confirm("dc", 1, hashes)
-    with pytest.raises(RunFailed, match=r"nobody in dc confirmed \['norm\.weight'\]"):
-        exchange.record(1)
+    told = {name: one for name, one in hashes.items() if left_out is not None and name not in left_out}
+    _expect_refusal(exchange, r"nobody in dc confirmed", lambda: exchange.confirm("dc", 1, told))
+    assert exchange.record(1).round == 1
+    exchange.confirm("dc", 1, hashes)
+    assert [report.round_verified.replica for report in _reports(exchange) if report.HasField("round_verified")] == [
+        "dc"
+    ]
 
 
 def test_hashes_of_a_stranger_are_refused(exchange: Exchange, snapshot: Snapshot) -> None:
@@ -437,7 +443,7 @@ def test_whoever_waits_wakes_when_replicas_differ(exchange: Exchange, snapshot: 
     def differ() -> None:
         assert condition.waiting.acquire(timeout=TIMEOUT)
         exchange.confirm(EXCHANGE, 1, {"norm.weight": bytes(32)})
-        exchange.confirm("dc", 1, {"norm.weight": b"\1" * 32})
+        exchange.confirm("dc", 1, dict.fromkeys(_hashes(snapshot, FIRST | LAST), b"\1" * 32))
         exchange.confirm("home.1", 1, {"norm.weight": b"\1" * 32})
 
     errors = _in_threads(lambda: exchange.record(2), differ)

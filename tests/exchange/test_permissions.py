@@ -307,6 +307,24 @@ def test_text_of_a_member_reaches_no_terminal_as_it_is(served: _Served) -> None:
     assert len(cause) < 2_020
 
 
+def test_what_no_report_has_is_not_remembered(served: _Served) -> None:
+    """A field that is not known here, as a newer protobuf would keep, and an address of megabytes."""
+    served.run.assign(0, "a", "b")
+    client, unknown = served.client(SECRET.credentials("a"), 1), b"\xfa\x3f\x80\x80\x40" + bytes(1 << 20)
+    told = pb.Report(finished=pb.Finished()).SerializeToString() + unknown
+    client.report([pb.Report.FromString(told)])
+    served.run.exchange.died("b", "it has ended")
+    served.client(SECRET.credentials("b")).join("b", "x" * (1 << 20))
+    assert max(one.ByteSize() for one in _reports(served.run)) < 2_000
+
+
+@pytest.mark.parametrize("configuration", ["", "no JSON", "[" * 100_000, "[]", "null"])
+def test_a_configuration_that_is_none(configuration: str, served: _Served) -> None:
+    with pytest.raises(Refused, match="no JSON object"):
+        served.client(SECRET.credentials("a")).agree("a", configuration)
+    assert _refusals(served.run) == {Kind.MALFORMED: 1}
+
+
 @pytest.mark.parametrize(
     ("names", "digest", "kind"),
     [
