@@ -33,23 +33,23 @@ from typing import Any
 from attacks import ATTACKS, CONNECTIONS, Target, attack_main, begin, channel_to, code_of, last_refused
 from command_line import parse, save
 from fuzz_calls import ESCAPED, Fuzzer, left_of
-from strangers_run import DOWNSTREAM, GUEST, HONEST, LINK, LiveRun, reference
+from strangers_run import DOWNSTREAM, GUEST, HONEST, LATENCY, LINK, LiveRun, reference
 
 from hetero_pp.links import EXCHANGE
 from hetero_pp.program.experiments.provenance import commit, machine
 
 QUICK = {
-    "only": ["another_runs_token", "forged_hashes"],
+    "only": ["forged_hashes"],
     "rounds": 2,
     "stretches": 1,
     "messages": 60,
-    "campaign": 40,
+    "campaign": 30,
+    "latency": "5 ms",
+    "telling": 30,
     "connections": 100,
 }
 WARM_UP, SETTLE = 8, 4
 """Rounds before the first attack, and after the last message."""
-ROUNDS_TO_TELL = 12
-"""That pass while refusals are told."""
 SECONDS_BETWEEN_TELLS = 1.2
 SECONDS_TO_SETTLE = 2.0
 MOST_GROWTH = 50e6
@@ -112,7 +112,7 @@ class Attacker:
 
 def rounds_of(arguments: argparse.Namespace) -> int:
     """How many rounds one attack takes: stretches with and without, one between each and the next, and what is told."""
-    return 2 * arguments.stretches * (arguments.rounds + 1) + ROUNDS_TO_TELL
+    return 2 * arguments.stretches * (arguments.rounds + 1) + arguments.telling
 
 
 def attacks(folder: Path, arguments: argparse.Namespace, found: dict[str, Any], tell: Tell) -> None:
@@ -121,10 +121,10 @@ def attacks(folder: Path, arguments: argparse.Namespace, found: dict[str, Any], 
     while left := [name for name in arguments.only if name not in found]:
         rounds = WARM_UP + len(left) * rounds_of(arguments)
         honest = reference(folder, rounds)
-        with LiveRun(folder, f"attacked-{len(ends)}", rounds) as run:
+        with LiveRun(folder, f"attacked-{len(ends)}", rounds, arguments.latency) as run:
             run.wait_for_round(WARM_UP)
             for name in left:
-                if run.is_over or run.rounds - max(run.closed) < rounds_of(arguments) - ROUNDS_TO_TELL:
+                if run.is_over or run.rounds - max(run.closed) < rounds_of(arguments) - arguments.telling:
                     break
                 found[name] = attacked(run, name, arguments)
                 tell(found)
@@ -210,7 +210,7 @@ def fuzz(folder: Path, arguments: argparse.Namespace, found: dict[str, Any], tel
     honest = None
     while left := left_of(cells, arguments.messages):
         honest = honest or reference(folder, arguments.campaign)
-        with LiveRun(folder, f"fuzzed-{len(campaigns)}", arguments.campaign) as run:
+        with LiveRun(folder, f"fuzzed-{len(campaigns)}", arguments.campaign, arguments.latency) as run:
             run.wait_for_round(WARM_UP)
             growth = campaign(run, arguments, cells, left, lambda: tell(found))
             run.wait_until_over()
@@ -263,7 +263,7 @@ def holes(found: dict[str, Any]) -> list[str]:
     named, fuzzed = dict(found.get("attacks", {})), found.get("fuzz", {})
     ends = {f"attacks {i}": one for i, one in enumerate(named.pop("ends", []))}
     ends |= {f"fuzz {i}": one for i, one in enumerate(fuzzed.get("campaigns", []))}
-    told = [f"{name}: {key} is not so" for name, one in ends.items() for key in ENDS if not one.get(key, True)]
+    told = [f"{name}: not {key}" for name, one in (named | ends).items() for key in ENDS if not one.get(key, True)]
     told += [f"{name}: {one[key]}" for name, one in ends.items() for key in ("failure", "harm") if one[key]]
     for name, one in (named | ends).items():
         size = one.get("megabytes", {"before": 0.0, "after": 0.0})
@@ -286,9 +286,11 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=6, help="of a stretch")
     parser.add_argument("--stretches", type=int, default=3, help="of each attack")
+    parser.add_argument("--telling", type=int, default=12, help="rounds after each attack, while refusals are told")
     parser.add_argument("--connections", type=int, default=CONNECTIONS)
     parser.add_argument("--messages", type=int, default=1_000_000, help="to each call, of each of both")
     parser.add_argument("--campaign", type=int, default=2000, help="rounds of one run that is fuzzed")
+    parser.add_argument("--latency", default=LATENCY, help="of a home's line")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parse(parser, QUICK)
     found: dict[str, Any] = {}

@@ -80,6 +80,8 @@ class LiveRun:
         self.happened: Counter[str] = Counter()
         """To honest members: terms that have ended, rounds that were not counted."""
         self.addresses: dict[str, str] = {}
+        self.is_over = False
+        """Whether it has ended, well or not."""
         self.failure: str | None = None
         self.address = ""
         self._changed = threading.Condition()
@@ -116,9 +118,10 @@ class LiveRun:
         except HeteroPPError as error:
             self.failure = str(error)
         finally:
-            self._listens.set()
             with self._changed:
+                self.is_over = True
                 self._changed.notify_all()
+            self._listens.set()
 
     def _let_begin(self) -> None:
         """A run begins once all have joined: the guest does, and is gone."""
@@ -132,11 +135,6 @@ class LiveRun:
         tell_died(self.address, self.credentials(LAUNCHER), GUEST, "it has ended", None)
 
     # ---- what it does ----
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended, well or not."""
-        return not self._thread.is_alive() and self._thread.ident is not None
 
     def wait_for_round(self, round_: int) -> bool:
         """Whether it was decided before the run ended, or stood still."""
