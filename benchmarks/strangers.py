@@ -33,7 +33,7 @@ from typing import Any
 from attacks import ATTACKS, CONNECTIONS, Target, attack_main, begin, channel_to, code_of, last_refused
 from command_line import parse, save
 from fuzz_calls import ESCAPED, Fuzzer, left_of
-from strangers_run import DOWNSTREAM, GUEST, HONEST, LATENCY, LINK, LiveRun, reference
+from strangers_run import DOWNSTREAM, GUEST, HONEST, LATENCY, LINK, LiveRun, Reference
 
 from hetero_pp.links import EXCHANGE
 from hetero_pp.program.experiments.provenance import commit, machine
@@ -44,8 +44,8 @@ QUICK = {
     "stretches": 1,
     "messages": 60,
     "campaign": 30,
-    "latency": "5 ms",
-    "telling": 30,
+    "latency": "1 ms",
+    "telling": 0,
     "connections": 100,
 }
 WARM_UP, SETTLE = 8, 4
@@ -115,12 +115,11 @@ def rounds_of(arguments: argparse.Namespace) -> int:
     return 2 * arguments.stretches * (arguments.rounds + 1) + arguments.telling
 
 
-def attacks(folder: Path, arguments: argparse.Namespace, found: dict[str, Any], tell: Tell) -> None:
+def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, found: dict[str, Any], tell: Tell) -> None:
     """All that are not found yet, one after the other, in one run; in another, where that has too few rounds left."""
     ends = found.setdefault("ends", [])
     while left := [name for name in arguments.only if name not in found]:
         rounds = WARM_UP + len(left) * rounds_of(arguments)
-        honest = reference(folder, rounds)
         with LiveRun(folder, f"attacked-{len(ends)}", rounds, arguments.latency) as run:
             run.wait_for_round(WARM_UP)
             for name in left:
@@ -130,7 +129,7 @@ def attacks(folder: Path, arguments: argparse.Namespace, found: dict[str, Any], 
                 tell(found)
                 show_attack(name, found[name])
             run.wait_until_over()
-        ends.append(outcome(run, honest) | {"of": left})
+        ends.append(outcome(run, honest.of(rounds)) | {"of": left})
         tell(found)
 
 
@@ -148,11 +147,12 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
         run.wait_rounds(1)
     attacker.close()
     run.end_guest()
-    refusals = flushed(run, target, "link" if name == "link_frames" else EXCHANGE, refused)
+    if arguments.telling:
+        tell_all(run, target, "link" if name == "link_frames" else EXCHANGE, refused)
     after = run.size()
     return {
         "codes": dict(attacker.codes),
-        "refusals_by_kind": refusals,
+        "refusals_by_kind": dict(sorted((run.refusals - refused).items())),
         "calls_a_second": attacker.codes.total() / attacker.seconds,
         "megabytes": {"before": before[1] / 1e6, "most": most / 1e6, "after": after[1] / 1e6},
         "threads": {"before": before[2], "after": after[2]},
@@ -164,20 +164,17 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
     }
 
 
-def flushed(run: LiveRun, target: Target, door: str, before: Counter[str]) -> dict[str, int]:
-    """How many were refused since `before`, by kind: told at a bounded rate, so some are told with those that follow.
+def tell_all(run: LiveRun, target: Target, door: str, before: Counter[str]) -> None:
+    """Have it told how many were refused: at a bounded rate, so that some are told with those that follow only.
 
     Of each kind another is so made here, which does not count.
     """
-    calls = last_refused(target, door)
     with channel_to(target.link_address if door == "link" else target.address) as channel:
-        for call in calls:
+        for call in last_refused(target, door):
             time.sleep(SECONDS_BETWEEN_TELLS)
             code_of(begin(channel, call))
     time.sleep(SECONDS_TO_SETTLE)
-    since = Counter(run.refusals) - before
-    since.subtract(dict.fromkeys(since, 1))
-    return {kind: count for kind, count in sorted(since.items()) if count}
+    before.update(dict.fromkeys(run.refusals - before, 1))
 
 
 def outcome(run: LiveRun, honest: LiveRun) -> dict[str, Any]:
@@ -187,7 +184,7 @@ def outcome(run: LiveRun, honest: LiveRun) -> dict[str, Any]:
         "rounds": len(run.closed),
         "to_its_end": run.failure is None and len(run.closed) == run.rounds,
         "failure": run.failure,
-        "same_bits": not differs and len(honest.closed) == len(run.closed),
+        "same_bits": not differs and len(run.closed) == run.rounds,
         "rounds_with_other_bits": differs[:10],
         "harm": run.harm(),
         "bytes_printed": run.said(),
@@ -204,17 +201,15 @@ def show_attack(name: str, one: dict[str, Any]) -> None:
 # ---- fuzz ----
 
 
-def fuzz(folder: Path, arguments: argparse.Namespace, found: dict[str, Any], tell: Tell) -> None:
+def fuzz(folder: Path, arguments: argparse.Namespace, honest: Reference, found: dict[str, Any], tell: Tell) -> None:
     """Runs of so many rounds, one after the other, until every call has had its messages."""
     cells, campaigns = found.setdefault("cells", {}), found.setdefault("campaigns", [])
-    honest = None
     while left := left_of(cells, arguments.messages):
-        honest = honest or reference(folder, arguments.campaign)
         with LiveRun(folder, f"fuzzed-{len(campaigns)}", arguments.campaign, arguments.latency) as run:
             run.wait_for_round(WARM_UP)
             growth = campaign(run, arguments, cells, left, lambda: tell(found))
             run.wait_until_over()
-        campaigns.append(growth | outcome(run, honest))
+        campaigns.append(growth | outcome(run, honest.of(arguments.campaign)))
         tell(found)
         show_campaign(campaigns[-1], cells)
         if not campaigns[-1]["to_its_end"]:
@@ -298,9 +293,10 @@ def main() -> None:
         found = json.loads(arguments.json.read_text())
     found |= {"machine": machine(), "commit": commit(), "seed": arguments.seed}
     with tempfile.TemporaryDirectory(prefix="hetero-pp-strangers-") as folder:
+        honest = Reference(Path(folder))
         for part in arguments.parts:
             own = found.setdefault(part, {})
-            PARTS[part](Path(folder), arguments, own, lambda _: save(found, arguments.json))
+            PARTS[part](Path(folder), arguments, honest, own, lambda _: save(found, arguments.json))
     told = holes(found)
     found["holes"] = told
     save(found, arguments.json)

@@ -7,7 +7,6 @@ to who launches over several hosts, so that a member's own credentials can be gi
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -161,9 +160,8 @@ class LiveRun:
         self._thread.join(MOST_SECONDS_A_ROUND)
 
     def differs_from(self, other: LiveRun) -> list[int]:
-        """Rounds after which an honest replica holds other bits than in another run."""
-        rounds = range(1, min(self.rounds, other.rounds) + 1)
-        return [round_ for round_ in rounds if self._honest(round_) != other._honest(round_)]
+        """Rounds after which an honest replica holds other bits than in another run, which has as many or more."""
+        return [one for one in range(1, self.rounds + 1) if self._honest(one) != other._honest(one)]
 
     def _honest(self, round_: int) -> dict[str, bytes]:
         return {replica: value for replica, value in self.hashes[round_].items() if replica != GUEST}
@@ -215,8 +213,16 @@ class LiveRun:
         return {what: count for what, count in self.happened.items() if not what.startswith(GUEST)}
 
 
-def reference(folder: Path, rounds: int) -> LiveRun:
+class Reference:
     """The same without attack, over links that take no time: the bits are the same, and sooner there."""
-    with LiveRun(folder, f"honest-{time.monotonic_ns()}", rounds, latency="0 ms") as run:
-        run.wait_until_over()
-    return run
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._run: LiveRun | None = None
+
+    def of(self, rounds: int) -> LiveRun:
+        """A run of at least so many rounds: each has the same bits in all of them."""
+        if self._run is None or self._run.rounds < rounds:
+            with LiveRun(self._folder, f"honest-{rounds}", rounds, latency="0 ms") as self._run:
+                self._run.wait_until_over()
+        return self._run

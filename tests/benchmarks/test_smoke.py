@@ -11,7 +11,8 @@ from started import run_script
 pytestmark = pytest.mark.starts_processes
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-HELPERS = {"chaos_run", "command_line", "contribution_target", "kernel_namespace", "namespaces", "slow_switch"}
+HELPERS = {"attacks", "chaos_run", "command_line", "contribution_target", "fuzz_calls", "kernel_namespace"}
+HELPERS |= {"namespaces", "slow_switch", "strangers_run"}
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 PRINTED = {
     "access_lines": [r"kernel +\d.*of home\.0: \d.*\n +launch +\d.*\n +simulate +\d|no machines in namespaces"],
@@ -30,6 +31,10 @@ PRINTED = {
     "simulator": [r"50 Mbit/s, 0 ms, 2 stages, rank full +\d", r"quickstart +\d", r"busy processes +\d", r"bytes.* \d"],
     "simulator_growth": [r"participants .*\n +100 +\d", r"stages .*\n +2 +\d", r"micro-batches .*\n +4 +\d"],
     "slow_uplink": [r'beats: .*"contribution_bytes": 200000.*"beats": [1-9]|not shaped by the kernel'],
+    "strangers": [
+        r"forged_hashes: .*'PERMISSION_DENIED': [1-9].*'unexpected': [1-9]",
+        r"fuzz: 2,520 messages.*to its end: True, same bits: True, escaped: \{\}, harm: \{\}\nno hole was found",
+    ],
     "unequal_speeds": [r"time +\d.*%.*\n", r"steps +1\.0 .*%.*\n"],
 }
 """Patterns of each."""
