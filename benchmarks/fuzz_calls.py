@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
+import psutil
 import torch
 from attacks import NICENESS, TIMEOUT, Call, Target, channel_to, credentials_of
 from google.protobuf.descriptor import FieldDescriptor
@@ -269,6 +270,11 @@ class Fuzzer:
             process.kill()
             process.join()
 
+    def far_size(self) -> tuple[int, int]:
+        """Bytes of memory and threads of the stage that listens for hostile frames."""
+        process = psutil.Process(self._far.pid)
+        return process.memory_info().rss, process.num_threads()
+
     def some(self, name: str, own: dict[str, Any], most: int, last_round: int) -> None:
         """Send more of the messages of a call, and add what came of them to what is known."""
         self._parent.send((name, own["sent"], most, last_round))
@@ -357,20 +363,28 @@ class Sender:
         self._disturb(who)
         where = "exchange" if CALLS[name] is EXCHANGE else "far" if who == "member" else "link"
         channel = random.choice(self._channels[where])
-        ask: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call.path)
-        answers = ask(iter(call.frames), metadata=call.metadata, timeout=PATIENCE.get(name, TIMEOUT))
         try:
-            for _ in answers:
-                if name in ("Watch", "Open"):
-                    break
-            answers.cancel()
+            self._make(channel, name, call)
             return "OK", ""
         except grpc.RpcError as error:
             code = error.code().name
-            return (
-                code,
-                f"{error.details()}: {[frame[:200].hex() for frame in call.frames[:3]]}" if code in ESCAPED else "",
-            )
+            said = f"{error.details()}: {[frame[:200].hex() for frame in call.frames[:3]]}"
+            return code, said if code in ESCAPED else ""
+
+    @staticmethod
+    def _make(channel: grpc.Channel, name: str, call: Call) -> None:
+        """One call, to its end; of one that may have none, to its first answer. Raises grpc.RpcError."""
+        kind, timeout = CALLS[name].methods_by_name[name], PATIENCE.get(name, TIMEOUT)
+        if not kind.client_streaming and not kind.server_streaming:  # three times as fast, as it needs no thread
+            one: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
+            one(call.frames[0], metadata=call.metadata, timeout=timeout)
+            return
+        many: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call.path)
+        answers = many(iter(call.frames), metadata=call.metadata, timeout=timeout)
+        for _ in answers:
+            if name in ("Watch", "Open"):
+                break
+        answers.cancel()
 
     def _disturb(self, who: str) -> None:
         """The guest's place changes hands now and then, so that some messages come too late or too early."""

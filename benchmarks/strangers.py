@@ -223,6 +223,7 @@ def campaign(
     before, largest = run.size(), run.size()
     target = target_of(run, CONNECTIONS)
     with Fuzzer(target, run.spec, arguments.seed) as fuzzer:
+        far = [fuzzer.far_size()]
         for name in left:
             while cells.get(name, {}).get("sent", 0) < arguments.messages:
                 if run.is_over or len(run.closed) > run.rounds - SETTLE:
@@ -232,11 +233,13 @@ def campaign(
                 own["megabytes"] = run.size()[1] / 1e6
                 largest = max(largest, run.size(), key=lambda size: size[1])
                 tell()
+        far.append(fuzzer.far_size())
     run.end_guest()
     after = run.size()
     return {
         "megabytes": {"before": before[1] / 1e6, "most": largest[1] / 1e6, "after": after[1] / 1e6},
         "threads": {"before": before[2], "after": after[2]},
+        "link": {"megabytes": [size / 1e6 for size, _ in far], "threads": [threads for _, threads in far]},
         "is_the_same_process": before[0] == after[0],
     }
 
@@ -246,6 +249,7 @@ def show_campaign(one: dict[str, Any], cells: dict[str, Any]) -> None:
     sent, seconds = (sum(cell[key] for cell in cells.values()) for key in ("sent", "seconds"))
     escaped = {name: cell["escaped"][:2] for name, cell in cells.items() if cell["escaped"]}
     size = f"{one['megabytes']['before']:.0f} -> {one['megabytes']['after']:.0f} MB, {one['threads']} threads"
+    size += f", a stage {one['link']}"
     end = f"to its end: {one['to_its_end']}, same bits: {one['same_bits']}, escaped: {escaped}, harm: {one['harm']}"
     print(f"fuzz: {sent:,} messages, {sent / max(seconds, 1e-9):.0f}/s, {size}; {end}", flush=True)
 
@@ -263,7 +267,9 @@ def holes(found: dict[str, Any]) -> list[str]:
     for name, one in (named | ends).items():
         size = one.get("megabytes", {"before": 0.0, "after": 0.0})
         grown = size["after"] - size["before"]
+        far = one.get("link", {"megabytes": [0.0, 0.0]})["megabytes"]
         told += [f"{name}: {grown:.0f} MB more"] if 1e6 * grown > MOST_GROWTH else []
+        told += [f"{name}: a stage has {far[1] - far[0]:.0f} MB more"] if 1e6 * (far[1] - far[0]) > MOST_GROWTH else []
     told += [f"{name}: {one['codes']}" for name, one in named.items() if ESCAPED & one["codes"].keys()]
     return told + [f"{name}: {one['escaped'][0]}" for name, one in fuzzed.get("cells", {}).items() if one["escaped"]]
 
