@@ -42,10 +42,10 @@ QUICK = {
     "only": ["forged_hashes"],
     "rounds": 2,
     "stretches": 1,
-    "messages": 60,
-    "campaign": 30,
+    "messages": 30,
+    "campaign": 45,
     "latency": "1 ms",
-    "telling": 0,
+    "telling": 25,
     "connections": 100,
 }
 WARM_UP, SETTLE = 8, 4
@@ -147,7 +147,7 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
         run.wait_rounds(1)
     attacker.close()
     run.end_guest()
-    if arguments.telling:
+    if not arguments.smoke:
         tell_all(run, target, "link" if name == "link_frames" else EXCHANGE, refused)
     after = run.size()
     return {
