@@ -131,6 +131,8 @@ def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, foun
             run.wait_until_over()
         ends.append(outcome(run, honest.of(rounds)) | {"of": left})
         tell(found)
+        if not ends[-1]["to_its_end"]:
+            return
 
 
 def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -7,6 +7,7 @@ to who launches over several hosts, so that a member's own credentials can be gi
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from hetero_pp.errors import HeteroPPError
 from hetero_pp.links import EXCHANGE, LAUNCHER, stage_link_name
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.crew import Crew
@@ -114,8 +114,9 @@ class LiveRun:
                 self._listens.set()
                 crew.wait()
                 watcher.join()
-        except HeteroPPError as error:
-            self.failure = str(error)
+        except Exception as error:  # noqa: BLE001 (told with the end of the run)
+            self.failure = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
         finally:
             with self._changed:
                 self.is_over = True
@@ -176,13 +177,13 @@ class LiveRun:
 
     def _processes(self) -> Iterator[tuple[int, str]]:
         logs = self._folder.path / "logs"
-        for child in psutil.Process().children(recursive=True):
+        for pid in psutil.pids():  # whoever has forked them
             try:
-                said = Path(f"/proc/{child.pid}/fd/2").resolve()
+                said = Path(f"/proc/{pid}/fd/2").resolve()
             except OSError:
                 continue
             if said.parent == logs:
-                yield child.pid, said.stem
+                yield pid, said.stem
 
     def said(self) -> int:
         """Bytes that the exchange has printed: a trace for whatever it did not expect."""
