@@ -38,6 +38,7 @@ from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
+from hetero_pp.rpc.credentials import LinkCredentials
 from hetero_pp.rpc.dialling import SERVICE as LINKS
 from hetero_pp.rpc.exchange import MOST_OPEN
 from hetero_pp.rpc.exchange import SERVICE as EXCHANGE
@@ -287,7 +288,7 @@ class Fuzzer:
 
 def far_end_main(parent: Connection, link: LinkSpec, token: str) -> None:
     """A stage that listens for what its neighbour sends, whatever that is."""
-    server = StageLinkServer(link, token, link.target, seed=1)
+    server = StageLinkServer(link, LinkCredentials(token), link.target, seed=1)
     parent.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     threading.Event().wait()
 

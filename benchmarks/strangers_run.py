@@ -22,7 +22,7 @@ from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.connections import reports_of, tell_died
-from hetero_pp.rpc.credentials import Credentials, Secret
+from hetero_pp.rpc.credentials import Credentials, Secret, SecretKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.run.yaml_file import ConfigFile
 
@@ -106,7 +106,9 @@ class LiveRun:
     def _run(self) -> None:
         honest = [member for member in self.spec.members if member != GUEST]
         try:
-            with Crew(self.spec, self._folder, self._on_report, LAUNCHER, SECRET) as crew:
+            with Crew(
+                self.spec, self._folder, self._on_report, LAUNCHER, SecretKeys(Secret(SECRET), encrypted=False)
+            ) as crew:
                 crew.start([EXCHANGE, *honest])
                 self.address = crew.open_exchange()
                 watcher = Watcher(partial(reports_of, self.address, crew.credentials, crew.on_silence), crew.on_report)

@@ -378,7 +378,10 @@ class _Servicer(ExchangeServicer):
             report.member = caller.name
             report.DiscardUnknownFields()  # reports are remembered, whatever is in them
             make_plain(report)
-        self.exchange.report(request.reports, caller.term)
+        told = [report for report in request.reports if not (caller.holder and report.HasField("failure"))]
+        self.exchange.report(told, caller.term)
+        for failed in (report.failure for report in request.reports if report not in told):
+            self.exchange.died(caller.name, failed.cause, caller.term)  # who was invited ends no run but its own part
         return pb.ReportReply()
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:

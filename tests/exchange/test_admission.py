@@ -12,8 +12,8 @@ import pytest
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused
-from hetero_pp.messages.messages_pb2 import StatusReply
+from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, RunFailed
+from hetero_pp.messages.messages_pb2 import Failure, Finished, Report, StatusReply
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import admission, admission_client
@@ -137,7 +137,7 @@ def test_who_shows_a_ticket_takes_a_place_and_is_its_member(served: Served) -> N
     assert (shown.name, shown.holder) == ("b", 1)
     assert shown.until == pytest.approx(time.time() + admission.CERTIFICATE_SECONDS, abs=60)
     client = served.client(membership.credentials)
-    assert client.agree("b", "") == "run"
+    assert client.agree("b", "{}") == "run"
     client._term = 1
     assert not client.beat("b").is_over
     with pytest.raises(Refused, match="b has not started a"):
@@ -171,7 +171,7 @@ def test_who_was_given_a_place_goes_on_after_its_ticket_is_over(
 def test_a_ticket_is_good_for_a_certificate_alone(served: Served) -> None:
     ticket = served.ticket("a")
     with pytest.raises(Refused, match="Agree is not for who shows a ticket"):
-        served.client(Credentials("a", identity=ticket.identity)).agree("a", "")
+        served.client(Credentials("a", identity=ticket.identity)).agree("a", "{}")
     with pytest.raises(Refused, match="Status is not for who shows a ticket"):
         status(served.address, ticket.identity)
     with pytest.raises(Refused, match="Give is not for who shows a ticket"):
@@ -210,23 +210,39 @@ def test_a_version_that_is_another(served: Served, monkeypatch: pytest.MonkeyPat
 def test_who_was_taken_back_is_out_at_its_next_call(served: Served) -> None:
     membership = served.takes(served.ticket("b"))
     client = served.client(membership.credentials)
-    assert client.agree("b", "") == "run"
+    assert client.agree("b", "{}") == "run"
     served.memberships.revoke("b")
     with pytest.raises(Refused, match="b: it was taken back"):
-        client.agree("b", "")
+        client.agree("b", "{}")
     with pytest.raises(Refused, match="b: it was taken back"):
         renew_once(membership)
     assert served.run.exchange._refusals.counts[Kind.FORBIDDEN] == 2
     assert served.takes(served.ticket("b"), "another host").identity.shown.holder == 2
     with pytest.raises(Refused, match="given to another holder since"):
-        client.agree("b", "")
+        client.agree("b", "{}")
+
+
+def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> None:
+    """Who was started with the run's secret is believed that the run has failed."""
+    client = served.client(served.takes(served.ticket("b")).credentials)
+    client._term = 1
+    failed = Report(failure=Failure(cause="made up"))
+    client.report([failed, Report(finished=Finished())])
+    found = {place.name: place.held for place in served.run.exchange.status().places}
+    assert found == {"a": True, "b": False}
+    other = served.client(SECRET.credentials("a", encrypted=True))
+    other._term = 1
+    assert not other.beat("a").is_over
+    other.report([failed])
+    with pytest.raises(RunFailed, match="made up"):
+        other.beat("a")
 
 
 def test_who_leaves_gives_its_place_to_the_next(served: Served) -> None:
     membership = served.takes(served.ticket("b"))
     give(membership.address, membership.identity)
     with pytest.raises(Refused, match="it was given back"):
-        served.client(membership.credentials).agree("b", "")
+        served.client(membership.credentials).agree("b", "{}")
     assert served.takes(served.ticket("b"), "another host").place == "b"
 
 
@@ -266,10 +282,10 @@ def test_who_does_not_renew_is_out(served: Served, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(admission, "CERTIFICATE_SECONDS", 1.0)
     membership = served.takes(served.ticket("b"))
     client = served.client(membership.credentials)
-    client.agree("b", "")
+    client.agree("b", "{}")
     _wait(lambda: served.memberships.held_by("b") is None)
     with pytest.raises(Refused, match="was not renewed in time"):
-        client.agree("b", "")
+        client.agree("b", "{}")
 
 
 def test_an_exchange_that_is_gone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def served(tmp_path: Path, stack: ExitStack) -> Served:
 
 def _signed(by: Authority, name: str = "a", until: float = HOUR) -> Identity:
     key = new_key()
-    return Identity(by.sign(key.public_key(), name, 1, time.time() + until), as_text(key), SECRET.authority.certificate)
+    return Identity(by.sign(key.public_key(), name, 0, time.time() + until), as_text(key), SECRET.authority.certificate)
 
 
 def _self_signed() -> Identity:
@@ -90,14 +90,14 @@ def _signed_by_a_member() -> Identity:
     """By one's own certificate, which is no authority's."""
     own, key, forger = _signed(SECRET.authority), new_key(), Authority("made up")
     forger._key = load_pem_private_key(own.key.encode(), None)  # type: ignore[assignment]
-    certificate = forger.sign(key.public_key(), "b", 1, time.time() + HOUR) + own.certificate
+    certificate = forger.sign(key.public_key(), "b", 0, time.time() + HOUR) + own.certificate
     return Identity(certificate, as_text(key), own.authority)
 
 
 def test_a_certificate_says_what_was_signed() -> None:
     identity = _signed(SECRET.authority, "home.2", HOUR)
     found = read_certificate(identity.certificate.encode())
-    assert (found.name, found.holder) == ("home.2", 1)
+    assert (found.name, found.holder) == ("home.2", 0)
     assert found.until == pytest.approx(time.time() + HOUR, abs=60)
     assert found.since < time.time() - HOUR / 2
     assert SECRET.credentials("dc", encrypted=True).identity is not None
@@ -114,7 +114,7 @@ def test_credentials_cross_as_json() -> None:
 def test_who_calls_is_who_its_certificate_names(served: Served) -> None:
     """Whatever it writes beside it."""
     client = served.client(replace(SECRET.credentials("a", encrypted=True), name="b", token="made up"))
-    assert client.agree("b", "") == "run"
+    assert client.agree("b", "{}") == "run"
     with pytest.raises(Refused, match="a has not started b"):
         client.died("b", "nothing")
     client.died("a", "this one may say it")
@@ -211,7 +211,7 @@ def test_who_connects_and_says_nothing_goes_by_itself(served: Served, monkeypatc
 )
 def test_who_cannot_connect_is_told_why(mine: Credentials, error: type[Exception], told: str, served: Served) -> None:
     with pytest.raises(error, match=told):
-        served.client(mine).agree("a", "")
+        served.client(mine).agree("a", "{}")
 
 
 def test_who_encrypts_is_told_that_the_exchange_does_not(tmp_path: Path, stack: ExitStack) -> None:
@@ -220,7 +220,7 @@ def test_who_encrypts_is_told_that_the_exchange_does_not(tmp_path: Path, stack: 
     stack.callback(lambda: server.stop(None).wait(TIMEOUT))
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a", encrypted=True), "run", timeout=TIMEOUT)
     with closing(client), pytest.raises(Refused, match="speaks without TLS, and this host with it"):
-        client.agree("a", "")
+        client.agree("a", "{}")
 
 
 class Listener:

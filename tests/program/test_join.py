@@ -116,7 +116,11 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     run = Run(tmp_path, corpus, 3)
     runs.append(run)
     run.serve()
-    tickets = {"anna": run.invite("--place", "home.1", "--address", run.address), "ben": run.invite(), "dc.example": run.invite()}
+    tickets = {
+        "anna": run.invite("--place", "home.1", "--address", run.address),
+        "ben": run.invite(),
+        "dc.example": run.invite(),
+    }
     assert all(ticket.startswith("hpp1.") and "\n" not in ticket for ticket in tickets.values())
     for host, ticket in tickets.items():
         run.join(host, ticket)
