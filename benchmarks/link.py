@@ -2,8 +2,9 @@
 
     python benchmarks/link.py --json benchmarks/results/link_<cpu>_<date>.json
 
-The two ends are separate processes. The unshaped link is compared with a raw TCP socket and with gRPC unary calls
-that carry a protobuf bytes field; the three take turns in every round, so that a busy machine slows all of them.
+The two ends are separate processes. The unshaped link, without TLS and with it, is compared with a raw TCP socket and
+with gRPC unary calls that carry a protobuf bytes field; all take turns in every round, so that a busy machine slows all
+of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import torch
 from command_line import parse, save
 from google.protobuf.wrappers_pb2 import BytesValue
@@ -34,11 +36,11 @@ from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
 from hetero_pp.rpc.channels import keep_freed_memory
-from hetero_pp.rpc.credentials import LinkCredentials
+from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 
 HOST = "127.0.0.1"
-RUN = "benchmark"
+SECRET = Secret("of this benchmark only")
 SECONDS = 60.0
 SIZES = [64, 512, 4 << 10, 32 << 10]
 RATES = {"10 Mbit/s": 10e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9}
@@ -131,22 +133,37 @@ def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict
         ways: dict[str, Transfer] = {
             "tcp": stack.enter_context(tcp_transfer()),
             "link": stack.enter_context(link_transfer()),
+            "tls": stack.enter_context(link_transfer(encrypted=True)),
             "unary": stack.enter_context(unary_transfer()),
         }
         seen: dict[tuple[str, int], list[float]] = {(way, size): [] for way in ways for size in sizes}
+        spent: dict[tuple[str, int], list[float]] = {key: [] for key in seen}
         for round_ in range(rounds + 1):
             for size in sizes:
                 count = max(2, total // size)
                 for way, transfer in ways.items():
-                    rate = size * count / transfer(size, count) / 1e9
+                    before = cpu_seconds()
+                    gigabytes = size * count / 1e9
+                    rate = gigabytes / transfer(size, count)
                     if round_ > 0:  # the first is for warming up
                         seen[way, size].append(rate)
+                        spent[way, size].append((cpu_seconds() - before) / gigabytes)
     rows = []
     for size in sizes:
         medians = {way: statistics.median(seen[way, size]) for way in ways}
-        ratios = {f"{way}_over_tcp": medians[way] / medians["tcp"] for way in ("link", "unary")}
-        rows.append({"message_bytes": size, **medians, **ratios, "all": {way: seen[way, size] for way in ways}})
+        ratios = {f"{way}_over_tcp": medians[way] / medians["tcp"] for way in ("link", "tls", "unary")}
+        ratios["tls_over_link"] = medians["tls"] / medians["link"]
+        cpu = {way: statistics.median(spent[way, size]) for way in ways}
+        found = {way: seen[way, size] for way in ways}
+        rows.append({"message_bytes": size, **medians, **ratios, "cpu_seconds_a_gigabyte": cpu, "all": found})
     return rows
+
+
+def cpu_seconds() -> float:
+    """Of this process and all that it has started: of a transfer both ends, as the others wait."""
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 @contextmanager
@@ -168,9 +185,10 @@ def tcp_transfer() -> Iterator[Transfer]:
 
 
 @contextmanager
-def link_transfer() -> Iterator[Transfer]:
+def link_transfer(encrypted: bool = False) -> Iterator[Transfer]:
     """This project's link, from tensors to tensors."""
-    with peer(serve_link, LinkShape()) as port, open_link(port, LinkShape()) as end:
+    shape = LinkShape()
+    with peer(serve_link, shape, encrypted) as port, open_link(port, shape, encrypted) as end:
         yield lambda size, count: send_all(end, size, count)
 
 
@@ -210,8 +228,10 @@ def spec_of(shape: LinkShape) -> LinkSpec:
 
 
 @contextmanager
-def open_link(port: int, shape: LinkShape) -> Iterator[LinkEnd]:
-    end = open_stage_link(f"{HOST}:{port}", spec_of(shape), LinkCredentials(RUN), "home.0", seed=0, timeout=SECONDS)
+def open_link(port: int, shape: LinkShape, encrypted: bool = False) -> Iterator[LinkEnd]:
+    spec = spec_of(shape)
+    own = SECRET.credentials("home.0", [spec], encrypted).of_link(spec.name)
+    end = open_stage_link(f"{HOST}:{port}", spec, own, "home.0", seed=0, timeout=SECONDS)
     yield end
     end.close()
 
@@ -231,10 +251,12 @@ def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
         process.join(SECONDS)
 
 
-def serve_link(control: Connection, shape: LinkShape) -> None:
+def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False) -> None:
     """Receive and recycle; answer what is marked as the last."""
     prepare_process()
-    links = StageLinkServer(spec_of(shape), LinkCredentials(RUN), "home.1", seed=0)
+    spec = spec_of(shape)
+    own = SECRET.credentials("home.1", [spec], encrypted).of_link(spec.name)
+    links = StageLinkServer(spec, own, "home.1", seed=0)
     control.send(links.listen(f"{HOST}:0"))
     end = links.accept(SECONDS)
     try:
@@ -288,12 +310,11 @@ def print_tables(result: dict[str, Any]) -> None:
         print(f"{row['rate']:<24} {row['seconds']:8.2f} {row['measured_over_configured']:14.4f}")
     latency = {name: f"{1e3 * value:.2f} ms" for name, value in result["latency"].items()}
     print(f"\nthere and back at latency {latency['configured']}: {latency['with']}, without: {latency['without']}")
-    print("\nmessage        TCP GB/s     link (ratio)    unary (ratio)")
+    print("\nmessage        TCP GB/s     link (ratio)      TLS (ratio)    unary (ratio)   CPU s a GB: link    TLS")
     for row in result["unshaped"]:
-        print(
-            f"{row['message_bytes'] >> 10:>6} KiB {row['tcp']:12.2f}"
-            f" {row['link']:8.2f} ({row['link_over_tcp']:.2f}) {row['unary']:9.2f} ({row['unary_over_tcp']:.2f})"
-        )
+        ways = "".join(f" {row[way]:9.2f} ({row[f'{way}_over_tcp']:.2f})" for way in ("link", "tls", "unary"))
+        cpu = "".join(f" {row['cpu_seconds_a_gigabyte'][way]:7.2f}" for way in ("link", "tls"))
+        print(f"{row['message_bytes'] >> 10:>6} KiB {row['tcp']:12.2f}{ways} {cpu:>27}")
     print(f"\n{result['machine']}")
 
 

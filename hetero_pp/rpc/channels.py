@@ -33,7 +33,10 @@ _CHANNEL_OPTIONS: Options = [
     # Every channel has its own connection, so that two links never share one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 3_000),  # and so for how long one attempt lasts: by TLS it goes there and back twice
+    (
+        "grpc.min_reconnect_backoff_ms",
+        3_000,
+    ),  # and so for how long one attempt lasts: by TLS it goes there and back twice
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
