@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -18,7 +19,7 @@ from started import Started, run_program, start_program
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import invite, revoke, seconds_of
-from hetero_pp.program.join.leave import leave
+from hetero_pp.program.join.leave import leavable, leave
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.certificates import Authority
@@ -248,6 +249,19 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
     path.write_text(path.read_text().replace("exchange: {", "exchange: {insecure: true, "))
     with pytest.raises(ConfigError, match=r"exchange\.insecure: nobody is let in by a ticket without TLS"):
         invite(served.runs, "homes", None, 1.0, None)
+
+
+def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ticket = served.invite("home.1", capsys)
+    take_place(Ticket.from_text(ticket), tmp_path)
+    with (
+        leavable(RunFolder(tmp_path / "homes"), "home.1"),
+        pytest.raises(ConfigError, match=rf"home\.1 is this host's already: process {os.getpid()} trains in it"),
+    ):
+        join(ticket, Here(tmp_path))
+    assert served.memberships.held_by("home.1") is not None
 
 
 def test_a_place_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place
 from hetero_pp.program.launch.command import run_members
 from hetero_pp.program.launch.hosts import Exchange
-from hetero_pp.program.launch.inputs import prepare
+from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.rpc.admission_client import give
@@ -62,31 +62,31 @@ def _require_name(run: str) -> None:
 def _train(membership: Membership, here: Here) -> None:
     say, runs = partial(tell, standard_output()), here.runs.absolute()
     folder = RunFolder(runs / membership.run, f"config-{membership.place}.yaml")
-    try:
-        config = _configuration(membership, here, folder)
-    except ConfigError:
-        _give_back(membership)
-        raise
-    say(f"{membership.run}: {membership.place} is this host's")
+    with leavable(folder, membership.place):  # who has joined twice is refused, and gives nothing back
+        try:
+            prepared = _prepared(membership, here, folder)
+            with renewed(membership, say):
+                run_members(prepared, runs, membership.place, _exchange(membership, prepared.spec.config, here))
+        except (ConfigError, KeyboardInterrupt):
+            say(f"{membership.run}: {_give_back(membership)}")
+            raise
+
+
+def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared:
+    """What this host needs for its place, found to be there. Raises ConfigError for what is lacking."""
+    _configure(membership, here, folder)
+    tell(standard_output(), f"{membership.run}: {membership.place} is this host's")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
-        prepared = prepare(ConfigFile(folder.config), runs, membership.place, on_progress=on_progress)
-    exchange = Exchange(
-        membership.address,
-        InvitedKeys(membership.credentials),
-        Path(membership.identity.kept_in),
-        config.exchange.timeout,
-        here.listen or "",
-    )
-    try:
-        with renewed(membership, say), leavable(folder, membership.place):
-            run_members(prepared, runs, membership.place, exchange)
-    except KeyboardInterrupt:
-        say(f"{membership.run}: {_give_back(membership)}")
-        raise
+        return prepare(ConfigFile(folder.config), here.runs.absolute(), membership.place, on_progress=on_progress)
 
 
-def _configuration(membership: Membership, here: Here, folder: RunFolder) -> RunConfig:
-    """Of the run as this host has it, written to its folder. Raises ConfigError for what the place lacks here."""
+def _exchange(membership: Membership, config: RunConfig, here: Here) -> Exchange:
+    keys, keys_from = InvitedKeys(membership.credentials), Path(membership.identity.kept_in)
+    return Exchange(membership.address, keys, keys_from, config.exchange.timeout, here.listen or "")
+
+
+def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
+    """Write the run's configuration as this host has it. Raises ConfigError for what the place lacks here."""
     files = {name: text.encode() for name, text in membership.tokenizer.items()}
     tokenizer = here.tokenizer or keep_tokenizer(files, folder.path)
     config = own_configuration(membership.configuration, membership.place, here.data, tokenizer, here.listen)
@@ -95,7 +95,6 @@ def _configuration(membership: Membership, here: Here, folder: RunFolder) -> Run
     _require_listen(config, membership, here.listen)
     require_data(config, membership.place, here.data)
     save_config(config, folder.config)
-    return config
 
 
 def _require_listen(config: RunConfig, membership: Membership, listen: str | None) -> None:

@@ -23,8 +23,11 @@ _PROCESS = "joined-{place}.pid"
 
 @contextmanager
 def leavable(folder: RunFolder, place: str) -> Iterator[None]:
-    """While the block runs `leave` finds this process."""
+    """While the block runs `leave` finds this process. Raises ConfigError if another one has the place."""
     path = folder.path / _PROCESS.format(place=place)
+    other = _process(path)
+    if other is not None:
+        raise ConfigError((), f"{place} is this host's already: process {other.pid} trains in it")
     write_whole(path, f"{os.getpid()} {psutil.Process().create_time()}".encode())
     try:
         yield
