@@ -148,7 +148,7 @@ def by_the_kernel(group: Group, steps: int, counts_headers: bool) -> dict[str, A
     """The group in namespaces: a step, and how full each line was from the first to the last."""
     lines = {EXCHANGE: None} | dict.fromkeys(group.members, group.line)
     with _folder() as folder, network(lines, counts_headers) as made:
-        (folder / "token").write_text("known to all of them\n")
+        (folder / "token").write_text("known to all of them, and to nobody else\n")
         hosts = [f"{made.machines[name].address}:{PORT}" for name in lines]
         (folder / "run.yaml").write_text(group.yaml(folder / "corpus.txt", steps, hosts))
         with Watch(made) as watch:

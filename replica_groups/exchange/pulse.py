@@ -11,6 +11,9 @@ from hetero_pp.outer.exchange_service import ExchangeService
 
 SECONDS_BETWEEN_BEATS = 1.0
 
+EVERY_EPOCH = 1 << 62
+"""Comes after all of them: one that is being formed, too, which is newer than that of the last round."""
+
 GiveUp = Callable[[int, str], None]
 """(before, cause): links of epochs before this one are over, whoever waits for them is woken."""
 
@@ -66,7 +69,7 @@ class Pulse:
             except LinkError:
                 continue  # the exchange is gone, or late: whoever needs it waits for it
             except HeteroPPError as error:
-                self._give_up(epoch + 1, str(error))  # the run is over; whoever waits for a neighbour hears why
+                self._give_up(EVERY_EPOCH, str(error))  # it is over; whoever waits for a neighbour hears why
                 return
             if found.is_over or found.suspended == epoch:
                 self._give_up(epoch + 1, found.cause or "its term is over")

@@ -53,7 +53,7 @@ def test_the_local_scheduler_trains(tmp_path: Path, corpus: Path, monkeypatch: p
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     (tmp_path / "run.yaml").write_text(CONFIG.replace("CORPUS", str(corpus)).replace("PORT", str(port)))
-    (tmp_path / "token").write_text("a-secret\n")
+    (tmp_path / "token").write_text("a-secret-of-this-test-of-a-scheduler\n")
     (tmp_path / "hetero-pp").write_text(f'#!/bin/sh\nexec {sys.executable} -m hetero_pp "$@"\n')
     (tmp_path / "hetero-pp").chmod(0o755)
     start = ["launch", str(tmp_path / "run.yaml"), "--only", "exchange", "--token-file", str(tmp_path / "token")]

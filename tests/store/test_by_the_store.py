@@ -108,7 +108,7 @@ def test_who_says_what_is_not_so_is_refused_and_counted(signing: Store) -> None:
 
 
 def _ask(client: ExchangeClient, call: str, request: pb.Upload) -> None:
-    client._ask(getattr(client._wires.calls, call), request)
+    client._ask(lambda calls: getattr(calls, call), request)
 
 
 def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange(
