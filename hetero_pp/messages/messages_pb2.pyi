@@ -173,22 +173,20 @@ class StatusReply(_message.Message):
     def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ...) -> None: ...
 
 class PlaceStatus(_message.Message):
-    __slots__ = ("name", "replica", "held", "term", "address", "holder", "until")
+    __slots__ = ("name", "replica", "held", "term", "address", "holder")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
-    UNTIL_FIELD_NUMBER: _ClassVar[int]
     name: str
     replica: str
     held: bool
     term: int
     address: str
     holder: int
-    until: float
-    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., until: _Optional[float] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("dtype", "shape")

@@ -5,7 +5,6 @@ Served beside the exchange. Whose each call is, is in permissions.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -108,6 +107,5 @@ class Admission(AdmissionServicer):
         reply = self._places.status()
         for place in reply.places:
             holder = self._host.held_by(place.name)
-            if holder is not None:
-                place.holder, place.until = holder.number, min(holder.until, time.time() + CERTIFICATE_SECONDS)
+            place.holder = 0 if holder is None else holder.number
         return reply

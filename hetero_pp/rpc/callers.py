@@ -68,26 +68,33 @@ class Callers:
         """How many there are."""
         return len(self._members)
 
+    def let_in(self, context: grpc.ServicerContext) -> Caller:
+        """Who makes a call that begins. Raises WrongToken for who does not show it, Refused for a guest that is let in
+        no more.
+        """
+        caller = self.of(context)
+        if caller.ticket is not None or caller.holder:
+            self._require_invited(caller)
+        return caller
+
     def of(self, context: grpc.ServicerContext) -> Caller:
-        """Who makes a call. Raises WrongToken for who does not show it, Refused for who is let in no more."""
+        """Who makes a call that was let in. Raises WrongToken for who does not show it."""
         told = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         found, term = self._shown(context, told), told.get(_TERM, "")
         ticket = ticket_of(found.name)
         if ticket is None and found.name not in self._members:
             raise WrongToken(_STRANGER)
-        if ticket is not None or found.holder:
-            self._require_invited(found, ticket)
         number = int(term) if term.isdecimal() and term.isascii() and len(term) <= _MOST_DIGITS else None
         members, is_member = self._members.get(found.name, frozenset()), found.name in self._roster.members
         return Caller(found.name, members, is_member, number, told.get(_RUN), found.holder, ticket)
 
-    def _require_invited(self, found: Shown, ticket: str | None) -> None:
+    def _require_invited(self, caller: Caller) -> None:
         if self._guests is None:
             raise WrongToken(_STRANGER)
-        if ticket is not None:
-            self._guests.require_open(ticket)
+        if caller.ticket is not None:
+            self._guests.require_open(caller.ticket)
         else:
-            self._guests.require_in(found.name, found.holder)
+            self._guests.require_in(caller.name, caller.holder)
 
     def _shown(self, context: grpc.ServicerContext, told: Mapping[str, str]) -> Shown:
         """What a caller shows to be. Raises WrongToken if it does not show it."""

@@ -33,10 +33,8 @@ _CHANNEL_OPTIONS: Options = [
     # Every channel has its own connection, so that two links never share one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    (
-        "grpc.min_reconnect_backoff_ms",
-        3_000,
-    ),  # and so for how long one attempt lasts: by TLS it goes there and back twice
+    # For so long one attempt lasts: by TLS it goes there and back several times, and homes may be far.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
@@ -107,8 +105,13 @@ def make_server(
 
 
 def _server_credentials(identity: Identity) -> grpc.ServerCredentials:
+    """With the certificate that is kept whenever somebody connects, where it is renewed."""
+
     def latest() -> grpc.ServerCertificateConfiguration:
         pair = identity.key.encode(), identity.latest.certificate.encode()
         return grpc.ssl_server_certificate_configuration([pair], identity.authority.encode())
 
-    return grpc.dynamic_ssl_server_credentials(latest(), latest, require_client_authentication=True)
+    def renewed() -> grpc.ServerCertificateConfiguration:
+        return latest() if identity.kept_in else None  # type: ignore[return-value]  # None: as before
+
+    return grpc.dynamic_ssl_server_credentials(latest(), renewed, require_client_authentication=True)

@@ -182,7 +182,7 @@ def serve_exchange(
     Of each caller at most so many calls are open. `encrypted`: by TLS, and with an open house for who shows a ticket,
     too. Raises OSError if the port is busy.
     """
-    guests = open_house.host if open_house is not None and encrypted else None
+    guests = None if open_house is None else open_house.host
     servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open)
     threads = _SPARE + most_open * len(servicer.callers)
     if not encrypted:
@@ -209,7 +209,7 @@ class _Servicer(ExchangeServicer):
     def admit(self, call: str, context: grpc.ServicerContext) -> str:
         """See Door. Refused are a stranger, who is of another run, and what is not the caller's to ask."""
         try:
-            caller = self.callers.of(context)
+            caller = self.callers.let_in(context)
         except WrongToken as error:
             self.refuse(claimed(context), "found another token than the run's", Kind.STRANGER)
             raise error
@@ -373,15 +373,16 @@ class _Servicer(ExchangeServicer):
 
     def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
         caller = self.callers.of(context)
+        told, failed = list[pb.Report](), list[pb.Report]()
         for report in request.reports:
             require_report(report, caller.name, self.exchange.roster)
             report.member = caller.name
             report.DiscardUnknownFields()  # reports are remembered, whatever is in them
             make_plain(report)
-        told = [report for report in request.reports if not (caller.holder and report.HasField("failure"))]
+            (failed if caller.holder and report.HasField("failure") else told).append(report)
         self.exchange.report(told, caller.term)
-        for failed in (report.failure for report in request.reports if report not in told):
-            self.exchange.died(caller.name, failed.cause, caller.term)  # who was invited ends no run but its own part
+        for report in failed:  # who was invited ends no run but its own part
+            self.exchange.died(caller.name, report.failure.cause, caller.term)
         return pb.ReportReply()
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:

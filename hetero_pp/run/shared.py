@@ -22,6 +22,8 @@ def told_of(config: RunConfig) -> tuple[str, Mapping[str, bytes]]:
     tokenizer's files by name, if they are small enough.
     """
     found: dict[str, Any] = config.model_dump(mode="json")
+    found["model"]["weights"] = None  # the first snapshot has them
+    _forget_store(found)
     if not _means_the_same_everywhere(config):
         found["data"]["corpus"] = Path(config.data.corpus).name
     files: dict[str, bytes] = {}
@@ -39,12 +41,17 @@ def _means_the_same_everywhere(config: RunConfig) -> bool:
     return config.data.corpus in INSTALLED or (streamed is not None and is_on_the_hub(streamed))
 
 
-def keep_tokenizer(files: Mapping[str, bytes], folder: Path) -> Path | None:
-    """Write what an exchange has told of the tokenizer; where it is. None if it told nothing."""
+def keep_tokenizer(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write what an exchange has told of the tokenizer."""
     for name in (FILE, CONFIG):
         if name in files:
             write_whole(folder / name, files[name])
-    return folder / FILE if FILE in files else None
+
+
+def kept_tokenizer(folder: Path) -> Path | None:
+    """Where that is; None if it told nothing."""
+    path = folder / FILE
+    return path if path.is_file() else None
 
 
 def own_configuration(
@@ -55,7 +62,7 @@ def own_configuration(
     Nothing is kept where the exchange says, only where this host does. Raises ConfigError for one of another version.
     """
     found: dict[str, Any] = json.loads(told)
-    found["store"], found["states"]["to"] = {}, "folder"
+    _forget_store(found)
     if listen is not None:
         _forget_listen(found, member)
     if data is not None:
@@ -66,6 +73,11 @@ def own_configuration(
         return RunConfig.model_validate(found).with_absolute_paths()
     except ValueError as error:
         raise ConfigError((), f"the run's configuration is not of this version of hetero-pp: {error}") from None
+
+
+def _forget_store(found: dict[str, Any]) -> None:
+    """Where the exchange's host keeps the run: members reach it through the exchange."""
+    found["store"], found["states"]["to"] = {}, "folder"
 
 
 def _forget_listen(found: dict[str, Any], member: str) -> None:

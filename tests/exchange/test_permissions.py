@@ -141,7 +141,7 @@ def _certified(name: str, holder: int, guests: Guests | None, term: int | None =
     certificate = SECRET.authority.sign(new_key().public_key(), name, holder, time.time() + 60)
     metadata = (("name", LAUNCHER), *([] if term is None else [("term", str(term))]))
     context = _EncryptedCall(metadata, certificate)
-    return Callers(SECRET, ROSTER, encrypted=True, guests=guests).of(context)  # type: ignore[arg-type]
+    return Callers(SECRET, ROSTER, encrypted=True, guests=guests).let_in(context)  # type: ignore[arg-type]
 
 
 def test_every_call_is_in_the_table() -> None:

@@ -28,7 +28,7 @@ from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
 from hetero_pp.rpc.tickets import Ticket, make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.shared import keep_tokenizer, own_configuration, require_data, told_of
+from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer, own_configuration, require_data, told_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange.host import make_exchange
@@ -302,7 +302,9 @@ def test_a_host_is_told_no_path_and_keeps_nothing_where_it_is_told_to(tmp_path: 
     configuration, files = told_of(config.model_copy(update={"data": data}))
     assert files == {"tokenizer.json": b'{"of": "the run"}', "tokenizer_config.json": b"{}"}
     assert json.loads(configuration)["data"]["corpus"] == "text"
-    kept = keep_tokenizer(files, tmp_path / "here")
+    assert str(tmp_path) not in configuration
+    keep_tokenizer(files, tmp_path / "here")
+    kept = kept_tokenizer(tmp_path / "here")
     assert kept is not None
     own = own_configuration(configuration, "home.1", "mine", kept, "anna.example:5")
     assert own.data.corpus == str(Path("mine").absolute())

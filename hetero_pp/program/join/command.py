@@ -19,7 +19,7 @@ from hetero_pp.rpc.credentials import InvitedKeys
 from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.shared import keep_tokenizer, own_configuration, require_data
+from hetero_pp.run.shared import own_configuration, require_data
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.topology import ParticipantsReplica
 
@@ -43,20 +43,12 @@ def join(text: str, here: Here) -> None:
     Raises ConfigError for a ticket by which nobody is let in, and for what this host lacks.
     """
     try:
-        ticket = Ticket.from_text(text)
-        _require_name(ticket.run)
-        membership = take_place(ticket, here.runs.absolute())
+        membership = take_place(Ticket.from_text(text), here.runs.absolute())
     except LinkTimeout as error:
         raise ConfigError((), f"{error}: the run is over, or nobody serves it now") from None
     except Refused as error:
         raise ConfigError((), str(error)) from None
     _train(membership, here)
-
-
-def _require_name(run: str) -> None:
-    """Raise Refused for a name that is no folder of its own."""
-    if Path(run).name != run or run in ("", ".", ".."):
-        raise Refused(f"found {run!r}, expected the name of a run")
 
 
 def _train(membership: Membership, here: Here) -> None:
@@ -87,8 +79,7 @@ def _exchange(membership: Membership, config: RunConfig, here: Here) -> Exchange
 
 def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
     """Write the run's configuration as this host has it. Raises ConfigError for what the place lacks here."""
-    files = {name: text.encode() for name, text in membership.tokenizer.items()}
-    tokenizer = here.tokenizer or keep_tokenizer(files, folder.path)
+    tokenizer = here.tokenizer or membership.tokenizer
     config = own_configuration(membership.configuration, membership.place, here.data, tokenizer, here.listen)
     if config.name != membership.run:
         raise ConfigError((), f"found a run that is called {config.name}, expected {membership.run}")

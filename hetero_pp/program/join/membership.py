@@ -18,6 +18,7 @@ from hetero_pp.rpc.certificates import Identity, as_text, key_from_text, new_key
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer
 
 _KEY, _CERTIFICATE, _ABOUT = "key.pem", "certificate.pem", "about.json"
 _SECONDS_BETWEEN_TRIES = 60.0
@@ -34,8 +35,9 @@ class Membership:
     place: str
     configuration: str
     """The run's, as its exchange told it, as JSON."""
-    tokenizer: dict[str, str]
     identity: Identity
+    tokenizer: Path | None
+    """Where the run's is kept, if its exchange told it."""
 
     @property
     def credentials(self) -> Credentials:
@@ -48,6 +50,7 @@ def take_place(ticket: Ticket, runs: Path) -> Membership:
 
     Raises Refused for a ticket by which nobody is let in, LinkTimeout if the exchange does not answer.
     """
+    _require_name(ticket.run, "run")
     folder = RunFolder(runs / ticket.run).identity(ticket.id)
     if time.time() > ticket.identity.shown.until and (folder / _ABOUT).is_file():
         return read_membership(folder)
@@ -56,18 +59,25 @@ def take_place(ticket: Ticket, runs: Path) -> Membership:
     reply = enrol(ticket.address, ticket.identity, signing_request(key_from_text(key)))
     identity = Identity(reply.certificate.pem, key, ticket.identity.authority)
     if identity.shown.name != reply.place:
-        raise Refused(f"the exchange gave a certificate of {identity.shown.name} for {reply.place}")
+        raise Refused(f"the exchange gave a certificate of {identity.shown.name!r} for {reply.place!r}")
+    _require_name(reply.place, "place")
     about = {
         "run": ticket.run,
         "address": ticket.address,
         "place": reply.place,
         "authority": identity.authority,
         "configuration": reply.configuration,
-        "tokenizer": {name: data.decode() for name, data in reply.tokenizer.items()},
     }
+    keep_tokenizer(reply.tokenizer, folder)
     write_whole(folder / _CERTIFICATE, identity.certificate.encode())
     write_whole(folder / _ABOUT, json.dumps(about).encode())
     return read_membership(folder)
+
+
+def _require_name(name: str, of: str) -> None:
+    """Raise Refused for what would be a file elsewhere: no ticket and no exchange says where this host writes."""
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise Refused(f"found {name!r}, expected the name of a {of}")
 
 
 def read_membership(folder: Path) -> Membership:
@@ -76,7 +86,7 @@ def read_membership(folder: Path) -> Membership:
         about = json.loads((folder / _ABOUT).read_text())
         certificate, key = (folder / _CERTIFICATE).read_text(), (folder / _KEY).read_text()
         identity = Identity(certificate, key, about.pop("authority"), str(folder / _CERTIFICATE))
-        return Membership(**about, identity=identity)
+        return Membership(**about, identity=identity, tokenizer=kept_tokenizer(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refused(f"{folder}: cannot be read ({error}): ask for another ticket") from None
 
@@ -106,7 +116,7 @@ def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[
     while not over.wait(_due_in(membership.identity)):
         try:
             renew_once(membership)
-        except HeteroPPError as error:
+        except (HeteroPPError, OSError) as error:  # a disk that is full may have room later
             if told != str(error):
                 say(f"the certificate could not be renewed, and is tried again: {error}")
             told = str(error)

@@ -50,15 +50,8 @@ def print_status(run: str, reply: StatusReply) -> None:
         table.add_column(name)
     for place in reply.places:
         by = f"ticket, holder {place.holder}" if place.holder else "the run's token" if place.held else ""
-        row = (
-            place.name,
-            place.replica,
-            "yes" if place.held else "no",
-            str(place.term or ""),
-            by,
-            plain(place.address),
-        )
-        table.add_row(*row)
+        held = "yes" if place.held else "no"
+        table.add_row(place.name, place.replica, held, str(place.term or ""), by, plain(place.address))
     standard_output().print(table)
     standard_output().print(f"refused so far: {reply.refusals}")
 
