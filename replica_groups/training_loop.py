@@ -120,6 +120,7 @@ class TrainingLoop:
                 self._train_round(work, spec)
             except (Suspended, TermOver, LinkError) as error:
                 self._return(error)
+        self.seat.pulse.finished()
         over = self.reporter.new()
         over.finished.SetInParent()
         self.reporter.send(over)

@@ -18,6 +18,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -72,7 +73,8 @@ class Started:
     def send_signal(self, number: signal.Signals) -> None:
         """If it still runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended since, and somebody else has seen it
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """SIGTERM"""

@@ -13,7 +13,7 @@ from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import AdmissionStub
 from hetero_pp.rpc.certificates import Identity
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.handshake import require_trust
 from hetero_pp.units import format_seconds
 
@@ -49,10 +49,11 @@ def status(address: str, identity: Identity) -> pb.StatusReply:
 
 def _ask(address: str, identity: Identity, call: Callable[[AdmissionStub], Reply]) -> Reply:
     with closing(make_channel(address, identity, EXCHANGE)) as channel:
-        try:
-            grpc.channel_ready_future(channel).result(SECONDS / 10)
-        except grpc.FutureTimeoutError:
-            require_trust(address, identity)
+        with readiness(channel) as ready:
+            try:
+                ready.result(SECONDS / 10)
+            except grpc.FutureTimeoutError:
+                require_trust(address, identity)
         try:
             return call(AdmissionStub(channel))
         except grpc.RpcError as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 
@@ -76,6 +77,19 @@ def make_channel(address: str, identity: Identity | None = None, peer: str = "")
     certificate = identity.latest.certificate.encode()
     credentials = grpc.ssl_channel_credentials(identity.authority.encode(), identity.key.encode(), certificate)
     return grpc.secure_channel(address, credentials, [*options, ("grpc.ssl_target_name_override", peer)])
+
+
+@contextmanager
+def readiness(channel: grpc.Channel) -> Iterator[grpc.Future]:
+    """A future that is done when the channel is connected; nothing looks at the channel once the block is left.
+
+    Else gRPC goes on to ask a channel that is closed by then, and prints where that fails.
+    """
+    ready = grpc.channel_ready_future(channel)
+    try:
+        yield ready
+    finally:
+        ready.cancel()
 
 
 def make_server(

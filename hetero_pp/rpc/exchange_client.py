@@ -39,7 +39,7 @@ from hetero_pp.outer.exchange_service import (
 )
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
 from hetero_pp.rpc.callers import Metadata, shown
-from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange import LONGEST_WAIT, SERVICE
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
@@ -295,7 +295,11 @@ class ExchangeClient:
 
         Raises LinkTimeout; Refused if the two cannot connect, as they are not of one run.
         """
-        ready, waited, more = grpc.channel_ready_future(self._wires.control), 0.0, FIRST_TOLD
+        with readiness(self._wires.control) as ready:
+            self._wait_for(ready, seconds, on_wait)
+
+    def _wait_for(self, ready: grpc.Future, seconds: float, on_wait: Callable[[float], None]) -> None:
+        waited, more = 0.0, FIRST_TOLD
         with suppress(grpc.FutureTimeoutError):
             return ready.result(min(_AT_ONCE, seconds))
         while waited < seconds:
@@ -364,10 +368,11 @@ class ExchangeClient:
             self._wires.close()
             self._wires = _Wires(self.address, self._credentials)
         self.wait_until_ready(math.inf if self._timeout is None else self._timeout)
-        try:  # what failed may have gone over the other connection
-            grpc.channel_ready_future(self._wires.bulk).result(self._timeout)
-        except grpc.FutureTimeoutError:
-            raise self._does_not_answer(self._timeout or math.inf) from None
+        with readiness(self._wires.bulk) as ready:  # what failed may have gone over the other connection
+            try:
+                ready.result(self._timeout)
+            except grpc.FutureTimeoutError:
+                raise self._does_not_answer(self._timeout or math.inf) from None
 
     def _stream(
         self, call: grpc.UnaryStreamMultiCallable[Request, Reply], request: Request, timeout: float | None = None

@@ -27,6 +27,7 @@ class Pulse:
         self._epoch = 0
         self._progress = 0
         self._activity: Callable[[], tuple[int, bool]] = lambda: (0, False)
+        self._finished = False
         self._ended = threading.Event()
 
     def trains(self, round_: int | None, epoch: int) -> None:
@@ -37,6 +38,10 @@ class Pulse:
     def progressed(self) -> None:
         """It has done something."""
         self._progress += 1
+
+    def finished(self) -> None:
+        """Its part is over: links end with what a neighbour still reads from them, and not when its place is free."""
+        self._finished = True
 
     @contextmanager
     def computing(self, activity: Callable[[], tuple[int, bool]]) -> Iterator[None]:
@@ -69,7 +74,11 @@ class Pulse:
             except LinkError:
                 continue  # the exchange is gone, or late: whoever needs it waits for it
             except HeteroPPError as error:
-                self._give_up(EVERY_EPOCH, str(error))  # it is over; whoever waits for a neighbour hears why
+                self._say(EVERY_EPOCH, str(error))  # it is over; whoever waits for a neighbour hears why
                 return
             if found.is_over or found.suspended == epoch:
-                self._give_up(epoch + 1, found.cause or "its term is over")
+                self._say(epoch + 1, found.cause or "its term is over")
+
+    def _say(self, before: int, cause: str) -> None:
+        if not self._finished:
+            self._give_up(before, cause)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import threading
-from typing import cast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from members import TIMEOUT
 
 from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed, Refused, RunFailed
+from hetero_pp.faults import Missed, Phase
 from hetero_pp.link.epochs import Epochs
+from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.exchange_service import ExchangeService, Standing
+from hetero_pp.program.launch import in_process
 from hetero_pp.rpc.link_end import GrpcLinkEnd
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange import pulse as pulse_module
+from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.pulse import Pulse
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 
 
 class Heard:
@@ -59,3 +70,44 @@ def test_who_is_suspended_gives_up_the_links_of_that_epoch_alone() -> None:
     with pulse.beating():
         assert told.wait(TIMEOUT)
     assert given_up[0] == (5, "home.0 is gone")
+
+
+def test_who_leaves_cuts_no_neighbour_off(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage has left, and its pulse has heard so, before the last one evaluates what the run came to."""
+    rounds = 2
+    left, heard = threading.Event(), threading.Event()
+    beats, reports = list[str](), list[Report]()
+    report, beat = Exchange.report, Exchange.beat
+
+    def watched_report(exchange: Exchange, told: Sequence[Report], term: int | None = None) -> None:
+        report(exchange, told, term)
+        if any(one.member == "home.0" and one.HasField("finished") for one in told):
+            left.set()
+            assert heard.wait(TIMEOUT)
+
+    def watched_beat(exchange: Exchange, member: str, *details: Any) -> Standing:
+        has_left = left.is_set()
+        answer = beat(exchange, member, *details)
+        if has_left and member == "home.0":
+            assert answer.is_over
+            beats.append(member)
+        if len(beats) > 1:  # what the first of them was answered is acted on
+            heard.set()
+        return answer
+
+    class HeldBack(Missed):
+        def reached(self, phase: Phase, round_: int) -> None:
+            if (phase, round_, threading.current_thread().name) == (Phase.EVALUATING, rounds, "home.1"):
+                assert heard.wait(TIMEOUT)
+
+    monkeypatch.setattr(Exchange, "report", watched_report)
+    monkeypatch.setattr(Exchange, "beat", watched_beat)
+    monkeypatch.setattr(in_process, "Missed", HeldBack)
+    changes = [
+        f"data.corpus={corpus}",
+        f"outer.rounds={rounds}",
+        "replicas=[{name: home, kind: participants, stages: 2}]",
+    ]
+    spec = RunSpec(ConfigFile(MIXED, changes).config, 256)
+    in_process.run_in_process(spec, RunFolder(tmp_path), reports.append)
+    assert [one.evaluation.round for one in reports if one.HasField("evaluation")] == [0, 1, 2]
