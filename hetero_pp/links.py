@@ -16,6 +16,8 @@ from hetero_pp.settings import Bandwidth, Duration, Settings
 EXCHANGE = "exchange"
 LAUNCHER = "launcher"
 """Who has started all processes of a run."""
+RELAYED = "relay"
+"""The address of a member that nobody can dial: through the exchange."""
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from hetero_pp.ablations import AblationSettings
 from hetero_pp.engine_settings import EngineName, TorchtitanSettings
+from hetero_pp.links import RELAYED
 from hetero_pp.settings import AddedLater, Duration, NotPartOf, Ratio, Settings
 from hetero_pp.units import parse_fraction
 
@@ -51,7 +52,12 @@ def _parse_address(value: Any) -> Any:
     return value
 
 
+def _parse_stage_address(value: Any) -> Any:
+    return value if value == RELAYED else _parse_address(value)
+
+
 Address = Annotated[str, BeforeValidator(_parse_address)]
+StageAddress = Annotated[str, BeforeValidator(_parse_stage_address)]
 
 
 class AnchorSettings(Settings):
@@ -107,8 +113,10 @@ class StageSettings(Settings):
     """One stage of a participant group, on one machine."""
 
     layers: int = Field(ge=1, description="how many consecutive layers this stage owns")
-    listen: Annotated[Address | None, NotPartOf.EITHER] = Field(
-        None, description="HOST:PORT to listen on; by default a free port on loopback"
+    listen: Annotated[StageAddress | None, NotPartOf.EITHER] = Field(
+        None,
+        description="HOST:PORT to listen on, or `relay`: on nothing, and be found through the exchange; by default a "
+        "free port on loopback",
     )
     uplink: Annotated[str | None, NotPartOf.OUTCOME] = Field(
         None, description="the kind of link to the exchange; by default that of the group"

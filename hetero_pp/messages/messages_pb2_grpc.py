@@ -365,6 +365,89 @@ class Admission:
             _registered_method=True)
 
 
+class RelayStub:
+    """---- how stages reach each other that nobody can dial -----------------------------------------------------------
+
+    Served beside the exchange, where that is by TLS.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Carry = channel.stream_stream(
+                '/hetero_pp.Relay/Carry',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.FromString,
+                _registered_method=True)
+
+
+class RelayServicer:
+    """---- how stages reach each other that nobody can dial -----------------------------------------------------------
+
+    Served beside the exchange, where that is by TLS.
+    """
+
+    def Carry(self, request_iterator, context):
+        """Each way: bytes of one connection between the two ends of a stage link, which they encrypt between them. A call's
+        metadata says which link; the exchange has one of the stage before meet one that the stage after holds open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RelayServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Carry': grpc.stream_stream_rpc_method_handler(
+                    servicer.Carry,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'hetero_pp.Relay', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('hetero_pp.Relay', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Relay:
+    """---- how stages reach each other that nobody can dial -----------------------------------------------------------
+
+    Served beside the exchange, where that is by TLS.
+    """
+
+    @staticmethod
+    def Carry(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/hetero_pp.Relay/Carry',
+            hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ExchangeStub:
     """---- the exchange ---------------------------------------------------------------------------------------------
     Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and

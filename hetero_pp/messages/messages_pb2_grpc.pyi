@@ -104,6 +104,36 @@ class AdmissionServicer(metaclass=_abc_1.ABCMeta):
 
 def add_AdmissionServicer_to_server(servicer: AdmissionServicer, server: _grpc.Server) -> None: ...
 
+class RelayStub:
+    """---- how stages reach each other that nobody can dial -----------------------------------------------------------
+
+    Served beside the exchange, where that is by TLS.
+    """
+
+    def __init__(self, channel: _grpc.Channel) -> None: ...
+    Carry: _grpc.StreamStreamMultiCallable[_messages_pb2.Frame, _messages_pb2.Frame]
+    """Each way: bytes of one connection between the two ends of a stage link, which they encrypt between them. A call's
+    metadata says which link; the exchange has one of the stage before meet one that the stage after holds open.
+    """
+
+class RelayServicer(metaclass=_abc_1.ABCMeta):
+    """---- how stages reach each other that nobody can dial -----------------------------------------------------------
+
+    Served beside the exchange, where that is by TLS.
+    """
+
+    @_abc_1.abstractmethod
+    def Carry(
+        self,
+        request_iterator: _abc.Iterator[_messages_pb2.Frame],
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_messages_pb2.Frame]:
+        """Each way: bytes of one connection between the two ends of a stage link, which they encrypt between them. A call's
+        metadata says which link; the exchange has one of the stage before meet one that the stage after holds open.
+        """
+
+def add_RelayServicer_to_server(servicer: RelayServicer, server: _grpc.Server) -> None: ...
+
 class ExchangeStub:
     """---- the exchange ---------------------------------------------------------------------------------------------
     Every call carries the metadata `name` and `token` (by which the named one shows that it is), and may carry `run` and

@@ -146,7 +146,11 @@ def join(
         Path | None, typer.Option(metavar="PATH", help="The run's tokenizer.json, if it is too large to be sent.")
     ] = None,
     listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where the stage before dials this one; port 0 is any.")
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where the stage before may dial this host (port 0 is any); else it finds it through the exchange.",
+        ),
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:

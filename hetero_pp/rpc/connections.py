@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed
+from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed, LinkTimeout
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import stage_link_name
+from hetero_pp.links import RELAYED, stage_link_name
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.refusals import Refusals
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.link_end import GrpcLinkEnd
+from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import ParticipantsReplica
 
 CONNECT_TIMEOUT = 120.0
+DIRECT_SECONDS = 10.0
+"""For so long a neighbour is dialled where it says that it listens, before it is sought through the relay."""
+LOOPBACK = ("127.", "localhost:", "[::1]:")
 CUT_OFF_SECONDS = 60.0
 """For so long a link between stages that is cut off is dialled again: the neighbour may live."""
 
@@ -115,13 +121,16 @@ class NetworkConnections:
         faults: Faults = NO_FAULTS,
         listen: str = "",
     ) -> None:
-        """`listen`: HOST:PORT for the stage before, instead of where the configuration says."""
+        """`listen`: for the stage before, instead of where the configuration says."""
         self.lines, self._faults, self._listen = lines, faults, listen
         self.exchange = ExchangeClient(address, credentials, timeout=spec.config.exchange.timeout)
         self._spec, self._member, self._credentials = spec, member, credentials
         self._refusals = Refusals(self._report_refusal)
         self._server: StageLinkServer | None = None
         self._dialer = self._make_dialer()
+        self._address, self._unreached = address, set[str]()
+        self._to_relay: RelayedDialler | None = None
+        self._from_relay: RelayedListener | None = None
         self._ends = LinkEnds()
 
     def __enter__(self) -> NetworkConnections:
@@ -139,6 +148,9 @@ class NetworkConnections:
             self._dialer.close()
         if self._server is not None:
             self._server.close()
+        for relayed in (self._to_relay, self._from_relay):
+            if relayed is not None:
+                relayed.close()
         self._refusals.flush()
         self.exchange.close()
 
@@ -153,14 +165,20 @@ class NetworkConnections:
         self._server = StageLinkServer(link, own, self._member.name, seed, refused, self.lines, CUT_OFF_SECONDS)
         settings = replica.stage_settings(stage.index)
         listen = self._listen or (settings and settings.listen) or "127.0.0.1:0"
-        return f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
+        if listen == RELAYED:
+            self._from_relay = RelayedListener(self._address, self._credentials, link.name)
+            self._server.listen(self._from_relay.address)
+            return RELAYED
+        address = f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
+        if self._may_be_relayed(address):
+            self._from_relay = RelayedListener(self._address, self._credentials, link.name, address)
+        return address
 
     def open(self, epoch: int, downstream: str) -> LinkEnds:
         """See Connections: dial the stage after, and wait for the stage before."""
         below, above = None, None
         if self._dialer is not None:
-            address = self._faults.route(self._dialer.link, downstream)
-            below = self._dialer.dial(address, epoch, CONNECT_TIMEOUT)
+            below = self._dial(self._dialer, downstream, epoch)
             self._ends = LinkEnds(None, below)
         if self._server is not None:
             above = self._server.accept(CONNECT_TIMEOUT, epoch)
@@ -172,6 +190,26 @@ class NetworkConnections:
         for links in (self._dialer, self._server):
             if links is not None:
                 links.give_up(before, cause)
+
+    def _dial(self, dialer: StageLinkDialer, address: str, epoch: int) -> GrpcLinkEnd:
+        """Where the stage after says that it listens, or else through the relay."""
+        if address != RELAYED and address not in self._unreached:
+            relayed = self._may_be_relayed(address)
+            routed = self._faults.route(dialer.link, address)
+            try:
+                return dialer.dial(routed, epoch, DIRECT_SECONDS if relayed else CONNECT_TIMEOUT)
+            except LinkTimeout as error:
+                if not relayed:
+                    raise
+                self._unreached.add(address)
+                print(f"{self._member.name}: {error}: sought through the relay", file=sys.stderr, flush=True)
+        if self._to_relay is None:
+            self._to_relay = RelayedDialler(self._address, self._credentials, dialer.link)
+        return dialer.dial(self._to_relay.address, epoch, CONNECT_TIMEOUT)
+
+    def _may_be_relayed(self, address: str) -> bool:
+        """Whether who listens there may be out of reach: on another machine, of a run that has a relay."""
+        return self._credentials.identity is not None and not address.startswith(LOOPBACK)
 
     def _make_dialer(self) -> StageLinkDialer | None:
         replica, stage = self._member.replica, self._member.stage

@@ -31,6 +31,8 @@ from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 from hetero_pp.rpc.permissions import require_call, require_process, require_report
 from hetero_pp.rpc.plain_text import make_plain, plain
+from hetero_pp.rpc.relay import MOST_CARRIED, Relay
+from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import service_handler
 from hetero_pp.run.spec import Roster
 
@@ -187,7 +189,9 @@ def serve_exchange(
     threads = _SPARE + most_open * len(servicer.callers)
     if not encrypted:
         return make_server(listen, [servicer.handler()], threads)
-    handlers = [servicer.handler()]
+    relay = Relay(servicer.callers, exchange.roster.counts)
+    threads += MOST_CARRIED * len(exchange.roster.members)
+    handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]
     if open_house is not None:
         admission = Admission(open_house.host, secret.authority, servicer.callers, open_house.places, open_house.told)
         handlers.append(service_handler(ADMISSION, admission, servicer, _MOST_OPEN_OF_A_TICKET))

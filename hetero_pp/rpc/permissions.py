@@ -46,8 +46,10 @@ CALLS: Mapping[str, Whose] = {
     "Renew": Whose.INVITED,
     "Give": Whose.INVITED,
     "Status": Whose.RUN,
+    "Carry": Whose.PLACE,
 }
-"""Whose each call is. Which blocks, rounds and parameters are a member's own, the exchange knows."""
+"""Whose each call is. Which blocks, rounds and parameters are a member's own, the exchange knows; which
+links, the relay."""
 
 
 def _own_replica(report: Report, member: str, roster: Roster) -> bool:

@@ -21,6 +21,7 @@ from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange import SERVICE, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.permissions import CALLS, REPORTS, require_call, require_process, require_report
+from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.run.spec import Roster
 
 SECRET = Secret("a secret")
@@ -31,7 +32,7 @@ ROSTER = Roster(
 )
 
 _EVERYBODY = "LastRound Changes NewestSnapshot Snapshot Watch Died Status"
-_MEMBERS = "Agree Join Fetch Report Stay"
+_MEMBERS = "Agree Join Fetch Report Stay Carry"
 _MEMBERS_IN_A_TERM = "Assign Beat Broken Deposit UploadUrl Uploaded Record Confirm"
 
 MAY: dict[tuple[str, bool], str] = {
@@ -145,7 +146,7 @@ def _certified(name: str, holder: int, guests: Guests | None, term: int | None =
 
 
 def test_every_call_is_in_the_table() -> None:
-    assert CALLS.keys() == {*SERVICE.methods_by_name.keys(), *ADMISSION.methods_by_name.keys()}
+    assert CALLS.keys() == {call for service in (SERVICE, ADMISSION, RELAY) for call in service.methods_by_name}
     may = [*MAY.values(), *BY_TICKET.values()]
     assert {call for calls in may for call in calls.split()} == set(CALLS)
 

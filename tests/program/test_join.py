@@ -78,7 +78,7 @@ class Run:
         return done.stdout.strip()
 
     def join(self, host: str, ticket: str) -> None:
-        own = ["--data", str(self.corpus), "--listen", "127.0.0.1:0"]
+        own = ["--data", str(self.corpus)]
         self.processes[host] = start_program("join", ticket, *own, "--runs", str(self.runs(host)))
 
     def wait(self, host: str, seconds: float = 150) -> tuple[int, str, str]:
@@ -156,7 +156,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     assert said.endswith("homes: home.1 was given back\n")
     assert _held(run) == {"dc": True, "home.0": True, "home.1": False}
     run.join("another", run.invite())  # takes the one that is free
-    run.wait_for('"member": "home.1", "event": "joined", "address": "127.0.0.1:')
+    run.wait_for('"member": "home.1", "event": "joined", "address": "relay')
     run.wait_for('"term": 2')
     assert _held(run) == {"dc": True, "home.0": True, "home.1": True}
 
@@ -216,18 +216,18 @@ def served(tmp_path: Path, corpus: Path) -> Iterator[Served]:
 
 def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here, there = Here(tmp_path / "here"), Here(tmp_path / "there")
-    used, over = served.invite("home.1", capsys), served.invite("home.0", capsys, 0.0)
+    used, over = served.invite("home.0", capsys), served.invite("home.1", capsys, 0.0)
     for text, who, told in (
         ("made up", here, r"found 'madeup'\.\.\., expected a ticket, which begins with hpp1\."),
         (used[:-7], here, "the ticket is not whole: copy all of it, in one line"),
         (over, here, r"the ticket is over: ask for another \(or is the clock of this host wrong\?\)"),
-        (used, here, r"home\.0 dials home\.1: say where, with --listen HOST:PORT"),
+        (used, here, r"home\.0 reads the run's text: say where it is here, with --data PATH"),
         (served.invite("dc", capsys), here, "dc reads the run's text: say where it is here, with --data PATH"),
         (used, there, "the ticket was used already: it lets one process in"),
     ):
         with pytest.raises(ConfigError, match=told):
             join(text, who)
-    assert served.memberships.held_by("home.1") is None  # what was lacking here has not cost the place
+    assert served.memberships.held_by("home.0") is None  # what was lacking here has not cost the place
 
 
 def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

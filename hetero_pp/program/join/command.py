@@ -10,7 +10,7 @@ from hetero_pp.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
 from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place
 from hetero_pp.program.launch.command import run_members
-from hetero_pp.program.launch.hosts import Exchange
+from hetero_pp.program.launch.hosts import Exchange, listens
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
@@ -21,7 +21,6 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import own_configuration, require_data
 from hetero_pp.run.yaml_file import ConfigFile, save_config
-from hetero_pp.topology import ParticipantsReplica
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Here:
     tokenizer: Path | None = None
     """If the run's is too large to be told."""
     listen: str | None = None
-    """HOST:PORT for the stage before."""
+    """HOST:PORT for the stage before, which else finds this host through the exchange."""
 
 
 def join(text: str, here: Here) -> None:
@@ -74,7 +73,8 @@ def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared
 
 def _exchange(membership: Membership, config: RunConfig, here: Here) -> Exchange:
     keys, keys_from = InvitedKeys(membership.credentials), Path(membership.identity.kept_in)
-    return Exchange(membership.address, keys, keys_from, config.exchange.timeout, here.listen or "")
+    listen = here.listen or listens(config, [membership.place])
+    return Exchange(membership.address, keys, keys_from, config.exchange.timeout, listen)
 
 
 def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
@@ -83,20 +83,8 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
     config = own_configuration(membership.configuration, membership.place, here.data, tokenizer, here.listen)
     if config.name != membership.run:
         raise ConfigError((), f"found a run that is called {config.name}, expected {membership.run}")
-    _require_listen(config, membership, here.listen)
     require_data(config, membership.place, here.data)
     save_config(config, folder.config)
-
-
-def _require_listen(config: RunConfig, membership: Membership, listen: str | None) -> None:
-    """Raise ConfigError for a stage of which nobody knows where the one before dials it."""
-    for replica in config.replicas:
-        if isinstance(replica, ParticipantsReplica) and membership.place in replica.members[1:]:
-            stage = replica.members.index(membership.place)
-            own = replica.stage_settings(stage)
-            if listen is None and (own is None or own.listen is None):
-                before = replica.members[stage - 1]
-                raise ConfigError((), f"{before} dials {membership.place}: say where, with --listen HOST:PORT")
 
 
 def _give_back(membership: Membership) -> str:

@@ -11,7 +11,7 @@ from functools import cached_property
 import psutil
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.links import EXCHANGE
+from hetero_pp.links import EXCHANGE, RELAYED
 from hetero_pp.run.config import RunConfig
 from hetero_pp.topology import ParticipantsReplica
 
@@ -60,8 +60,17 @@ def fixed_addresses(config: RunConfig) -> Iterator[FixedAddress]:
 
 
 def is_reached(config: RunConfig) -> bool:
-    """Whether other machines reach what listens in a run, by what its YAML says."""
-    return not all(one.is_loopback for one in _addresses(config))
+    """Whether other machines reach what listens in a run, by what its YAML says; through the exchange, too."""
+    return not all(one.is_loopback for one in _addresses(config)) or any(True for _ in _relayed(config))
+
+
+def require_relay(config: RunConfig) -> None:
+    """Raise ConfigError for a stage that is found through the exchange where that could read what it carries."""
+    for key in _relayed(config):
+        if config.exchange.insecure:
+            raise ConfigError(
+                key, f"found `{RELAYED}`, expected an address: there is no relay where `exchange.insecure`"
+            )
 
 
 def _addresses(config: RunConfig) -> Iterator[FixedAddress]:
@@ -69,9 +78,18 @@ def _addresses(config: RunConfig) -> Iterator[FixedAddress]:
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
             for stage, own in enumerate(replica.stages):
-                if own.listen is not None:
+                if own.listen not in (None, RELAYED):
                     key = ("replicas", index, "stages", stage, "listen")
                     yield FixedAddress(key, replica.members[stage], own.listen)
+
+
+def _relayed(config: RunConfig) -> Iterator[tuple[str | int, ...]]:
+    """Where the YAML says of a stage that nobody can dial it."""
+    for index, replica in enumerate(config.replicas):
+        if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
+            for stage, own in enumerate(replica.stages):
+                if own.listen == RELAYED:
+                    yield "replicas", index, "stages", stage, "listen"
 
 
 def own_addresses() -> set[str]:

@@ -19,6 +19,7 @@ from hetero_pp.program.launch.hosts import (
     commands,
     launch_exchange,
     launch_members,
+    listens,
     notes,
     read_token,
     write_token,
@@ -118,8 +119,10 @@ def run_on_this_host(
         raise ConfigError((), f"--only {host.only}: leave out --resume, the exchange says after which round to go on")
     own = prepared.spec.config.exchange
     keys = SecretKeys(Secret(read_token(host.token)), encrypted=not own.insecure)
+    listen = listens(prepared.spec.config, prepared.names)
     with told:
-        run_members(prepared, runs.absolute(), host.only, Exchange(host.exchange, keys, host.token, own.timeout))
+        exchange = Exchange(host.exchange, keys, host.token, own.timeout, listen)
+        run_members(prepared, runs.absolute(), host.only, exchange)
 
 
 def _token(path: Path | None, folder: RunFolder, resume: bool) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError, RunFailed
-from hetero_pp.links import EXCHANGE
+from hetero_pp.links import EXCHANGE, RELAYED
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.crew import Crew
@@ -47,6 +47,16 @@ def members_named(config: RunConfig, name: str) -> list[str]:
     if name not in found:
         raise ConfigError((), f"--only {name}: expected one of {', '.join([EXCHANGE, *found])}")
     return found[name]
+
+
+def listens(config: RunConfig, members: Sequence[str]) -> str:
+    """Where a stage listens that is on a host without the one before it, and of which the YAML says nothing."""
+    for replica in config.replicas:
+        if isinstance(replica, ParticipantsReplica) and len(members) == 1 and members[0] in replica.members[1:]:
+            own = replica.stage_settings(replica.members.index(members[0]))
+            if (own is None or own.listen is None) and not config.exchange.insecure:
+                return RELAYED
+    return ""
 
 
 def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
@@ -118,7 +128,7 @@ class Exchange:
     timeout: float
     """Seconds to wait for it."""
     listen: str = ""
-    """Where a member that was let in by a ticket listens for the stage before it, if it was told."""
+    """Where a member listens for the stage before it, if that is not as the YAML says."""
 
 
 def launch_members(
@@ -199,7 +209,7 @@ def notes(file: ConfigFile) -> list[str]:
             for stage in range(1, replica.stage_count):
                 own = replica.stage_settings(stage)
                 if own is not None and own.listen is None:
-                    complaint = f"found none, so {replica.members[stage]} has to be on the host of the stage before it"
+                    complaint = f"found none, so {replica.members[stage]} is found through the exchange: its relay"
                     key = ("replicas", index, "stages", stage, "listen")
                     found.append(str(file.located(ConfigError(key, complaint))))
     return found

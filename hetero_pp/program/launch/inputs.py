@@ -10,7 +10,7 @@ from hetero_pp.data.sources import Source, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, HeteroPPError
 from hetero_pp.links import EXCHANGE
-from hetero_pp.program.launch.addresses import fixed_addresses
+from hetero_pp.program.launch.addresses import fixed_addresses, require_relay
 from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.rendezvous import meeting_place
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
@@ -72,6 +72,7 @@ def prepare(
             require_carried(limits)
             _require_meeting_places(config, names, only)
         config.outer.compression.require_accelerator()
+        require_relay(config)
         source = _open_corpus(spec, names, RunFolder(runs / config.name).cache, on_progress)
         for one in fixed_addresses(config):
             if one.member in names and (not checks or one.is_of_this_host):
