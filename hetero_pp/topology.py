@@ -151,6 +151,9 @@ class _Replica(Settings):
     line: Annotated[str | None, NotPartOf.EITHER] = Field(
         None, description="the kind of line of each of its machines to all others, from `lines`"
     )
+    optional: Annotated[bool, AddedLater()] = Field(
+        False, description="the run begins and goes on without it, and with it while all of its places are taken"
+    )
 
     @property
     def members(self) -> list[str]:
@@ -211,6 +214,11 @@ class ParticipantsReplica(_Replica):
     """A replica held together by S low-bandwidth machines, one pipeline stage each."""
 
     kind: Literal["participants"]
+    count: Annotated[str | int | None, AddedLater()] = Field(
+        None,
+        description="how many such groups there are; `2..50`: two that the run needs, and up to 50 that form whenever "
+        "enough join. They are called home-1, home-2 and so on",
+    )
     stages: int | StagesSettings | list[StageSettings] = Field(
         description="a number of stages, one entry per stage, or `{count: 4, line: dsl}`"
     )

@@ -135,6 +135,8 @@ class TrainingLoop:
             if self.holds >= work.round:
                 raise Suspended(f"round {work.round} has closed meanwhile")
         before = work.round - 1
+        if before > self.holds and not self._has_started:
+            self._take_newer_snapshot(before)
         missed = range(self.holds + 1, work.round)
         # What was taken back may have been counted nevertheless, if this member's term ended before it heard of that.
         self.outer.catch_up(missed, missed if self._saved is None else range(self._saved + 1, work.round))
@@ -150,6 +152,11 @@ class TrainingLoop:
             self._evaluate(before)  # again, if the run goes on: it may have died before it was reported
             if before == 0:
                 self._report_links(0)
+
+    def _take_newer_snapshot(self, before: int) -> None:
+        """Rather than replay all rounds since it came, of one that has waited for its replica to be whole."""
+        if self._saved is None and self.holds < self.seat.exchange.newest_snapshot()[0] <= before:
+            self._heal()
 
     def _heal(self) -> None:
         """Take theta from the log again, and the outer optimizer's state."""

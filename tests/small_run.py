@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -57,6 +57,7 @@ class Run:
         lease: Window = FOR_EVER,
         weighs_tokens: bool = False,
         magnitudes: MagnitudeSettings | None = None,
+        optional: Collection[str] = (),
     ) -> None:
         """`groups`: replica -> stages; one is a datacenter replica. The log is in a folder, or another store."""
         self.snapshot: Snapshot = initial_snapshot(SHAPE, None, seed=1)
@@ -73,7 +74,15 @@ class Run:
         self.tokens = dict.fromkeys(groups, 100)
         weights = self.tokens if weighs_tokens else None
         self.rules = Rules(
-            members, owned, quorum, grace=GRACE, limit=LIMIT, lease=lease, hang=FOR_EVER, tokens_a_step=weights
+            members,
+            owned,
+            quorum,
+            grace=GRACE,
+            limit=LIMIT,
+            lease=lease,
+            hang=FOR_EVER,
+            tokens_a_step=weights,
+            optional=frozenset(optional),
         )
         self._magnitudes = magnitudes
         self.exchange = self._open(goes_on=False)

@@ -3,8 +3,9 @@
 Shapes: B sequences, L positions; a row holds L + 1 tokens, the inputs and, shifted by one, the targets.
 
 The train part of a store is cut into windows of L + 1 tokens. Window w belongs to replica w mod M for ever, so the
-replicas' shards are disjoint in every epoch. Within a shard, each epoch has an order of its own: a keyed
-permutation that is computed for the wanted positions only, without a table.
+replicas' shards are disjoint in every epoch; replicas that come and go take turns with theirs (see StoreBatches).
+Within a shard, each epoch has an order of its own: a keyed permutation that is computed for the wanted positions only,
+without a table.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class StoreBatches:
     replica: int
     replicas: int
     batch_size: int
+    rotation: tuple[int, ...] = ()
+    """Replicas that come and go, this one among them: they take turns with their shards, one further each epoch."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.replica < self.replicas
@@ -82,18 +85,26 @@ class StoreBatches:
 
     @property
     def shard_size(self) -> int:
-        """The windows that belong to this replica: an epoch."""
+        """The windows that belong to this replica: an epoch. Shards that are taken in turns are all as long."""
         windows = len(self.store.train) // (self.sequence_length + 1)
-        return len(range(self.replica, windows, self.replicas))
+        return windows // self.replicas if self.rotation else len(range(self.replica, windows, self.replicas))
+
+    def shard(self, epoch: int) -> int:
+        """Which windows this replica reads in an epoch: those whose number is this one, modulo the replicas."""
+        if not self.rotation:
+            return self.replica
+        return self.rotation[(self.rotation.index(self.replica) + epoch) % len(self.rotation)]
 
     def windows(self, step: int) -> np.ndarray:
         """The windows of the train part that step `step` (from 0) reads, [B]."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         epochs, positions = np.divmod(samples, self.shard_size)
         for epoch in np.unique(epochs):
-            key = seed_of(self.seed, "data", self.replica, epoch)
-            positions[epochs == epoch] = permute(positions[epochs == epoch], self.shard_size, key)
-        return positions * self.replicas + self.replica
+            shard = self.shard(int(epoch))
+            key = seed_of(self.seed, "data", shard, epoch)
+            shuffled = permute(positions[epochs == epoch], self.shard_size, key)
+            positions[epochs == epoch] = shuffled * self.replicas + shard
+        return positions
 
     def train(self, step: int) -> torch.Tensor:
         """The batch of step `step` (from 0), int64 [B, L + 1]."""

@@ -28,6 +28,7 @@ def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[
         replica=index,
         replicas=count,
         batch_size=replica.batch_size,
+        rotation=_in_turns(spec, member),
     )
     if not data.repeat:
         if spec.total_steps is None:
@@ -35,3 +36,14 @@ def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[
             raise ConfigError(("data", "repeat"), f"found false, expected true with `inner.seconds`: {why}")
         batches.require_one_epoch(spec.total_steps)
     return batches, validation_batches(source, data.sequence_length, data.validation_sequences, rows)
+
+
+def _in_turns(spec: RunSpec, member: MemberSpec) -> tuple[int, ...]:
+    """The replicas that come and go as this one does, and are at the same step of the same shard size whenever they
+    are there: so none reads what another reads, and few of them read all that many would.
+    """
+    own = member.replica
+    if not own.optional or spec.config.inner.steps is None:
+        return ()
+    replicas = enumerate(spec.config.replicas)
+    return tuple(index for index, one in replicas if one.optional and one.batch_size == own.batch_size)

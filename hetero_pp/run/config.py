@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
@@ -15,6 +15,7 @@ from hetero_pp.model import ModelSettings
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.run.check_exchange import check_exchange
 from hetero_pp.run.check_topology import check_lines, check_topology
+from hetero_pp.run.counted import counted
 from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.settings import Duration, NotPartOf, Settings, WhomItConcerns
@@ -82,7 +83,9 @@ class RunConfig(Settings):
     sites: Annotated[dict[str, SiteSettings], NotPartOf.EITHER, WhomItConcerns()] = Field(
         default_factory=dict, description="members behind one line, by the site's name"
     )
-    replicas: list[ReplicaSettings] = Field([], description="at least one, unless `plan` has participants to group")
+    replicas: Annotated[list[ReplicaSettings], BeforeValidator(counted)] = Field(
+        [], description="at least one, unless `plan` has participants to group"
+    )
     exchange: Annotated[ExchangeSettings, NotPartOf.EITHER] = ExchangeSettings()
     snapshots: Annotated[SnapshotSettings, NotPartOf.OUTCOME] = SnapshotSettings()
     store: Annotated[StoreSettings, NotPartOf.EITHER] = StoreSettings()

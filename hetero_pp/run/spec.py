@@ -105,6 +105,8 @@ class RunSpec:
             for index, replica in enumerate(config.replicas)
             for member in self._members_of(replica, index)
         }
+        self.needed = {name: member for name, member in self.members.items() if not member.replica.optional}
+        """The members without which the run does not begin."""
 
     @property
     def inner_steps(self) -> int:

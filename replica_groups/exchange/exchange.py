@@ -14,7 +14,7 @@ import secrets
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
@@ -122,17 +122,25 @@ class Exchange:
     # ---- the beginning ----
 
     def meet_members(self) -> bool:
-        """Wait until every member has joined, or one is there that has held its place since before this exchange was
-        started; whether there is such a one, and so the run under way.
+        """Wait until all have joined that the run needs, or one is there that has held its place since before this
+        exchange was started; whether there is such a one, and so the run under way.
         """
-        self.decisions.wait_until(lambda: self._goes_on or self._available.keys() >= self.roster.members.keys())
+        self.decisions.wait_until(lambda: self._goes_on or not self._lacking(self._available))
         return self._goes_on
 
     def wait_until_joined(self) -> Mapping[str, AvailableStates]:
-        """Wait until every member has joined; what each holds."""
-        self.decisions.wait_until(lambda: self._available.keys() >= self.roster.members.keys())
+        """Wait until all have joined that the run needs; what each holds that has."""
+        self.decisions.wait_until(lambda: not self._lacking(self._available))
         with self._changed:
             return dict(self._available)
+
+    def _lacking(self, here: Collection[str]) -> list[str]:
+        """Whom a run needs that begins, and who is not here: if it needs nobody, of the replica that lacks least."""
+        rules = self.coordinator.rules
+        absent = [place for place in rules.places if place not in here]
+        if rules.expected(()):
+            return [place for place in absent if rules.places[place] not in rules.optional]
+        return min(([one for one in absent if rules.places[one] == name] for name in rules.replicas), key=len)
 
     def begin(
         self,
@@ -233,7 +241,7 @@ class Exchange:
         with self._changed:
             members, heard, open_round = self.roster.members, dict(self._heard), self.coordinator.open
             if self.coordinator.rounds is None:
-                absent = [member for member in members if member not in self._addresses]
+                absent = self._lacking(self._addresses)
                 return Expected(JOINING, 0, absent, len(absent), heard)
             if open_round is None:
                 left = [member for member in members if self.coordinator.places[member].held]
@@ -242,7 +250,8 @@ class Exchange:
             missing = [
                 member
                 for member, replica in members.items()
-                if not self.roster.blocks[member] <= counted.get(replica, {}).keys()
+                if replica not in self.coordinator.rules.optional.difference(self.coordinator.alive)
+                and not self.roster.blocks[member] <= counted.get(replica, {}).keys()
             ]
             deposited = sum(map(len, counted.values()))
             progress = (open_round.number, deposited, None if deposited else self._steps_told)
@@ -259,9 +268,12 @@ class Exchange:
     # ---- who may come ----
 
     def vacant(self) -> list[str]:
-        """Places at which nobody is, in the order of the configuration."""
+        """Places at which nobody is: first of what the run needs, and then of what lacks least to be whole."""
         with self._changed:
-            return [name for name, place in self.coordinator.places.items() if not place.held]
+            rules, places = self.coordinator.rules, self.coordinator.places
+            free = [name for name, place in places.items() if not place.held]
+            lacks = Counter(places[name].replica for name in free)
+            return sorted(free, key=lambda name: (places[name].replica in rules.optional, lacks[places[name].replica]))
 
     def status(self) -> StatusReply:
         """Who is where, after which round."""

@@ -72,6 +72,7 @@ def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
         hang=ever if lonely else Window(own.hang.factor, own.hang.least, own.hang.most),
         joins_at_once=spec.config.inner.seconds is not None,
         tokens_a_step=tokens_a_step(spec) if spec.config.outer.weights == "tokens" else None,
+        optional=frozenset(replica.name for replica in spec.config.replicas if replica.optional),
     )
 
 
@@ -83,7 +84,7 @@ def tokens_a_step(spec: RunSpec) -> dict[str, int]:
 def begin_run(
     exchange: Exchange, spec: RunSpec, folder: RunFolder, resume: Values | None, goes_on: bool = False
 ) -> Auditor:
-    """Begin, with an auditor that follows, once all members have joined and told what they hold.
+    """Begin, with an auditor that follows, once all that the run needs have joined and told what they hold.
 
     `resume` is None for a run that begins, else what is changed from where it goes on; that is kept in its folder.
     With `goes_on` the exchange takes the place of one that has ended: nothing is waited for, and no round forgotten.

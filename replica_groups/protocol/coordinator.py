@@ -104,6 +104,8 @@ class Coordinator:
     def step(self, event: e.Event, now: float) -> list[e.Effect]:
         """What an event, `now`, makes necessary."""
         effects = list(self._handlers[type(event)](event, now))
+        if self.open is not None:
+            self.open.count(self._needed, now)
         effects += self._close_if_due(now)
         effects += self._tell_of_quorum()
         return effects
@@ -125,6 +127,12 @@ class Coordinator:
     def alive(self) -> list[str]:
         """The replicas of which every place is held."""
         return [name for name, replica in self.replicas.items() if replica.alive]
+
+    @property
+    def _needed(self) -> int:
+        """How many replicas a quorum is now: who has contributed was there."""
+        whole = () if self.open is None else self.open.whole
+        return self.rules.needed_of({*self.alive, *whole})
 
     @property
     def is_through(self) -> bool:
@@ -319,7 +327,7 @@ class Coordinator:
             return replica not in self.open.whole
         there = len(self.open.whole) + len([one for one in self.waited_for if one != replica])
         in_time = now - self.open.opened_at <= self.lateness.grace
-        return self.rules.joins_at_once or in_time or there < self.rules.needed
+        return self.rules.joins_at_once or in_time or there < self._needed
 
     def _assign(self, replica: Replica, round_: int) -> Iterator[e.Effect]:
         replica.round = round_
@@ -416,7 +424,7 @@ class Coordinator:
     def _learn(self, closed: OpenRound) -> None:
         """How late they were who came after the quorum; those who made it say nothing of that."""
         if closed.quorum_at is not None:
-            for came in list(closed.whole.values())[self.rules.needed :]:
+            for came in list(closed.whole.values())[closed.quorum :]:
                 self.lateness.came(came - closed.quorum_at)
 
     def _not_recorded(self, event: e.NotRecorded, now: float) -> Iterator[e.Effect]:
@@ -429,10 +437,10 @@ class Coordinator:
         if self.open is None:
             return
         there = tuple(sorted(set(self.alive) | self.open.whole.keys()))
-        if not self._paused and len(there) < self.rules.needed:
+        if not self._paused and len(there) < self._needed:
             self._paused = True
-            yield e.Paused(self.open.number, there, self.rules.needed)
-        elif self._paused and len(there) >= self.rules.needed:
+            yield e.Paused(self.open.number, there, self._needed)
+        elif self._paused and len(there) >= self._needed:
             self._paused = False
             yield e.WentOn(self.open.number)
 
@@ -463,7 +471,7 @@ class Coordinator:
         differing = self._differing.setdefault(round_, set())
         _keep_newest(self._differing, REMEMBERED_HASHES)
         differing.add(place.replica)
-        if 2 * len(differing) > len(self.replicas):
+        if 2 * len(differing) > self.rules.expected({*self.alive, *differing}):
             whom = ", ".join(sorted(differing))
             yield e.Stop(f"after round {round_} {whom} hold another {parameter} than the log's contributions give")
             return

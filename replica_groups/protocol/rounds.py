@@ -34,6 +34,8 @@ class OpenRound:
     """When each replica's contribution was whole."""
     quorum_at: float | None = None
     """When a quorum had contributed."""
+    quorum: int = 0
+    """How many that were."""
     writing: bool = False
     """Whether its record is on its way to the store."""
     retry_at: float | None = None
@@ -57,9 +59,12 @@ class OpenRound:
         known.blobs[block] = entry
         if replica not in self.whole and known.blobs.keys() >= rules.blocks_of(replica):
             self.whole[replica] = now
-            if self.quorum_at is None and len(self.whole) >= rules.needed:
-                self.quorum_at = now
         return None
+
+    def count(self, needed: int, now: float) -> None:
+        """See whether a quorum has contributed, which is so many by now."""
+        if self.quorum_at is None and len(self.whole) >= needed:
+            self.quorum_at, self.quorum = now, len(self.whole)
 
     def withdraw(self, replica: str) -> None:
         """Forget what a replica has deposited, which is not whole; it takes no part any more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -30,7 +30,7 @@ class Rules:
     blocks: Mapping[str, frozenset[str]]
     """place -> blocks that it contributes"""
     quorum: float = 0.5
-    """Share of all replicas without which no round closes."""
+    """Share of the replicas without which no round closes."""
     grace: Window = field(default_factory=lambda: Window(3.0, 10.0, 600.0))
     """How long those that are late are waited for once a quorum has contributed."""
     limit: float = 6 * 3600.0
@@ -45,14 +45,25 @@ class Rules:
     tokens_a_step: Mapping[str, int] | None = None
     """replica -> tokens, where contributions weigh by tokens; None: all weigh the same."""
 
+    optional: frozenset[str] = frozenset()
+    """Replicas that come and go: a quorum is a share of the others, and of those that are there."""
+
     @cached_property
     def replicas(self) -> list[str]:
         return sorted(set(self.places.values()))
 
     @cached_property
     def needed(self) -> int:
-        """How many replicas a quorum is."""
-        return max(1, math.ceil(self.quorum * len(self.replicas) - 1e-9))
+        """How many replicas a quorum is at least."""
+        return self.needed_of(())
+
+    def expected(self, there: Iterable[str]) -> int:
+        """How many replicas a share is of, while these are there."""
+        return len(self.replicas) - len(self.optional.difference(there))
+
+    def needed_of(self, there: Iterable[str]) -> int:
+        """How many replicas a quorum is, while these are there."""
+        return max(1, math.ceil(self.quorum * self.expected(there) - 1e-9))
 
     def places_of(self, replica: str) -> list[str]:
         """In the order of the stages."""

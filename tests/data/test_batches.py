@@ -125,6 +125,35 @@ def test_epochs_are_counted_in_shards() -> None:
         batches.require_one_epoch(34)
 
 
+@given(train=st.integers(60, 400), fixed=st.integers(0, 2), turns=st.integers(1, 3), epochs=st.integers(1, 4))
+def test_replicas_that_come_and_go_take_turns_with_their_shards(
+    train: int, fixed: int, turns: int, epochs: int
+) -> None:
+    """No two read the same at the same step, whoever is there; after as many epochs as shards one has read them all."""
+    replicas = fixed + turns
+    rotation = tuple(range(fixed, replicas))
+    everyone = [
+        batches_of(
+            train,
+            sequence_length=2,
+            replica=replica,
+            replicas=replicas,
+            batch_size=1,
+            rotation=rotation if replica in rotation else (),
+        )
+        for replica in range(replicas)
+    ]
+    size = train // 3 // replicas
+    assert {batches.shard_size for batches in everyone[fixed:]} == {size}
+    read = [[int(batches.windows(step)[0]) for step in range(epochs * size)] for batches in everyone[fixed:]]
+    for epoch in range(epochs):
+        seen = [window for one in read for window in one[epoch * size : (epoch + 1) * size]]
+        assert len(set(seen)) == len(seen)
+        assert {window % replicas for window in seen} == set(rotation)
+        shards = [{window % replicas for window in one[epoch * size : (epoch + 1) * size]} for one in read]
+        assert shards == [{rotation[(place + epoch) % turns]} for place in range(turns)]
+
+
 def test_too_small_a_corpus_to_train_on() -> None:
     assert batches_of(60, replicas=4, batch_size=3, replica=3).shard_size == 3
     message = r"found 59 tokens to train on, expected at least 60: 4 replicas x 3 sequences x 5 tokens"

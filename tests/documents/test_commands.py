@@ -70,6 +70,7 @@ RUN_BY = {
     "hetero-pp reproduce rank --experiments tables --scale tiny": OWN_TABLE,
     "hetero-pp reproduce het-pp/table2 --corpus hf:/data/c4 --tokenizer /data/llama-2": BROUGHT,
     "hetero-pp serve run.yaml": JOINED,
+    "hetero-pp serve hosts.yaml": JOINED,
     "hetero-pp invite three-hosts --address dc.example:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,
     "python benchmarks/link.py --smoke": "tests/benchmarks/test_smoke.py::test_it_runs_at_its_smallest",

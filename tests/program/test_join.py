@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -51,12 +51,15 @@ PLACES = ("dc", "home.0", "home.1")
 class Run:
     """One folder and one process a host; the first serves the run."""
 
-    def __init__(self, folder: Path, corpus: Path, rounds: int, lease: str = "1 min") -> None:
+    def __init__(
+        self, folder: Path, corpus: Path, rounds: int, lease: str = "1 min", groups: str = "name: home"
+    ) -> None:
         self.folder, self.corpus = folder, corpus
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
         self.address = f"localhost:{port}"
         text = CONFIG.replace("ROUNDS", str(rounds)).replace("PORT", port).replace("LEASE", lease)
+        text = text.replace("name: home,", f"{groups},")
         (folder / "run.yaml").write_text(text.replace("CORPUS", str(corpus)))
         self.processes: dict[str, Started] = {}
 
@@ -88,8 +91,24 @@ class Run:
 
     def wait_for(self, event: str) -> None:
         """Until the exchange has told it."""
+        self.wait_until(lambda: event in self._told())
+
+    def wait_for_round(self, replica: str, round_: int) -> None:
+        """Until a replica has evaluated what this one came to, or a later one."""
+        self.wait_until(lambda: max(self.evaluated(replica), default=-1) >= round_)
+
+    def evaluated(self, replica: str) -> list[int]:
+        """The rounds that a replica has evaluated."""
+        pattern = rf'"event": "evaluation", "replica": "{replica}", "round": (\d+)'
+        return [int(round_) for round_ in re.findall(pattern, self._told())]
+
+    def _told(self) -> str:
         metrics = self.runs("exchange") / "homes" / "metrics.jsonl"
-        while not (metrics.exists() and event in metrics.read_text()):
+        return metrics.read_text() if metrics.exists() else ""
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """As long as the exchange is there."""
+        while not is_so():
             with suppress(subprocess.TimeoutExpired):
                 self.processes["exchange"].wait(0.1)
                 pytest.fail(str(self.processes["exchange"].communicate()))
@@ -177,6 +196,33 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     run.serve("--resume")  # and its members are let in by what they were given before
     run.wait_for('"event": "begun"')
     assert run.processes["home.0"].poll() is None
+
+
+@pytest.mark.starts_processes
+def test_a_group_forms_whenever_enough_have_joined_and_goes(runs: list[Run], tmp_path: Path, corpus: Path) -> None:
+    """None is needed: the run begins with what is, counts a group while it is there, and does not miss it."""
+    run = Run(tmp_path, corpus, 100_000, lease="2 s", groups="name: home, count: 0..2")
+    runs.append(run)
+    run.serve()
+    run.join("dc", run.invite())  # the places that the run needs are taken first
+    run.wait_for_round("dc", 2)
+    for host in ("anna", "ben"):
+        run.join(host, run.invite())
+    run.wait_for_round("home-1", 3)
+    assert _held(run) == {"dc": True, "home-1.0": True, "home-1.1": True, "home-2.0": False, "home-2.1": False}
+    assert run.ask("leave", host="ben").returncode == 0
+    run.wait("ben")
+    run.wait_for_round("dc", max(run.evaluated("dc")) + 3)
+    before = run.evaluated("home-1")
+    run.wait_for_round("dc", max(run.evaluated("dc")) + 3)
+    assert run.evaluated("home-1") == before
+    run.join("clara", run.invite())  # and takes the place of a group that lacks least
+    run.wait_for_round("home-1", max(before) + 6)
+    assert _held(run) == {"dc": True, "home-1.0": True, "home-1.1": True, "home-2.0": False, "home-2.1": False}
+    verified = re.findall(
+        r'"event": "round_verified", "round": (\d+), "replica": "[^"]+", "parameters_sha256": "(\w+)', run._told()
+    )
+    assert len({round_ for round_, _ in verified}) == len(set(verified))  # all hold the same, whenever they came
 
 
 def _held(run: Run) -> dict[str, bool]:

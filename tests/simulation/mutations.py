@@ -37,7 +37,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         ),
     ),
     "forgets error feedback when it returns": (Edit(Member, "_undo", "list(self._start)", "self.error"),),
-    "closes below a quorum": (Edit(OpenRound, "deposit", "len(self.whole) >= rules.needed", "self.whole"),),
+    "closes below a quorum": (Edit(OpenRound, "count", "len(self.whole) >= needed", "self.whole"),),
     "counts parts": (Edit(OpenRound, "deposit", "known.blobs.keys() >= rules.blocks_of(replica)", "known.blobs"),),
     "closes without waiting": (Edit(OpenRound, "closes_at", "if not waits:", "if True:"),),
     "never closes after grace": (Edit(OpenRound, "closes_at", "return min(", "return None and min("),),

@@ -173,7 +173,7 @@ def _expect_round(key: Key, round_: int, spec: RunSpec) -> None:
 
 
 def _processes(spec: RunSpec) -> list[str]:
-    return [EXCHANGE, *spec.members]
+    return [EXCHANGE, *spec.needed]
 
 
 def ranks_of(member: str, spec: RunSpec) -> int:
@@ -184,7 +184,8 @@ def ranks_of(member: str, spec: RunSpec) -> int:
 
 def _require_quorum(chaos: Chaos, spec: RunSpec) -> None:
     """Raise ConfigError if a round could never close, as a contribution is held back until it has."""
-    replicas, needed = len(spec.config.replicas), rules_of(spec).needed
+    rules = rules_of(spec)
+    replicas, needed = rules.expected(()), rules.needed
     without = missed(chaos)
     for index, fault in enumerate(chaos.faults):
         for place, round_ in enumerate(fault.rounds if isinstance(fault, Miss) else ()):

@@ -127,7 +127,7 @@ def _injection(fault: Fault, spec: RunSpec) -> Injection:
 def _drawn(fault: AtRate, spec: RunSpec, index: int) -> Iterator[tuple[float, Injection]]:
     """A Poisson process; the same for the same seed, place in the file, and members."""
     random = Random(seed_of("chaos", fault.seed, index))
-    members = fault.members or [EXCHANGE, *spec.members]
+    members = fault.members or [EXCHANGE, *spec.needed]
     dialled = {name: [link.name for link in spec.links.values() if link.source == name] for name in members}
     time = 0.0
     while True:

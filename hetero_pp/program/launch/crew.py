@@ -61,10 +61,10 @@ def launch(
     encrypted = is_reached(spec.config) and not spec.config.exchange.insecure
     keys = SecretKeys(Secret(new_secret()), encrypted)
     with Crew(spec, folder, on_report, LAUNCHER, keys, resume, chaos) as crew:
-        crew.start([EXCHANGE, *spec.members])
+        crew.start([EXCHANGE, *spec.needed])
         address = crew.open_exchange()
         watcher = Watcher(partial(reports_of, address, crew.credentials, crew.on_silence), crew.on_report)
-        crew.join_exchange(list(spec.members), address)
+        crew.join_exchange(list(spec.needed), address)
         crew.wait()
         watcher.join()
 
@@ -230,9 +230,9 @@ class Crew:
     def _give_up(self, member: str, cause: str) -> None:
         """Go on without a member, unless too few replicas are left for a quorum."""
         self._given_up.add(member)
-        members, replicas = self._spec.members, self._spec.config.replicas
+        members, rules = self._spec.needed, rules_of(self._spec)
         lost = {members[name].replica.name for name in self._given_up if name in members}
-        if member == EXCHANGE or len(replicas) - len(lost) < rules_of(self._spec).needed:
+        if member == EXCHANGE or rules.expected(()) - len(lost) < rules.needed:
             raise RunFailed(cause)
         self._say(GIVEN_UP, member, f"{cause}; the run goes on without it")
 

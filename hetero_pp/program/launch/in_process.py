@@ -120,7 +120,7 @@ class MemberThreads:
         require_threads(spec)
         torch.set_num_threads(spec.config.threads)
         self.exchange = make_exchange(spec, folder, resume, lonely=True)
-        self.gate = Gate(spec.members)
+        self.gate = Gate(spec.needed)
         self._resume = resume
         self._steps_of, self._missed = steps_of, missed
         self._spec, self._folder = spec, folder
@@ -131,7 +131,7 @@ class MemberThreads:
         self._watcher = Watcher(self.exchange.watch, on_report)
         self._threads = [
             threading.Thread(target=self._run, args=(member,), name=member.name, daemon=True)
-            for member in spec.members.values()
+            for member in spec.needed.values()
         ]
 
     def begin(self) -> None:

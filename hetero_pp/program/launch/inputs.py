@@ -63,7 +63,10 @@ def prepare(
         spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
         if not resume:
             require_weights(spec)
-        names = [EXCHANGE, *spec.members] if only is None else members_named(config, only)
+        names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
+        if only is None and not spec.needed:
+            why = "expected one that the run needs, where this machine carries all of it"
+            raise ConfigError(("replicas", 0), f"found only replicas that come and go, {why}")
         if only is not None:
             require_reachable(config, names)
         _require_engines(config, names)

@@ -136,7 +136,7 @@ class LiveDisplay:
 def start_line(state: RunState) -> str:
     """What is about to run."""
     spec = state.spec
-    replicas, members = format_count(len(state.replicas), "replica"), format_count(len(spec.members), "member")
+    replicas, members = format_count(len(state.replicas), "replica"), format_count(len(spec.needed), "member")
     return (
         f"{spec.config.name}: {replicas}, {members}, "
         f"{format_count(state.rounds_planned, 'outer round')} of {spec.config.inner.length}"
@@ -145,7 +145,7 @@ def start_line(state: RunState) -> str:
 
 def joined_line(state: RunState) -> str:
     """That all are here, and how long after the first; until then, who is and who is not."""
-    members = list(state.spec.members)
+    members = list(state.spec.needed)
     missing = [member for member in members if member not in state.joined]
     count = f"{format_count(len(members), 'member')} {'has' if len(members) == 1 else 'have'} joined"
     if not missing:

@@ -80,7 +80,8 @@ class Standings:
 
     def __init__(self, spec: RunSpec) -> None:
         self.places = {name: PlaceState(member.replica.name) for name, member in spec.members.items()}
-        self.replicas = [replica.name for replica in spec.config.replicas]
+        self.replicas = [replica.name for replica in spec.config.replicas if not replica.optional]
+        """That are waited for: whoever comes and goes is not missed."""
         self.rounds: dict[int, RoundCounted] = {}
         self.suspended: Counter[str] = Counter()
         """How often each replica went back to the start of a round."""

@@ -58,14 +58,18 @@ class RunState:
         self.rounds_planned = spec.latest.outer.rounds
         self.changes = spec.changes
         self.inner_steps = spec.config.inner.steps
+        self._optional = {replica.name: replica for replica in spec.config.replicas if replica.optional}
         self.replicas = {
-            replica.name: ReplicaState(replica.name, replica.kind, self.inner_steps) for replica in spec.config.replicas
+            replica.name: ReplicaState(replica.name, replica.kind, self.inner_steps)
+            for replica in spec.config.replicas
+            if not replica.optional
         }
-        self.links = {
+        """Those that the run needs, and each other one once all of it has come."""
+        self._links = {
             name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
             for name, link in spec.links.items()
         }
-        self.lines = lines_of(spec, self.links)
+        self.lines = lines_of(spec, self._links)
         self.closed: dict[int, ClosedRound] = {}
         self.refusals: Counter[str] = Counter()
         """By kind."""
@@ -134,8 +138,11 @@ class RunState:
 
     def _joined(self, member: str) -> None:
         self.joined.add(member)
-        if self.joined_after is None and self.joined >= set(self.spec.members):
+        if self.joined_after is None and self.joined >= self.spec.needed.keys():
             self.joined_after = self.elapsed()
+        for name, replica in self._optional.items():
+            if name not in self.replicas and self.joined.issuperset(replica.members):
+                self.replicas[name] = ReplicaState(name, replica.kind, self.inner_steps)
 
     def _begun(self, begun: Begun) -> None:
         """What was changed is known where the run goes on, and nothing is read any more."""
@@ -156,7 +163,7 @@ class RunState:
             self.replicas[evaluation.replica].validation_loss[evaluation.round] = evaluation.loss
 
     def _used(self, time: float, use: LinkUse) -> None:
-        link = self.links.get(use.link)
+        link = self._links.get(use.link)
         for way in DIRECTIONS:
             if link is not None and way == use.direction:
                 link.directions[way].apply(time, use, time if self.first_step is None else self.first_step)
@@ -167,7 +174,7 @@ class RunState:
                 self.replicas[contribution.replica].keep(record.round, contribution.steps)
         for replica in self.replicas.values():
             replica.settle(record.round)
-        for link in self.links.values():
+        for link in self._links.values():
             for direction in link.directions.values():
                 direction.settle(record.round)
         blobs = [blob for contribution in record.contributions for blob in contribution.blobs]
@@ -186,9 +193,16 @@ class RunState:
     # ---- reading ----
 
     @property
+    def links(self) -> Mapping[str, LinkState]:
+        """By name, those of members that the run needs, or that have come."""
+        came = {EXCHANGE, *self.spec.needed, *self.joined}
+        return {name: link for name, link in self._links.items() if came >= {link.spec.source, link.spec.target}}
+
+    @property
     def is_over(self) -> bool:
         """Whether every round is recorded, and whoever is there is through: who was given up never will be."""
-        left = self.spec.members.keys() - self._finished - self.standings.vacant.keys() - self.standings.given_up.keys()
+        came = self.spec.needed.keys() | (self.joined & self.spec.members.keys())
+        left = came - self._finished - self.standings.vacant.keys() - self.standings.given_up.keys()
         return self.rounds >= self.rounds_planned and not left
 
     @property
@@ -202,8 +216,15 @@ class RunState:
             whole = self.spec.config.inner.seconds or 0.0
             before = self.closed[self.rounds].time if self.rounds in self.closed else self.first_step
             return min(self._seconds(before, now), whole), whole
-        done = min(replica.steps_done for replica in self.replicas.values()) - self.rounds * self.inner_steps
+        done = min(replica.steps_done for replica in self._steady.values()) - self.rounds * self.inner_steps
         return max(0, min(done, self.inner_steps)), self.inner_steps
+
+    @property
+    def _steady(self) -> Mapping[str, ReplicaState]:
+        """Replicas that are there from beginning to end; if there are none, the one that has done most."""
+        needed = {name: replica for name, replica in self.replicas.items() if name not in self._optional}
+        most = max(self.replicas.values(), key=lambda one: one.steps_done, default=ReplicaState("", "", 0))
+        return needed or {most.name: most}
 
     def elapsed(self, now: float | None = None) -> float:
         """Seconds since the first report; until the last one, unless `now` says otherwise. Pauses do not count."""
@@ -239,10 +260,11 @@ class RunState:
         return tokens / seconds if seconds > 0 else 0.0
 
     def mean_validation_loss(self, round_: int) -> float | None:
-        """Mean over the replicas, each in its own forward; None until all have told theirs."""
-        losses = [replica.validation_loss.get(round_) for replica in self.replicas.values()]
-        known = [loss for loss in losses if loss is not None]
-        return fmean(known) if len(known) == len(losses) else None
+        """Mean over the replicas, each in its own forward; None until all have told theirs that the run needs."""
+        losses = {name: replica.validation_loss.get(round_) for name, replica in self.replicas.items()}
+        known = [loss for loss in losses.values() if loss is not None]
+        is_lacking = any(loss is None and name not in self._optional for name, loss in losses.items())
+        return fmean(known) if known and not is_lacking else None
 
     def goodput(self) -> tuple[float, float | None]:
         """Tokens of counted contributions a second, and their share of all that were trained for closed rounds.
@@ -256,7 +278,11 @@ class RunState:
     def missing_losses(self, round_: int) -> dict[str, str]:
         """Replicas that have told no validation loss after a round, each with why; empty if that is not known."""
         closed = self.closed.get(round_)
-        untold = [name for name, replica in self.replicas.items() if round_ not in replica.validation_loss]
+        untold = [
+            name
+            for name, replica in self.replicas.items()
+            if round_ not in replica.validation_loss and name not in self._optional
+        ]
         if closed is None or not untold:
             return {}
         after = self.closed.get(round_ + 1)
@@ -267,8 +293,9 @@ class RunState:
     def final_sha256(self) -> dict[str, str]:
         """Each replica's parameters after the last round for which all that are there have told theirs."""
         gone = {self.standings.places[place].replica for place in self.standings.vacant}
+        gone |= {name for name, replica in self.replicas.items() if name in self._optional and not replica.sha256}
         there = {name: replica for name, replica in self.replicas.items() if name not in gone} or self.replicas
-        common = set.intersection(*(set(replica.sha256) for replica in there.values()))
+        common = set.intersection(*(set(replica.sha256) for replica in there.values())) if there else set()
         return {name: replica.sha256[max(common)] for name, replica in there.items()} if common else {}
 
     def summary(self) -> dict[str, Any]:

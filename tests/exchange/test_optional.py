@@ -1,0 +1,98 @@
+"""Replicas that come and go: the run begins and goes on without them, and counts them while they are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from members import TIMEOUT, in_thread
+from small_run import GRACE, SETTINGS, Run, closed
+
+from hetero_pp.messages.messages_pb2 import JOINING, PAUSED, WENT_ON
+from hetero_pp.store.folder import FolderStore
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.protocol.rules import Rules
+
+MIXED = {"dc": 1, "one": 2, "two": 2}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """All are there at first; only `dc` is needed."""
+    return Run(tmp_path, MIXED, quorum=1.0, optional=["one", "two"])
+
+
+@pytest.mark.parametrize(
+    ("there", "needed"), [(set(), 1), ({"dc"}, 1), ({"one"}, 2), ({"dc", "one"}, 2), ({"dc", "one", "two"}, 3)]
+)
+def test_a_quorum_is_of_those_that_are_needed_and_those_that_are_there(there: set[str], needed: int) -> None:
+    places = {"dc": "dc", "one.0": "one", "two.0": "two"}
+    rules = Rules(places, dict.fromkeys(places, frozenset()), 1.0, optional=frozenset({"one", "two"}))
+    assert rules.needed_of(there) == needed
+    assert rules.needed == 1
+    assert Rules(places, rules.blocks, 1.0).needed_of(there) == 3
+
+
+def test_a_round_closes_without_who_has_gone_at_once(run: Run) -> None:
+    run.assign(0)
+    run.deposit(1, "dc", "one.0", "one.1")
+    run.passes(5 * GRACE.most)
+    assert closed(run) == 0  # all three are there, and a quorum is all
+    run.exchange.died("two.1", "its host is off")
+    assert run.counted(1).keys() == {"dc", "one"}
+    assert run.late(1) == []
+
+
+def test_who_comes_back_counts_again(run: Run) -> None:
+    run.assign(0)
+    for place in ("one.0", "two.0"):
+        run.exchange.died(place, "its host is off")
+    run.deposit(1, "dc")
+    assert run.counted(1).keys() == {"dc"}
+    run.exchange.join("one.0", "")
+    waits = [run.ask_in_thread(place, 1) for place in ("one.0", "one.1")]
+    assert run.assign(1, "dc") == {"dc": 2}
+    assert [one.result(TIMEOUT).round for one in waits] == [2, 2]
+    run.deposit(2, "dc")
+    assert closed(run) == 1
+    run.deposit(2, "one.0", "one.1")
+    assert run.counted(2) == {"dc": 1, "one": 3}
+
+
+def test_the_run_pauses_while_nobody_is_there(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"one": 1, "two": 1}, optional=["one", "two"])
+    run.assign(0)
+    for replica in ("one", "two"):
+        run.exchange.died(replica, "its host is off")
+    run.exchange.join("two", "")
+    assert run.assign(0, "two") == {"two": 1}
+    run.deposit(1, "two")
+    assert run.counted(1) == {"two": 2}
+    assert [one.what for one in run.told() if one.what in (PAUSED, WENT_ON)] == [PAUSED, WENT_ON]
+
+
+@pytest.mark.parametrize(
+    ("optional", "begins_with"), [(["one", "two"], ["dc"]), (["dc", "one", "two"], ["two.1", "two.0"])]
+)
+def test_a_run_begins_with_whom_it_needs_or_else_with_the_first_that_is_whole(
+    optional: list[str], begins_with: list[str], tmp_path: Path
+) -> None:
+    """Nobody else is named as missing."""
+    run = Run(tmp_path / "roster", MIXED, optional=optional)
+    log = ContributionLog(FolderStore(tmp_path / "log"))
+    exchange = Exchange("run", run.roster, None, SETTINGS, log, rules=run.rules)
+    joined = in_thread(exchange.wait_until_joined)
+    exchange.join("one.0", "")
+    for member in begins_with:
+        expected = exchange.expected()
+        assert (expected.awaited, expected.missing) == (JOINING, ["dc"])
+        assert not joined.done()
+        exchange.join(member, "")
+    assert joined.result(TIMEOUT).keys() == {"one.0", *begins_with}
+
+
+def test_free_places_are_told_by_how_much_their_replica_lacks(run: Run) -> None:
+    for place in ("dc", "one.0", "one.1", "two.0"):
+        run.exchange.died(place, "its host is off")
+    assert run.exchange.vacant() == ["dc", "two.0", "one.0", "one.1"]
