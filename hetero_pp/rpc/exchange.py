@@ -7,6 +7,7 @@ raised again as the errors they were.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hetero_pp.rpc.callers import Callers, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
+from hetero_pp.rpc.pace import Pace
 from hetero_pp.rpc.permissions import require_call, require_process, require_report
 from hetero_pp.rpc.plain_text import make_plain, plain
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
@@ -40,6 +42,9 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
 
 MOST_UNREAD = 50_000
 """Reports that who watches has not read, and is cut: it may watch again."""
+
+REPORTS_A_SECOND, MOST_REPORTS = 1000.0, 10_000
+"""Of one caller, and at once; who tells more waits."""
 
 LONGEST_WAIT = 20.0
 """Seconds that a call waits for something to happen; who wants to know asks again."""
@@ -203,6 +208,7 @@ class _Servicer(ExchangeServicer):
 
     def __init__(self, exchange: WatchedExchange, callers: Callers, most_open: int = MOST_OPEN) -> None:
         self.exchange, self.callers, self._most_open = exchange, callers, most_open
+        self._pace = Pace(REPORTS_A_SECOND, MOST_REPORTS)
         self.process = secrets.token_hex(8)
         """Names this process: one that takes its place knows only what it is told itself."""
 
@@ -377,6 +383,11 @@ class _Servicer(ExchangeServicer):
 
     def Report(self, request: pb.ReportRequest, context: grpc.ServicerContext) -> pb.ReportReply:
         caller = self.callers.of(context)
+        seconds = self._pace.due_in(caller.name, len(request.reports))
+        if seconds > 0:
+            is_gone = threading.Event()
+            context.add_callback(is_gone.set)
+            is_gone.wait(seconds)
         told, failed = list[pb.Report](), list[pb.Report]()
         for report in request.reports:
             require_report(report, caller.name, self.exchange.roster)
@@ -390,4 +401,17 @@ class _Servicer(ExchangeServicer):
         return pb.ReportReply()
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Report]:
-        yield from self.exchange.watch(request.members, context.is_active, MOST_UNREAD)
+        yield from self.exchange.watch(request.members, self._is_let_in(context), MOST_UNREAD)
+
+    def _is_let_in(self, context: grpc.ServicerContext) -> IsAsked:
+        """Whether a call's caller is there, and still let in: who is not any more is refused, within a second or so."""
+        due = 0.0
+
+        def is_let_in() -> bool:
+            nonlocal due
+            if time.monotonic() >= due and context.is_active():
+                self.callers.let_in(context)
+                due = time.monotonic() + 1.0
+            return context.is_active()
+
+        return is_let_in

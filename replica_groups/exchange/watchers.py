@@ -27,9 +27,9 @@ class _Watcher:
     def __init__(self, most: float) -> None:
         self.is_cut = False
         self._most = most
-        self._reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[Report | bytes | None] = queue.SimpleQueue()
 
-    def put(self, report: Report | None) -> None:
+    def put(self, report: Report | bytes | None) -> None:
         """None: there will be no more."""
         if self._reports.qsize() >= self._most:
             self.is_cut = True
@@ -40,7 +40,8 @@ class _Watcher:
         """Raises queue.Empty after a while, TooMuch for who is cut."""
         if self.is_cut:
             raise TooMuch(f"found {self._most} reports that were not read, expected fewer")
-        return self._reports.get(timeout=SECONDS_BETWEEN_LOOKS)
+        found = self._reports.get(timeout=SECONDS_BETWEEN_LOOKS)
+        return Report.FromString(found) if isinstance(found, bytes) else found
 
 
 class Watchers:
@@ -79,7 +80,7 @@ class Watchers:
         watcher = _Watcher(most_unread)
         with self._lock:
             for report in self._reports:
-                watcher.put(Report.FromString(report))
+                watcher.put(report)  # as it is kept: of who does not read, nothing else is
             if self._ended:
                 watcher.put(None)
             self._watchers.append(watcher)

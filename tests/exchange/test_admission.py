@@ -242,6 +242,16 @@ def test_who_was_taken_back_is_out_at_its_next_call(served: Served) -> None:
         client.agree("b", "{}")
 
 
+def test_who_was_taken_back_watches_no_more(served: Served) -> None:
+    membership = served.takes(served.ticket("b"))
+    told = served.client(membership.credentials).watch()
+    assert next(told).HasField("joined")
+    served.memberships.revoke("b")
+    with pytest.raises(Refused, match="b: it was taken back"):
+        list(told)
+    assert served.run.exchange.watchers.watching == 0
+
+
 def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> None:
     """Who was started with the run's secret is believed that the run has failed."""
     client = served.client(served.takes(served.ticket("b")).credentials)

@@ -25,9 +25,10 @@ from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.credentials import Credentials, Secret
-from hetero_pp.rpc.exchange import MOST_OPEN, serve_exchange
+from hetero_pp.rpc.exchange import MOST_OPEN, MOST_REPORTS, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.pace import Pace
 from hetero_pp.rpc.services import call_path
 from replica_groups.exchange.watchers import REMEMBERED_REPORTS, Watchers
 
@@ -207,3 +208,39 @@ def test_who_was_cut_watches_again(served: Served, monkeypatch: pytest.MonkeyPat
     served.run.exchange.end_watching()
     told = list(reports_of(served.address, SECRET.credentials(LAUNCHER)))
     assert [one.WhichOneof("event") for one in told] == ["joined", "joined", "begun", "refusal"]
+
+
+def test_a_callers_pace() -> None:
+    """So many a second on average, as many as a burst at once; each caller by itself."""
+    now = 100.0
+    pace = Pace(10.0, 20, lambda: now)
+    assert [pace.due_in("a", count) for count in (20, 5, 10)] == pytest.approx([0.0, 0.5, 1.5])
+    assert pace.due_in("b", 20) == 0.0
+    now = 101.5
+    assert pace.due_in("a", 1) == pytest.approx(0.1)
+    now = 1000.0
+    assert [pace.due_in("a", 20), pace.due_in("a", 1)] == pytest.approx([0.0, 0.1])
+    with pytest.raises(TooMuch, match="a has told 21 at once, expected at most 20"):
+        pace.due_in("a", 21)
+
+
+def test_a_member_that_floods_with_reports_waits_and_nobody_else(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, due_in = threading.Event(), Pace.due_in
+
+    def waited(pace: Pace, caller: str, count: int) -> float:
+        due = due_in(pace, caller, count)
+        if due > 0:
+            waits.set()
+        return 10 * TIMEOUT if due > 0 else 0.0
+
+    monkeypatch.setattr(Pace, "due_in", waited)
+    flood = [pb.Report(member_round=pb.MemberRound(round=1)) for _ in range(MOST_REPORTS)]
+    client = served.client("a")
+    client.report(flood)
+    in_thread(lambda: client.report(flood))
+    assert waits.wait(TIMEOUT)
+    before = served.run.exchange.reported
+    served.client("b").report(flood[:1])
+    assert served.run.exchange.reported == before + 1
