@@ -28,6 +28,9 @@ LOOK_SECONDS = 10.0
 REMEMBERED_HASHES = 4
 """Of how many rounds hashes are kept until replay has come to them."""
 
+SAY_LITTLE = 3
+"""Replicas, of which one that holds other bits than replay gives says nothing of replay."""
+
 REMEMBERED_LATE = 16
 """For how many rounds who is late may be so and be learnt from."""
 
@@ -130,9 +133,8 @@ class Coordinator:
 
     @property
     def _needed(self) -> int:
-        """How many replicas a quorum is now: who has contributed was there."""
-        whole = () if self.open is None else self.open.whole
-        return self.rules.needed_of({*self.alive, *whole})
+        """How many replicas a quorum of the open round is: of those that come and go, who takes part counts."""
+        return self.rules.needed_of(() if self.open is None else {*self.open.taking_part, *self.open.whole})
 
     @property
     def is_through(self) -> bool:
@@ -471,7 +473,8 @@ class Coordinator:
         differing = self._differing.setdefault(round_, set())
         _keep_newest(self._differing, REMEMBERED_HASHES)
         differing.add(place.replica)
-        if 2 * len(differing) > self.rules.expected({*self.alive, *differing}):
+        few = min(SAY_LITTLE, len(self.replicas))  # of those that come and go one may be all that is there
+        if 2 * len(differing) > max(self.rules.expected({*self.alive, *differing}), few):
             whom = ", ".join(sorted(differing))
             yield e.Stop(f"after round {round_} {whom} hold another {parameter} than the log's contributions give")
             return

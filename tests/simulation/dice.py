@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from replica_groups.protocol.rules import Rules, Window
@@ -73,6 +73,12 @@ def draw_rules(dice: Random) -> Rules:
         hang=Window(10.0, 60.0, 120.0),
         joins_at_once=dice.random() < 0.3,
     )
+
+
+def draw_optional(dice: Random, rules: Rules) -> Rules:
+    """In some histories replicas come and go, all of them or not."""
+    come_and_go = dice.random() < 0.3
+    return replace(rules, optional=frozenset(one for one in rules.replicas if come_and_go and dice.random() < 0.7))
 
 
 def draw_faults(dice: Random) -> Faults:

@@ -42,6 +42,8 @@ class Watched:
     opened_at: float = 0.0
     deposits: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     """(replica, epoch) -> blocks, of the open round"""
+    whole: set[str] = field(default_factory=set)
+    """Replicas that have contributed all of it."""
     quorum_at: float | None = None
     assigned: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """place -> term, round, epoch"""
@@ -193,6 +195,9 @@ class Invariants:
             raise Violation(5, f"{event} was acted on, though its term or its epoch is over")
         if isinstance(event, e.Deposited) and before is None:
             self._note_deposit(watched, event, effects, host)
+        if coordinator.open is not None and coordinator.open.number == watched.number and watched.quorum_at is None:
+            needed = coordinator.rules.needed_of(coordinator.open.taking_part | watched.whole)
+            watched.quorum_at = host.now if len(watched.whole) >= needed else None
         if isinstance(event, e.Left):
             watched.ended[event.place] = max(event.term, watched.ended.get(event.place, 0))
         for effect in effects:
@@ -204,7 +209,7 @@ class Invariants:
     def _opened(self, watched: Watched, host: Host) -> None:
         assert host.coordinator.open is not None
         watched.number, watched.opened_at = host.coordinator.open.number, host.now
-        watched.deposits, watched.quorum_at = {}, None
+        watched.deposits, watched.whole, watched.quorum_at = {}, set(), None
         watched.trains, watched.in_step = {}, set(host.coordinator.open.taking_part)
         for place, (_, round_, _) in watched.assigned.items():
             if round_ == watched.number:
@@ -217,8 +222,7 @@ class Invariants:
         watched.trains.setdefault(rules.places[event.place], set()).add(event.place)
         watched.deposits.setdefault((rules.places[event.place], event.epoch), set()).add(event.block)
         whole = {one for (one, _), blocks in watched.deposits.items() if blocks >= rules.blocks_of(one)}
-        if watched.quorum_at is None and len(whole) >= rules.needed:
-            watched.quorum_at = host.now
+        watched.whole = whole
 
     def _look_at(self, host: Host, watched: Watched, event: e.Event, effect: e.Effect) -> None:
         places = host.coordinator.rules.places
@@ -291,7 +295,7 @@ class Invariants:
             for name, places in watched.trains.items()
             if len(places) == len(self._world.places_of[name]) and coordinator.replicas[name].alive
         }
-        if len(others - {replica.name}) >= rules.needed:
+        if len(others - {replica.name}) >= rules.needed_of(others - {replica.name}):
             raise Violation(6, f"{replica.name} begins round {effect.round} long after the others")
 
     def _require_reason(self, host: Host, watched: Watched, event: e.Event, effect: e.Fenced) -> None:

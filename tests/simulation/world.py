@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from simulation.dice import Faults, draw_faults, draw_rules
+from simulation.dice import Faults, draw_faults, draw_optional, draw_rules
 from simulation.faults import FaultInjector
 from simulation.host import Host
 from simulation.invariants import Invariants
@@ -55,7 +55,7 @@ class World:
         self.seed, self.rounds, self.tells = seed, rounds, tells
         self.dice = Random(seed)
         self.timeline = Timeline()
-        self.rules = draw_rules(self.dice)
+        self.rules = draw_optional(Random(f"{seed}: who comes and goes"), draw_rules(self.dice))
         drawn = draw_faults(self.dice)
         self.faults = drawn if faults is None else faults
         self.states_every = self.dice.choice((1, 1, 2, 3))
@@ -125,7 +125,7 @@ class World:
             raise Violation(6, f"the run is over, and {left} do not end")
         if self.injector.is_over:
             raise Violation(6, f"nothing goes wrong any more, and the round does not close with {there}")
-        if len(there) >= self.rules.needed and self._are_hosts_well():
+        if len(there) >= self.rules.needed_of(there) and self._are_hosts_well():
             raise Violation(6, f"{there} are there, and the round does not close")
 
     def _are_hosts_well(self) -> bool:
