@@ -26,7 +26,8 @@ from torch.distributed import TCPStore
 
 from hetero_pp.program.launch.crew import PRELOADED
 
-LAUNCHERS = ["hetero_pp.program.launch.command"]
+LAUNCHERS = ["hetero_pp.program.launch.command", "torch.utils.tensorboard", "matplotlib.figure"]
+"""What a launcher imports besides, at once and as it records and draws."""
 
 
 class Started:

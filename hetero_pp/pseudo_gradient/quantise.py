@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -140,9 +141,15 @@ def magnitudes_of(
 
 def dequantise_signs(codes: Tensor, magnitudes: Tensor, base: int, kept: Kept) -> Tensor:
     """The magnitude of its chunk with each sign [n], fp32, the same bits on every device."""
-    octaves = ((step / STEPS_PER_OCTAVE) + base - OCTAVES_BELOW_BASE for step in range(1, 256))
-    table = torch.tensor([0.0, *(2.0**octave for octave in octaves)], device=codes.device)
+    table = _table(base, codes.device)
     of_chunks = table.index_select(0, magnitudes.int()).split([chunks for chunks, _ in kept])
     parts = [part[:, None].expand(shape).reshape(-1) for part, shape in zip(of_chunks, kept, strict=True)]
     each = parts[0] if len(parts) == 1 else torch.cat([table[:0], *parts])
     return torch.where(codes.view(torch.bool), -each, each)
+
+
+@lru_cache(maxsize=256)  # tensors of a run have few bases, and a table takes longer than a small tensor's values
+def _table(base: int, device: torch.device) -> Tensor:
+    """What each byte of a chunk's magnitude stands for [256], fp32."""
+    octaves = ((step / STEPS_PER_OCTAVE) + base - OCTAVES_BELOW_BASE for step in range(1, 256))
+    return torch.tensor([0.0, *(2.0**octave for octave in octaves)], device=device)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catalogs import SHIPPED
 from ruamel.yaml import YAML
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from hetero_pp.program.chaos.file import read_chaos
 from hetero_pp.program.cli import app
-from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.definition import Experiment, Scale
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
@@ -298,7 +298,7 @@ def test_every_yaml_is_valid(block: Block, tmp_path: Path) -> None:
     path.write_text(block.text)
     if "baseline" in content:
         experiment = Experiment.model_validate(content)
-        setting = Setting(Catalog(ROOT / "configs" / "experiments").scale("micro"), experiment)
+        setting = Setting(SHIPPED.scale("micro"), experiment)
         assert all(setting.config(row) for row in experiment.rows)
     elif "base" in content:
         assert Scale.model_validate(content)

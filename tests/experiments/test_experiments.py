@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catalogs import SHIPPED
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.experiments.catalog import Catalog
@@ -24,18 +25,16 @@ from hetero_pp.topology import ParticipantsReplica
 Reproduce = Callable[..., tuple[int, str, str]]
 """Of conftest.py."""
 
-FOLDER = Path(__file__).parents[2] / "configs" / "experiments"
-CATALOG = Catalog(FOLDER)
-ANYWHERE = [experiment for experiment in CATALOG.experiments.values() if experiment.scale is None]
+ANYWHERE = [experiment for experiment in SHIPPED.experiments.values() if experiment.scale is None]
 NAMES = [f"het-pp/table{name}" for name in ("1", "2", "3", "4", "5a", "5b", "5c", "5d", "7", "8")]
 
 
 def test_the_tables_are_there() -> None:
-    assert {*NAMES, "het-pp/alpha", "beyond/rank_for_bits"} <= set(CATALOG.experiments)
-    assert set(CATALOG.scales) == {"micro", "ladder", "small", "paper"}
+    assert {*NAMES, "het-pp/alpha", "beyond/rank_for_bits"} <= set(SHIPPED.experiments)
+    assert set(SHIPPED.scales) == {"micro", "ladder", "small", "paper"}
 
 
-@pytest.mark.parametrize("scale", CATALOG.scales.values(), ids=lambda scale: scale.name)
+@pytest.mark.parametrize("scale", SHIPPED.scales.values(), ids=lambda scale: scale.name)
 @pytest.mark.parametrize("experiment", ANYWHERE, ids=lambda experiment: experiment.name)
 def test_every_row_validates_at_every_scale(experiment: Experiment, scale: Scale) -> None:
     setting = Setting(scale, experiment)
@@ -52,13 +51,13 @@ def test_every_row_validates_at_every_scale(experiment: Experiment, scale: Scale
 
 
 def test_shares_of_replicas_are_what_they_say_at_every_scale() -> None:
-    alpha = CATALOG.experiment("het-pp/alpha")
+    alpha = SHIPPED.experiment("het-pp/alpha")
     for scale, per_quarter in (("micro", 1), ("small", 2), ("paper", 2)):
-        setting = Setting(CATALOG.scale(scale), alpha)
+        setting = Setting(SHIPPED.scale(scale), alpha)
         kinds = [[replica.kind for replica in setting.config(row).replicas] for row in alpha.rows]
         assert [row.count("participants") for row in kinds] == [0, per_quarter, *(n * per_quarter for n in (2, 3, 4))]
     two = alpha.model_copy(update={"rows": [Row(name="a", compressed=0.25, rank=4, replicas=2)]})
-    reason = Setting(CATALOG.scale("micro"), two).not_representable(two.rows[0])
+    reason = Setting(SHIPPED.scale("micro"), two).not_representable(two.rows[0])
     assert reason == "not representable: 0.25 of 2 replicas"
 
 
@@ -66,8 +65,8 @@ def test_the_papers_models_are_those_of_its_table_9() -> None:
     """Learning rates, sequence lengths, tokens and M of 512M, 178M and 1B, and of the AdamW baseline."""
     found = {}
     for name in ("table1", "table1_178m", "table7", "table4"):
-        experiment = CATALOG.experiment(f"het-pp/{name}")
-        config = Setting(CATALOG.scale("paper"), experiment).config(experiment.rows[0])
+        experiment = SHIPPED.experiment(f"het-pp/{name}")
+        config = Setting(SHIPPED.scale("paper"), experiment).config(experiment.rows[0])
         tokens = config.outer.rounds * (config.inner.steps or 0) * config.data.sequence_length
         tokens *= sum(replica.batch_size for replica in config.replicas)
         length, rate = config.data.sequence_length, config.inner.learning_rate
@@ -177,7 +176,7 @@ def test_tables(tmp_path: Path) -> None:
         "all": {seed: _outcome(loss) | {"bias": [(1, 0.2), (2, 0.4)]} for seed, loss in ((1, 4.4), (2, 4.62))},
         "bad": {1: _outcome(7.0, diverged=True)},
     }
-    result = result_of(Setting(CATALOG.scale("micro"), experiment), None, outcomes)
+    result = result_of(Setting(SHIPPED.scale("micro"), experiment), None, outcomes)
     rows = {row["name"]: row for row in result["rows"]}
     assert rows["all"]["ours"]["mean"] == pytest.approx(4.51)
     assert rows["all"]["ours"]["spread"] == pytest.approx(0.15556, abs=1e-4)

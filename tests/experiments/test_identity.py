@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from catalogs import SHIPPED
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.model import PRESETS
-from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Experiment, Row
 from hetero_pp.program.experiments.jobs import Job, key_of, make_job
@@ -23,8 +23,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.settings import NotPartOf, meaning
 
 ROOT = Path(__file__).parents[2]
-CATALOG = Catalog(ROOT / "configs" / "experiments")
-MICRO = CATALOG.scale("micro")
+MICRO = SHIPPED.scale("micro")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -167,11 +166,11 @@ def test_kept_rows_are_known_by_what_they_say(scale: str) -> None:
         assert outcome["settings"]["seed"] == outcome["seed"]
 
 
-@pytest.mark.parametrize("name", sorted(CATALOG.experiments))
+@pytest.mark.parametrize("name", sorted(SHIPPED.experiments))
 def test_tables_are_made_of_rows_that_are_kept(name: str) -> None:
     """Each loss in a table is the last one of a kept row, found by the key that its row has today."""
-    experiment = CATALOG.experiment(name)
-    scale = CATALOG.scale(experiment.scale or "micro")
+    experiment = SHIPPED.experiment(name)
+    scale = SHIPPED.scale(experiment.scale or "micro")
     table = json.loads((RESULTS / scale.name / f"{name}.json").read_text())
     setting = Setting(scale, experiment)
     tokens = _corpus(table["corpus"]["sha256"], table["corpus"]["name"])

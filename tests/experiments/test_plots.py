@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from catalogs import SHIPPED
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from hetero_pp.program.experiments.axis import Place, lay_out, places_of
-from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.definition import Experiment, Row
 from hetero_pp.program.experiments.plots import draw
 from hetero_pp.program.experiments.report import result_of
@@ -24,7 +24,7 @@ from hetero_pp.program.experiments.rows import Setting
 Known = Callable[..., dict[str, Any]]
 """Of conftest.py."""
 
-MICRO = Catalog(Path(__file__).parents[2] / "configs" / "experiments").scale("micro")
+MICRO = SHIPPED.scale("micro")
 RANKS = [2, 4, 6, 8, 14, 15, 16, 24, 30, 40, 60, 62]
 
 

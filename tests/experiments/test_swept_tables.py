@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from catalogs import SHIPPED
 from matplotlib.figure import Figure
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.definition import Experiment, Row
 from hetero_pp.program.experiments.markdown import markdown
 from hetero_pp.program.experiments.plots import draw
@@ -21,12 +21,11 @@ from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.sweep import swept
 from hetero_pp.topology import ParticipantsReplica
 
-CATALOG = Catalog(Path(__file__).parents[2] / "configs" / "experiments")
-MICRO = CATALOG.scale("micro")
+MICRO = SHIPPED.scale("micro")
 
 
 def _swept(*sweeps: str, experiment: str = "het-pp/table3") -> Setting:
-    return swept(Setting(MICRO, CATALOG.experiment(experiment)), sweeps)
+    return swept(Setting(MICRO, SHIPPED.experiment(experiment)), sweeps)
 
 
 def _baselines(setting: Setting) -> dict[str, str]:
@@ -141,7 +140,7 @@ def test_a_sweep_that_means_nothing_is_one_line(sweeps: list[str], words: str) -
 
 
 def test_of_all_tables_those_that_a_sweep_does_not_change_are_told() -> None:
-    settings, broken = Request(CATALOG, sweeps=["rank=4,16"]).settings()
+    settings, broken = Request(SHIPPED, sweeps=["rank=4,16"]).settings()
     assert {"het-pp/table7-sweep-rank=4,16", "het-pp/table1-sweep-rank=4,16"} <= {
         one.experiment.name for one in settings
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from catalogs import SHIPPED
 from matplotlib.figure import Figure
 from scipy.stats import t as students_t
 
@@ -31,7 +32,7 @@ from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.verdict import ONE_SEED_NOISE, interval_of, judge
 from hetero_pp.run.folder import CACHE
 
-MICRO = Catalog(Path(__file__).parents[2] / "configs" / "experiments").scale("micro")
+MICRO = SHIPPED.scale("micro")
 
 LOSSES: dict[str, dict[int, float]] = {
     "few": {9: 9.0, 2: 3.3, 1: 2.5},

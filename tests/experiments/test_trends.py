@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from catalogs import SHIPPED
 from scipy.stats import linregress
 from scipy.stats import t as students_t
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.program.experiments.catalog import Catalog
 from hetero_pp.program.experiments.definition import Experiment, Row, Trend
 from hetero_pp.program.experiments.markdown import markdown
 from hetero_pp.program.experiments.plots import draw
@@ -21,7 +21,6 @@ from hetero_pp.program.experiments.report import result_of
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.trends import PowerLaw, fit
 
-CATALOG = Catalog(Path(__file__).parents[2] / "configs" / "experiments")
 POINTS = [(64.0, 9.1), (64.0, 8.8), (128.0, 7.2), (128.0, 7.9), (192.0, 6.9), (256.0, 5.1)]
 
 
@@ -84,7 +83,7 @@ def _ladder(trend: Trend) -> Setting:
         for kind in ("none", "half")
     ]
     experiment = Experiment(name="t", title="t", baseline="64, none", rows=rows, trends=[trend])
-    return Setting(CATALOG.scale("ladder"), experiment)
+    return Setting(SHIPPED.scale("ladder"), experiment)
 
 
 def _outcome(loss: float) -> dict[str, Any]:
@@ -129,7 +128,7 @@ def test_a_ladder_of_which_nothing_was_trained_has_a_table(tmp_path: Path) -> No
 
 def test_a_size_that_the_scale_does_not_have_is_told() -> None:
     row = Row(name="a", size="65")
-    setting = Setting(CATALOG.scale("ladder"), Experiment(name="t", title="t", baseline="a", rows=[row]))
+    setting = Setting(SHIPPED.scale("ladder"), Experiment(name="t", title="t", baseline="a", rows=[row]))
     with pytest.raises(ConfigError, match="found `65`, expected one of ladder's: 64, 128, 192, 256"):
         setting.config(row)
 
@@ -140,7 +139,7 @@ def test_a_trend_of_a_row_that_is_not_there_is_told() -> None:
 
 
 def test_the_ladder_has_tokens_in_proportion_to_parameters() -> None:
-    setting = Setting(CATALOG.scale("ladder"), CATALOG.experiment("beyond/ladder"))
+    setting = Setting(SHIPPED.scale("ladder"), SHIPPED.experiment("beyond/ladder"))
     ratios = []
     for row in setting.experiment.rows:
         config = setting.config(row)

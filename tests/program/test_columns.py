@@ -16,9 +16,11 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from hetero_pp.data.settings import DataSettings
 from hetero_pp.links import DIRECTIONS
 from hetero_pp.program import plan, simulate
 from hetero_pp.program.cli import app
+from hetero_pp.program.experiments import listing, supply
 from hetero_pp.program.experiments.report import print_result
 from hetero_pp.program.report.folding import fold, fold_names
 from hetero_pp.program.report.output import WIDTH_OF_FILES, say, tell
@@ -64,13 +66,13 @@ def _require_fit(*arguments: str) -> None:
 
 @pytest.fixture
 def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed at several widths is predicted, or planned, once."""
+    """What is printed at several widths is predicted, planned or estimated once."""
     known: dict[str, Any] = {}
 
     def remember(module: ModuleType, name: str) -> None:
         compute = getattr(module, name)
 
-        def remembered(of: RunSpec | RunConfig, *rest: Any) -> Any:
+        def remembered(of: RunSpec | RunConfig | DataSettings, *rest: Any) -> Any:
             config = of.config if isinstance(of, RunSpec) else of
             key = name + config.model_dump_json()
             if key not in known:
@@ -81,6 +83,8 @@ def computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     remember(simulate, "predict")
     remember(plan, "search")
+    remember(listing, "contribution_bytes")
+    remember(supply, "estimate_tokens")
 
 
 @pytest.mark.usefixtures("computed_once")
@@ -120,10 +124,12 @@ def test_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _require_fit("plan", str(CONFIGS / "plan" / "unequal.yaml"), "--write", "plan.yaml")
 
 
+@pytest.mark.usefixtures("computed_once")
 def test_the_list_of_experiments() -> None:
     _require_fit("reproduce", "--list", "--experiments", str(CONFIGS / "experiments"))
 
 
+@pytest.mark.usefixtures("computed_once")
 @pytest.mark.parametrize("name", ["het-pp/table1", "het-pp/table2"])
 def test_what_an_experiment_would_cost(name: str) -> None:
     _require_fit("reproduce", name, "--dry-run", "--experiments", str(CONFIGS / "experiments"))

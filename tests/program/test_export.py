@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers  # whose classes take seconds to import: not named here, but where they are used
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hetero_pp.data.settings import DataSettings
@@ -86,8 +86,8 @@ def tokens() -> Tensor:
 
 
 def test_transformers_has_the_same_logits(model: Transformer, tokens: Tensor, tmp_path: Path) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(_export(model, tmp_path / "out"))
-    assert isinstance(theirs, LlamaForCausalLM)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(_export(model, tmp_path / "out"))
+    assert isinstance(theirs, transformers.LlamaForCausalLM)
     assert theirs.dtype == torch.float32
     with torch.no_grad():
         found = theirs(tokens).logits
@@ -110,7 +110,7 @@ def test_what_was_written_is_read_to_the_bit(model: Transformer, tmp_path: Path)
 
 def test_bf16_is_the_rounded_parameter(model: Transformer, tmp_path: Path) -> None:
     folder = _export(model, tmp_path / "out", "bf16")
-    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
     for name, parameter in read_parameters(folder, _shapes()).items():
         assert torch.equal(parameter, _parameters(model)[name].bfloat16().float()), name
 
@@ -123,7 +123,7 @@ def test_shards_have_an_index_that_transformers_follows(model: Transformer, toke
     assert len(files) > 2
     assert size == sum(tensor.numel() * 4 for file in files for tensor in load_file(file).values())
     assert all(sum(t.numel() * 4 for t in load_file(file).values()) <= 60_000 for file in files)
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, _logits(model, tokens), rtol=0, atol=1e-5)
     read = read_parameters(folder, _shapes())
@@ -146,7 +146,7 @@ def test_rows_change_places_within_each_head() -> None:
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}, {"tie_word_embeddings": True}], ids=str)
 def test_checkpoints_of_transformers_are_read(changes: dict[str, Any], tokens: Tensor, tmp_path: Path) -> None:
     torch.manual_seed(3)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=48,
         num_hidden_layers=2,
         num_attention_heads=6,
@@ -156,7 +156,7 @@ def test_checkpoints_of_transformers_are_read(changes: dict[str, Any], tokens: T
         rope_parameters={"rope_type": "default", "rope_theta": 700.0},
         **changes,
     )
-    theirs = LlamaForCausalLM(config).eval()
+    theirs = transformers.LlamaForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path)
     architecture = read_architecture(tmp_path)
     assert (architecture.shape.rope_theta, architecture.shape.norm_epsilon) == (700.0, 1e-6)
@@ -227,7 +227,7 @@ def test_the_byte_tokenizer_is_the_same_everywhere(tmp_path: Path) -> None:
     ours, file, theirs = (
         ByteTokenizer(),
         FileTokenizer(tmp_path / "tokenizer.json"),
-        AutoTokenizer.from_pretrained(tmp_path),
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
     )
     assert (separator, file.separator, file.vocabulary) == (ours.separator, ours.separator, ours.vocabulary)
     assert (theirs.eos_token_id, theirs.bos_token_id, len(theirs)) == (0, 0, 256)
@@ -258,7 +258,7 @@ def test_a_tokenizer_of_the_user_is_copied(end: str | None, tmp_path: Path) -> N
         (own / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "model_max_length": 77}))
     before = load_tokenizer(DataSettings(tokenizer=str(own)))
     separator = write_tokenizer(DataSettings(tokenizer=str(own / "tokenizer.json")), copied)
-    after, theirs = FileTokenizer(copied / "tokenizer.json"), AutoTokenizer.from_pretrained(copied)
+    after, theirs = FileTokenizer(copied / "tokenizer.json"), transformers.AutoTokenizer.from_pretrained(copied)
     assert separator == before.separator == after.separator == theirs.eos_token_id
     assert before.vocabulary == after.vocabulary == len(theirs)
     is_same = (own / "tokenizer.json").read_bytes() == (copied / "tokenizer.json").read_bytes()

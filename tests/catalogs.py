@@ -1,0 +1,9 @@
+"""The shipped tables and scales, read once for all tests: reading them takes about as long as importing PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hetero_pp.program.experiments.catalog import Catalog
+
+SHIPPED = Catalog(Path(__file__).parents[1] / "configs" / "experiments")
