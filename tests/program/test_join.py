@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 from members import TIMEOUT
 from started import Started, run_program, start_program
 
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import invite, revoke, seconds_of
@@ -77,8 +80,8 @@ class Run:
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.strip()
 
-    def join(self, host: str, ticket: str) -> None:
-        own = ["--data", str(self.corpus)]
+    def join(self, host: str, ticket: str, data: Path | None = None) -> None:
+        own = ["--data", str(data or self.corpus)]
         self.processes[host] = start_program("join", ticket, *own, "--runs", str(self.runs(host)))
 
     def wait(self, host: str, seconds: float = 150) -> tuple[int, str, str]:
@@ -88,11 +91,19 @@ class Run:
 
     def wait_for(self, event: str) -> None:
         """Until the exchange has told it."""
-        metrics = self.runs("exchange") / "homes" / "metrics.jsonl"
-        while not (metrics.exists() and event in metrics.read_text()):
+        while event not in self.metrics():
             with suppress(subprocess.TimeoutExpired):
                 self.processes["exchange"].wait(0.1)
                 pytest.fail(str(self.processes["exchange"].communicate()))
+
+    def metrics(self) -> str:
+        """All that the exchange has told so far."""
+        path = self.runs("exchange") / "homes" / "metrics.jsonl"
+        return path.read_text() if path.exists() else ""
+
+    def data(self, corpus: Path) -> DataSettings:
+        """The run's, of a text."""
+        return ConfigFile(self.folder / "run.yaml").config.data.model_copy(update={"corpus": str(corpus)})
 
     def summary(self, host: str = "exchange") -> dict:
         return json.loads((self.runs(host) / "homes" / "summary.json").read_text())
@@ -177,6 +188,30 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     run.serve("--resume")  # and its members are let in by what they were given before
     run.wait_for('"event": "begun"')
     assert run.processes["home.0"].poll() is None
+
+
+@pytest.mark.starts_processes
+def test_another_text_than_the_runs_is_refused_in_one_line(runs: list[Run], tmp_path: Path, corpus: Path) -> None:
+    """Before anything is trained; and its place is free again."""
+    run = Run(tmp_path, corpus, 3)
+    runs.append(run)
+    run.serve()
+    tickets = {place: run.invite("--place", place) for place in PLACES}
+    run.join("dc", tickets["dc"])
+    run.wait_for('"member": "dc", "event": "joined"')
+    other = tmp_path / "other"
+    shutil.copytree(corpus, other)
+    (other / "one more.txt").write_text("that nobody else has")
+    mine, own = (prepare_tokens(run.data(path), tmp_path / "tokens").digest[:12] for path in (other, corpus))
+    run.join("home.0", tickets["home.0"], data=other)
+    code, said, errors = run.wait("home.0")
+    found = f"found tokens whose sha256 begins with {mine}, expected {own}, as dc told"
+    assert (code, errors) == (2, f"hetero-pp: home.0: reads another text than the run: {found}\n")
+    assert said.endswith("homes: home.0 was given back\n")
+    assert '"member": "home.0", "event": "joined"' not in run.metrics()
+    for place in PLACES[1:]:
+        run.join(place, tickets[place])
+    assert [run.wait(place)[0] for place in PLACES] == [0, 0, 0]
 
 
 def _held(run: Run) -> dict[str, bool]:
