@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches
-from hetero_pp.data.sources import open_source
+from hetero_pp.data.sources import Source
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.model import build_filled
 from hetero_pp.run.batches import replica_batches
@@ -43,19 +42,23 @@ RECEIVE_TIMEOUT = 600.0
 
 
 def build_member(
-    spec: RunSpec, member: MemberSpec, start: Start, ends: LinkEnds, cache: Path, ranks: Ranks
+    spec: RunSpec, member: MemberSpec, start: Start, ends: LinkEnds, source: Source | None, ranks: Ranks
 ) -> TrainingMember:
-    """What trains in a member, from what the run starts with. Raises ConfigError for a corpus that cannot be read."""
+    """What trains in a member, from what the run starts with. `source`: if it reads the corpus.
+
+    Raises ConfigError for a corpus that is too small.
+    """
     if isinstance(member.replica, DatacenterReplica):
-        return _build_datacenter(spec, member, member.replica, start, cache, ranks)
-    return _build_stage(spec, member, member.replica, start, ends, cache)
+        return _build_datacenter(spec, member, member.replica, start, source, ranks)
+    return _build_stage(spec, member, member.replica, start, ends, source)
 
 
 def _build_datacenter(
-    spec: RunSpec, member: MemberSpec, replica: DatacenterReplica, start: Start, cache: Path, ranks: Ranks
+    spec: RunSpec, member: MemberSpec, replica: DatacenterReplica, start: Start, source: Source | None, ranks: Ranks
 ) -> DatacenterMember:
+    assert source is not None
     config = spec.config
-    batches, validation = replica_batches(spec, member, open_source(config.data, cache))
+    batches, validation = replica_batches(spec, member, source)
     engine = build_engine(replica, spec.shape, start.parameters, config.inner, spec.total_steps, ranks)
     if isinstance(engine, PlainEngine):
         engine.whole.optimizer.defers = config.outer.source == "gradient"
@@ -63,7 +66,7 @@ def _build_datacenter(
 
 
 def _build_stage(
-    spec: RunSpec, member: MemberSpec, replica: ParticipantsReplica, start: Start, ends: LinkEnds, cache: Path
+    spec: RunSpec, member: MemberSpec, replica: ParticipantsReplica, start: Start, ends: LinkEnds, source: Source | None
 ) -> StageMember:
     assert member.stage is not None
     config = spec.config
@@ -71,7 +74,8 @@ def _build_stage(
     batches: Batches | None = None
     validation: list[Tensor] = []
     if member.stage.is_first:
-        batches, validation = replica_batches(spec, member, open_source(config.data, cache))
+        assert source is not None
+        batches, validation = replica_batches(spec, member, source)
     stage = build_stage(spec, replica, member.stage, start)
     stage.optimizer.defers = config.outer.source == "gradient"
     settings = WorkerSettings(

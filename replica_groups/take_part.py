@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from hetero_pp.data.sources import Source, open_source, tokens_digest
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shaping import MonotonicClock
@@ -88,7 +89,8 @@ def take_part(
     exchange: ExchangeService = (
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
-    run = exchange.agree(member.name, spec.agreed)
+    source = open_source(config.data, folder.cache) if member.reads_data else None
+    run = exchange.agree(member.name, spec.agreed, tokens_digest(source))
     copies = _copies(config, folder, member) if ranks.is_first else None
     states = SavedStates(folder.state(member.name), run, config.states_every, ranks, copies)
     available, address = states.find(), connections.listen()
@@ -98,7 +100,7 @@ def take_part(
         spec = spec.with_changes(exchange.changes())
         if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
             ranks = Ranks(device=device_of(member.replica))
-        trainer, outer, holds = _build(spec, run, member, exchange, folder, ranks, faults)
+        trainer, outer, holds = _build(spec, run, member, exchange, source, ranks, faults)
         states = replace(states, every=spec.latest.states_every)
         length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
         steps = StepsTaken(member.replica.name, config.inner.steps)
@@ -131,7 +133,7 @@ def _build(
     run: str,
     member: MemberSpec,
     exchange: ExchangeService,
-    folder: RunFolder,
+    source: Source | None,
     ranks: Ranks,
     faults: Faults,
 ) -> tuple[TrainingMember, OuterRound, int]:
@@ -141,7 +143,7 @@ def _build(
     round_, names = exchange.newest_snapshot()
     tensors = exchange.snapshot([*held, *basis, *momentum_of(names, held)], round_)
     start = Start({name: tensors[name] for name in held}, tensors.get(BASIS))
-    trainer = build_member(spec, member, start, LinkEnds(), folder.cache, ranks)
+    trainer = build_member(spec, member, start, LinkEnds(), source, ranks)
     outer = OuterRound(
         run,
         member.name,

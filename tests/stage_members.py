@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hetero_pp.data.sources import open_source
 from hetero_pp.errors import LinkClosed
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.links import LinkSpec, stage_link_name
@@ -72,7 +73,8 @@ class StageMembers:
         for one, own in zip(spec.members.values(), ends, strict=True):
             names = [*one.owned, *([EMBEDDING] if one.follows_embedding else [])]
             start = Start({name: snapshot.parameters[name] for name in names}, snapshot.basis)
-            member = build_member(spec, one, start, own, cache, ALONE)
+            source = open_source(spec.config.data, cache) if one.reads_data else None
+            member = build_member(spec, one, start, own, source, ALONE)
             assert isinstance(member, StageMember)
             self.members.append(member)
             settings = spec.config.outer

@@ -125,6 +125,11 @@ class StreamedCorpus:
 Source = TokenStore | StreamedCorpus
 
 
+def tokens_digest(source: Source | None) -> str:
+    """By which hosts tell whether they read the same: see TokenStore. Empty for nothing, and for what is streamed."""
+    return source.digest if isinstance(source, TokenStore) else ""
+
+
 def open_source(settings: DataSettings, cache: Path, on_progress: OnProgress = untold) -> Source:
     """What `data.corpus` names: opened where it is streamed, else encoded into `cache` unless that was done before."""
     if settings.streamed is None:

@@ -269,10 +269,12 @@ class RoundRecord(_message.Message):
     def __init__(self, round: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[ContributionEntry, _Mapping]]] = ..., sha256: _Optional[bytes] = ..., late: _Optional[_Iterable[str]] = ..., left_out: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AgreeRequest(_message.Message):
-    __slots__ = ("configuration",)
+    __slots__ = ("configuration", "tokens")
     CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     configuration: str
-    def __init__(self, configuration: _Optional[str] = ...) -> None: ...
+    tokens: str
+    def __init__(self, configuration: _Optional[str] = ..., tokens: _Optional[str] = ...) -> None: ...
 
 class AgreeReply(_message.Message):
     __slots__ = ("run",)

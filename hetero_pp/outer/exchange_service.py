@@ -63,10 +63,12 @@ class ExchangeService(Protocol):
     TermOver (somebody else may hold this member's place: it has to join again).
     """
 
-    def agree(self, member: str, configuration: str) -> str:
+    def agree(self, member: str, configuration: str, tokens: str = "") -> str:
         """Which run this is, for a member whose configuration is `configuration` (RunSpec.agreed).
 
-        Refused, with the keys that differ, if it is not of this run.
+        `tokens`: the digest of those that the member reads (TokenStore.digest); empty if it reads none, or a stream.
+
+        Refused, with the keys that differ, if it is not of this run; and if others of it read other tokens.
         """
 
     def join(

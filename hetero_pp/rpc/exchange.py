@@ -83,7 +83,7 @@ class WatchedExchange(Protocol):
     run: str
     roster: Roster
 
-    def agree(self, member: str, configuration: str) -> str: ...
+    def agree(self, member: str, configuration: str, tokens: str) -> str: ...
 
     def join(
         self, member: str, address: str, available: AvailableStates, process: str | None, is_asked: IsAsked
@@ -263,7 +263,7 @@ class _Servicer(ExchangeServicer):
             yield frame
 
     def Agree(self, request: pb.AgreeRequest, context: grpc.ServicerContext) -> pb.AgreeReply:
-        return pb.AgreeReply(run=self.exchange.agree(self._member(context), request.configuration))
+        return pb.AgreeReply(run=self.exchange.agree(self._member(context), request.configuration, request.tokens))
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         if request.version != PROTOCOL_VERSION:

@@ -106,12 +106,13 @@ class ExchangeClient:
             self._stay.cancel()
         self._wires.close()
 
-    def agree(self, member: str, configuration: str) -> str:
+    def agree(self, member: str, configuration: str, tokens: str = "") -> str:
         """See ExchangeService. Waits for the exchange to come up; the run is named in every later call.
 
         Raises LinkTimeout if it does not come up in time.
         """
-        self._run = self._ask(lambda calls: calls.Agree, pb.AgreeRequest(configuration=configuration), wait=True).run
+        request = pb.AgreeRequest(configuration=configuration, tokens=tokens)
+        self._run = self._ask(lambda calls: calls.Agree, request, wait=True).run
         return self._run
 
     @property

@@ -47,6 +47,11 @@ class RunFolder:
         """Who was invited, and who holds a place by that: on the exchange's host."""
         return self.path / "authority" / "members.sqlite"
 
+    @property
+    def text(self) -> Path:
+        """Which text the run is trained on, as the first that reads it told the exchange."""
+        return self.path / "text"
+
     def identity(self, ticket: str) -> Path:
         """What a host was given for a ticket."""
         return self.path / "identity" / ticket

@@ -33,9 +33,9 @@ class CollectiveExchange:
         self._deferred: HeteroPPError | None = None
         """What went wrong with a deposit, of which the other ranks do not know yet."""
 
-    def agree(self, member: str, configuration: str) -> str:
-        """See ExchangeService. All ranks were started with one configuration."""
-        return self._ask(lambda exchange: exchange.agree(member, configuration).encode()).decode()
+    def agree(self, member: str, configuration: str, tokens: str = "") -> str:
+        """See ExchangeService. All ranks were started with one configuration, and read one text."""
+        return self._ask(lambda exchange: exchange.agree(member, configuration, tokens).encode()).decode()
 
     def join(
         self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -54,6 +55,7 @@ from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.restart import newest_sound
 from replica_groups.exchange.standing import reports_of
+from replica_groups.exchange.text import Text, is_digest
 from replica_groups.exchange.uploads import download_url
 from replica_groups.exchange.watchers import Watchers
 from replica_groups.protocol import events as e
@@ -82,12 +84,14 @@ class Exchange:
         goes_on: bool = False,
         tokens_a_step: Mapping[str, int] | None = None,
         magnitudes: MagnitudeSettings | None = None,
+        text: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without a snapshot members can join, but nothing else can be asked until `begin` brings one.
 
         Without an agreement members are not asked what they were started with. `goes_on`: another process was this
-        run's exchange a moment ago, and members may be there still.
+        run's exchange a moment ago, and members may be there still. `text`: the file that says which text it is
+        trained on.
         """
         self.run = run
         self.roster = roster
@@ -100,6 +104,11 @@ class Exchange:
         self.coordinator = self.decisions.coordinator
         self._deposits = Deposits(run, roster, settings.compression, self.decisions, self._refused)
         self._agreement = agreement
+        self._text = Text(text, self._is_there, lambda: self.coordinator.last_round > 0)
+        self._tokens: dict[str, str] = {}
+        """Of members that read a text, the digest that they have told."""
+        self._taking = threading.Lock()
+        """Of such members one after the other takes its place."""
         self._goes_on = goes_on
         self._terms_before = {name: place.term for name, place in self.coordinator.places.items() if place.term}
         self._rounds = settings.rounds
@@ -286,7 +295,7 @@ class Exchange:
 
     # ---- members ----
 
-    def agree(self, member: str, configuration: str) -> str:
+    def agree(self, member: str, configuration: str, tokens: str = "") -> str:
         """See ExchangeService."""
         self._expect_member(member)
         try:
@@ -298,7 +307,22 @@ class Exchange:
         complaint = "" if self._agreement is None else self._agreement.complaint(told)
         if complaint:
             raise self._refused(member, f"was started with another configuration than the exchange: {complaint}")
+        if tokens and not is_digest(tokens):
+            raise self._refused(member, "a digest of tokens that is none", Kind.MALFORMED)
+        with self._taking:
+            self._tokens[member] = tokens
+            self._require_same_text(member)
         return self.run
+
+    def _require_same_text(self, member: str) -> None:
+        """Raise Refused for a member that reads another text than the run's."""
+        tokens = self._tokens.get(member)
+        if tokens and (complaint := self._text.complaint(member, tokens)):
+            raise self._refused(member, complaint)
+
+    def _is_there(self, member: str) -> bool:
+        """Whether somebody holds a place."""
+        return member in self.coordinator.places and self.coordinator.places[member].held
 
     def join(
         self,
@@ -311,9 +335,13 @@ class Exchange:
         """See ExchangeService. A second process under one name is refused."""
         self._expect_member(member)
         process = process or secrets.token_hex(8)
-        for answer in self.decisions.tell(e.Applied(member, process)):
-            if isinstance(answer, e.Refused):
-                raise self._refused(member, answer.reason)
+        with self._taking:
+            self._require_same_text(member)
+            for answer in self.decisions.tell(e.Applied(member, process)):
+                if isinstance(answer, e.Refused):
+                    raise self._refused(member, answer.reason)
+            if tokens := self._tokens.get(member):
+                self._text.note(member, tokens)
         term = self.decisions.wait_for_term(member, process, is_asked)
         with self._changed:
             self._addresses[member] = address

@@ -55,6 +55,7 @@ def make_exchange(
         goes_on=goes_on,
         tokens_a_step=tokens_a_step(spec),
         magnitudes=spec.config.exchange.magnitudes,
+        text=folder.text,
     )
 
 

@@ -32,9 +32,9 @@ class ShapedExchange:
         self.forward = Ledger()
         self.backward = Ledger()
 
-    def agree(self, member: str, configuration: str) -> str:
+    def agree(self, member: str, configuration: str, tokens: str = "") -> str:
         """See ExchangeService."""
-        return self._exchange.agree(member, configuration)
+        return self._exchange.agree(member, configuration, tokens)
 
     def join(
         self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None

@@ -80,8 +80,8 @@ class Recorder:
         self.stayed, self.woken = threading.Event(), threading.Event()
         self.refused: list[tuple[str, str, Kind]] = []
 
-    def agree(self, member: str, configuration: str) -> str:
-        self.asked.append(("agree", member, configuration))
+    def agree(self, member: str, configuration: str, tokens: str) -> str:
+        self.asked.append(("agree", member, configuration, tokens))
         return self.run
 
     def changes(self, is_asked: IsAsked) -> Changes:
@@ -304,7 +304,7 @@ def test_with_the_token_every_call_gets_through(path: str, run: dict[str, str], 
 def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     client = ExchangeClient(served.address, SECRET.credentials("dc"), RUN)
     held = AvailableStates(frozenset({2, 7}), ("round 8 is damaged",))
-    assert client.agree("dc", "{}") == RUN
+    assert client.agree("dc", "{}", "of a text") == RUN
     assert client.join("dc", "127.0.0.1:6", held) == TERM
     assert client.changes() == CHANGES
     assert client.last_round() == 7
@@ -329,7 +329,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert all(one in served.exchange.asked for one in there)
     assert sorted((one for one in served.exchange.asked if one not in there), key=str) == sorted(
         [
-            ("agree", "dc", "{}"),
+            ("agree", "dc", "{}", "of a text"),
             ("join", "dc", "127.0.0.1:6", held),
             ("changes",),
             ("last_round",),

@@ -41,8 +41,8 @@ class Far:
     def _ask(self, what: object) -> None:
         self.asked.append((self.clock.time, what))
 
-    def agree(self, member: str, configuration: str) -> str:
-        self._ask((member, configuration))
+    def agree(self, member: str, configuration: str, tokens: str = "") -> str:
+        self._ask((member, configuration, tokens))
         return "run"
 
     def changes(self) -> Changes:
@@ -165,7 +165,7 @@ def test_both_ways_are_free_of_each_other(shaped: Shaped) -> None:
 def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> None:
     reports = [Report(member="home.0")]
     held = AvailableStates(frozenset({4}))
-    assert shaped.exchange.agree("home.0", "{}") == "run"
+    assert shaped.exchange.agree("home.0", "{}", "of a text") == "run"
     assert shaped.exchange.changes() == NO_CHANGES
     assert shaped.exchange.join("home.0", "here", held, "me") == 2
     assert shaped.exchange.newest_snapshot() == (3, ["a"])
@@ -176,7 +176,7 @@ def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> N
     assert shaped.exchange.record(4, "home.0").round == 4
     shaped.exchange.confirm("home.0", 4, {"norm.weight": b"x"})
     shaped.exchange.report(reports)
-    joined = [("home.0", "{}"), "changes", ("home.0", "here", held, "me"), "newest snapshot"]
+    joined = [("home.0", "{}", "of a text"), "changes", ("home.0", "here", held, "me"), "newest snapshot"]
     works = [("home.0", 4, "here"), ("home.0", 5, 2, 9, True), ("home.0", 2, "a cause"), "last round"]
     asked = [*joined, *works, (4, "home.0"), ("home.0", 4, {"norm.weight": b"x"}), reports]
     assert shaped.far.asked == [(100.0, what) for what in asked]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 from members import TIMEOUT
 from started import Started, run_program, start_program
 
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import invite, revoke, seconds_of
@@ -80,8 +83,8 @@ class Run:
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.strip()
 
-    def join(self, host: str, ticket: str) -> None:
-        own = ["--data", str(self.corpus)]
+    def join(self, host: str, ticket: str, data: Path | None = None) -> None:
+        own = ["--data", str(data or self.corpus)]
         self.processes[host] = start_program("join", ticket, *own, "--runs", str(self.runs(host)))
 
     def wait(self, host: str, seconds: float = 150) -> tuple[int, str, str]:
@@ -91,7 +94,7 @@ class Run:
 
     def wait_for(self, event: str) -> None:
         """Until the exchange has told it."""
-        self.wait_until(lambda: event in self._told())
+        self.wait_until(lambda: event in self.metrics())
 
     def wait_for_round(self, replica: str, round_: int) -> None:
         """Until a replica has evaluated what this one came to, or a later one."""
@@ -100,11 +103,7 @@ class Run:
     def evaluated(self, replica: str) -> list[int]:
         """The rounds that a replica has evaluated."""
         pattern = rf'"event": "evaluation", "replica": "{replica}", "round": (\d+)'
-        return [int(round_) for round_ in re.findall(pattern, self._told())]
-
-    def _told(self) -> str:
-        metrics = self.runs("exchange") / "homes" / "metrics.jsonl"
-        return metrics.read_text() if metrics.exists() else ""
+        return [int(round_) for round_ in re.findall(pattern, self.metrics())]
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """As long as the exchange is there."""
@@ -112,6 +111,15 @@ class Run:
             with suppress(subprocess.TimeoutExpired):
                 self.processes["exchange"].wait(0.1)
                 pytest.fail(str(self.processes["exchange"].communicate()))
+
+    def metrics(self) -> str:
+        """All that the exchange has told so far."""
+        path = self.runs("exchange") / "homes" / "metrics.jsonl"
+        return path.read_text() if path.exists() else ""
+
+    def data(self, corpus: Path) -> DataSettings:
+        """The run's, of a text."""
+        return ConfigFile(self.folder / "run.yaml").config.data.model_copy(update={"corpus": str(corpus)})
 
     def summary(self, host: str = "exchange") -> dict:
         return json.loads((self.runs(host) / "homes" / "summary.json").read_text())
@@ -220,9 +228,33 @@ def test_a_group_forms_whenever_enough_have_joined_and_goes(runs: list[Run], tmp
     run.wait_for_round("home-1", max(before) + 6)
     assert _held(run) == {"dc": True, "home-1.0": True, "home-1.1": True, "home-2.0": False, "home-2.1": False}
     verified = re.findall(
-        r'"event": "round_verified", "round": (\d+), "replica": "[^"]+", "parameters_sha256": "(\w+)', run._told()
+        r'"event": "round_verified", "round": (\d+), "replica": "[^"]+", "parameters_sha256": "(\w+)', run.metrics()
     )
     assert len({round_ for round_, _ in verified}) == len(set(verified))  # all hold the same, whenever they came
+
+
+@pytest.mark.starts_processes
+def test_another_text_than_the_runs_is_refused_in_one_line(runs: list[Run], tmp_path: Path, corpus: Path) -> None:
+    """Before anything is trained; and its place is free again."""
+    run = Run(tmp_path, corpus, 3)
+    runs.append(run)
+    run.serve()
+    tickets = {place: run.invite("--place", place) for place in PLACES}
+    run.join("dc", tickets["dc"])
+    run.wait_for('"member": "dc", "event": "joined"')
+    other = tmp_path / "other"
+    shutil.copytree(corpus, other)
+    (other / "one more.txt").write_text("that nobody else has")
+    mine, own = (prepare_tokens(run.data(path), tmp_path / "tokens").digest[:12] for path in (other, corpus))
+    run.join("home.0", tickets["home.0"], data=other)
+    code, said, errors = run.wait("home.0")
+    found = f"found tokens whose sha256 begins with {mine}, expected {own}, as dc told"
+    assert (code, errors) == (2, f"hetero-pp: home.0: reads another text than the run: {found}\n")
+    assert said.endswith("homes: home.0 was given back\n")
+    assert '"member": "home.0", "event": "joined"' not in run.metrics()
+    for place in PLACES[1:]:
+        run.join(place, tickets[place])
+    assert [run.wait(place)[0] for place in PLACES] == [0, 0, 0]
 
 
 def _held(run: Run) -> dict[str, bool]:

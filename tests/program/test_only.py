@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -243,9 +244,9 @@ def _states(hosts: Hosts, part: str) -> set[int]:
 
 
 @pytest.mark.starts_processes
-def test_a_host_with_another_configuration_is_refused(hosts: Hosts) -> None:
+def test_a_host_with_another_configuration_or_text_is_refused(hosts: Hosts, corpus: Path, tmp_path: Path) -> None:
     hosts.start("exchange")
-    hosts.text = hosts.text.replace("learning_rate: 1e-2", "learning_rate: 2e-2")
+    text, hosts.text = hosts.text, hosts.text.replace("learning_rate: 1e-2", "learning_rate: 2e-2")
     hosts.start("dc")
     code, errors = hosts.wait("dc")
     assert code == 1
@@ -253,10 +254,19 @@ def test_a_host_with_another_configuration_is_refused(hosts: Hosts) -> None:
         "dc: was started with another configuration than the exchange: inner.learning_rate: found 0.02, expected 0.01"
     )
     assert told in errors
-    hosts.wait_for('"event": "refusal"')
+    hosts.text = text
+    hosts.start("dc")
+    hosts.wait_for('"member": "dc", "event": "joined"')
+    shutil.copytree(corpus, tmp_path / "other")
+    (tmp_path / "other" / "one more.txt").write_text("that nobody else has")
+    hosts.text = text.replace(str(corpus), str(tmp_path / "other"))
+    hosts.start("home.0")
+    code, errors = hosts.wait("home.0")
+    told = r"home\.0: reads another text than the run: found tokens whose sha256 begins with \w{12}, expected \w{12}"
+    assert (code, errors.count("\n"), bool(re.search(f"{told}, as dc told", errors))) == (1, 1, True), errors
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
-    assert hosts.summary()["refusals"] > 0
+    assert hosts.summary()["refusals"] == 2
 
 
 @pytest.mark.starts_processes

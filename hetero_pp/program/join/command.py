@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
+from hetero_pp.data.sources import tokens_digest
+from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, Refused
 from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place
 from hetero_pp.program.launch.command import run_members
@@ -16,11 +17,14 @@ from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.rpc.admission_client import give
 from hetero_pp.rpc.credentials import InvitedKeys
+from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import own_configuration, require_data
 from hetero_pp.run.yaml_file import ConfigFile, save_config
+
+_SECONDS_TO_ASK = 10.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ def _train(membership: Membership, here: Here) -> None:
     with leavable(folder, membership.place):  # who has joined twice is refused, and gives nothing back
         try:
             prepared = _prepared(membership, here, folder)
+            _require_same_text(membership, prepared)
             with renewed(membership, say):
                 run_members(prepared, runs, membership.place, _exchange(membership, prepared.spec.config, here))
         except (ConfigError, KeyboardInterrupt):
@@ -69,6 +74,25 @@ def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared
     tell(standard_output(), f"{membership.run}: {membership.place} is this host's")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
         return prepare(ConfigFile(folder.config), here.runs.absolute(), membership.place, on_progress=on_progress)
+
+
+def _require_same_text(membership: Membership, prepared: Prepared) -> None:
+    """Raise ConfigError if this host reads another text than the run's: before anything starts that others wait for.
+
+    Its process asks again; so an exchange that does not answer now is waited for there.
+    """
+    tokens = tokens_digest(prepared.source)
+    if not tokens:
+        return
+    client = ExchangeClient(membership.address, membership.credentials, timeout=_SECONDS_TO_ASK)
+    try:
+        client.agree(membership.place, prepared.spec.agreed, tokens)
+    except Refused as error:
+        raise ConfigError((), str(error)) from None
+    except LinkError:
+        pass
+    finally:
+        client.close()
 
 
 def _exchange(membership: Membership, config: RunConfig, here: Here) -> Exchange:

@@ -1,0 +1,98 @@
+"""Which text a run is trained on: the first member that reads it says so, and who reads another one is not let in.
+
+A member says what it reads by the digest of its tokens, and nobody looks at them: this is against mistakes, as a wrong
+path, and not against who lies. Until a round is decided, whoever said it may have been wrong: once none of them is
+there any more, another one may say it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from hetero_pp.errors import DamagedFile
+from hetero_pp.files import write_whole
+
+_SHOWN = 12
+"""Of a digest, digits that tell it from any other."""
+
+
+@dataclass(frozen=True)
+class _Told:
+    tokens: str
+    """Their sha256, in hexadecimal digits."""
+    by: tuple[str, ...]
+    """Members that read them."""
+
+
+def is_digest(text: str) -> bool:
+    """Whether it is one of sha256, in hexadecimal digits."""
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
+
+
+class Text:
+    """The run's, as far as members have told it. Its callers take turns."""
+
+    def __init__(self, path: Path | None, is_there: Callable[[str], bool], has_trained: Callable[[], bool]) -> None:
+        """`path`: where it is kept; what lies there is of the run before it went on, and stays.
+
+        `is_there`: whether a member holds its place; `has_trained`: whether a round is decided.
+        """
+        self._path, self._is_there, self._has_trained = path, is_there, has_trained
+        self._told = None if path is None else _kept(path)
+        self._stays = self._told is not None
+
+    def complaint(self, member: str, tokens: str) -> str:
+        """What keeps a member that reads these tokens from taking part; empty if nothing does."""
+        told = self._told
+        if told is None or told.tokens == tokens:
+            return ""
+        others = [one for one in told.by if one != member and self._is_there(one)]
+        if not (self._stays or self._has_trained() or others):
+            return ""
+        found = f"found tokens whose sha256 begins with {tokens[:_SHOWN]}, expected {told.tokens[:_SHOWN]}"
+        return f"reads another text than the run: {found}, as {', '.join(others or told.by)} told"
+
+    def note(self, member: str, tokens: str) -> None:
+        """A member that reads these tokens takes part."""
+        told = self._told
+        by = told.by if told is not None and told.tokens == tokens else ()
+        if member in by:
+            return
+        self._told = _Told(tokens, (*by, member))
+        if self._path is not None:
+            content = json.dumps({"tokens": tokens, "by": self._told.by})
+            write_whole(self._path, f"{content}\n{_checksum(content)}\n".encode())
+
+
+def _kept(path: Path) -> _Told | None:
+    """What a file says. One that is damaged says nothing: members say it again."""
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        return None
+    except DamagedFile as error:
+        print(f"{error}: who joins next says again which text the run is of", file=sys.stderr, flush=True)
+        return None
+
+
+def _read(path: Path) -> _Told:
+    """Raises DamagedFile."""
+    try:
+        content, checksum = path.read_text().splitlines()
+        if checksum != _checksum(content):
+            raise ValueError("it is not what was written")
+        return TypeAdapter(_Told).validate_json(content)
+    except ValueError as error:
+        raise DamagedFile(f"{path} is damaged: {str(error).splitlines()[0]}") from None
+
+
+def _checksum(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
