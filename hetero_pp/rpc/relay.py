@@ -7,12 +7,13 @@ neither read nor changed. Nothing is kept but what is on its way, which is bound
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 
 import grpc
 
-from hetero_pp.errors import AskAgain, Forbidden, MalformedMessage
+from hetero_pp.errors import AskAgain, Forbidden, MalformedMessage, Refused
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR
 from hetero_pp.messages.messages_pb2_grpc import RelayServicer
 from hetero_pp.rpc.callers import Callers
@@ -30,6 +31,9 @@ MOST_CARRIED = 16
 
 LONGEST_WAIT = 20.0
 """Seconds that a call waits for the other end; who wants to be found asks again."""
+
+LOOK_SECONDS = 1.0
+"""After which it is looked again whether who sends is let in."""
 
 _MOST_WAITING = 4
 """Calls of one link that wait: of a machine that was cut off some may not be known to be gone."""
@@ -58,7 +62,8 @@ class Relay(RelayServicer):
         if not context.add_callback(lambda: self._end(half)):
             return
         other = self._find(half) if dials else self._be_found(half)
-        threading.Thread(target=self._pass_on, args=(frames, half, other), name="relay", daemon=True).start()
+        arguments = (self._of_who_is_let_in(frames, context), half, other)
+        threading.Thread(target=self._pass_on, args=arguments, name="relay", daemon=True).start()
         try:
             yield from half.frames()
         finally:
@@ -110,6 +115,15 @@ class Relay(RelayServicer):
                 self._waiting[half.link].remove(half)
             self._changed.notify_all()
 
+    def _of_who_is_let_in(self, frames: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The same, until their sender was taken back."""
+        due = time.monotonic() + LOOK_SECONDS
+        for frame in frames:
+            if time.monotonic() >= due:
+                self._callers.let_in(context)
+                due = time.monotonic() + LOOK_SECONDS
+            yield frame
+
     def _pass_on(self, frames: Iterator[bytes], half: _Half, other: _Half) -> None:
         """Until either end has gone, or says more at once than it may."""
         try:
@@ -120,7 +134,7 @@ class Relay(RelayServicer):
                     break
                 with self._changed:
                     self.carried[half.link] += len(frame)
-        except MalformedMessage as error:
+        except (MalformedMessage, Refused) as error:
             half.complaint = error
         except grpc.RpcError:
             pass  # cut, as any line may be
@@ -136,8 +150,8 @@ class _Half:
         self.link = link
         self.peer: _Half | None = None
         self.is_closed = False
-        self.complaint: MalformedMessage | None = None
-        """Of what its end has sent."""
+        self.complaint: MalformedMessage | Refused | None = None
+        """Of its end, or of what that has sent."""
         self._frames: deque[bytes] = deque()
         self._changed = threading.Condition()
 

@@ -19,14 +19,14 @@ from cutting_proxy import CuttingProxy
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.errors import LinkTimeout
+from hetero_pp.errors import LinkTimeout, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import EXCHANGE, RELAYED, LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import relay
-from hetero_pp.rpc.callers import shown
+from hetero_pp.rpc.callers import Caller, shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import LinkCredentials, Secret
@@ -205,6 +205,34 @@ def test_a_frame_that_is_too_large_ends_the_call_and_is_counted(relayed: Relayed
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert relayed.refusals() == {Kind.MALFORMED: 1}
     assert list(waits) == []
+
+
+def test_who_was_taken_back_is_cut_off(relayed: Relayed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.0)
+    is_taken_back, let_in = threading.Event(), relayed.relay._callers.let_in
+
+    def asked(context: grpc.ServicerContext) -> Caller:
+        if is_taken_back.is_set():
+            raise Refused("home.0: it was taken back")
+        return let_in(context)
+
+    waits = relayed.carry("home.1", LINK.name, _slowly([]))
+    dials = relayed.carry("home.0", LINK.name, _as_told([b"a", b"b"], is_taken_back))
+    assert next(waits) == b"a"
+    monkeypatch.setattr(relayed.relay._callers, "let_in", asked)
+    is_taken_back.set()
+    with pytest.raises(grpc.RpcError) as error:
+        next(dials)
+    assert isinstance(error.value, grpc.Call)
+    assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert list(waits) == []
+
+
+def _as_told(frames: list[bytes], told: threading.Event) -> Iterator[bytes]:
+    """The first at once, and the others then."""
+    yield frames[0]
+    assert told.wait(TIMEOUT)
+    yield from frames[1:]
 
 
 def _slowly(frames: list[bytes]) -> Iterator[bytes]:

@@ -231,6 +231,10 @@ def test_a_group_forms_whenever_enough_have_joined_and_goes(runs: list[Run], tmp
         r'"event": "round_verified", "round": (\d+), "replica": "[^"]+", "parameters_sha256": "(\w+)', run.metrics()
     )
     assert len({round_ for round_, _ in verified}) == len(set(verified))  # all hold the same, whenever they came
+    run.processes["exchange"].terminate()
+    run.wait("exchange")
+    run.serve("--resume")
+    run.wait_for_round("home-1", max(run.evaluated("home-1")) + 3)  # its link, too, goes through the exchange again
 
 
 @pytest.mark.starts_processes
