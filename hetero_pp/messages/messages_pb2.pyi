@@ -173,20 +173,22 @@ class StatusReply(_message.Message):
     def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ...) -> None: ...
 
 class PlaceStatus(_message.Message):
-    __slots__ = ("name", "replica", "held", "term", "address", "holder")
+    __slots__ = ("name", "replica", "held", "term", "address", "holder", "relayed_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     replica: str
     held: bool
     term: int
     address: str
     holder: int
-    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ...) -> None: ...
+    relayed_bytes: int
+    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., relayed_bytes: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("dtype", "shape")

@@ -5,7 +5,7 @@ Served beside the exchange. Whose each call is, is in permissions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -75,8 +75,18 @@ class Told:
 class Admission(AdmissionServicer):
     """One method per call."""
 
-    def __init__(self, host: Host, authority: Authority, callers: Callers, places: Places, told: Told) -> None:
+    def __init__(
+        self,
+        host: Host,
+        authority: Authority,
+        callers: Callers,
+        places: Places,
+        told: Told,
+        relayed: Callable[[str], int],
+    ) -> None:
+        """`relayed`: by member, bytes that went through the relay."""
         self._host, self._authority, self._callers, self._places, self._told = host, authority, callers, places, told
+        self._relayed = relayed
 
     def Enrol(self, request: pb.EnrolRequest, context: grpc.ServicerContext) -> pb.EnrolReply:
         if request.version != PROTOCOL_VERSION:
@@ -108,4 +118,5 @@ class Admission(AdmissionServicer):
         for place in reply.places:
             holder = self._host.held_by(place.name)
             place.holder = 0 if holder is None else holder.number
+            place.relayed_bytes = self._relayed(place.name)
         return reply

@@ -198,7 +198,8 @@ def serve_exchange(
     threads += MOST_CARRIED * len(exchange.roster.members)
     handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]
     if open_house is not None:
-        admission = Admission(open_house.host, secret.authority, servicer.callers, open_house.places, open_house.told)
+        host, places, told = open_house.host, open_house.places, open_house.told
+        admission = Admission(host, secret.authority, servicer.callers, places, told, relayed=relay.carried_for)
         handlers.append(service_handler(ADMISSION, admission, servicer, _MOST_OPEN_OF_A_TICKET))
     return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))
 

@@ -53,6 +53,12 @@ class Relay(RelayServicer):
         self._changed = threading.Condition()
         self._waiting: Mapping[str, deque[_Half]] = defaultdict(deque)
 
+    def carried_for(self, member: str) -> int:
+        """Bytes in both directions, of all links of which it is an end."""
+        links = {link for (link, _), sender in self._counts.items() if sender == member}
+        with self._changed:
+            return sum(self.carried[link] for link in links)
+
     def Carry(  # type: ignore[override]  # a Frame is raw bytes
         self, frames: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:

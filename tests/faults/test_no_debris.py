@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from ended import still_running
+from listening import listening
 
 pytestmark = pytest.mark.starts_processes
 
@@ -108,5 +109,9 @@ def test_a_killed_stage_is_named(launched: Launched) -> None:
 
 
 def test_a_killed_launcher_leaves_no_orphan(launched: Launched) -> None:
+    """Nor does it listen beyond this machine while it is there."""
+    found = listening([psutil.Process(launched.process.pid), *launched.seen])
+    assert launched.member("exchange") in found
+    assert {host for listens in found.values() for host, _ in listens} == {"127.0.0.1"}
     launched.process.kill()
     launched.assert_all_end()

@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
+from listening import listening
 from members import TIMEOUT
 from started import Started, run_program, start_program
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
+from hetero_pp.messages.messages_pb2 import StatusReply
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import invite, revoke, seconds_of
 from hetero_pp.program.join.leave import leavable, leave
 from hetero_pp.program.join.membership import take_place
+from hetero_pp.program.join.status import print_status
 from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.credentials import Secret, new_secret
@@ -175,6 +179,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     for place in PLACES:
         run.join(place, tickets[place])
     run.wait_for('"evaluation", "replica": "home", "round": 2')
+    assert _listening(run) == {"exchange": {("127.0.0.1", int(run.address.rpartition(":")[2]))}}
 
     done = run.ask("leave", host="home.1")
     assert (done.returncode, done.stdout) == (0, "homes: home.1 has left\n")
@@ -186,6 +191,10 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     run.wait_for('"member": "home.1", "event": "joined", "address": "relay')
     run.wait_for('"term": 2')
     assert _held(run) == {"dc": True, "home.0": True, "home.1": True}
+    places = json.loads((tmp_path / "status.json").read_text())["places"]
+    assert {name: place["address"] for name, place in places.items()} == {"dc": "", "home.0": "", "home.1": "relay"}
+    relayed = {name: place["relayed_bytes"] for name, place in places.items()}
+    assert relayed["home.0"] == relayed["home.1"] > relayed["dc"] == 0
 
     assert run.ask("revoke", "home.1").stdout == "homes: took back home.1 from its holder number 2\n"
     code, _, errors = run.wait("another")
@@ -259,6 +268,19 @@ def test_another_text_than_the_runs_is_refused_in_one_line(runs: list[Run], tmp_
     for place in PLACES[1:]:
         run.join(place, tickets[place])
     assert [run.wait(place)[0] for place in PLACES] == [0, 0, 0]
+
+
+def _listening(run: Run) -> dict[str, set[tuple[str, int]]]:
+    """What listens, of all that the run has started: by the name of its process, of which each writes a log."""
+    everything = psutil.Process().children(recursive=True)  # the launchers' are forked from one server
+    logs = {str(log): log.stem for log in run.folder.glob("*/runs/homes/logs/*.log")}
+    names = {one.pid: logs[written] for one in everything if (written := _written(one)) in logs}
+    assert sorted(names.values()) == ["dc", "exchange", "home.0", "home.1"]
+    return {names.get(number, "another process"): found for number, found in listening(everything).items()}
+
+
+def _written(process: psutil.Process) -> str:
+    return str((Path("/proc") / str(process.pid) / "fd" / "2").resolve())
 
 
 def _held(run: Run) -> dict[str, bool]:
@@ -359,6 +381,16 @@ def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="expected the name of a run"):
             join(ticket.to_text(), Here(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    reply = StatusReply(last_round=3, rounds=9)
+    for address, relayed in (("", 5_000_000), ("relay", 0), ("relay", 5_000_000), ("ben:\x1b7", 0), ("ben:7", 9_000)):
+        reply.places.add(name="p", held=True, address=address, relayed_bytes=relayed)
+    print_status("homes", reply)
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    links = ["", "relayed", "5 MB relayed", r"ben:\x1b7", "ben:7, 9 kB relayed"]
+    assert [row[6].strip() for row in rows] == links
 
 
 def _config(corpus: str, **more: object) -> RunConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from hetero_pp.errors import ConfigError, HeteroPPError
-from hetero_pp.links import LAUNCHER
+from hetero_pp.links import LAUNCHER, RELAYED
 from hetero_pp.messages.messages_pb2 import PlaceStatus, StatusReply
 from hetero_pp.program.join.membership import memberships_in
 from hetero_pp.program.launch.hosts import read_token
@@ -18,6 +18,7 @@ from hetero_pp.rpc.certificates import Authority, Identity
 from hetero_pp.rpc.plain_text import plain
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.units import format_bytes
 
 
 def status(runs: Path, run: str, address: str | None, json_path: Path | None) -> None:
@@ -46,14 +47,24 @@ def _reach(folder: RunFolder) -> tuple[str, Identity]:
 def print_status(run: str, reply: StatusReply) -> None:
     """As a table."""
     table = Table(title=f"{run}: after round {reply.last_round} of {reply.rounds}", title_justify="left")
-    for name in ("place", "replica", "held", "term", "by", "dialled at"):
+    for name in ("place", "replica", "held", "term", "by", "link"):
         table.add_column(name)
     for place in reply.places:
         by = f"ticket, holder {place.holder}" if place.holder else "the run's token" if place.held else ""
         held = "yes" if place.held else "no"
-        table.add_row(place.name, place.replica, held, str(place.term or ""), by, plain(place.address))
+        table.add_row(place.name, place.replica, held, str(place.term or ""), by, _link(place))
     standard_output().print(table)
     standard_output().print(f"refused so far: {reply.refusals}")
+
+
+def _link(place: PlaceStatus) -> str:
+    """How the stage before reaches it, and what of its links went through the exchange; empty if it is not dialled."""
+    if not place.address:
+        return ""
+    relayed = f"{format_bytes(place.relayed_bytes)} relayed" if place.relayed_bytes else ""
+    if place.address == RELAYED:
+        return relayed or "relayed"
+    return ", ".join(filter(None, [plain(place.address), relayed]))
 
 
 def as_json(reply: StatusReply) -> dict[str, object]:
@@ -74,4 +85,5 @@ def _place(place: PlaceStatus) -> dict[str, object]:
         "term": place.term,
         "holder": place.holder or None,
         "address": place.address,
+        "relayed_bytes": place.relayed_bytes,
     }
