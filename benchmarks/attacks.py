@@ -649,7 +649,7 @@ def say(address: str, words: bytes) -> None:
         connection.sendall(words)
 
 
-ENTICED = 0.5
+ENTICED = 1.0
 """Seconds in which the stage before is brought to another than its neighbour, if it dials."""
 
 

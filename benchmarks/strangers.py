@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import tempfile
 import time
 from collections import Counter
@@ -159,15 +160,16 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
     """One attack, between stretches without."""
     target = target_of(run, arguments.connections)
     usual, under, before, refused, printed = [], [], run.size(), Counter(run.refusals), run.said()
-    attacker, most = Attacker(name, target), before[1]
+    attacker, sizes = Attacker(name, target), list[float]()
     for _ in range(arguments.stretches):
         usual += run.wait_rounds(arguments.rounds)
         with attacker.under_way():
             run.wait_rounds(1)
-            if name == CUT:
-                run.cut()
-            under += run.wait_rounds(arguments.rounds)
-            most = max(most, run.size()[1])
+            for _ in range(arguments.rounds):
+                if name == CUT:
+                    run.cut()
+                under += run.wait_rounds(1)
+            sizes.append(run.size()[1] / 1e6)
         run.wait_rounds(1)
     attacker.close()
     run.end_guests()
@@ -178,7 +180,7 @@ def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str
         "codes": dict(attacker.codes),
         "refusals_by_kind": dict(sorted((run.refusals - refused).items())),
         "calls_a_second": attacker.codes.total() / attacker.seconds,
-        "megabytes": {"before": before[1] / 1e6, "most": most / 1e6, "after": after[1] / 1e6},
+        "megabytes": {"before": before[1] / 1e6, "under": sizes, "after": after[1] / 1e6},
         "threads": {"before": before[2], "after": after[2]},
         "bytes_printed": run.said() - printed,
         "is_the_same_process": before[0] == after[0],
@@ -328,6 +330,7 @@ def main() -> None:
     parser.add_argument("--latency", default=LATENCY, help="of a home's line")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parse(parser, QUICK)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the program does
     found: dict[str, Any] = {}
     if arguments.json is not None and arguments.json.exists():
         found = json.loads(arguments.json.read_text())
