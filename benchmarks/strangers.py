@@ -294,7 +294,8 @@ def holes(found: dict[str, Any]) -> list[str]:
     told += [f"{name}: {one[key]}" for name, one in ends.items() for key in ("failure", "harm") if one[key]]
     for name, one in (named | ends).items():
         size = one.get("megabytes", {"before": 0.0, "after": 0.0})
-        grown = size["after"] - size["before"]
+        first, *later = size.get("under", []) or [size["before"]]
+        grown = size["after"] - (first if later else size["before"])  # what is taken at first the allocator may keep
         far = one.get("link", {"megabytes": [0.0, 0.0]})["megabytes"]
         told += [f"{name}: {grown:.0f} MB more"] if 1e6 * grown > MOST_GROWTH else []
         told += [f"{name}: a stage has {far[1] - far[0]:.0f} MB more"] if 1e6 * (far[1] - far[0]) > MOST_GROWTH else []
