@@ -25,41 +25,65 @@ from typing import Any
 import grpc
 import psutil
 import torch
-from attacks import NICENESS, TIMEOUT, Call, Target, channel_to, credentials_of
+from attacks import (
+    ANSWERED,
+    NICENESS,
+    TIMEOUT,
+    Call,
+    Target,
+    as_http2,
+    channel_to,
+    credentials_of,
+    knock,
+    signed_by,
+    strange_context,
+)
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from hetero_pp.errors import HeteroPPError
+from hetero_pp.links import EXCHANGE as PEER
 from hetero_pp.links import LinkSpec
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.model import shapes_by_block
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.rpc.admission import SERVICE as ADMISSION
+from hetero_pp.rpc.admission_client import enrol
 from hetero_pp.rpc.callers import Metadata, shown
+from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
-from hetero_pp.rpc.credentials import LinkCredentials
+from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.dialling import SERVICE as LINKS
 from hetero_pp.rpc.exchange import MOST_OPEN
 from hetero_pp.rpc.exchange import SERVICE as EXCHANGE
 from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.relay import CARRIED_BYTES
+from hetero_pp.rpc.relay import LINK as CARRIES
+from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import StageLinkServer
 from hetero_pp.run.spec import RunSpec
 
-BY = ("stranger", "member")
-CALLS = {call.name: service for service in (EXCHANGE, LINKS) for call in service.methods}
+BY = ("stranger", "ticket", "member")
+CALLS = {call.name: service for service in (EXCHANGE, ADMISSION, RELAY, LINKS) for call in service.methods}
 CELLS = [f"{call} by a {who}" for who in BY for call in CALLS]
+SHARE_OF_STRANGERS = 0.05
+"""Of messages: none of theirs is seen by more than TLS, and each takes a connection."""
 A_BLOCK = 1000
 """Messages drawn from one state of the dice: what goes on begins with a block."""
 CHANNELS = 3
 AT_ONCE = MOST_OPEN - 4
 """Fewer than a member may have open, so that more is looked at than their number."""
 LONGEST_CHUNK = 10.0
-PATIENCE = {"Assign": 0.1, "Record": 0.1, "Stay": 0.05, "Watch": 0.5, "Join": 1.0}
+PATIENCE = {"Assign": 0.1, "Record": 0.1, "Stay": 0.05, "Watch": 0.5, "Join": 1.0, "Carry": 0.2}
 """Seconds that calls which wait are waited for."""
-ESCAPED = {"UNKNOWN", "UNAVAILABLE"}
-"""Status codes of what nobody has refused: an exception that nobody expected, and an exchange that is gone."""
+ESCAPED = {"UNKNOWN", "UNAVAILABLE", ANSWERED, "NOT CLOSED"}
+"""How calls end that nobody has refused: by an exception that nobody expected, as an exchange is gone, or of a stranger
+by an answer.
+"""
 MOST_KEPT = 10
 RESEATED, LEFT = 0.01, 0.005
 """How often the guest takes its place anew between two messages, or leaves it."""
@@ -88,9 +112,14 @@ INTEGERS = {
 }
 
 
+def most_of(name: str, messages: int) -> int:
+    """How many messages a call has."""
+    return messages if not name.endswith("stranger") else max(2, round(SHARE_OF_STRANGERS * messages))
+
+
 def left_of(cells: Mapping[str, Any], messages: int) -> Sequence[str]:
     """Calls that have not had so many messages."""
-    return [name for name in CELLS if cells.get(name, {}).get("sent", 0) < messages]
+    return [name for name in CELLS if cells.get(name, {}).get("sent", 0) < most_of(name, messages)]
 
 
 @dataclass
@@ -102,6 +131,8 @@ class Known:
     round: int = 1
     blob: bytes = b""
     """An honest one of its first block, and of no other: a contribution that was whole would be counted."""
+    request: bytes = b""
+    """For a certificate: an honest one."""
     number: Iterator[int] = field(default_factory=lambda: count(1))
 
     def right(self, dice: random.Random) -> Mapping[str, Any]:
@@ -117,8 +148,9 @@ class Known:
             "epoch": self.term,
             "term": self.term,
             "size": len(self.blob),
-            "token": target.neighbour.links[target.link],
-            "link": target.link,
+            "token": "",
+            "link": target.link.name,
+            "request": self.request,
             "sender": target.neighbour.name,
             "stream": 1,
             "received": 0,
@@ -224,6 +256,9 @@ def _frames(call: str, message: Message, dice: random.Random, known: Known, text
     if call == "Deposit":
         payload = known.blob if dice.random() < 0.5 else dice.randbytes(dice.randrange(2000))
         return list(header_and_payload_frames(message, [payload]))
+    if call == "Carry":
+        sizes = [dice.choice([0, 1, 100, 5000, CARRIED_BYTES, CARRIED_BYTES + 1]) for _ in range(dice.randrange(1, 5))]
+        return [dice.randbytes(size) for size in sizes]
     if call == "Open":
         headers = [any_message(pb.LinkHeader(), dice, texts) for _ in range(dice.randrange(4))]
         bodies = [list(header_and_payload_frames(one, [dice.randbytes(dice.randrange(200))])) for one in headers]
@@ -232,17 +267,18 @@ def _frames(call: str, message: Message, dice: random.Random, known: Known, text
 
 
 def metadata(who: str, call: str, dice: random.Random, known: Known) -> Metadata:
-    """By which the caller of a message shows who it is."""
+    """What the caller of a message says of itself beside its certificate."""
     target = known.target
-    if who == "member" and CALLS[call] is LINKS:
-        return (("token", target.neighbour.links[target.link]),)
+    if who == "member" and CALLS[call] is RELAY:
+        links = [target.own_link] * 8 + [target.link.name, "", "dc-exchange", "no link"]
+        return ((CARRIES, dice.choice(links)), *shown(target.ends[0]))
     if who == "member":
         own = shown(target.guest, target.run if dice.random() < 0.95 else None)
         terms = [str(known.term)] * 12 + [str(known.term - 1), "0", "999999999", "-1", "one"]
         return (*own, ("term", dice.choice(terms)))
-    strange = credentials_of(dice.choice([target.guest.name, target.honest, "launcher", "exchange", "away"]))
-    shows = [(), (("token", strange.token),), shown(strange, target.run, 1), (("name", "x" * 500), ("token", ""))]
-    return dice.choice(shows)
+    strange = Credentials(dice.choice([target.guest.name, target.honest, "launcher", "exchange", "away", "x" * 500]))
+    shows = [(), (("token", "made up"),), shown(strange, target.run, 1), (("name", strange.name), ("token", ""))]
+    return (*dice.choice(shows), (CARRIES, dice.choice([target.own_link, target.link.name])))
 
 
 # ---- a process that sends them ----
@@ -254,8 +290,7 @@ class Fuzzer:
     def __init__(self, target: Target, spec: RunSpec, seed: int) -> None:
         context = multiprocessing.get_context("forkserver")
         far, theirs = context.Pipe()
-        link, token = spec.links[target.link], target.neighbour.links[target.link]
-        self._far = context.Process(target=far_end_main, args=(theirs, link, token), daemon=True)
+        self._far = context.Process(target=far_end_main, args=(theirs, target.link, target.listener), daemon=True)
         self._far.start()
         self._parent, child = context.Pipe()
         block = shapes_by_block(spec.parameter_shapes)[target.blocks[0]]
@@ -286,9 +321,9 @@ class Fuzzer:
         own["messages_a_second"] = own["sent"] / own["seconds"]
 
 
-def far_end_main(parent: Connection, link: LinkSpec, token: str) -> None:
+def far_end_main(parent: Connection, link: LinkSpec, own: Credentials) -> None:
     """A stage that listens for what its neighbour sends, whatever that is."""
-    server = StageLinkServer(link, LinkCredentials(token), link.target, seed=1)
+    server = StageLinkServer(link, own.of_link(link.name), link.target, seed=1)
     parent.send(f"127.0.0.1:{server.listen('127.0.0.1:0')}")
     threading.Event().wait()
 
@@ -323,15 +358,46 @@ def honest_blob(
 
 
 class Sender:
-    """Calls of one process: many at once, over several connections to each of three addresses."""
+    """Calls of one process: many at once, over several connections of each caller to each address."""
 
     def __init__(self, target: Target, far: str, seed: int) -> None:
-        self.known, self._seed = Known(target), seed
-        addresses = {"exchange": target.address, "link": target.link_address, "far": far}
-        self._channels = {name: [channel_to(one) for _ in range(CHANNELS)] for name, one in addresses.items()}
-        self._pool = ThreadPoolExecutor(AT_ONCE)
-        self._texts = [*TEXTS, *target.blocks, *target.parameters, target.guest.name, target.honest, target.link]
+        self.known, self._seed, self._far, self._key = Known(target), seed, far, new_key()
+        self.known.request = signing_request(self._key)
+        self._channels: dict[str, list[grpc.Channel]] = {}
+        self._pool, self._few = ThreadPoolExecutor(AT_ONCE), ThreadPoolExecutor(1)
+        self._texts = [*TEXTS, *target.blocks, *target.parameters, target.guest.name, target.honest, target.link.name]
         self._texts += [target.run, target.neighbour.name, "forward", "backward", json.dumps({"seed": 1})]
+        strangers = [None, *(credentials_of(name, target) for name in (target.honest, "exchange", "away"))]
+        strangers += [target.expired, signed_by(target.guest, target.honest)]
+        self._strange = [None, *(strange_context(target, one) for one in strangers)]
+
+    def _channels_to(self, call: str, who: str) -> list[grpc.Channel]:
+        """Of who makes a call, to whom it is made to."""
+        service, target = CALLS[call], self.known.target
+        key = f"{service.name} {who}"
+        if key not in self._channels:
+            address, peer, callers = target.address, PEER, [target.guest] * CHANNELS
+            if service is LINKS:
+                address, peer = self._far if who == "member" else target.link_address, target.link.target
+                callers = [target.neighbour] * CHANNELS
+            if service is ADMISSION:
+                callers = [self._let_in()]
+            if service is RELAY:
+                callers = [*target.ends]
+            if who == "ticket":
+                callers = [target.tickets["open"]] * CHANNELS
+            self._channels[key] = [channel_to(address, one, peer) for one in callers]
+        return self._channels[key]
+
+    def _let_in(self) -> Credentials:
+        """Who was invited, once more: it may have left."""
+        ticket, key = self.known.target.tickets["invited"].identity, self._key
+        assert ticket is not None
+        with suppress(HeteroPPError):
+            reply = enrol(self.known.target.address, ticket, signing_request(key))
+            identity = Identity(reply.certificate.pem, as_text(key), ticket.authority)
+            return Credentials(reply.place, identity=identity)
+        return self.known.target.guest
 
     def some(self, name: str, first: int, most: int) -> tuple[int, float, Counter[str], list[str]]:
         """Messages of one call from number `first` on, at most so many blocks as there is time for.
@@ -344,8 +410,10 @@ class Sender:
         while first + sent < most and (sent == 0 or time.monotonic() - begun < LONGEST_CHUNK):
             if who == "member":
                 self._take_place()
+                self._forget_invited()
             calls = list(self._block(call, who, first + sent, most))
-            for code, said in self._pool.map(partial(self._send, call, who), calls):
+            pool = self._few if CALLS[call] is ADMISSION else self._pool
+            for code, said in pool.map(partial(self._send, call, who), calls):
                 codes[code] += 1
                 escaped += [said] if code in ESCAPED else []
             sent += len(calls)
@@ -357,13 +425,21 @@ class Sender:
         path = call_path(CALLS[call], call)
         for _ in range(min(most, first - first % A_BLOCK + A_BLOCK) - first):
             frames = request(call, dice, self.known, self._texts)
-            yield Call(path, frames, metadata(who, call, dice, self.known))
+            by = self.known.target.guest  # its connection is another's, where it is
+            yield Call(path, frames, metadata(who, call, dice, self.known), by)
+
+    def _forget_invited(self) -> None:
+        for channel in self._channels.pop(f"{ADMISSION.name} member", []):
+            channel.close()
 
     def _send(self, name: str, who: str, call: Call) -> tuple[str, str]:
         """How a call ended, and if something escaped, of what message and with what words."""
-        self._disturb(who)
-        where = "exchange" if CALLS[name] is EXCHANGE else "far" if who == "member" else "link"
-        channel = random.choice(self._channels[where])
+        if who == "stranger":
+            address = self.known.target.link_address if CALLS[name] is LINKS else self.known.target.address
+            code = knock(address, random.choice(self._strange), as_http2(call))
+            return code, f"{[frame[:200].hex() for frame in call.frames[:3]]}" if code in ESCAPED else ""
+        self._disturb(who, name)
+        channel = random.choice(self._channels_to(name, who))
         try:
             self._make(channel, name, call)
             return "OK", ""
@@ -383,12 +459,16 @@ class Sender:
         many: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call.path)
         answers = many(iter(call.frames), metadata=call.metadata, timeout=timeout)
         for _ in answers:
-            if name in ("Watch", "Open"):
+            if name in ("Watch", "Open", "Carry"):
                 break
         answers.cancel()
 
-    def _disturb(self, who: str) -> None:
+    def _disturb(self, who: str, name: str) -> None:
         """The guest's place changes hands now and then, so that some messages come too late or too early."""
+        if who == "member" and CALLS[name] is ADMISSION:
+            if random.random() < (0.5 if name == "Give" else RESEATED):
+                self._forget_invited()  # one call at a time
+            return
         if who == "member" and (chance := random.random()) < RESEATED:
             (self._leave if chance < LEFT else self._take_place)()
 
@@ -407,6 +487,6 @@ class Sender:
 
     def _ask(self, call: str, message: Message) -> bytes:
         own = shown(self.known.target.guest, self.known.target.run)
-        channel = self._channels["exchange"][0]
+        channel = self._channels_to("Join", "member")[0]
         ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(EXCHANGE, call))
         return ask(message.SerializeToString(), metadata=own, timeout=TIMEOUT)

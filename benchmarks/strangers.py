@@ -2,15 +2,16 @@
 
     python benchmarks/strangers.py [--json FILE] [--parts attacks fuzz] [--only NAME ...] [--messages 1000000]
 
-A datacenter replica and a group of two stages train, as processes of their own over gRPC; the place of a third replica
-is the attacker's, who so has a member's own credentials. Links have a latency, as between homes, and leave processors
-to attacks, which run in a process of their own with little priority.
+A datacenter replica and a group of two stages train, as processes of their own over gRPC, by TLS; the places of a
+third replica and of a second group are the attacker's, who so has members' own certificates, and tickets. Links have a
+latency, as between homes, and leave processors to attacks, which run in a process of their own with little priority.
 
 - `attacks`: each by its name, in stretches between such without: how it was refused (status codes as the attacker saw
   them, kinds as the exchange counted them), memory of the exchange before and after, and the median time of a round
   beside that of the stretches in between.
-- `fuzz`: messages to every call, honest ones, mutated ones and such that come out of order, of the member and of a
-  stranger. None may end, grow or slow the exchange for good, nor let anything escape that is no refusal.
+- `fuzz`: messages to every call, honest ones, mutated ones and such that come out of order, of members, of who has a
+  ticket only, and of strangers, who come no further than their handshake. None may end, grow or slow the exchange for
+  good, nor let anything escape that is no refusal.
 
 Each run goes on to its end, and must have the bits of one that nobody attacks. With --json results are written as they
 come, and what the file has is not done again.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import tempfile
 import time
 from collections import Counter
@@ -30,26 +32,38 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from attacks import ATTACKS, CONNECTIONS, Target, attack_main, begin, channel_to, code_of, last_refused
+from attacks import (
+    ANSWERED,
+    ATTACKS,
+    CONNECTIONS,
+    CUT,
+    THROUGH_RELAY,
+    Target,
+    attack_main,
+    begin,
+    channel_to,
+    code_of,
+    last_refused,
+)
 from command_line import parse, save
-from fuzz_calls import ESCAPED, Fuzzer, left_of
-from strangers_run import DOWNSTREAM, GUEST, HONEST, LATENCY, LINK, LiveRun, Reference
+from fuzz_calls import ESCAPED, Fuzzer, left_of, most_of
+from strangers_run import DOWNSTREAM, ENDS, GUEST, HONEST, LATENCY, LINK, OWN_LINK, LiveRun, Reference
 
 from hetero_pp.links import EXCHANGE
 from hetero_pp.program.experiments.provenance import commit, machine
 
 QUICK = {
     "only": ["forged_hashes"],
-    "rounds": 2,
+    "warm_up": 2,
+    "settle": 1,
+    "rounds": 1,
     "stretches": 1,
-    "messages": 30,
-    "campaign": 45,
-    "latency": "1 ms",
-    "telling": 25,
+    "messages": 10,
+    "campaign": 14,
+    "latency": "40 ms",
+    "telling": 1,
     "connections": 100,
 }
-WARM_UP, SETTLE = 8, 4
-"""Rounds before the first attack, and after the last message."""
 SECONDS_BETWEEN_TELLS = 1.2
 SECONDS_TO_SETTLE = 2.0
 MOST_GROWTH = 50e6
@@ -70,7 +84,13 @@ def target_of(run: LiveRun, most_connections: int) -> Target:
         sorted(run.spec.parameter_shapes),
         run.addresses[DOWNSTREAM],
         run.credentials(run.spec.links[LINK].source),
-        LINK,
+        run.spec.links[LINK],
+        run.credentials(DOWNSTREAM),
+        [run.credentials(one) for one in ENDS],
+        OWN_LINK,
+        run.credentials("nobody"),
+        run.expired(HONEST),
+        run.tickets(),
         most_connections,
     )
 
@@ -118,45 +138,49 @@ def rounds_of(arguments: argparse.Namespace) -> int:
 def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, found: dict[str, Any], tell: Tell) -> None:
     """All that are not found yet, one after the other, in one run; in another, where that has too few rounds left."""
     ends = found.setdefault("ends", [])
-    while left := [name for name in arguments.only if name not in found]:
-        rounds = WARM_UP + len(left) * rounds_of(arguments)
-        with LiveRun(folder, f"attacked-{len(ends)}", rounds, arguments.latency) as run:
-            run.wait_for_round(WARM_UP)
-            for name in left:
-                if run.is_over or run.rounds - max(run.closed) < rounds_of(arguments) - arguments.telling:
-                    break
-                found[name] = attacked(run, name, arguments)
-                tell(found)
-                show_attack(name, found[name])
-            run.wait_until_over()
-        ends.append(outcome(run, honest.of(rounds)) | {"of": left})
-        tell(found)
-        if not ends[-1]["to_its_end"]:
-            return
+    for own in (set(arguments.only) - set(THROUGH_RELAY), set(arguments.only) & set(THROUGH_RELAY)):
+        while left := [name for name in arguments.only if name in own and name not in found]:
+            rounds, relayed = arguments.warm_up + len(left) * rounds_of(arguments), left[0] in THROUGH_RELAY
+            with LiveRun(folder, f"attacked-{len(ends)}", rounds, arguments.latency, relayed) as run:
+                run.wait_for_round(arguments.warm_up)
+                for name in left:
+                    if run.is_over or run.rounds - max(run.closed) < rounds_of(arguments) - arguments.telling:
+                        break
+                    found[name] = attacked(run, name, arguments)
+                    tell(found)
+                    show_attack(name, found[name])
+                run.wait_until_over()
+            ends.append(outcome(run, honest.of(rounds)) | {"of": left})
+            tell(found)
+            if not ends[-1]["to_its_end"]:
+                return
 
 
 def attacked(run: LiveRun, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One attack, between stretches without."""
     target = target_of(run, arguments.connections)
     usual, under, before, refused, printed = [], [], run.size(), Counter(run.refusals), run.said()
-    attacker, most = Attacker(name, target), before[1]
+    attacker, sizes = Attacker(name, target), list[float]()
     for _ in range(arguments.stretches):
         usual += run.wait_rounds(arguments.rounds)
         with attacker.under_way():
             run.wait_rounds(1)
-            under += run.wait_rounds(arguments.rounds)
-            most = max(most, run.size()[1])
+            for _ in range(arguments.rounds):
+                if name == CUT:
+                    run.cut()
+                under += run.wait_rounds(1)
+            sizes.append(run.size()[1] / 1e6)
         run.wait_rounds(1)
     attacker.close()
-    run.end_guest()
-    if not arguments.smoke:
+    run.end_guests()
+    if not arguments.smoke and name != CUT:
         tell_all(run, target, "link" if name == "link_frames" else EXCHANGE, refused)
     after = run.size()
     return {
         "codes": dict(attacker.codes),
         "refusals_by_kind": dict(sorted((run.refusals - refused).items())),
         "calls_a_second": attacker.codes.total() / attacker.seconds,
-        "megabytes": {"before": before[1] / 1e6, "most": most / 1e6, "after": after[1] / 1e6},
+        "megabytes": {"before": before[1] / 1e6, "under": sizes, "after": after[1] / 1e6},
         "threads": {"before": before[2], "after": after[2]},
         "bytes_printed": run.said() - printed,
         "is_the_same_process": before[0] == after[0],
@@ -171,8 +195,9 @@ def tell_all(run: LiveRun, target: Target, door: str, before: Counter[str]) -> N
 
     Of each kind another is so made here, which does not count.
     """
-    with channel_to(target.link_address if door == "link" else target.address) as channel:
-        for call in last_refused(target, door):
+    address, peer = (target.link_address, DOWNSTREAM) if door == "link" else (target.address, EXCHANGE)
+    for call in last_refused(target, door):
+        with channel_to(address, call.by, peer) as channel:
             time.sleep(SECONDS_BETWEEN_TELLS)
             code_of(begin(channel, call))
     time.sleep(SECONDS_TO_SETTLE)
@@ -208,7 +233,7 @@ def fuzz(folder: Path, arguments: argparse.Namespace, honest: Reference, found: 
     cells, campaigns = found.setdefault("cells", {}), found.setdefault("campaigns", [])
     while left := left_of(cells, arguments.messages):
         with LiveRun(folder, f"fuzzed-{len(campaigns)}", arguments.campaign, arguments.latency) as run:
-            run.wait_for_round(WARM_UP)
+            run.wait_for_round(arguments.warm_up)
             growth = campaign(run, arguments, cells, left, lambda: tell(found))
             run.wait_until_over()
         campaigns.append(growth | outcome(run, honest.of(arguments.campaign)))
@@ -227,16 +252,17 @@ def campaign(
     with Fuzzer(target, run.spec, arguments.seed) as fuzzer:
         far = [fuzzer.far_size()]
         for name in left:
-            while cells.get(name, {}).get("sent", 0) < arguments.messages:
-                if run.is_over or len(run.closed) > run.rounds - SETTLE:
+            most = most_of(name, arguments.messages)
+            while cells.get(name, {}).get("sent", 0) < most:
+                if run.is_over or len(run.closed) > run.rounds - arguments.settle:
                     break
                 own = cells.setdefault(name, {"sent": 0, "seconds": 0.0, "codes": {}, "escaped": []})
-                fuzzer.some(name, own, arguments.messages, max(run.closed))
+                fuzzer.some(name, own, most, max(run.closed))
                 own["megabytes"] = run.size()[1] / 1e6
                 largest = max(largest, run.size(), key=lambda size: size[1])
                 tell()
         far.append(fuzzer.far_size())
-    run.end_guest()
+    run.end_guests()
     after = run.size()
     return {
         "megabytes": {"before": before[1] / 1e6, "most": largest[1] / 1e6, "after": after[1] / 1e6},
@@ -264,19 +290,24 @@ def holes(found: dict[str, Any]) -> list[str]:
     named, fuzzed = dict(found.get("attacks", {})), found.get("fuzz", {})
     ends = {f"attacks {i}": one for i, one in enumerate(named.pop("ends", []))}
     ends |= {f"fuzz {i}": one for i, one in enumerate(fuzzed.get("campaigns", []))}
-    told = [f"{name}: not {key}" for name, one in (named | ends).items() for key in ENDS if not one.get(key, True)]
+    told = [f"{name}: not {key}" for name, one in (named | ends).items() for key in GOOD_ENDS if not one.get(key, True)]
     told += [f"{name}: {one[key]}" for name, one in ends.items() for key in ("failure", "harm") if one[key]]
     for name, one in (named | ends).items():
         size = one.get("megabytes", {"before": 0.0, "after": 0.0})
-        grown = size["after"] - size["before"]
+        first, *later = size.get("under", []) or [size["before"]]
+        grown = size["after"] - (first if later else size["before"])  # what is taken at first the allocator may keep
         far = one.get("link", {"megabytes": [0.0, 0.0]})["megabytes"]
         told += [f"{name}: {grown:.0f} MB more"] if 1e6 * grown > MOST_GROWTH else []
         told += [f"{name}: a stage has {far[1] - far[0]:.0f} MB more"] if 1e6 * (far[1] - far[0]) > MOST_GROWTH else []
-    told += [f"{name}: {one['codes']}" for name, one in named.items() if ESCAPED & one["codes"].keys()]
+    told += [
+        f"{name}: {one['codes']}"
+        for name, one in named.items()
+        if {*ESCAPED, ANSWERED} & one["codes"].keys() and name != CUT
+    ]
     return told + [f"{name}: {one['escaped'][0]}" for name, one in fuzzed.get("cells", {}).items() if one["escaped"]]
 
 
-ENDS = ("to_its_end", "same_bits", "is_the_same_process")
+GOOD_ENDS = ("to_its_end", "same_bits", "is_the_same_process")
 PARTS = {"attacks": attacks, "fuzz": fuzz}
 
 
@@ -287,15 +318,20 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), metavar="NAME", help=", ".join(ATTACKS)
     )
+    parser.add_argument("--warm-up", type=int, default=8, help="rounds before the first attack, and message")
+    parser.add_argument("--settle", type=int, default=4, help="rounds after the last message")
     parser.add_argument("--rounds", type=int, default=6, help="of a stretch")
     parser.add_argument("--stretches", type=int, default=3, help="of each attack")
     parser.add_argument("--telling", type=int, default=12, help="rounds after each attack, while refusals are told")
     parser.add_argument("--connections", type=int, default=CONNECTIONS)
-    parser.add_argument("--messages", type=int, default=1_000_000, help="to each call, of each of both")
+    parser.add_argument(
+        "--messages", type=int, default=1_000_000, help="to each call by members, and by who has a ticket"
+    )
     parser.add_argument("--campaign", type=int, default=2000, help="rounds of one run that is fuzzed")
     parser.add_argument("--latency", default=LATENCY, help="of a home's line")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parse(parser, QUICK)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the program does
     found: dict[str, Any] = {}
     if arguments.json is not None and arguments.json.exists():
         found = json.loads(arguments.json.read_text())

@@ -1,34 +1,46 @@
-"""A live run beside strangers: two honest replicas, and the place of a third, whose member is whoever attacks.
+"""A live run beside strangers: two honest replicas, and the places of two more, whose members are whoever attacks.
 
 Its members and its exchange are the processes of a launch. They are started here with a secret that is known, as it is
-to who launches over several hosts, so that a member's own credentials can be given to what attacks.
+to who launches over several hosts, so that a member's own credentials can be given to what attacks. All of it is by
+TLS, as between hosts.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from hetero_pp.links import EXCHANGE, LAUNCHER, stage_link_name
+from hetero_pp.links import EXCHANGE, LAUNCHER, RELAYED, stage_link_name
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.chaos.wire import Wire
 from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
 from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.credentials import Credentials, Secret, SecretKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.yaml_file import ConfigFile
+from replica_groups.exchange.memberships import Memberships
 
 PAGES = Path(__file__).parents[1] / "docs"
-SECRET = "of this benchmark only"
+SECRET_OF_THE_RUN = Secret("of this benchmark only")
 GUEST, HONEST = "guest", "dc"
+ENDS = ("den.0", "den.1")
+"""Of a group that never trains: a link that is the attacker's own, and places to invite it to."""
+GUESTS = (GUEST, *ENDS)
+HOUR = 3600.0
+CUT_SECONDS = 0.2
 MOST_SECONDS_A_ROUND = 90.0
 
 YAML = """\
@@ -40,32 +52,36 @@ inner: {steps: 4, learning_rate: 6e-3, final_learning_rate_share: 1}
 outer: {rounds: 100, compression: {density: 1/32}}
 snapshots: {every: 100}
 exchange:
-  quorum: 0.6
+  quorum: 0.5
   grace: {factor: 3, least: 0.2 s, most: 0.5 s}
   lease: {factor: 5, least: 60 s, most: 10 min}
   hang: {least: 60 s, most: 10 min}
 lines: {dsl: {bandwidth: 1 Gbit/s, latency: LATENCY}}
 replicas:
   - {name: dc, kind: datacenter, batch_size: 2}
-  - {name: home, kind: participants, stages: {count: 2, line: dsl}, batch_size: 2, micro_batches: 2,
-     boundary: {rank: 1/4}}
+  - {name: home, kind: participants, batch_size: 2, micro_batches: 2, boundary: {rank: 1/4},
+     stages: [{layers: 1, line: dsl}, {layers: 1, line: dsl, listen: "LISTEN"}]}
   - {name: guest, kind: datacenter, batch_size: 2}
+  - {name: den, kind: participants, stages: {count: 2}, batch_size: 2, micro_batches: 2, boundary: {rank: 1/4}}
 """
-"""A quorum is both honest replicas: what becomes of the guest changes no bits. The rate of learning is always the same,
-so that a round has the same bits whichever is the last. What takes time is latency: processors are left to attacks."""
+"""A quorum is both honest replicas: what becomes of the others changes no bits. The rate of learning is always the
+same, so that a round has the same bits whichever is the last. What takes time is latency: processors are left to
+attacks."""
 
 LATENCY = "20 ms"
-DOWNSTREAM = "home.1"
-LINK = stage_link_name("home", 0)
+UPSTREAM, DOWNSTREAM = "home.0", "home.1"
+LINK, OWN_LINK = stage_link_name("home", 0), stage_link_name("den", 0)
 
 
 class LiveRun:
     """One run, from its start to its end; what it told of itself so far. To be used as a context."""
 
-    def __init__(self, folder: Path, name: str, rounds: int, latency: str = LATENCY) -> None:
+    def __init__(self, folder: Path, name: str, rounds: int, latency: str = LATENCY, relayed: bool = False) -> None:
+        """`relayed`: stages reach each other through the exchange, and the line of one to it can be cut."""
+        listen = RELAYED if relayed else "127.0.0.1:0"
         path, corpus = folder / f"{name}.yaml", folder / "text.txt"
         corpus.write_text("\n".join(page.read_text() for page in sorted(PAGES.glob("*.md"))))
-        path.write_text(YAML.replace("LATENCY", latency).replace("CORPUS", str(corpus)))
+        path.write_text(YAML.replace("LATENCY", latency).replace("CORPUS", str(corpus)).replace("LISTEN", listen))
         runs = folder / "runs"  # of all, so that the corpus is encoded once
         file = ConfigFile(path, [f"name={name}", f"outer.rounds={rounds}"])
         self.spec, self.rounds = prepare(file, runs).spec, rounds
@@ -83,6 +99,8 @@ class LiveRun:
         """Whether it has ended, well or not."""
         self.failure: str | None = None
         self.address = ""
+        self._relayed = relayed
+        self._wire: Wire | None = None
         self._changed = threading.Condition()
         self._listens = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live run", daemon=True)
@@ -101,17 +119,46 @@ class LiveRun:
 
     def credentials(self, name: str) -> Credentials:
         """Of one process of the run."""
-        return Secret(SECRET).credentials(name, self.spec.links.values())
+        return SECRET_OF_THE_RUN.credentials(name, encrypted=True)
+
+    def expired(self, name: str) -> Credentials:
+        """Of a process whose certificate has ended."""
+        key, authority = new_key(), SECRET_OF_THE_RUN.authority
+        certificate = authority.sign(key.public_key(), name, 0, time.time() - 1.0)
+        return Credentials(name, identity=Identity(certificate, as_text(key), authority.certificate))
+
+    def tickets(self) -> Mapping[str, Credentials]:
+        """See Target: what there is of tickets, and who was let in by one and is not any more."""
+        authority, until, (former, invited) = SECRET_OF_THE_RUN.authority, time.time() + HOUR, ENDS
+        key, found = new_key(), dict[str, str]()
+        with closing(Memberships(self._folder.memberships)) as memberships:
+            for place in ENDS:
+                if memberships.held_by(place) is not None:
+                    memberships.revoke(place)
+            first = memberships.enrol(memberships.invite(former, HOUR), digest_of(key.public_key()), [], HOUR)
+            memberships.end(former, first.number, "it was given back")
+            found["used"] = memberships.invite(former, HOUR)
+            memberships.enrol(found["used"], b"another key", [], HOUR)
+            found["open"] = memberships.invite(None, HOUR)
+            found["invited"] = memberships.invite(invited, HOUR)
+        found["unknown"] = "0123456789abcdef"
+        made = {what: make_ticket("", "", authority, ticket, until).identity for what, ticket in found.items()}
+        signed = authority.sign(key.public_key(), former, first.number, until)
+        made["former"] = Identity(signed, as_text(key), authority.certificate)
+        return {what: Credentials(identity.shown.name, identity=identity) for what, identity in made.items()}
 
     def _run(self) -> None:
-        honest = [member for member in self.spec.members if member != GUEST]
+        honest = [member for member in self.spec.members if member not in GUESTS]
         try:
-            with Crew(
-                self.spec, self._folder, self._on_report, LAUNCHER, SecretKeys(Secret(SECRET), encrypted=False)
-            ) as crew:
+            keys = SecretKeys(SECRET_OF_THE_RUN, encrypted=True)
+            with Crew(self.spec, self._folder, self._on_report, LAUNCHER, keys) as crew:
                 crew.start([EXCHANGE, *honest])
                 self.address = crew.open_exchange()
                 watcher = Watcher(partial(reports_of, self.address, crew.credentials, crew.on_silence), crew.on_report)
+                if self._relayed:
+                    self._wire = Wire(self.address)
+                    crew.join_exchange([UPSTREAM], self._wire.address)
+                    honest.remove(UPSTREAM)
                 crew.join_exchange(honest, self.address)
                 self._listens.set()
                 crew.wait()
@@ -126,15 +173,25 @@ class LiveRun:
             self._listens.set()
 
     def _let_begin(self) -> None:
-        """A run begins once all have joined: the guest does, and is gone."""
-        client = ExchangeClient(self.address, self.credentials(GUEST), self.spec.run, timeout=MOST_SECONDS_A_ROUND)
-        client.join(GUEST, "")
-        client.close()
-        self.end_guest()
+        """A run begins once all have joined: the guests do, and are gone."""
+        for guest in GUESTS:
+            with closing(
+                ExchangeClient(self.address, self.credentials(guest), self.spec.run, timeout=MOST_SECONDS_A_ROUND)
+            ) as client:
+                client.join(guest, "")
+        self.end_guests()
 
-    def end_guest(self) -> None:
-        """As who has started its process does once that is gone."""
-        tell_died(self.address, self.credentials(LAUNCHER), GUEST, "it has ended", None)
+    def end_guests(self, names: Sequence[str] = GUESTS) -> None:
+        """As who has started their processes does once these are gone."""
+        for name in names:
+            tell_died(self.address, self.credentials(LAUNCHER), name, "it has ended", None)
+
+    def cut(self) -> None:
+        """The line of the stage before, through which its link goes, for a moment."""
+        assert self._wire is not None
+        self._wire.cut()
+        time.sleep(CUT_SECONDS)
+        self._wire.mend()
 
     # ---- what it does ----
 
@@ -167,7 +224,7 @@ class LiveRun:
         return [one for one in range(1, self.rounds + 1) if self._honest(one) != other._honest(one)]
 
     def _honest(self, round_: int) -> dict[str, bytes]:
-        return {replica: value for replica, value in self.hashes[round_].items() if replica != GUEST}
+        return {replica: value for replica, value in self.hashes[round_].items() if replica in ("dc", "home")}
 
     def size(self) -> tuple[int, int, int]:
         """Of the exchange's process: its number, bytes of memory, threads. Zeros if there is none."""
@@ -213,7 +270,7 @@ class LiveRun:
 
     def harm(self) -> dict[str, int]:
         """What happened to honest members."""
-        return {what: count for what, count in self.happened.items() if not what.startswith(GUEST)}
+        return {what: count for what, count in self.happened.items() if not what.startswith((GUEST, "den"))}
 
 
 class Reference:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.errors import Refused
+from hetero_pp.errors import Forbidden, Refused
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tickets (
@@ -76,17 +76,17 @@ class Memberships:
         """The place that who shows a ticket takes with a key, for so many seconds.
 
         With the same key it may be asked again: should the answer have been lost, or who has left come back. `vacant`:
-        places at which nobody is. Raises Refused for a ticket that is unknown, used, over or taken back, and where no
-        place is free.
+        places at which nobody is. Raises Refused for a ticket that is unknown and where no place is free, Forbidden for
+        one that is used, over or taken back.
         """
         with self._changing():
             place, until, used, revoked = self._ticket(ticket)
             if revoked:
-                raise Refused("the ticket was taken back")
+                raise Forbidden("the ticket was taken back")
             if used not in (None, key):
-                raise Refused("the ticket was used already: it lets one process in")
+                raise Forbidden("the ticket was used already: it lets one process in")
             if used is None and self._clock() > until:
-                raise Refused("the ticket is over: ask for another")
+                raise Forbidden("the ticket is over: ask for another")
             held = self._of_ticket(ticket)
             if held is None or not self._is_in(held):
                 self._let_in(ticket, key, self._place_for(place, vacant), seconds)
@@ -126,7 +126,7 @@ class Memberships:
                 (self._clock() + seconds, place, number, key),
             )
             if changed.rowcount != 1:
-                raise Refused("a certificate is renewed for the key that it began with")
+                raise Forbidden("a certificate is renewed for the key that it began with")
             found = self._newest(place)
             assert found is not None
             return found

@@ -173,6 +173,7 @@ def test_the_same_host_may_ask_again_and_nobody_else(served: Served) -> None:
     assert served.takes(ticket).place == first.place
     with pytest.raises(Refused, match="used already"):
         served.takes(ticket, "another host")
+    assert served.run.exchange._refusals.counts == {Kind.FORBIDDEN: 1}
     assert served.takes(served.ticket(), "another host").place not in (first.place, None)
 
 
