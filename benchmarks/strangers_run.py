@@ -80,7 +80,8 @@ class LiveRun:
         """`relayed`: stages reach each other through the exchange, and the line of one to it can be cut."""
         listen = RELAYED if relayed else "127.0.0.1:0"
         path, corpus = folder / f"{name}.yaml", folder / "text.txt"
-        corpus.write_text("\n".join(page.read_text() for page in sorted(PAGES.glob("*.md"))))
+        if not corpus.exists():  # of all runs that are compared the same, whatever is written meanwhile
+            corpus.write_text("\n".join(page.read_text() for page in sorted(PAGES.glob("*.md"))))
         path.write_text(YAML.replace("LATENCY", latency).replace("CORPUS", str(corpus)).replace("LISTEN", listen))
         runs = folder / "runs"  # of all, so that the corpus is encoded once
         file = ConfigFile(path, [f"name={name}", f"outer.rounds={rounds}"])
