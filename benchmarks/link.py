@@ -2,9 +2,9 @@
 
     python benchmarks/link.py --json benchmarks/results/link_<cpu>_<date>.json
 
-The two ends are separate processes. The unshaped link, without TLS and with it, is compared with a raw TCP socket and
-with gRPC unary calls that carry a protobuf bytes field; all take turns in every round, so that a busy machine slows all
-of them.
+The two ends are separate processes. The unshaped link, without TLS, with it, and through the relay of an exchange (a
+third process), is compared with a raw TCP socket and with gRPC unary calls that carry a protobuf bytes field; all take
+turns in every round, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,18 @@ from google.protobuf.wrappers_pb2 import BytesValue
 
 from hetero_pp.errors import LinkClosed
 from hetero_pp.link.protocol import LinkEnd, Message
-from hetero_pp.links import LinkShape, LinkSpec
+from hetero_pp.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
-from hetero_pp.rpc.channels import keep_freed_memory
+from hetero_pp.refusals import Kind
+from hetero_pp.rpc.callers import Callers
+from hetero_pp.rpc.channels import keep_freed_memory, make_server
 from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.relay import MOST_CARRIED, Relay
+from hetero_pp.rpc.relay import SERVICE as RELAY
+from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
+from hetero_pp.rpc.services import service_handler
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
+from hetero_pp.run.spec import Roster
 
 HOST = "127.0.0.1"
 SECRET = Secret("of this benchmark only")
@@ -134,6 +141,7 @@ def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict
             "tcp": stack.enter_context(tcp_transfer()),
             "link": stack.enter_context(link_transfer()),
             "tls": stack.enter_context(link_transfer(encrypted=True)),
+            "relayed": stack.enter_context(relayed_transfer()),
             "unary": stack.enter_context(unary_transfer()),
         }
         seen: dict[tuple[str, int], list[float]] = {(way, size): [] for way in ways for size in sizes}
@@ -151,8 +159,9 @@ def measure_unshaped(sizes: Sequence[int], rounds: int, total: int) -> list[dict
     rows = []
     for size in sizes:
         medians = {way: statistics.median(seen[way, size]) for way in ways}
-        ratios = {f"{way}_over_tcp": medians[way] / medians["tcp"] for way in ("link", "tls", "unary")}
+        ratios = {f"{way}_over_tcp": medians[way] / medians["tcp"] for way in ("link", "tls", "relayed", "unary")}
         ratios["tls_over_link"] = medians["tls"] / medians["link"]
+        ratios["relayed_over_tls"] = medians["relayed"] / medians["tls"]
         cpu = {way: statistics.median(spent[way, size]) for way in ways}
         found = {way: seen[way, size] for way in ways}
         rows.append({"message_bytes": size, **medians, **ratios, "cpu_seconds_a_gigabyte": cpu, "all": found})
@@ -193,6 +202,17 @@ def link_transfer(encrypted: bool = False) -> Iterator[Transfer]:
 
 
 @contextmanager
+def relayed_transfer() -> Iterator[Transfer]:
+    """The same by TLS, where both ends dial a relay and neither the other."""
+    shape = LinkShape()
+    with peer(serve_relay) as relay, peer(serve_link, shape, True, relay):
+        own = SECRET.credentials("home.0", encrypted=True)
+        dialler = RelayedDialler(f"{HOST}:{relay}", own, spec_of(shape).name)
+        with closing(dialler), open_link(dialler.address, shape, encrypted=True) as end:
+            yield lambda size, count: send_all(end, size, count)
+
+
+@contextmanager
 def unary_transfer() -> Iterator[Transfer]:
     """One call per message, of a protobuf message with a bytes field."""
     with peer(serve_unary) as port, grpc.insecure_channel(f"{HOST}:{port}", options=UNLIMITED) as channel:
@@ -228,10 +248,11 @@ def spec_of(shape: LinkShape) -> LinkSpec:
 
 
 @contextmanager
-def open_link(port: int, shape: LinkShape, encrypted: bool = False) -> Iterator[LinkEnd]:
+def open_link(at: int | str, shape: LinkShape, encrypted: bool = False) -> Iterator[LinkEnd]:
+    """To a port, or to an address."""
     spec = spec_of(shape)
     own = SECRET.credentials("home.0", [spec], encrypted).of_link(spec.name)
-    end = open_stage_link(f"{HOST}:{port}", spec, own, "home.0", seed=0, timeout=SECONDS)
+    end = open_stage_link(f"{HOST}:{at}" if isinstance(at, int) else at, spec, own, "home.0", seed=0, timeout=SECONDS)
     yield end
     end.close()
 
@@ -251,13 +272,17 @@ def peer(serve: Callable[..., None], *arguments: object) -> Iterator[int]:
         process.join(SECONDS)
 
 
-def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False) -> None:
-    """Receive and recycle; answer what is marked as the last."""
+def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False, relay: int | None = None) -> None:
+    """Receive and recycle; answer what is marked as the last. With the port of a relay, found through that alone."""
     prepare_process()
     spec = spec_of(shape)
     own = SECRET.credentials("home.1", [spec], encrypted).of_link(spec.name)
     links = StageLinkServer(spec, own, "home.1", seed=0)
-    control.send(links.listen(f"{HOST}:0"))
+    if relay is None:
+        control.send(links.listen(f"{HOST}:0"))
+    else:
+        relayed = RelayedListener(f"{HOST}:{relay}", SECRET.credentials("home.1", encrypted=True), spec.name)
+        control.send(links.listen(relayed.address))
     end = links.accept(SECONDS)
     try:
         while True:
@@ -268,6 +293,34 @@ def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False) -
     except LinkClosed:
         end.close()
     links.close(grace=0)
+
+
+class Door:
+    """Who is let in to the relay: who has a certificate of the run."""
+
+    def __init__(self, callers: Callers) -> None:
+        self._callers = callers
+
+    def admit(self, call: str, context: grpc.ServicerContext) -> str:
+        """See services.Door."""
+        return self._callers.let_in(context).name
+
+    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
+        """See services.Door."""
+
+
+def serve_relay(control: Connection) -> None:
+    """Carry the link, as the process of an exchange does beside all else, until the parent is done."""
+    prepare_process()
+    ends = {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1"}
+    roster = Roster({"home.0": "home", "home.1": "home"}, {}, counts=ends)
+    callers = Callers(SECRET, roster, encrypted=True)
+    handler = service_handler(RELAY, Relay(callers, ends), Door(callers), MOST_CARRIED)
+    server, port = make_server(f"{HOST}:0", [handler], 2 * MOST_CARRIED, SECRET.authority.identity(EXCHANGE))
+    control.send(port)
+    with suppress(EOFError):
+        control.recv()
+    server.stop(grace=0).wait()
 
 
 def serve_tcp(control: Connection) -> None:
@@ -310,11 +363,14 @@ def print_tables(result: dict[str, Any]) -> None:
         print(f"{row['rate']:<24} {row['seconds']:8.2f} {row['measured_over_configured']:14.4f}")
     latency = {name: f"{1e3 * value:.2f} ms" for name, value in result["latency"].items()}
     print(f"\nthere and back at latency {latency['configured']}: {latency['with']}, without: {latency['without']}")
-    print("\nmessage        TCP GB/s     link (ratio)      TLS (ratio)    unary (ratio)   CPU s a GB: link    TLS")
+    ratios = "".join(f" {name:>9} (ratio)" for name in ("link", "TLS", "relayed", "unary"))
+    print(f"\nmessage        TCP GB/s{ratios}   CPU s a GB: link    TLS relayed")
     for row in result["unshaped"]:
-        ways = "".join(f" {row[way]:9.2f} ({row[f'{way}_over_tcp']:.2f})" for way in ("link", "tls", "unary"))
-        cpu = "".join(f" {row['cpu_seconds_a_gigabyte'][way]:7.2f}" for way in ("link", "tls"))
-        print(f"{row['message_bytes'] >> 10:>6} KiB {row['tcp']:12.2f}{ways} {cpu:>27}")
+        ways = "".join(
+            f" {row[way]:9.2f} ({row[f'{way}_over_tcp']:.2f})" for way in ("link", "tls", "relayed", "unary")
+        )
+        cpu = "".join(f" {row['cpu_seconds_a_gigabyte'][way]:7.2f}" for way in ("link", "tls", "relayed"))
+        print(f"{row['message_bytes'] >> 10:>6} KiB {row['tcp']:12.2f}{ways} {cpu:>35}")
     print(f"\n{result['machine']}")
 
 

@@ -112,6 +112,35 @@ def network(lines: Mapping[str, Line | None], counts_headers: bool) -> Iterator[
         yield Network(machines, switch)
 
 
+@contextmanager
+def apart(names: Sequence[str]) -> Iterator[tuple[Machine, dict[str, Machine]]]:
+    """A machine, and others by name that each have a cable to it and to nothing else: behind routers, as homes are.
+
+    None of them reaches another one. Each dials the machine in the middle at its `gateway`. Raises OSError, with what
+    the system says, where such a network cannot be had.
+    """
+    with ExitStack() as stack:
+        middle = Machine("", stack.enter_context(_running(["unshare", "--user", "--map-root-user", "--net", *HOLDER])))
+        middle.call("ip link set lo up")
+        middle.call("sysctl -qw net.ipv4.ip_forward=0")
+        homes: dict[str, Machine] = {}
+        for number, name in enumerate(names):
+            holder = stack.enter_context(_running([*middle.inside, "unshare", "--net", *HOLDER]))
+            homes[name] = home = Machine(f"10.48.{number}.2", holder)
+            middle.call(f"ip link add {_port(number)} type veth peer name line netns {holder}")
+            middle.call(f"ip address add {gateway(home)}/24 dev {_port(number)}")
+            middle.call(f"ip link set {_port(number)} up")
+            home.call("ip link set lo up")
+            home.call(f"ip address add {home.address}/24 dev line")
+            home.call("ip link set line up")
+        yield middle, homes
+
+
+def gateway(home: Machine) -> str:
+    """The address of the machine in the middle, for one that is apart."""
+    return home.address.removesuffix("2") + "1"
+
+
 def _port(number: int) -> str:
     return f"port{number}"
 

@@ -23,6 +23,10 @@ PRINTED = {
     "engines_agree": [r"staged to eager +[-+]\d", r"staged to launched +[-+]\d.* the same bits\n"],
     "engines": [r"plain\W+\d", r"torchtitan\W+\d.*parameters", r"deepspeed\W+\d.*parameters"],
     "fuzz_contribution": [r"1,000 inputs: \d+ valid, \d+ refused"],
+    "homes": [
+        r"2 homes, 2 rounds: the bits of one process; they listen at 0 ports\n",
+        r"relayed over the ledgers' bytes: 1\.\d+\nfrom typing join to the first inner step: median \d",
+    ],
     "in_process": [r"0 of 2 +\d.*\d\n", r"1 of 2 +\d.*\d\n", r"2 of 2 +\d.*\d\n"],
     "kernel_links": [r"50 Mbit/s, 2 stages, rank full +\d", r"off by \d|not shaped by the kernel"],
     "link": [r"1 Gbit/s +\d", r"there and back at latency 20.00 ms: \d", r" 64 KiB +\d"],

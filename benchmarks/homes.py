@@ -1,0 +1,325 @@
+"""Homes that nobody can dial train as groups: to which bits, how soon one that joins does, what the relay carries.
+
+    python benchmarks/homes.py [--joins N] [--json FILE]
+
+Each home is a network namespace with a cable to the exchange's host and to nothing else (benchmarks/namespaces.py): it
+reaches no other home, and as nothing listens in it, nobody dials it. All that it is given is a ticket. Where there can
+be no namespaces homes are processes of this machine, of which is looked at that they listen nowhere.
+
+A place that joins a run under way is one that was given back a moment ago, by a home with an empty folder: from typing
+`join` to the end of its first inner step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import psutil
+from command_line import parse, save
+from namespaces import Machine, apart, gateway
+from simulator import words
+
+from hetero_pp.links import EXCHANGE
+from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.program.join.invite import invite
+
+PORT = 47600
+SMOKE = {"groups": 1, "stages": 2, "rounds": 2, "joins": 1, "between": 1}
+HETERO_PP = [sys.executable, "-m", "hetero_pp"]
+FOR_EVER = 100_000
+PATIENCE = 1200.0
+LISTENS = "0A"
+"""The state of a socket in /proc/net/tcp."""
+
+YAML = """\
+name: homes
+model: {{preset: micro, width: 64, heads: 4, feed_forward: 128, layers: 6}}
+data: {{corpus: {corpus}, sequence_length: 64, validation_share: 0.2, validation_sequences: 4}}
+inner: {{steps: 5, learning_rate: 1e-2, warmup_steps: 5}}
+outer: {{rounds: {rounds}, compression: {{density: 1/32}}}}
+exchange: {{listen: '0.0.0.0:{port}', grace: {{least: 10 min, most: 10 min}}, lease: {{least: 1 min}}}}
+replicas:
+{replicas}
+"""
+GROUP = """\
+  - name: {name}
+    kind: participants
+    stages: {stages}
+    batch_size: 8
+    micro_batches: 4
+    boundary: {{rank: 1/4}}
+"""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where commands are run: what to put before them, how the exchange is dialled from there, what listens there."""
+
+    inside: Sequence[str]
+    exchange: str
+    holder: int | None = None
+    """Of its namespace, if it has one."""
+
+    def start(self, *command: str, to: Path) -> subprocess.Popen[bytes]:
+        """`hetero-pp COMMAND`, which writes to a file what it says."""
+        with to.open("wb") as said:
+            whole = [*self.inside, *HETERO_PP, *command]
+            return subprocess.Popen(whole, stdout=said, stderr=said, stdin=subprocess.DEVNULL)
+
+    def ask(self, *command: str) -> str:
+        """What `hetero-pp COMMAND` says. Raises SystemExit if it fails."""
+        done = subprocess.run([*self.inside, *HETERO_PP, *command], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"{' '.join(command[:1])} ended with {done.returncode}: {done.stderr}")
+        return done.stdout
+
+    def listening(self, process: subprocess.Popen[bytes]) -> int:
+        """How many TCP sockets listen: in the namespace, or of a process and those that it has started."""
+        if self.holder is not None:
+            tables = [Path(f"/proc/{self.holder}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+            return sum(line.split()[3] == LISTENS for table in tables for line in table.splitlines()[1:])
+        own = psutil.Process(process.pid)
+        found = [one for each in (own, *own.children(recursive=True)) for one in each.net_connections("tcp")]
+        return sum(one.status == psutil.CONN_LISTEN for one in found)
+
+
+@contextmanager
+def sites(names: Sequence[str]) -> Iterator[tuple[Site, dict[str, Site], str]]:
+    """The exchange's and those of homes, by name; and why they are no namespaces, or nothing."""
+    here = Site([], f"127.0.0.1:{PORT}")
+    with ExitStack() as stack:
+        try:
+            middle, homes = stack.enter_context(apart(names))
+        except OSError as error:
+            lacks = f"no namespaces, homes are processes of one machine: {error}"
+            yield here, dict.fromkeys(names, here), lacks
+            return
+        require_apart(homes)
+        found = {name: Site(home.inside, f"{gateway(home)}:{PORT}", home.holder) for name, home in homes.items()}
+        yield Site(middle.inside, f"127.0.0.1:{PORT}", middle.holder), found, ""
+
+
+def require_apart(homes: Mapping[str, Machine]) -> None:
+    """Raise SystemExit if a home has a way to another one."""
+    for name, home in homes.items():
+        for other, there in homes.items():
+            if name != other:
+                try:
+                    home.call(f"ip route get {there.address}")
+                except OSError:
+                    continue
+                raise SystemExit(f"{name} reaches {other}")
+
+
+class Run:
+    """That is served at one site, and joined from others."""
+
+    def __init__(self, folder: Path, groups: int, stages: int, rounds: int, exchange: Site) -> None:
+        self.folder, self.exchange = folder, exchange
+        folder.mkdir()
+        (folder / "corpus.txt").write_text(words())
+        names = [f"group-{number + 1}" for number in range(groups)]
+        self.places = [f"{name}.{stage}" for name in names for stage in range(stages)]
+        replicas = "\n".join(GROUP.format(name=name, stages=stages) for name in names)
+        text = YAML.format(corpus=folder / "corpus.txt", rounds=rounds, port=PORT, replicas=replicas)
+        (folder / "run.yaml").write_text(text)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._joined = 0
+
+    @property
+    def _runs(self) -> str:
+        return str(self.folder / EXCHANGE)
+
+    def __enter__(self) -> Run:
+        own = ["serve", str(self.folder / "run.yaml"), "--runs", self._runs]
+        self.processes[EXCHANGE] = self.exchange.start(*own, to=self.folder / f"{EXCHANGE}.txt")
+        self.wait(lambda: any(event["event"] == "waiting" for event in self.events()))
+        return self
+
+    def __exit__(self, *cause: object) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.wait()
+
+    def join(self, place: str, site: Site) -> Joined:
+        """A home with an empty folder takes a place."""
+        self._joined += 1
+        runs = self.folder / f"{place}-{self._joined}"
+        with redirect_stdout(StringIO()) as ticket:
+            invite(Path(self._runs), "homes", place, 3600.0, site.exchange)
+        own = ["--data", str(self.folder / "corpus.txt"), "--runs", str(runs)]
+        command = ["join", ticket.getvalue().strip(), *own]
+        typed = time.time()
+        self.processes[place] = site.start(*command, to=self.folder / f"{place}.txt")
+        return Joined(place, typed)
+
+    def leave(self, joined: Joined) -> None:
+        """A home gives its place back."""
+        self.processes[joined.place].terminate()  # as Ctrl-C, and `leave`
+        self.processes[joined.place].wait()
+
+    def events(self) -> list[dict[str, Any]]:
+        """All that was told so far."""
+        path = self.folder / EXCHANGE / "homes" / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def wait(self, is_so: Callable[[], bool]) -> None:
+        """Raises SystemExit if a process ends before, or it takes too long."""
+        until = time.monotonic() + PATIENCE
+        while not is_so():
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise SystemExit(f"{name} ended with {process.poll()}: {(self.folder / f'{name}.txt').read_text()}")
+            if time.monotonic() > until:
+                raise SystemExit(f"nothing happened for {PATIENCE:g} s")
+            time.sleep(0.05)
+
+    def first_step(self, joined: Joined) -> tuple[float, float]:
+        """Seconds from typing `join` to the end of the first inner step; and of CPU, that its processes took for it."""
+        found: list[float] = []
+
+        def is_there() -> bool:
+            for event in self.events():
+                if (event["event"], event["member"]) == ("inner_step", joined.place) and event["time"] > joined.typed:
+                    found.append(event["time"] - joined.typed)
+            return bool(found)
+
+        self.wait(is_there)
+        own = psutil.Process(self.processes[joined.place].pid)
+        times = [one.cpu_times() for one in (own, *own.children(recursive=True))]
+        return found[0], sum(one.user + one.system for one in times)
+
+    def rounds(self) -> int:
+        """How many are closed."""
+        return sum(event["event"] == "round_closed" for event in self.events())
+
+    def carried(self) -> tuple[int, int]:
+        """Bytes that the relay has carried, and those that the ledgers of the stage links have on the wire."""
+        path = self.folder / "status.json"
+        self.exchange.ask("status", "homes", "--runs", self._runs, "--json", str(path))
+        told = {
+            (event["link"], event["direction"], event["round"]): event["wire_bytes"]
+            for event in self.events()
+            if event["event"] == "link_use" and EXCHANGE not in event["link"]
+        }
+        places = json.loads(path.read_text())["places"].values()
+        return sum(place["relayed_bytes"] for place in places) // 2, sum(told.values())  # of each link both ends say it
+
+    def summary(self) -> dict[str, Any]:
+        """Once it is over."""
+        return json.loads((self.folder / EXCHANGE / "homes" / "summary.json").read_text())
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A home that has a place."""
+
+    place: str
+    typed: float
+    """When."""
+
+
+def to_the_bits(
+    folder: Path, arguments: argparse.Namespace, exchange: Site, homes: Mapping[str, Site]
+) -> dict[str, Any]:
+    """A run from its first round to its last, and the same in one process."""
+    with Run(folder / "whole", arguments.groups, arguments.stages, arguments.rounds, exchange) as run:
+        for place, site in homes.items():
+            run.join(place, site)
+        listening: list[int] = []
+        run.wait(lambda: run.rounds() >= 1)
+        for place, site in homes.items():
+            listening.append(site.listening(run.processes[place]))
+        ended = {name: process.wait(PATIENCE) for name, process in run.processes.items()}
+        if any(ended.values()):
+            raise SystemExit(f"ended with {ended}: {(run.folder / 'exchange.txt').read_text()}")
+        together = run.summary()
+    alone = [*HETERO_PP, "launch", "--in-process", str(run.folder / "run.yaml"), "--runs", str(folder / "alone")]
+    subprocess.run(alone, check=True, stdout=subprocess.DEVNULL)
+    expected = json.loads((folder / "alone" / "homes" / "summary.json").read_text())
+    return {
+        "rounds": together["rounds"],
+        "parameters_sha256": together["parameters_sha256"],
+        "same_bits": together["parameters_sha256"] == expected["parameters_sha256"],
+        "same_losses": together["validation_loss"] == expected["validation_loss"],
+        "listening_at_homes": sum(listening),
+    }
+
+
+def under_way(folder: Path, arguments: argparse.Namespace, exchange: Site, homes: Mapping[str, Site]) -> dict[str, Any]:
+    """What the relay carries, and how soon a place that was given back is taken part in again."""
+    with Run(folder / "under_way", arguments.groups, arguments.stages, FOR_EVER, exchange) as run:
+        joined = {place: run.join(place, site) for place, site in homes.items()}
+        run.wait(lambda: run.rounds() >= 2)
+        before = run.carried()
+        first = run.rounds()
+        run.wait(lambda: run.rounds() >= first + arguments.between)
+        relayed, ledgers = (later - sooner for sooner, later in zip(before, run.carried(), strict=True))
+        seconds: list[dict[str, Any]] = []
+        for place in islice(cycle(reversed(list(homes))), arguments.joins):
+            run.leave(joined[place])
+            joined[place] = run.join(place, homes[place])
+            load = psutil.getloadavg()[0]
+            taken, cpu = run.first_step(joined[place])
+            seconds.append({"place": place, "seconds": taken, "cpu_seconds": cpu, "load": load})
+            closed = run.rounds()
+            run.wait(lambda closed=closed: run.rounds() > closed)  # type: ignore[misc]
+    return {
+        "relayed_bytes": relayed,
+        "ledger_wire_bytes": ledgers,
+        "relayed_over_ledger": relayed / ledgers,
+        "join_to_first_step": seconds,
+        "median_seconds": statistics.median(one["seconds"] for one in seconds),
+        "longest_seconds": max(one["seconds"] for one in seconds),
+        "median_cpu_seconds": statistics.median(one["cpu_seconds"] for one in seconds),
+    }
+
+
+def main() -> None:
+    """Run and print; write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=3, help="of each group")
+    parser.add_argument("--rounds", type=int, default=6, help="of the run that is compared with one process")
+    parser.add_argument("--joins", type=int, default=12, help="how many times a place is left and taken again")
+    parser.add_argument("--between", type=int, default=60, help="rounds in which bytes are counted")
+    arguments = parse(parser, SMOKE)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C does, leaving nothing behind
+    names = [f"group-{group + 1}.{stage}" for group in range(arguments.groups) for stage in range(arguments.stages)]
+    with tempfile.TemporaryDirectory(prefix="hetero-pp-homes-") as name, sites(names) as (exchange, homes, lacks):
+        if lacks:
+            print(lacks)
+        load = psutil.getloadavg()[0]
+        whole = to_the_bits(Path(name), arguments, exchange, homes)
+        bits = "the bits of one process" if whole["same_bits"] and whole["same_losses"] else "OTHER BITS"
+        listens = f"they listen at {whole['listening_at_homes']} ports"
+        print(f"{len(names)} homes, {whole['rounds']} rounds: {bits}; {listens}", flush=True)
+        joining = under_way(Path(name), arguments, exchange, homes)
+    print(f"relayed over the ledgers' bytes: {joining['relayed_over_ledger']:.3f}")
+    spread = f"median {joining['median_seconds']:.1f} s, at most {joining['longest_seconds']:.1f} s"
+    cpu = f"{joining['median_cpu_seconds']:.1f} s of CPU"
+    print(f"from typing join to the first inner step: {spread}; {cpu}")
+    kind = "processes" if lacks else "network namespaces"
+    found = {"machine": machine(), "commit": commit(), "homes": kind, "load": load, "whole": whole}
+    save({**found, "under_way": joining}, arguments.json)
+    if not (whole["same_bits"] and whole["same_losses"]) or whole["listening_at_homes"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
