@@ -231,7 +231,8 @@ def test_other_text_is_refused(cut: Path, corpus: Path, tmp_path: Path) -> None:
     shutil.copytree(corpus, other)
     (other / "00.txt").write_text("something else " * 500)
     with pytest.raises(
-        ConfigError, match=r"data\.corpus: found tokens whose sha256 begins with \w{12}, expected \w{12}"
+        RunFailed,
+        match=r"reads another text than the run: found tokens whose sha256 begins with \w{12}, expected \w{12}",
     ):
         _train(corpus, cut.parent, f"data.corpus={other}", resume=True)
 

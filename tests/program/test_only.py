@@ -186,6 +186,13 @@ def test_the_run_goes_on_without_a_host_that_dies_and_with_it_once_it_is_started
     assert re.search(r"^round \d+/100000: .*; not counted: dc \(nothing was heard of it for", said, re.MULTILINE), said
 
 
+def _wait_until_free(port: int | str) -> None:
+    """A process ends a moment after who has started it was killed."""
+    while True:
+        with suppress(OSError), socket.create_server(("127.0.0.1", int(port))):
+            return
+
+
 @pytest.mark.starts_processes
 def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(endless: Hosts) -> None:
     """Members wait for it meanwhile, each in its process; no round is lost, and nobody its place."""
@@ -195,6 +202,7 @@ def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(end
     endless.processes["exchange"].send_signal(signal.SIGKILL)
     assert endless.wait("exchange")[0] == -signal.SIGKILL
     recorded = endless.rounds_recorded()
+    _wait_until_free(endless.port)
     endless.start("exchange", "--resume", "--set", "inner.learning_rate=5e-3")
     code, errors = endless.wait("exchange")
     assert (code, "`inner.learning_rate`: members of the run are there" in errors) == (1, True), errors
