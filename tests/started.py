@@ -139,6 +139,7 @@ def _main(
     what: str | Path, arguments: list[str], environment: dict[str, str], cwd: Path, files: Sequence[Path]
 ) -> None:
     """The life of a started process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
     os.chdir(cwd)
     for path, descriptor in zip(files, (1, 2), strict=True):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

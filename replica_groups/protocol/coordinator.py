@@ -28,8 +28,8 @@ LOOK_SECONDS = 10.0
 REMEMBERED_HASHES = 4
 """Of how many rounds hashes are kept until replay has come to them."""
 
-SAY_LITTLE = 3
-"""Replicas, of which one that holds other bits than replay gives says nothing of replay."""
+FEW = 3
+"""Replicas, one of which may hold other bits than replay gives and make nobody doubt replay, whoever is away."""
 
 REMEMBERED_LATE = 16
 """For how many rounds who is late may be so and be learnt from."""
@@ -438,11 +438,11 @@ class Coordinator:
         """Say once that no round can close, and once that it can again."""
         if self.open is None:
             return
-        there = tuple(sorted(set(self.alive) | self.open.whole.keys()))
-        if not self._paused and len(there) < self._needed:
+        there, needed = tuple(sorted(set(self.alive) | self.open.whole.keys())), self._needed
+        if not self._paused and len(there) < needed:
             self._paused = True
-            yield e.Paused(self.open.number, there, self._needed)
-        elif self._paused and len(there) >= self._needed:
+            yield e.Paused(self.open.number, there, needed)
+        elif self._paused and len(there) >= needed:
             self._paused = False
             yield e.WentOn(self.open.number)
 
@@ -473,8 +473,8 @@ class Coordinator:
         differing = self._differing.setdefault(round_, set())
         _keep_newest(self._differing, REMEMBERED_HASHES)
         differing.add(place.replica)
-        few = min(SAY_LITTLE, len(self.replicas))  # of those that come and go one may be all that is there
-        if 2 * len(differing) > max(self.rules.expected({*self.alive, *differing}), few):
+        there = max(self.rules.expected({*self.alive, *differing}), min(FEW, len(self.replicas)))
+        if 2 * len(differing) > there:
             whom = ", ".join(sorted(differing))
             yield e.Stop(f"after round {round_} {whom} hold another {parameter} than the log's contributions give")
             return

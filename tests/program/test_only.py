@@ -350,7 +350,7 @@ def test_what_to_do_before_the_commands_with_key_and_line(
     assert said[0] == "# make the token once, and bring it to every host: openssl rand -hex 16 > token"
     assert said[1].startswith(f"# {path}:8: exchange.listen: the exchange listens at `0.0.0.0:47600`; write for EXCHAN")
     assert said[2] == (
-        f"# {path}:16: replicas[1].stages[1].listen: found none, so home.1 is found through the exchange: its relay"
+        f"# {path}:16: replicas[1].stages[1].listen: found none, so home.1 is found through the exchange"
     )
     assert all(line.startswith("hetero-pp launch ") for line in said[3:])
     print_commands(path, ["exchange.listen=127.0.0.1:5"])

@@ -61,35 +61,30 @@ def fixed_addresses(config: RunConfig) -> Iterator[FixedAddress]:
 
 def is_reached(config: RunConfig) -> bool:
     """Whether other machines reach what listens in a run, by what its YAML says; through the exchange, too."""
-    return not all(one.is_loopback for one in _addresses(config)) or any(True for _ in _relayed(config))
+    relayed = any(listen == RELAYED for _, _, listen in _stages(config))
+    return relayed or not all(one.is_loopback for one in _addresses(config))
 
 
 def require_relay(config: RunConfig) -> None:
     """Raise ConfigError for a stage that is found through the exchange where that could read what it carries."""
-    for key in _relayed(config):
-        if config.exchange.insecure:
-            raise ConfigError(
-                key, f"found `{RELAYED}`, expected an address: there is no relay where `exchange.insecure`"
-            )
+    complaint = f"found `{RELAYED}`, expected an address: there is no relay where `exchange.insecure`"
+    for key, _, listen in _stages(config):
+        if listen == RELAYED and config.exchange.insecure:
+            raise ConfigError(key, complaint)
 
 
 def _addresses(config: RunConfig) -> Iterator[FixedAddress]:
     yield FixedAddress(("exchange", "listen"), EXCHANGE, config.exchange.listen)
+    yield from (FixedAddress(*found) for found in _stages(config) if found[2] != RELAYED)
+
+
+def _stages(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
+    """(key, member, where it listens) of every stage of which the YAML says that."""
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
             for stage, own in enumerate(replica.stages):
-                if own.listen not in (None, RELAYED):
-                    key = ("replicas", index, "stages", stage, "listen")
-                    yield FixedAddress(key, replica.members[stage], own.listen)
-
-
-def _relayed(config: RunConfig) -> Iterator[tuple[str | int, ...]]:
-    """Where the YAML says of a stage that nobody can dial it."""
-    for index, replica in enumerate(config.replicas):
-        if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
-            for stage, own in enumerate(replica.stages):
-                if own.listen == RELAYED:
-                    yield "replicas", index, "stages", stage, "listen"
+                if own.listen is not None:
+                    yield ("replicas", index, "stages", stage, "listen"), replica.members[stage], own.listen
 
 
 def own_addresses() -> set[str]:

@@ -209,7 +209,9 @@ def notes(file: ConfigFile) -> list[str]:
             for stage in range(1, replica.stage_count):
                 own = replica.stage_settings(stage)
                 if own is not None and own.listen is None:
-                    complaint = f"found none, so {replica.members[stage]} is found through the exchange: its relay"
+                    relayed, beside = "is found through the exchange", "has to be on the host of the stage before it"
+                    how = beside if file.config.exchange.insecure else relayed
+                    complaint = f"found none, so {replica.members[stage]} {how}"
                     key = ("replicas", index, "stages", stage, "listen")
                     found.append(str(file.located(ConfigError(key, complaint))))
     return found

@@ -76,6 +76,8 @@ class RunState:
         self.joined: set[str] = set()
         self.joined_after: float | None = None
         """Seconds until all members had joined; None before."""
+        self.links = self._links_of_those_who_came()
+        """By name, those of members that the run needs, or that have come."""
         self.waiting: Waiting | None = None
         """Whom the exchange waits for, as it told last; None if there is progress."""
         self.waiting_told: float | None = None
@@ -143,6 +145,11 @@ class RunState:
         for name, replica in self._optional.items():
             if name not in self.replicas and self.joined.issuperset(replica.members):
                 self.replicas[name] = ReplicaState(name, replica.kind, self.inner_steps)
+        self.links = self._links_of_those_who_came()
+
+    def _links_of_those_who_came(self) -> Mapping[str, LinkState]:
+        came = {EXCHANGE, *self.spec.needed, *self.joined}
+        return {name: link for name, link in self._links.items() if came >= {link.spec.source, link.spec.target}}
 
     def _begun(self, begun: Begun) -> None:
         """What was changed is known where the run goes on, and nothing is read any more."""
@@ -193,12 +200,6 @@ class RunState:
     # ---- reading ----
 
     @property
-    def links(self) -> Mapping[str, LinkState]:
-        """By name, those of members that the run needs, or that have come."""
-        came = {EXCHANGE, *self.spec.needed, *self.joined}
-        return {name: link for name, link in self._links.items() if came >= {link.spec.source, link.spec.target}}
-
-    @property
     def is_over(self) -> bool:
         """Whether every round is recorded, and whoever is there is through: who was given up never will be."""
         came = self.spec.needed.keys() | (self.joined & self.spec.members.keys())
@@ -216,15 +217,14 @@ class RunState:
             whole = self.spec.config.inner.seconds or 0.0
             before = self.closed[self.rounds].time if self.rounds in self.closed else self.first_step
             return min(self._seconds(before, now), whole), whole
-        done = min(replica.steps_done for replica in self._steady.values()) - self.rounds * self.inner_steps
+        done = self._steps_done - self.rounds * self.inner_steps
         return max(0, min(done, self.inner_steps)), self.inner_steps
 
     @property
-    def _steady(self) -> Mapping[str, ReplicaState]:
-        """Replicas that are there from beginning to end; if there are none, the one that has done most."""
-        needed = {name: replica for name, replica in self.replicas.items() if name not in self._optional}
-        most = max(self.replicas.values(), key=lambda one: one.steps_done, default=ReplicaState("", "", 0))
-        return needed or {most.name: most}
+    def _steps_done(self) -> int:
+        """Of the slowest replica that the run needs; if it needs none, of the one that has done most."""
+        needed = [replica.steps_done for name, replica in self.replicas.items() if name not in self._optional]
+        return min(needed) if needed else max((one.steps_done for one in self.replicas.values()), default=0)
 
     def elapsed(self, now: float | None = None) -> float:
         """Seconds since the first report; until the last one, unless `now` says otherwise. Pauses do not count."""
