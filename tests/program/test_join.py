@@ -393,6 +393,20 @@ def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str]) -> 
     assert [row[6].strip() for row in rows] == links
 
 
+def test_groups_that_nobody_has_joined_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    reply = StatusReply(last_round=3, rounds=9)
+    for group in range(6):
+        for stage in range(2):
+            reply.places.add(
+                name=f"g{group}.{stage}", replica=f"g{group}", held=(group, stage) == (3, 1), term=int(group == 4)
+            )
+    print_status("homes", reply)
+    said = capsys.readouterr().out
+    shown = [line.split("│")[1].strip() for line in said.splitlines() if line.startswith("│")]
+    assert shown == ["g0.0", "g0.1", "g1.0", "g1.1", "g3.0", "g3.1", "g4.0", "g4.1"]
+    assert "and 2 replicas more that nobody has joined" in said
+
+
 def _config(corpus: str, **more: object) -> RunConfig:
     replicas = [
         {"name": "dc", "kind": "datacenter"},

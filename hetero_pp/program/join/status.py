@@ -18,7 +18,10 @@ from hetero_pp.rpc.certificates import Authority, Identity
 from hetero_pp.rpc.plain_text import plain
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.units import format_bytes
+from hetero_pp.units import format_bytes, format_count
+
+EMPTY_SHOWN = 2
+"""Replicas that nobody has joined: of a run with room for many groups most are so."""
 
 
 def status(runs: Path, run: str, address: str | None, json_path: Path | None) -> None:
@@ -49,12 +52,23 @@ def print_status(run: str, reply: StatusReply) -> None:
     table = Table(title=f"{run}: after round {reply.last_round} of {reply.rounds}", title_justify="left")
     for name in ("place", "replica", "held", "term", "by", "link"):
         table.add_column(name)
+    left_out = _empty(reply)[EMPTY_SHOWN:]
     for place in reply.places:
+        if place.replica in left_out:
+            continue
         by = f"ticket, holder {place.holder}" if place.holder else "the run's token" if place.held else ""
         held = "yes" if place.held else "no"
         table.add_row(place.name, place.replica, held, str(place.term or ""), by, _link(place))
     standard_output().print(table)
+    if left_out:
+        standard_output().print(f"and {format_count(len(left_out), 'replica')} more that nobody has joined")
     standard_output().print(f"refused so far: {reply.refusals}")
+
+
+def _empty(reply: StatusReply) -> list[str]:
+    """Replicas that nobody has joined yet, in their order."""
+    joined = {place.replica for place in reply.places if place.held or place.term}
+    return [name for name in dict.fromkeys(place.replica for place in reply.places) if name not in joined]
 
 
 def _link(place: PlaceStatus) -> str:
