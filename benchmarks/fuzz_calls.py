@@ -25,19 +25,8 @@ from typing import Any
 import grpc
 import psutil
 import torch
-from attacks import (
-    ANSWERED,
-    NICENESS,
-    TIMEOUT,
-    Call,
-    Target,
-    as_http2,
-    channel_to,
-    credentials_of,
-    knock,
-    signed_by,
-    strange_context,
-)
+from attack_calls import NICENESS, TIMEOUT, Call, Target, channel_to, credentials_of
+from attacks_of_strangers import ANSWERED, as_http2, knock, signed_by, strange_context
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass

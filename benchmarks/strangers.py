@@ -32,19 +32,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from attacks import (
-    ANSWERED,
-    ATTACKS,
-    CONNECTIONS,
-    CUT,
-    THROUGH_RELAY,
-    Target,
-    attack_main,
-    begin,
-    channel_to,
-    code_of,
-    last_refused,
-)
+from attack_calls import CONNECTIONS, Target, begin, channel_to, code_of
+from attacks import ATTACKS, CUT, THROUGH_RELAY, attack_main, last_refused
+from attacks_of_strangers import ANSWERED
 from command_line import parse, save
 from fuzz_calls import ESCAPED, Fuzzer, left_of, most_of
 from strangers_run import DOWNSTREAM, ENDS, GUEST, HONEST, LATENCY, LINK, OWN_LINK, LiveRun, Reference

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.starts_processes
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 HELPERS = {"attacks", "chaos_run", "command_line", "contribution_target", "fuzz_calls", "kernel_namespace"}
+HELPERS |= {"attack_calls", "attacks_of_members", "attacks_of_strangers", "attacks_on_links"}
 HELPERS |= {"namespaces", "slow_switch", "strangers_run"}
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 PRINTED = {

@@ -1,0 +1,133 @@
+"""Attacks of a member that goes beyond its own: one function each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import grpc
+from attack_calls import (
+    LARGE_A_SECOND,
+    REPORTS_A_SECOND,
+    TIMEOUT,
+    Call,
+    Stretch,
+    Target,
+    asked,
+    channel_to,
+    code_of,
+    flood,
+    seated,
+)
+
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.rpc.callers import shown
+from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.exchange import SERVICE
+from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.services import call_path
+
+
+def anothers_place(target: Target, stretch: Stretch) -> None:
+    """A member in another's name, or for another's blob, or telling of its death. It is who its certificate names."""
+    with seated(target) as (_, term):
+        own = shown(target.guest, target.run, term)
+        named = shown(Credentials(target.honest), target.run, 1)
+        blob = pb.BlobHeader(round=1, replica=target.honest, block=target.blocks[0], size=9, epoch=1, steps=1)
+        died = pb.DiedRequest(member=target.honest, cause="it is mine now")
+        calls = [
+            asked("Died", died, named, target.guest),
+            asked("Beat", pb.BeatRequest(), (*named, ("token", "made up")), target.guest),
+            asked("Died", died, own, target.guest),
+            asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32)), own, target.guest),
+        ]
+        flood(target.address, stretch, calls)
+
+
+def old_term(target: Target, stretch: Stretch) -> None:
+    """Who has held a place before acts on."""
+    with seated(target) as (client, old):
+        client.died(target.guest.name, "another takes its place")
+        with seated(target):
+            before = shown(target.guest, target.run, old)
+            blob = pb.BlobHeader(round=1, replica=target.guest.name, block=target.blocks[0], size=9, epoch=1, steps=1)
+            calls = [
+                asked("Assign", pb.AssignRequest(), before, target.guest),
+                asked("Record", pb.RecordRequest(round=1 << 20), before, target.guest),
+                asked("Uploaded", pb.Upload(blob=blob, sha256=bytes(32)), before, target.guest),
+                asked("Broken", pb.BrokenRequest(epoch=old, cause="it is mine"), before, target.guest),
+            ]
+            flood(target.address, stretch, calls)
+
+
+def slow_readers(target: Target, stretch: Stretch) -> None:
+    """A member watches as often as it may, and reads nothing of what it tells itself."""
+    with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
+        own = shown(target.guest, target.run, term)
+        watch: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(call_path(SERVICE, "Watch"))
+        watched = [watch(b"", metadata=own) for _ in range(12)]
+        reports = [pb.Report(member_round=pb.MemberRound(round=number)) for number in range(20)]
+        told = asked("Report", pb.ReportRequest(reports=reports), own, target.guest)
+        flood(target.address, stretch, [told], REPORTS_A_SECOND)
+        for one in watched:
+            one.cancel()
+        stretch.codes["not read"] += len(watched)
+
+
+def abandoned_waits(target: Target, stretch: Stretch) -> None:
+    """A member asks for what has not happened yet, and is gone."""
+    with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
+        own = shown(target.guest, target.run, term)
+        record: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Record"))
+        request = pb.RecordRequest(round=1 << 20).SerializeToString()
+        for _ in stretch.paced():
+            call = record.future(request, metadata=own, timeout=TIMEOUT)
+            if not stretch.is_over.wait(0.005) and not call.done():
+                call.cancel()
+            stretch.codes[code_of(call)] += 1
+
+
+def forged_reports(target: Target, stretch: Stretch) -> None:
+    """A member tells what the exchange alone tells, or of another's steps."""
+    other = target.honest
+    forged = [
+        pb.Report(round_verified=pb.RoundVerified(round=1, replica=other, parameters_sha256=bytes(32))),
+        pb.Report(inner_step=pb.InnerStep(replica=other, round=1, loss=0.0)),
+        pb.Report(standing=pb.Standing(what=pb.GIVEN_UP, place=other)),
+        pb.Report(member=other, joined=pb.Joined(term=9)),
+    ]
+    with seated(target) as (_, term):
+        own = shown(target.guest, target.run, term)
+        calls = [asked("Report", pb.ReportRequest(reports=[one]), own, target.guest) for one in forged]
+        flood(target.address, stretch, calls)
+
+
+def forged_hashes(target: Target, stretch: Stretch) -> None:
+    """A member confirms what no member holds: other digests, of too many bytes, of no parameter, of none at all."""
+    names = target.parameters
+    forged: Sequence[Mapping[str, bytes]] = [
+        dict.fromkeys(names, b"\1" * 31),
+        dict.fromkeys(names, b"\1" * 1_000),
+        {"nothing.weight": bytes(32)},
+        dict.fromkeys(names, b"\1" * 32),
+        {names[0]: b"\1" * 32},
+        {},
+    ]
+    with seated(target) as (_, term):
+        own = shown(target.guest, target.run, term)
+        calls = [asked("Confirm", pb.HashReport(round=1, sha256=one), own, target.guest) for one in forged]
+        flood(target.address, stretch, calls)
+
+
+def oversized(target: Target, stretch: Stretch) -> None:
+    """A member announces terabytes, or sends messages beyond what any is."""
+    deposit, megabytes = call_path(SERVICE, "Deposit"), bytes(1 << 20)
+    with seated(target) as (_, term):
+        own = shown(target.guest, target.run, term)
+        calls = []
+        for size in (1 << 24, 1 << 40, 1 << 63):
+            header = pb.BlobHeader(round=1, replica=target.guest.name, block=target.blocks[0], size=size, epoch=term)
+            frames = [next(header_and_payload_frames(header, [megabytes])), *[megabytes] * 3]
+            calls.append(Call(deposit, frames, own, target.guest))
+        calls += [Call(call_path(SERVICE, "Beat"), [bytes(9 << 20)], own, target.guest)]
+        calls += [asked("Agree", pb.AgreeRequest(configuration="[" * (1 << 20)), own, target.guest)]
+        flood(target.address, stretch, calls, LARGE_A_SECOND)

@@ -1,0 +1,254 @@
+"""Attacks of who is not of the run, or makes itself nobody: one function each.
+
+They come no further than their handshake: what they say is said over connections of their own, as gRPC would not say
+it (`knocks`).
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import cycle
+
+import grpc
+from attack_calls import (
+    FILES_FOR_ITSELF,
+    HANDSHAKES_A_SECOND,
+    IN_FLIGHT,
+    TIMEOUT,
+    Call,
+    Stretch,
+    Target,
+    asked,
+    authority_of,
+    channel_to,
+    code_of,
+    credentials_of,
+    flood,
+    seated,
+)
+
+from hetero_pp.links import EXCHANGE
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.rpc.callers import Metadata, shown
+from hetero_pp.rpc.certificates import Authority, Identity, as_text, key_from_text, new_key, signing_request
+from hetero_pp.rpc.channels import PROTOCOL_VERSION
+from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.exchange import SERVICE
+from hetero_pp.rpc.services import call_path
+
+
+def strange_context(target: Target, by: Credentials | None, version: ssl.TLSVersion | None = None) -> ssl.SSLContext:
+    """TLS of a stranger who shows this, or no certificate at all; it takes whoever answers."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(cadata=authority_of(target))
+    context.set_alpn_protocols(["h2"])
+    context.maximum_version = version or context.maximum_version
+    if by is not None and by.identity is not None:
+        with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:
+            file.write(by.identity.certificate + by.identity.key)
+            file.flush()
+            context.load_cert_chain(file.name)
+    return context
+
+
+def knock(address: str, context: ssl.SSLContext | None, said: bytes) -> str:
+    """Connect, without TLS if there is no context, and say something; whether anything is answered to it."""
+    host, _, port = address.rpartition(":")
+    try:
+        connection = socket.create_connection((host, int(port)), TIMEOUT)
+        with connection:  # wrapped, it is another one
+            if context is not None:
+                connection = context.wrap_socket(connection)
+            with connection:
+                connection.sendall(said)
+                answer = connection.recv(1)
+    except TimeoutError:
+        return "NOT CLOSED"
+    except OSError:
+        return "NO HANDSHAKE"
+    return ANSWERED if answer and answer != ALERT else "NO HANDSHAKE"
+
+
+ANSWERED = "ANSWERED"
+"""How a stranger's connection ends that must not."""
+ALERT = b"\x15"
+"""What a record of TLS begins with that says no more than that there is no handshake."""
+
+
+def as_http2(call: Call) -> bytes:
+    """A call as it crosses (RFC 9113), with headers that are neither indexed nor compressed."""
+    headers = {":method": "POST", ":scheme": "https", ":path": call.path, ":authority": EXCHANGE}
+    headers |= {"content-type": "application/grpc", "te": "trailers", **dict(call.metadata)}
+    block = b"".join(b"\x00" + _text(key) + _text(value) for key, value in headers.items())
+    frames = [bytes(3) + b"\x04\x00" + bytes(4), _frame(1, 4, block)]
+    frames += [_frame(0, 0, b"\x00" + len(one).to_bytes(4, "big") + one) for one in call.frames]
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"".join(frames) + _frame(0, 1, b"")
+
+
+def _frame(kind: int, flags: int, body: bytes) -> bytes:
+    return len(body).to_bytes(3, "big") + bytes([kind, flags]) + (1).to_bytes(4, "big") + body
+
+
+def _text(text: str) -> bytes:
+    """A string of HPACK: its length has seven bits in the first byte, and then seven in each."""
+    data = text.encode()
+    if len(data) < 127:
+        return bytes([len(data)]) + data
+    left, length = len(data) - 127, bytearray([127])
+    while left >= 128:
+        length.append(128 + left % 128)
+        left //= 128
+    return bytes(length) + bytes([left]) + data
+
+
+def knocks(
+    target: Target, stretch: Stretch, contexts: Sequence[ssl.SSLContext | None], said: Sequence[bytes] = ()
+) -> None:
+    """One connection after the other, several at once, each of which says at once what a call would."""
+    call = Call(call_path(SERVICE, "LastRound"), [b""], shown(target.guest, target.run, 1), target.guest)
+    everything = [(one, words) for words in (said or [as_http2(call)]) for one in contexts]
+    room = threading.Semaphore(IN_FLIGHT)
+
+    def one(context: ssl.SSLContext | None, words: bytes) -> None:
+        stretch.codes[knock(target.address, context, words)] += 1
+        room.release()
+
+    with ThreadPoolExecutor(8) as pool:
+        for _, (context, words) in zip(stretch.paced(HANDSHAKES_A_SECOND), cycle(everything), strict=False):
+            room.acquire()
+            pool.submit(one, context, words)
+
+
+def no_certificate(target: Target, stretch: Stretch) -> None:
+    """Calls that show nothing: by TLS without a certificate, an older TLS, and without TLS."""
+    old = strange_context(target, None, ssl.TLSVersion.TLSv1_2)
+    knocks(target, stretch, [strange_context(target, None), old, None])
+
+
+def another_authority(target: Target, stretch: Stretch) -> None:
+    """In a member's name by another authority of the same name, by a member that is none, and by itself."""
+    names = (target.honest, target.guest.name, EXCHANGE)
+    strangers = [credentials_of(name, target) for name in names]
+    strangers += [signed_by(target.guest, target.honest), self_signed(target)]
+    knocks(target, stretch, [strange_context(target, one) for one in strangers])
+
+
+def signed_by(member: Credentials, name: str) -> Credentials:
+    """A certificate that a member has signed, as if it were the run's authority, with its own beside it."""
+    own, key, forger = member.identity, new_key(), Authority("made up")
+    assert own is not None
+    forger._key = key_from_text(own.key)
+    certificate = forger.sign(key.public_key(), name, 0, time.time() + 3600.0) + own.certificate
+    return Credentials(name, identity=Identity(certificate, as_text(key), own.authority))
+
+
+def self_signed(target: Target) -> Credentials:
+    """By its own key, under the name of the run's authority."""
+    key, own = new_key(), Authority("made up")
+    own._key = key
+    certificate = own.sign(key.public_key(), target.honest, 0, time.time() + 3600.0)
+    return Credentials(target.honest, identity=Identity(certificate, as_text(key), authority_of(target)))
+
+
+def ended(target: Target, stretch: Stretch) -> None:
+    """A certificate of the run's authority that has ended; bytes that are no TLS, between."""
+    context = strange_context(target, target.expired)
+    knocks(target, stretch, [context, context, None], [b"\x16\x03\x01" + bytes(500), bytes(1000)])
+
+
+def another_run(target: Target, stretch: Stretch) -> None:
+    """A member's own certificate, for another run; and one of a name that is not of the run."""
+    elsewhere = shown(target.guest, "another run", 1)
+    nobody = asked("Beat", pb.BeatRequest(), shown(target.nobody, target.run, 1), target.nobody)
+    flood(target.address, stretch, [asked("Beat", pb.BeatRequest(), elsewhere, target.guest), nobody])
+
+
+def tickets(target: Target, stretch: Stretch) -> None:
+    """Tickets that are unknown, used, or shown for what they are not for; who was not invited, or is not any more."""
+    key = new_key()
+    right, good = signing_request(key), partial(pb.EnrolRequest, version=PROTOCOL_VERSION)
+    known, former = target.tickets, target.tickets["former"]
+    damaged = [right[:-1], bytes(len(right)), b"", b"\x30\x82\xff\xff" + right, right[:-8] + bytes(8), bytes(1 << 16)]
+    calls = [asked("Enrol", good(request=right), (), known[what]) for what in ("unknown", "used")]
+    calls += [asked("Enrol", good(request=one), (), known["open"]) for one in damaged]
+    calls += [asked("Enrol", pb.EnrolRequest(version=1, request=right), (), known["open"])]
+    calls += [
+        asked(call, pb.BeatRequest(), shown(target.guest, target.run, 1), known["open"]) for call in NOT_BY_TICKET
+    ]
+    calls += [asked("Renew", pb.RenewRequest(), (), one) for one in (target.guest, former)]
+    calls += [asked("Give", pb.GiveRequest(), (), one) for one in (target.guest, former)]
+    calls += [asked("Enrol", good(request=right), (), one) for one in (target.guest, former)]
+    flood(target.address, stretch, calls)
+
+
+NOT_BY_TICKET = ("Beat", "Watch", "LastRound", "Renew", "Give", "Status")
+
+
+def half_open(target: Target, stretch: Stretch) -> None:
+    """Calls that are begun and send nothing: of who has a ticket, and more than a member may have open."""
+    with seated(target) as (_, term), ExitStack() as channels:
+        known, own = [target.tickets["open"], target.guest], shown(target.guest, target.run, term)
+        pairs = [(channels.enter_context(channel_to(target.address, one)), own) for one in known]
+        room, never = threading.Semaphore(IN_FLIGHT), threading.Event()
+        for _, (channel, metadata) in zip(stretch.paced(), cycle(pairs), strict=False):
+            if room.acquire(blocking=False):
+                _half_open(channel, metadata, stretch, room, never)
+        never.set()
+
+
+def _half_open(
+    channel: grpc.Channel, metadata: Metadata, stretch: Stretch, room: threading.Semaphore, never: threading.Event
+) -> None:
+    """One call that sends nothing, until it is ended by the other side."""
+
+    def nothing() -> Iterator[bytes]:
+        never.wait()
+        yield from ()
+
+    def done(call: grpc.Future[bytes]) -> None:
+        if not never.is_set():
+            stretch.codes[code_of(call)] += 1
+        room.release()
+
+    beat: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(SERVICE, "Beat"))
+    beat.future(nothing(), metadata=metadata).add_done_callback(done)
+
+
+def connections(target: Target, stretch: Stretch) -> None:
+    """As many connections as this process may have, which say nothing, or begin a handshake and stop."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    host, _, port = target.address.rpartition(":")
+    hello = client_hello(target)
+    with ExitStack() as held:
+        for number in range(min(target.connections, most - FILES_FOR_ITSELF)):
+            try:
+                one = held.enter_context(socket.create_connection((host, int(port)), TIMEOUT))
+                if number % 2:
+                    one.sendall(hello)
+                stretch.codes["connected"] += 1
+            except OSError:
+                stretch.codes["not connected"] += 1
+            if stretch.is_over.is_set():
+                return
+        stretch.is_under_way.set()
+        stretch.is_over.wait()
+
+
+def client_hello(target: Target) -> bytes:
+    """What a handshake begins with: who listens answers with its certificate, and has signed for it."""
+    said = ssl.MemoryBIO()
+    begun = strange_context(target, None).wrap_bio(ssl.MemoryBIO(), said)
+    with suppress(ssl.SSLWantReadError):
+        begun.do_handshake()
+    return said.read()

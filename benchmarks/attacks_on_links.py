@@ -1,0 +1,172 @@
+"""Attacks on links between stages, and by what carries them: one function each."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from itertools import cycle
+
+import grpc
+from attack_calls import CARRIED_A_SECOND, Call, Stretch, Target, begin, channel_to, code_of, flood
+
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.rpc.callers import shown
+from hetero_pp.rpc.channels import PROTOCOL_VERSION
+from hetero_pp.rpc.credentials import Credentials, LinkCredentials
+from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
+from hetero_pp.rpc.relay import CARRIED_BYTES, LINK, MOST_CARRIED
+from hetero_pp.rpc.relay import SERVICE as RELAY
+from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
+from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.stage_link import StageLinkServer
+
+
+def link_frames(target: Target, stretch: Stretch) -> None:
+    """Hostile frames on a stage link: of another member of the run, of a ticket, and of who is the neighbour."""
+    flood(target.link_address, stretch, hostile_frames(target), peer=target.link.target)
+
+
+def hostile_frames(target: Target) -> list[Call]:
+    """On a stage link."""
+    right = pb.LinkHello(
+        version=PROTOCOL_VERSION, link=target.link.name, sender=target.neighbour.name, epoch=1, session=b"other"
+    )
+    wrong = [copied(right) for _ in range(4)]
+    wrong[0].version, wrong[1].link, wrong[2].sender, wrong[3].token = 1, "x", "dc", "no"
+    hostile = [*(one.SerializeToString() for one in (*wrong, right)), b"\xff" * 100, bytes(5000), b""]
+    path = call_path(LINK_SERVICE, "Open")
+    calls = [Call(path, [hello, bytes(1 << 10)], (), target.neighbour) for hello in hostile]
+    for stranger in (target.guest, target.tickets["open"]):
+        calls += [Call(path, [right.SerializeToString()], (), stranger), Call(path, [b"", b""], (), stranger)]
+    return calls
+
+
+def copied(hello: pb.LinkHello) -> pb.LinkHello:
+    """The same again."""
+    return pb.LinkHello.FromString(hello.SerializeToString())
+
+
+def misused_relay(target: Target, stretch: Stretch) -> None:
+    """A member asks for links of others, for more than it may, sends too much or what nobody reads, waits and goes."""
+    with ExitStack() as stack:
+        guest, dials, waits = (
+            Carrier(stack.enter_context(channel_to(target.address, one)), one, stretch)
+            for one in (target.guest, *target.ends)
+        )
+        large = [b"a", bytes(CARRIED_BYTES + 1)]
+        much = repeated(bytes(CARRIED_BYTES))
+        ways: Sequence[Callable[[], None]] = [
+            lambda: guest.carry(target.link.name, []),
+            lambda: dials.carry(target.link.name, large),
+            lambda: dials.carry("dc-exchange", []),
+            lambda: waits.carry(target.own_link, []),
+            lambda: dials.carry(target.own_link, large),
+            lambda: waits.carry(target.own_link, []),
+            lambda: dials.carry(target.own_link, much),
+            waits.leave,
+            lambda: waits.carry(target.own_link, []),
+            dials.leave,
+        ]
+        for _, way in zip(stretch.paced(CARRIED_A_SECOND), cycle(ways), strict=False):
+            way()
+        for one in (guest, dials, waits):
+            one.leave(0)
+
+
+class repeated:
+    """A frame as often as it is asked for, by several."""
+
+    def __init__(self, frame: bytes) -> None:
+        self._frame = frame
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            yield self._frame
+
+
+class Carrier:
+    """One who dials the relay, and reads nothing of what comes."""
+
+    def __init__(self, channel: grpc.Channel, by: Credentials, stretch: Stretch) -> None:
+        self._carry: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(RELAY, "Carry"))
+        self._by, self._stretch, self._is_over = by, stretch, threading.Event()
+        self._open: list[grpc.Call] = []
+
+    def carry(self, link: str, frames: Iterable[bytes]) -> None:
+        """One more call, which stays open once it has said this."""
+        call = self._carry(self._said(frames), metadata=((LINK, link), *shown(self._by)))
+        call.add_callback(lambda: self._count(call))
+        self._open.append(call)
+
+    def leave(self, but: int = MOST_CARRIED + 4) -> None:
+        """Go from all calls but so many: more than a member may have open."""
+        while len(self._open) > but:
+            self._open.pop(0).cancel()
+
+    def _said(self, frames: Iterable[bytes]) -> Iterator[bytes]:
+        yield from frames
+        self._stretch.is_over.wait()
+
+    def _count(self, call: grpc.Call) -> None:
+        self._stretch.codes[call.code().name] += 1
+
+
+def hostile_relay(target: Target, stretch: Stretch) -> None:
+    """In the place of who carries a link: brings strangers to the stage after, and the stage before to others.
+
+    Whoever holds the relay can do that. What it has not is the certificates that the two ends show each other; so
+    within what is carried it has another member's, or speaks no TLS. It lets the two meet in between: to keep them
+    apart is what it may do, and shows nothing.
+    """
+    dialler = RelayedDialler(target.address, target.neighbour, target.link.name)
+    with closing(dialler), ExitStack() as stack:
+        pages = [stack.enter_context(channel_to(dialler.address, target.guest, target.link.target))]
+        calls = [call for call in hostile_frames(target) if call.by is target.guest]
+        for number, call in zip(stretch.paced(CARRIED_A_SECOND), cycle(calls), strict=False):
+            begin(pages[0], call).add_done_callback(partial(counted, stretch))
+            if number % CARRIED_A_SECOND == 0:
+                say(dialler.address, bytes(1000))
+                stretch.codes["no TLS said to the stage after"] += 1
+            if number % (2 * CARRIED_A_SECOND) == 0:
+                entice(target, stretch, in_tls=number % (4 * CARRIED_A_SECOND) == 0)
+
+
+def counted(stretch: Stretch, call: grpc.Future[bytes]) -> None:
+    """When it is done."""
+    stretch.codes[code_of(call)] += 1
+
+
+def say(address: str, words: bytes) -> None:
+    """To a socket of this machine."""
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+        connection.connect(address.removeprefix("unix:"))
+        connection.sendall(words)
+
+
+ENTICED = 1.0
+"""Seconds in which the stage before is brought to another than its neighbour, if it dials."""
+
+
+def entice(target: Target, stretch: Stretch, in_tls: bool) -> None:
+    """Be dialled in the place of the stage after: with another member's certificate, or by what speaks no TLS."""
+    own = LinkCredentials(identity=target.guest.identity)
+    server = StageLinkServer(target.link, own, target.link.target, seed=1)
+    with socket.create_server(("127.0.0.1", 0)) as junk:
+        junk.settimeout(ENTICED)
+        port = server.listen("127.0.0.1:0") if in_tls else junk.getsockname()[1]
+        relayed = RelayedListener(target.address, target.listener, target.link.name, f"127.0.0.1:{port}")
+        until = time.monotonic() + ENTICED
+        with suppress(OSError):
+            while not in_tls and time.monotonic() < until:
+                connection, _ = junk.accept()
+                with connection:
+                    connection.sendall(bytes(1000))
+                stretch.codes["no TLS said to the stage before"] += 1
+        stretch.is_over.wait(max(0.0, until - time.monotonic()))
+        relayed.close()
+        server.close(grace=0)
+    stretch.codes["enticed"] += 1
