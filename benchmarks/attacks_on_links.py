@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from itertools import cycle
+from queue import SimpleQueue
 
 import grpc
 from attack_calls import CARRIED_A_SECOND, Call, Stretch, Target, begin, channel_to, code_of, flood
@@ -18,7 +19,7 @@ from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
 from hetero_pp.rpc.credentials import Credentials, LinkCredentials
 from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
-from hetero_pp.rpc.relay import CARRIED_BYTES, LINK, MOST_CARRIED
+from hetero_pp.rpc.relay import CARRIED_BYTES, CREDIT, LINK, MOST_CARRIED, TAKEN_BYTES
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import call_path
@@ -58,17 +59,18 @@ def misused_relay(target: Target, stretch: Stretch) -> None:
             for one in (target.guest, *target.ends)
         )
         large = [b"a", bytes(CARRIED_BYTES + 1)]
-        much = repeated(bytes(CARRIED_BYTES))
+        much, all_credit = repeated(bytes(CARRIED_BYTES)), [bytes(CARRIED_BYTES)] * (CREDIT // CARRIED_BYTES)
         ways: Sequence[Callable[[], None]] = [
             lambda: guest.carry(target.link.name, []),
             lambda: dials.carry(target.link.name, large),
             lambda: dials.carry("dc-exchange", []),
             lambda: waits.carry(target.own_link, []),
             lambda: dials.carry(target.own_link, large),
-            lambda: waits.carry(target.own_link, []),
-            lambda: dials.carry(target.own_link, much),
+            lambda: waits.carry(target.own_link, [], meets=True),
+            lambda: dials.carry(target.own_link, much, meets=True),
             waits.leave,
-            lambda: waits.carry(target.own_link, []),
+            lambda: waits.carry(target.own_link, all_credit, meets=True),
+            lambda: dials.carry(target.own_link, all_credit, meets=True),
             dials.leave,
         ]
         for _, way in zip(stretch.paced(CARRIED_A_SECOND), cycle(ways), strict=False):
@@ -89,16 +91,18 @@ class repeated:
 
 
 class Carrier:
-    """One who dials the relay, and reads nothing of what comes."""
+    """One who dials the relay, and reads nothing of what comes, or its credit at most."""
 
     def __init__(self, channel: grpc.Channel, by: Credentials, stretch: Stretch) -> None:
         self._carry: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(RELAY, "Carry"))
         self._by, self._stretch, self._is_over = by, stretch, threading.Event()
         self._open: list[grpc.Call] = []
 
-    def carry(self, link: str, frames: Iterable[bytes]) -> None:
-        """One more call, which stays open once it has said this."""
-        call = self._carry(self._said(frames), metadata=((LINK, link), *shown(self._by)))
+    def carry(self, link: str, frames: Iterable[bytes], meets: bool = False) -> None:
+        """One more call, which stays open once it has said this; what it says at once it has no credit for."""
+        begun: SimpleQueue[Iterator[bytes]] = SimpleQueue()
+        call = self._carry(self._said(frames, begun if meets else None), metadata=((LINK, link), *shown(self._by)))
+        begun.put(call)
         call.add_callback(lambda: self._count(call))
         self._open.append(call)
 
@@ -107,7 +111,12 @@ class Carrier:
         while len(self._open) > but:
             self._open.pop(0).cancel()
 
-    def _said(self, frames: Iterable[bytes]) -> Iterator[bytes]:
+    def _said(self, frames: Iterable[bytes], begun: SimpleQueue[Iterator[bytes]] | None) -> Iterator[bytes]:
+        if begun is not None:
+            with suppress(grpc.RpcError, StopIteration):
+                call = begun.get()
+                for _ in range(CREDIT // TAKEN_BYTES):
+                    next(call)
         yield from frames
         self._stretch.is_over.wait()
 

@@ -315,7 +315,8 @@ def serve_relay(control: Connection) -> None:
     ends = {("home.0-1", "forward"): "home.0", ("home.0-1", "backward"): "home.1"}
     roster = Roster({"home.0": "home", "home.1": "home"}, {}, counts=ends)
     callers = Callers(SECRET, roster, encrypted=True)
-    handler = service_handler(RELAY, Relay(callers, ends), Door(callers), MOST_CARRIED)
+    door = Door(callers)
+    handler = service_handler(RELAY, Relay(callers, ends, door), door, MOST_CARRIED)
     server, port = make_server(f"{HOST}:0", [handler], 2 * MOST_CARRIED, SECRET.authority.identity(EXCHANGE))
     control.send(port)
     with suppress(EOFError):

@@ -194,7 +194,7 @@ def serve_exchange(
     threads = _SPARE + most_open * len(servicer.callers)
     if not encrypted:
         return make_server(listen, [servicer.handler()], threads)
-    relay = Relay(servicer.callers, exchange.roster.counts)
+    relay = Relay(servicer.callers, exchange.roster.counts, servicer)
     threads += MOST_CARRIED * len(exchange.roster.members)
     handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]
     if open_house is not None:

@@ -1,7 +1,8 @@
 """The relay: carries what the two ends of a stage link say to each other, where neither can be dialled.
 
 Both dial the exchange. What is carried is a connection of their own, by TLS from end to end: it can be cut here, and
-neither read nor changed. Nothing is kept but what is on its way, which is bounded.
+neither read nor changed. Nothing is kept but what is on its way, which is bounded: an end says only what it has credit
+for. What nobody read would else be kept by gRPC, tens of megabytes a call.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import grpc
 
 from hetero_pp.errors import AskAgain, Forbidden, MalformedMessage, Refused
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR
 from hetero_pp.messages.messages_pb2_grpc import RelayServicer
+from hetero_pp.refusals import Kind
 from hetero_pp.rpc.callers import Callers
+from hetero_pp.rpc.services import Door
 
 SERVICE = DESCRIPTOR.services_by_name["Relay"]
 
@@ -26,7 +30,16 @@ LINK = "link"
 CARRIED_BYTES = 128 << 10
 """In one frame, at most."""
 
-MOST_CARRIED = 16
+CREDIT = 2 << 20
+"""Bytes that an end may have said which the other one has not taken."""
+
+TAKEN_BYTES = 256 << 10
+"""Told to who said them by an empty frame, which is credit for as many more. The first are told when both ends met."""
+
+LEAST_COST = 1 << 10
+"""Of a frame in bytes of credit, as small ones take memory, too."""
+
+MOST_CARRIED = 8
 """Calls of one member at once: of each of its links what is in use, what is left of those before, and one to come."""
 
 LONGEST_WAIT = 20.0
@@ -38,18 +51,23 @@ LOOK_SECONDS = 1.0
 _MOST_WAITING = 4
 """Calls of one link that wait: of a machine that was cut off some may not be known to be gone."""
 
-_FRAMES_ON_THEIR_WAY = 8
-"""In each direction of a connection; then the sender waits."""
+_LAST_WORD_SECONDS = 1.0
+"""In which who said too much is told so; then its call is cut, if it reads nothing."""
+
+
+def cost_of(frame: bytes) -> int:
+    """Bytes of credit."""
+    return max(len(frame), LEAST_COST)
 
 
 class Relay(RelayServicer):
     """Of one run."""
 
-    def __init__(self, callers: Callers, counts: Mapping[tuple[str, str], str]) -> None:
+    def __init__(self, callers: Callers, counts: Mapping[tuple[str, str], str], door: Door) -> None:
         """`counts`: (link, direction) -> member that sends there; see Roster."""
         self.carried: Counter[str] = Counter()
         """By link, bytes in both directions."""
-        self._callers, self._counts = callers, counts
+        self._callers, self._counts, self._door = callers, counts, door
         self._changed = threading.Condition()
         self._waiting: Mapping[str, deque[_Half]] = defaultdict(deque)
 
@@ -63,13 +81,12 @@ class Relay(RelayServicer):
         self, frames: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         """Raises Forbidden for who is no end of the link, AskAgain if the other end does not come."""
-        link, dials = self._which(context)
-        half = _Half(link)
-        if not context.add_callback(lambda: self._end(half)):
+        caller, link, dials = self._which(context)
+        half = _Half(caller, link)
+        if not context.add_callback(partial(self._is_over, half)):
             return
+        threading.Thread(target=self._read, args=(frames, context, half), name="relay", daemon=True).start()
         other = self._find(half) if dials else self._be_found(half)
-        arguments = (self._of_who_is_let_in(frames, context), half, other)
-        threading.Thread(target=self._pass_on, args=arguments, name="relay", daemon=True).start()
         try:
             yield from half.frames()
         finally:
@@ -77,14 +94,14 @@ class Relay(RelayServicer):
         if half.complaint is not None:
             raise half.complaint
 
-    def _which(self, context: grpc.ServicerContext) -> tuple[str, bool]:
-        """The link that a call is for, and whether the caller is the one that dials."""
+    def _which(self, context: grpc.ServicerContext) -> tuple[str, str, bool]:
+        """Who makes a call, the link that it is for, and whether the caller is the one that dials."""
         caller = self._callers.of(context).name
         link = dict(context.invocation_metadata()).get(LINK, "")
         dialler, listener = (self._counts.get((str(link), direction)) for direction in ("forward", "backward"))
         if dialler == listener or caller not in (dialler, listener):
             raise Forbidden(f"{caller} is no end of the link that it asks for")
-        return str(link), caller == dialler
+        return caller, str(link), caller == dialler
 
     def _be_found(self, half: _Half) -> _Half:
         """Wait for who dials."""
@@ -98,7 +115,7 @@ class Relay(RelayServicer):
             if half.peer is None:
                 if half in waiting:
                     waiting.remove(half)
-                raise AskAgain(f"nobody dialled {half.link}")
+                raise half.complaint or AskAgain(f"nobody dialled {half.link}")
             return half.peer
 
     def _find(self, half: _Half) -> _Half:
@@ -107,16 +124,24 @@ class Relay(RelayServicer):
             waiting = self._waiting[half.link]
             self._changed.wait_for(lambda: waiting or half.is_closed, LONGEST_WAIT)
             if half.is_closed or not waiting:
-                raise AskAgain(f"the other end of {half.link} is not there")
+                raise half.complaint or AskAgain(f"the other end of {half.link} is not there")
             other = waiting.pop()
             other.peer, half.peer = half, other
             self._changed.notify_all()
-            return other
+        for met in (half, other):
+            met.earn(CREDIT // TAKEN_BYTES)
+        return other
+
+    def _is_over(self, half: _Half) -> None:
+        half.is_over.set()
+        self._end(half)
 
     def _end(self, half: _Half) -> None:
-        """Its call is over."""
-        half.close()
+        """Nothing more goes to it, nor to the other end."""
         with self._changed:
+            for end in (half, half.peer):
+                if end is not None:
+                    end.close()
             if half in self._waiting[half.link]:
                 self._waiting[half.link].remove(half)
             self._changed.notify_all()
@@ -130,56 +155,91 @@ class Relay(RelayServicer):
                 due = time.monotonic() + LOOK_SECONDS
             yield frame
 
-    def _pass_on(self, frames: Iterator[bytes], half: _Half, other: _Half) -> None:
-        """Until either end has gone, or says more at once than it may."""
+    def _read(self, frames: Iterator[bytes], context: grpc.ServicerContext, half: _Half) -> None:
+        """Pass on what an end says, until it has gone, the other one has, or it says what it may not.
+
+        It is always read: what waits, waits where it is counted.
+        """
         try:
-            for frame in frames:
-                if len(frame) > CARRIED_BYTES:
-                    raise MalformedMessage(f"found a frame of {len(frame)} bytes, expected at most {CARRIED_BYTES}")
-                if not other.put(frame):
+            for frame in self._of_who_is_let_in(frames, context):
+                if not half.say(frame):
                     break
                 with self._changed:
                     self.carried[half.link] += len(frame)
         except (MalformedMessage, Refused) as error:
-            half.complaint = error
+            kind = Kind.MALFORMED if isinstance(error, MalformedMessage) else Kind.FORBIDDEN
+            self._door.refuse(half.caller, str(error), kind)
+            half.complaint = Refused(str(error))
         except grpc.RpcError:
             pass  # cut, as any line may be
-        finally:
-            other.close()
-            half.close()
+        self._end(half)
+        if half.complaint is not None and not half.is_over.wait(_LAST_WORD_SECONDS):
+            context.cancel()
 
 
 class _Half:
-    """What goes to one end of a connection."""
+    """One end of a connection, and what goes to it."""
 
-    def __init__(self, link: str) -> None:
-        self.link = link
+    def __init__(self, caller: str, link: str) -> None:
+        self.caller, self.link = caller, link
         self.peer: _Half | None = None
         self.is_closed = False
-        self.complaint: MalformedMessage | Refused | None = None
-        """Of its end, or of what that has sent."""
+        self.is_over = threading.Event()
+        """Its call."""
+        self.complaint: Refused | None = None
+        """Of what it has said."""
         self._frames: deque[bytes] = deque()
+        self._held, self._taken, self._due = 0, 0, 0
         self._changed = threading.Condition()
 
+    def say(self, frame: bytes) -> bool:
+        """Pass on what it says; returns False if the other end is gone. Raises MalformedMessage."""
+        if not 0 < len(frame) <= CARRIED_BYTES:
+            raise MalformedMessage(f"found a frame of {len(frame)} bytes, expected 1 to {CARRIED_BYTES}")
+        if self.peer is None:
+            raise MalformedMessage("found a frame before the other end was there, expected none")
+        return self.peer.put(frame)
+
     def put(self, frame: bytes) -> bool:
-        """Once there is room; returns False for an end that is gone."""
+        """Keep a frame for it; returns False if it is gone. Raises MalformedMessage beyond the sender's credit."""
         with self._changed:
-            self._changed.wait_for(lambda: self.is_closed or len(self._frames) < _FRAMES_ON_THEIR_WAY)
+            if self._held + cost_of(frame) > CREDIT:
+                raise MalformedMessage(f"found more than {CREDIT} bytes at once, expected what there is credit for")
             if not self.is_closed:
+                self._held += cost_of(frame)
                 self._frames.append(frame)
                 self._changed.notify_all()
             return not self.is_closed
+
+    def earn(self, frames: int) -> None:
+        """Credit for it, by so many empty frames."""
+        with self._changed:
+            self._due += frames
+            self._changed.notify_all()
 
     def frames(self) -> Iterator[bytes]:
         """As they come, until it is closed, and those that are on their way."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.is_closed or self._frames)
-                if not self._frames:
+                self._changed.wait_for(lambda: self.is_closed or self._frames or self._due)
+                if self._due:
+                    self._due -= 1
+                    frame = b""
+                elif self._frames:
+                    frame = self._frames.popleft()
+                else:
                     return
-                frame = self._frames.popleft()
-                self._changed.notify_all()
             yield frame
+            if frame:
+                self._take(cost_of(frame))
+
+    def _take(self, cost: int) -> None:
+        """It has got a frame."""
+        with self._changed:
+            self._held -= cost
+            full, self._taken = divmod(self._taken + cost, TAKEN_BYTES)
+        if full and self.peer is not None:
+            self.peer.earn(full)
 
     def close(self) -> None:
         """Nothing more comes."""

@@ -1,7 +1,7 @@
 """How the two ends of a stage link reach each other through the relay of the exchange: both dial it, and nobody else.
 
 gRPC dials and is dialled by addresses. So the stage before dials a socket of this machine, and what is said there goes
-to the relay; the stage after has what comes from the relay dial where it listens.
+to the relay, as far as there is credit for it; the stage after has what comes from the relay dial where it listens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +22,7 @@ from hetero_pp.links import EXCHANGE
 from hetero_pp.rpc.callers import shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials
-from hetero_pp.rpc.relay import CARRIED_BYTES, LINK, SERVICE
+from hetero_pp.rpc.relay import CARRIED_BYTES, LINK, SERVICE, TAKEN_BYTES, cost_of
 from hetero_pp.rpc.services import call_path
 
 _AGAIN_SECONDS = 0.5
@@ -61,8 +61,8 @@ class Relayed:
         self._channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _open(self, frames: Iterator[bytes]) -> _Call:
-        return self._carry(frames, metadata=self._metadata)
+    def _open(self) -> _Connection:
+        return _Connection(lambda frames: self._carry(frames, metadata=self._metadata))
 
 
 class RelayedDialler(Relayed):
@@ -89,9 +89,8 @@ class RelayedDialler(Relayed):
                 threading.Thread(target=self._dial, args=(connection,), name="relayed", daemon=True).start()
 
     def _dial(self, connection: socket.socket) -> None:
-        with suppress(ValueError):  # closed meanwhile
-            _pass_on(self._open(_said(connection)), connection)
-        connection.close()
+        with connection, suppress(ValueError):  # closed meanwhile
+            self._open().join(connection)
 
 
 class RelayedListener(Relayed):
@@ -105,30 +104,87 @@ class RelayedListener(Relayed):
 
     def _listen(self) -> None:
         while not self._is_closed.is_set():
-            reached: Future[socket.socket] = Future()
             try:
-                call = self._open(_said_later(reached))
-                first = next(call)
+                relayed = self._open()
+                relayed.meet()
             except (grpc.RpcError, StopIteration, ValueError) as error:
-                reached.cancel()
                 if not (isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED):
                     self._is_closed.wait(_AGAIN_SECONDS)
                 continue
-            threading.Thread(target=self._join, args=(call, first, reached), name="relayed", daemon=True).start()
+            threading.Thread(target=self._join, args=(relayed,), name="relayed", daemon=True).start()
 
-    def _join(self, call: _Call, first: bytes, reached: Future[socket.socket]) -> None:
-        """Have what comes dial this member, and pass on what either says."""
+    def _join(self, relayed: _Connection) -> None:
+        """Have what comes dial this member."""
         try:
             connection = _connected(self._listens)
         except OSError:
-            reached.cancel()
-            call.cancel()
+            relayed.cut()
             return
-        reached.set_result(connection)
-        with suppress(OSError):
-            connection.sendall(first)
-            _pass_on(call, connection)
-        connection.close()
+        with connection:
+            relayed.join(connection)
+
+
+class _Connection:
+    """One through the relay."""
+
+    def __init__(self, carry: Callable[[Iterator[bytes]], _Call]) -> None:
+        self._changed = threading.Condition()
+        self._credit, self._is_cut = 0, False
+        self._connection: Future[socket.socket] = Future()
+        """Of this machine, whose words it carries."""
+        self._frames = carry(self._said())
+
+    def meet(self) -> None:
+        """Wait for the other end. Raises grpc.RpcError, and StopIteration, if it does not come."""
+        try:
+            next(self._frames)
+            self._earn()
+        except (grpc.RpcError, StopIteration):
+            self.cut()
+            raise
+
+    def join(self, connection: socket.socket) -> None:
+        """Pass on what comes through the relay and what is said on a connection, until either is cut."""
+        self._connection.set_result(connection)
+        try:
+            for frame in self._frames:
+                if frame:
+                    connection.sendall(frame)
+                else:
+                    self._earn()
+        except (grpc.RpcError, OSError):
+            pass
+        finally:
+            self.cut()
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """It is over."""
+        with self._changed:
+            self._is_cut = True
+            self._changed.notify_all()
+        self._connection.cancel()
+        self._frames.cancel()
+
+    def _earn(self) -> None:
+        with self._changed:
+            self._credit += TAKEN_BYTES
+            self._changed.notify_all()
+
+    def _said(self) -> Iterator[bytes]:
+        """On the connection, until it is cut, as there is credit for it."""
+        with suppress(OSError, CancelledError):
+            connection = self._connection.result()
+            while (said := connection.recv(CARRIED_BYTES)) and self._spend(cost_of(said)):
+                yield said
+
+    def _spend(self, cost: int) -> bool:
+        """Wait for so much credit; returns False once it is cut."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_cut or self._credit >= cost)
+            self._credit -= cost
+            return not self._is_cut
 
 
 def _connected(address: str) -> socket.socket:
@@ -139,29 +195,3 @@ def _connected(address: str) -> socket.socket:
         return connection
     host, _, port = address.rpartition(":")
     return socket.create_connection((host.strip("[]"), int(port)))
-
-
-def _said(connection: socket.socket) -> Iterator[bytes]:
-    """On a connection, until it is cut."""
-    with suppress(OSError):
-        while said := connection.recv(CARRIED_BYTES):
-            yield said
-
-
-def _said_later(reached: Future[socket.socket]) -> Iterator[bytes]:
-    """The same, on one that is to come."""
-    with suppress(CancelledError):
-        yield from _said(reached.result())
-
-
-def _pass_on(call: _Call, connection: socket.socket) -> None:
-    """What comes through the relay, until either side is cut."""
-    try:
-        for frame in call:
-            connection.sendall(frame)
-    except (grpc.RpcError, OSError):
-        pass
-    finally:
-        call.cancel()
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
@@ -19,14 +19,14 @@ from cutting_proxy import CuttingProxy
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.errors import LinkTimeout, Refused
+from hetero_pp.errors import LinkTimeout, MalformedMessage, Refused
 from hetero_pp.link.protocol import Message
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import EXCHANGE, RELAYED, LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkHeader
 from hetero_pp.refusals import Kind
-from hetero_pp.rpc import relay
-from hetero_pp.rpc.callers import Caller, shown
+from hetero_pp.rpc import channels, relay
+from hetero_pp.rpc.callers import Caller, Metadata, shown
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import LinkCredentials, Secret
@@ -68,7 +68,11 @@ class Relayed:
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         with self.relay._changed:
-            assert self.relay._changed.wait_for(is_so, TIMEOUT)
+            for _ in range(int(TIMEOUT / 0.05)):  # not everything that is counted is told of
+                if is_so():
+                    return
+                self.relay._changed.wait(0.05)
+        raise AssertionError("it did not come to that")
 
     def listen(self, name: str = "home.1", as_: str = "home.1") -> StageLinkServer:
         """The stage after, of which nothing can be dialled; it may listen by the certificate of another one."""
@@ -90,27 +94,61 @@ class Relayed:
         self._stack.callback(end.abort, "the test is over")
         return end
 
-    def carry(self, name: str, link: str, frames: Iterator[bytes]) -> Iterator[bytes]:
+    def carry(self, name: str, link: str = LINK.name) -> Carried:
         """What a caller makes of the relay by itself."""
         credentials = SECRET.credentials(name, encrypted=True)
         channel = make_channel(self.exchange, credentials.identity, EXCHANGE)
         self._stack.callback(channel.close)
-        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(relay.SERVICE, "Carry"))
-        metadata = ((relay.LINK, link), *shown(credentials))
-        return iter(call(frames, metadata=metadata, wait_for_ready=True, timeout=TIMEOUT))
+        return Carried(channel, ((relay.LINK, link), *shown(credentials)))
 
     def connections(self, spec: RunSpec, member: str, listen: str = "") -> NetworkConnections:
         """Of a member of a whole run."""
         credentials = SECRET.credentials(member, encrypted=True)
         return NetworkConnections(spec, spec.members[member], self.exchange, credentials, Lines(), listen=listen)
 
-    def newest(self) -> object:
+    def newest(self) -> relay._Half | None:
         """Who waits to be dialled, and came last."""
         waiting = self.relay._waiting[LINK.name]
         return waiting[-1] if waiting else None
 
     def refusals(self) -> dict[Kind, int]:
         return dict(self.run.exchange._refusals.counts)
+
+
+class Carried:
+    """One call of the relay, by hand."""
+
+    def __init__(self, channel: grpc.Channel, metadata: Metadata) -> None:
+        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(relay.SERVICE, "Carry"))
+        self._to_say: SimpleQueue[bytes] = SimpleQueue()
+        self._frames = call(self._saying(), metadata=metadata, wait_for_ready=True, timeout=TIMEOUT)
+
+    def say(self, *frames: bytes) -> None:
+        """Whether there is credit or not."""
+        for frame in frames:
+            self._to_say.put(frame)
+
+    def meet(self) -> Carried:
+        """Read the credit that both ends have at first."""
+        for _ in range(relay.CREDIT // relay.TAKEN_BYTES):
+            assert self.hear() == b""
+        return self
+
+    def hear(self) -> bytes:
+        """The next frame, of credit, too."""
+        return next(self._frames)
+
+    def code(self) -> grpc.StatusCode:
+        """Read until it ends: with what?"""
+        with pytest.raises(grpc.RpcError) as error:
+            for _ in self._frames:
+                pass
+        assert isinstance(error.value, grpc.Call)
+        return error.value.code()
+
+    def _saying(self) -> Iterator[bytes]:
+        while True:
+            yield self._to_say.get()
 
 
 @pytest.fixture
@@ -188,80 +226,97 @@ def test_a_relay_that_brings_another_one_is_found_out(relayed: Relayed) -> None:
 
 @pytest.mark.parametrize(("name", "link"), [("dc", "home.0-1"), ("dc", "dc-exchange"), ("home.0", "no link")])
 def test_who_is_no_end_of_a_link_is_refused_and_counted(relayed: Relayed, name: str, link: str) -> None:
-    with pytest.raises(grpc.RpcError) as error:
-        next(relayed.carry(name, link, iter([b"hello"])))
-    assert isinstance(error.value, grpc.Call)
-    assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert relayed.carry(name, link).code() is grpc.StatusCode.PERMISSION_DENIED
     assert relayed.refusals() == {Kind.FORBIDDEN: 1}
 
 
-def test_a_frame_that_is_too_large_ends_the_call_and_is_counted(relayed: Relayed) -> None:
-    waits = relayed.carry("home.1", LINK.name, _slowly([]))
-    dials = relayed.carry("home.0", LINK.name, _slowly([b"a", bytes(relay.CARRIED_BYTES + 1)]))
-    assert next(waits) == b"a"
-    with pytest.raises(grpc.RpcError) as error:
-        next(dials)
-    assert isinstance(error.value, grpc.Call)
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+@pytest.mark.parametrize("frame", [bytes(relay.CARRIED_BYTES + 1), b""], ids=["too large", "empty: the relay's credit"])
+def test_a_frame_of_another_size_ends_the_call_and_is_counted(relayed: Relayed, frame: bytes) -> None:
+    waits, dials = relayed.carry("home.1"), relayed.carry("home.0").meet()
+    dials.say(b"a", frame)
+    assert waits.meet().hear() == b"a"
+    assert dials.code() is grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(StopIteration):
+        waits.hear()
     assert relayed.refusals() == {Kind.MALFORMED: 1}
-    assert list(waits) == []
+
+
+@pytest.mark.parametrize("name", ["home.0", "home.1"])
+def test_who_speaks_before_the_other_end_is_there_is_refused(relayed: Relayed, name: str) -> None:
+    """Neither waits for it, and what it says nowhere."""
+    early = relayed.carry(name)
+    early.say(b"a")
+    assert early.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert relayed.refusals() == {Kind.MALFORMED: 1}
+    assert relayed.newest() is None
 
 
 def test_who_was_taken_back_is_cut_off(relayed: Relayed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "LOOK_SECONDS", 0.0)
-    is_taken_back, let_in = threading.Event(), relayed.relay._callers.let_in
+    waits, dials = relayed.carry("home.1"), relayed.carry("home.0").meet()
+    dials.say(b"a")
+    assert waits.meet().hear() == b"a"
 
-    def asked(context: grpc.ServicerContext) -> Caller:
-        if is_taken_back.is_set():
-            raise Refused("home.0: it was taken back")
-        return let_in(context)
+    def let_in(context: grpc.ServicerContext) -> Caller:
+        raise Refused("home.0: it was taken back")
 
-    waits = relayed.carry("home.1", LINK.name, _slowly([]))
-    dials = relayed.carry("home.0", LINK.name, _as_told([b"a", b"b"], is_taken_back))
-    assert next(waits) == b"a"
-    monkeypatch.setattr(relayed.relay._callers, "let_in", asked)
-    is_taken_back.set()
-    with pytest.raises(grpc.RpcError) as error:
-        next(dials)
-    assert isinstance(error.value, grpc.Call)
-    assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert list(waits) == []
+    monkeypatch.setattr(relayed.relay._callers, "let_in", let_in)
+    dials.say(b"b")
+    assert dials.code() is grpc.StatusCode.PERMISSION_DENIED
+    with pytest.raises(StopIteration):
+        waits.hear()
 
 
-def _as_told(frames: list[bytes], told: threading.Event) -> Iterator[bytes]:
-    """The first at once, and the others then."""
-    yield frames[0]
-    assert told.wait(TIMEOUT)
-    yield from frames[1:]
+def test_credit_is_what_the_other_end_has_taken(relayed: Relayed) -> None:
+    """Who has it can say so much at once, again and again; what is small costs more than it is long."""
+    waits, dials = relayed.carry("home.1"), relayed.carry("home.0").meet()
+    waits.meet()
+    for size, cost in ((relay.CARRIED_BYTES, relay.CARRIED_BYTES), (100, relay.LEAST_COST)):
+        frames = [bytes([number % 256]) * size for number in range(relay.CREDIT // cost)]
+        for _ in range(2):
+            dials.say(*frames)
+            assert [waits.hear() for _ in frames] == frames
+            assert [dials.hear() for _ in range(relay.CREDIT // relay.TAKEN_BYTES)] == [b""] * 8
+    assert relayed.refusals() == {}
 
 
-def _slowly(frames: list[bytes]) -> Iterator[bytes]:
-    """A stream that says this, and then stays open."""
-    yield from frames
-    threading.Event().wait(TIMEOUT)
+@pytest.fixture
+def reads_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a caller does not read waits where it was sent: else its connection takes megabytes by itself."""
+    changed: channels.Options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+    monkeypatch.setattr(channels, "_OPTIONS", [*dict([*channels._OPTIONS, *changed]).items()])
 
 
-def test_who_does_not_read_makes_the_other_end_wait_and_the_relay_holds_little(relayed: Relayed) -> None:
-    sent, most = 0, 64 << 20
+@pytest.mark.usefixtures("reads_on_demand")
+def test_who_says_more_than_it_has_credit_for_is_cut(relayed: Relayed) -> None:
+    waits, dials = relayed.carry("home.1"), relayed.carry("home.0").meet()
+    dials.say(*[bytes(relay.CARRIED_BYTES)] * 64)
+    assert dials.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert relayed.refusals() == {Kind.MALFORMED: 1}
+    assert relay.CREDIT <= relayed.relay.carried[LINK.name] <= relay.CREDIT + (1 << 19)
+    assert waits is not dials  # it was kept until here: a call that nobody holds is cancelled
 
-    def frames() -> Iterator[bytes]:
-        nonlocal sent
-        while sent < most:
-            sent += relay.CARRIED_BYTES
-            yield bytes(relay.CARRIED_BYTES)
 
-    waits = relayed.carry("home.1", LINK.name, _slowly([]))
-    dials = relayed.carry("home.0", LINK.name, frames())
-    held, until = -1, time.monotonic() + TIMEOUT
-    while held != sent or sent == 0:  # what fits into the buffers of both connections and of the relay has gone out
-        assert time.monotonic() < until
-        held = sent
-        threading.Event().wait(0.5)
-    assert 0 < sent < most / 2
-    for _ in range(most // relay.CARRIED_BYTES):
-        next(waits)
-    assert sent == most
-    assert dials is not waits  # it was kept until here: a call that nobody holds is cancelled
+def test_small_frames_take_credit_for_the_memory_that_they_take() -> None:
+    half = relay._Half("home.1", LINK.name)
+    for _ in range(relay.CREDIT // relay.LEAST_COST):
+        assert half.put(b"a")
+    with pytest.raises(MalformedMessage, match="credit"):
+        half.put(b"a")
+
+
+@pytest.mark.usefixtures("reads_on_demand")
+def test_who_reads_nothing_and_says_too_much_is_cut_all_the_same(relayed: Relayed) -> None:
+    """What it is told waits behind what it does not read."""
+    waits = relayed.carry("home.1")
+    relayed.wait_until(lambda: relayed.newest() is not None)
+    end, dials = relayed.newest(), relayed.carry("home.0").meet()
+    waits.meet().say(*[bytes(relay.CARRIED_BYTES)] * 16)
+    relayed.wait_until(lambda: relayed.relay.carried[LINK.name] == relay.CREDIT)
+    dials.say(*[bytes(relay.CARRIED_BYTES)] * 64)
+    assert end is not None and end.peer is not None
+    assert end.peer.is_over.wait(TIMEOUT / 2)
+    assert relayed.refusals() == {Kind.MALFORMED: 1}
 
 
 def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
@@ -286,22 +341,19 @@ def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
 def test_who_is_not_found_is_asked_for_again(relayed: Relayed) -> None:
     with mock.patch.object(relay, "LONGEST_WAIT", 0.1):
         for name in ("home.0", "home.1"):
-            with pytest.raises(grpc.RpcError) as error:
-                next(relayed.carry(name, LINK.name, _slowly([])))
-            assert isinstance(error.value, grpc.Call)
-            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert relayed.carry(name).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert relayed.refusals() == {}
 
 
 def test_the_end_that_came_last_is_dialled_and_few_wait(relayed: Relayed) -> None:
-    waiting = list[Iterator[bytes]]()
-    for number in range(6):
+    waiting = list[Carried]()
+    for _ in range(6):
         newest = relayed.newest()
-        waiting.append(relayed.carry("home.1", LINK.name, _slowly([bytes([number])])))
+        waiting.append(relayed.carry("home.1"))
         relayed.wait_until(lambda newest=newest: relayed.newest() is not newest)  # type: ignore[misc]
-    dials = relayed.carry("home.0", LINK.name, _slowly([b"hello"]))
-    assert next(dials) == b"\x05"
-    assert next(waiting[5]) == b"hello"
+    dials = relayed.carry("home.0").meet()
+    dials.say(b"hello")
+    waiting[5].meet().say(b"and you")
+    assert (waiting[5].hear(), dials.hear()) == (b"hello", b"and you")
     for gone in waiting[:2]:
-        with pytest.raises(grpc.RpcError):
-            next(gone)
+        assert gone.code() is grpc.StatusCode.DEADLINE_EXCEEDED
