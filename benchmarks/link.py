@@ -37,8 +37,9 @@ from hetero_pp.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import FLUSH, LinkHeader
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc.callers import Callers
-from hetero_pp.rpc.channels import keep_freed_memory, make_server
+from hetero_pp.rpc.channels import make_server
 from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.memory import keep_freed_memory
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener

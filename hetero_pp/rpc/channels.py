@@ -1,9 +1,7 @@
-"""Makes gRPC channels and servers: the one place where their options are decided, and how memory is kept."""
+"""Makes gRPC channels and servers: the one place where their options are decided."""
 
 from __future__ import annotations
 
-import ctypes
-import platform
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -49,21 +47,6 @@ _SERVER_OPTIONS: Options = [
 ]
 
 _CALLS_A_WORKER = 4
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-
-
-def keep_freed_memory() -> bool:
-    """Have the allocator keep what is freed, for the whole process; returns whether it could (glibc only).
-
-    gRPC and Python take fresh memory for every frame several times over. By default glibc hands much of it back to
-    the system at once, and getting it again page by page slows a link: .50 instead of .81 GB/s at 4 MiB, and nothing
-    at 512 KiB (medians of five alternating runs). For a program to call when it starts.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(_M_MMAP_THRESHOLD, 32 << 20), mallopt(_M_TRIM_THRESHOLD, 256 << 20)])
 
 
 def make_channel(address: str, identity: Identity | None = None, peer: str = "") -> grpc.Channel:

@@ -29,10 +29,10 @@ from hetero_pp.program.chaos.injected import Orders, faults_of
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
 from hetero_pp.rpc.admission import Told
-from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange import MOST_OPEN, OpenHouse, serve_exchange
+from hetero_pp.rpc.memory import giving_freed_memory_back, keep_freed_memory
 from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -44,6 +44,8 @@ from replica_groups.take_part import take_part
 
 _SECONDS_TO_HEAR = 5.0
 """How long the exchange goes on answering after a failure."""
+_SECONDS_KEPT = 5.0
+"""How long it keeps memory that was freed: longer than a round's frames are apart."""
 
 
 def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -> NoReturn:
@@ -59,7 +61,8 @@ def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -
         torch.set_num_threads(spec.config.threads)
         faults = faults_of(orders)
         if job.member == EXCHANGE:
-            code = _run_exchange(spec, job, message, launcher, faults)
+            with giving_freed_memory_back(_SECONDS_KEPT):
+                code = _run_exchange(spec, job, message, launcher, faults)
         else:
             code = _run_member(spec, job, message, launcher, faults)
     except EOFError:

@@ -18,9 +18,9 @@ from hetero_pp.faults import Missed
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.program.launch.ranks import CREDENTIALS, RankJob
-from hetero_pp.rpc.channels import keep_freed_memory
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.memory import keep_freed_memory
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import read_run
 from hetero_pp.topology import DatacenterReplica
