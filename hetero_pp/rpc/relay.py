@@ -135,6 +135,7 @@ class Relay(RelayServicer):
     def _is_over(self, half: _Half) -> None:
         half.is_over.set()
         self._end(half)
+        half.forget()
 
     def _end(self, half: _Half) -> None:
         """Nothing more goes to it, nor to the other end."""
@@ -196,9 +197,12 @@ class _Half:
         """Pass on what it says; returns False if the other end is gone. Raises MalformedMessage."""
         if not 0 < len(frame) <= CARRIED_BYTES:
             raise MalformedMessage(f"found a frame of {len(frame)} bytes, expected 1 to {CARRIED_BYTES}")
-        if self.peer is None:
+        peer = self.peer
+        if self.is_closed:
+            return False
+        if peer is None:
             raise MalformedMessage("found a frame before the other end was there, expected none")
-        return self.peer.put(frame)
+        return peer.put(frame)
 
     def put(self, frame: bytes) -> bool:
         """Keep a frame for it; returns False if it is gone. Raises MalformedMessage beyond the sender's credit."""
@@ -238,8 +242,15 @@ class _Half:
         with self._changed:
             self._held -= cost
             full, self._taken = divmod(self._taken + cost, TAKEN_BYTES)
-        if full and self.peer is not None:
-            self.peer.earn(full)
+            peer = self.peer
+        if full and peer is not None:
+            peer.earn(full)
+
+    def forget(self) -> None:
+        """What goes to it, and to whom it speaks: else both ends keep each other, and megabytes, until Python looks."""
+        with self._changed:
+            self._frames.clear()
+            self.peer = None
 
     def close(self) -> None:
         """Nothing more comes."""
