@@ -67,7 +67,7 @@ CHANNELS = 3
 AT_ONCE = MOST_OPEN - 4
 """Fewer than a member may have open, so that more is looked at than their number."""
 LONGEST_CHUNK = 10.0
-PATIENCE = {"Assign": 0.1, "Record": 0.1, "Stay": 0.05, "Watch": 0.5, "Join": 1.0, "Carry": 0.2}
+PATIENCE = {"Assign": 0.1, "Record": 0.1, "Stay": 0.05, "Watch": 0.5, "Join": 1.0, "Carry": 0.2, "Probe": 0.2}
 """Seconds that calls which wait are waited for."""
 ESCAPED = {"UNKNOWN", "UNAVAILABLE", ANSWERED, "NOT CLOSED"}
 """How calls end that nobody has refused: by an exception that nobody expected, as an exchange is gone, or of a stranger
@@ -245,7 +245,7 @@ def _frames(call: str, message: Message, dice: random.Random, known: Known, text
     if call == "Deposit":
         payload = known.blob if dice.random() < 0.5 else dice.randbytes(dice.randrange(2000))
         return list(header_and_payload_frames(message, [payload]))
-    if call == "Carry":
+    if call in ("Carry", "Probe"):
         sizes = [dice.choice([0, 1, 100, 5000, CARRIED_BYTES, CARRIED_BYTES + 1]) for _ in range(dice.randrange(1, 5))]
         return [dice.randbytes(size) for size in sizes]
     if call == "Open":

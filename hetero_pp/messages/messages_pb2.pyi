@@ -118,7 +118,7 @@ class EnrolRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., request: _Optional[bytes] = ...) -> None: ...
 
 class EnrolReply(_message.Message):
-    __slots__ = ("place", "certificate", "configuration", "tokenizer")
+    __slots__ = ("place", "certificate", "configuration", "tokenizer", "in_lobby")
     class TokenizerEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -130,11 +130,23 @@ class EnrolReply(_message.Message):
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    IN_LOBBY_FIELD_NUMBER: _ClassVar[int]
     place: str
     certificate: Certificate
     configuration: str
     tokenizer: _containers.ScalarMap[str, bytes]
-    def __init__(self, place: _Optional[str] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., configuration: _Optional[str] = ..., tokenizer: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+    in_lobby: InLobby
+    def __init__(self, place: _Optional[str] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., configuration: _Optional[str] = ..., tokenizer: _Optional[_Mapping[str, bytes]] = ..., in_lobby: _Optional[_Union[InLobby, _Mapping]] = ...) -> None: ...
+
+class InLobby(_message.Message):
+    __slots__ = ("here", "needed", "probed")
+    HERE_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
+    here: int
+    needed: int
+    probed: bool
+    def __init__(self, here: _Optional[int] = ..., needed: _Optional[int] = ..., probed: _Optional[bool] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ()
@@ -159,18 +171,20 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("name", "last_round", "rounds", "places", "refusals")
+    __slots__ = ("name", "last_round", "rounds", "places", "refusals", "in_lobby")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    IN_LOBBY_FIELD_NUMBER: _ClassVar[int]
     name: str
     last_round: int
     rounds: int
     places: _containers.RepeatedCompositeFieldContainer[PlaceStatus]
     refusals: int
-    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ...) -> None: ...
+    in_lobby: int
+    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ...) -> None: ...
 
 class PlaceStatus(_message.Message):
     __slots__ = ("name", "replica", "held", "term", "address", "holder", "relayed_bytes")

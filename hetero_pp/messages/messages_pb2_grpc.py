@@ -168,6 +168,11 @@ class AdmissionStub:
                 request_serializer=hetero__pp_dot_messages_dot_messages__pb2.EnrolRequest.SerializeToString,
                 response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.EnrolReply.FromString,
                 _registered_method=True)
+        self.Probe = channel.stream_stream(
+                '/hetero_pp.Admission/Probe',
+                request_serializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
+                response_deserializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.FromString,
+                _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/hetero_pp.Admission/Renew',
                 request_serializer=hetero__pp_dot_messages_dot_messages__pb2.RenewRequest.SerializeToString,
@@ -193,6 +198,13 @@ class AdmissionServicer:
 
     def Enrol(self, request, context):
         """Who shows a ticket takes a place, with a certificate of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request_iterator, context):
+        """How fast the line of who shows a ticket is: it sends so many bytes, is sent as many, and says how they ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,6 +238,11 @@ def add_AdmissionServicer_to_server(servicer, server):
                     servicer.Enrol,
                     request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.EnrolRequest.FromString,
                     response_serializer=hetero__pp_dot_messages_dot_messages__pb2.EnrolReply.SerializeToString,
+            ),
+            'Probe': grpc.stream_stream_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.FromString,
+                    response_serializer=hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
@@ -273,6 +290,33 @@ class Admission:
             '/hetero_pp.Admission/Enrol',
             hetero__pp_dot_messages_dot_messages__pb2.EnrolRequest.SerializeToString,
             hetero__pp_dot_messages_dot_messages__pb2.EnrolReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/hetero_pp.Admission/Probe',
+            hetero__pp_dot_messages_dot_messages__pb2.Frame.SerializeToString,
+            hetero__pp_dot_messages_dot_messages__pb2.Frame.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,6 +57,8 @@ class AdmissionStub:
     def __init__(self, channel: _grpc.Channel) -> None: ...
     Enrol: _grpc.UnaryUnaryMultiCallable[_messages_pb2.EnrolRequest, _messages_pb2.EnrolReply]
     """Who shows a ticket takes a place, with a certificate of its own."""
+    Probe: _grpc.StreamStreamMultiCallable[_messages_pb2.Frame, _messages_pb2.Frame]
+    """How fast the line of who shows a ticket is: it sends so many bytes, is sent as many, and says how they ended."""
     Renew: _grpc.UnaryUnaryMultiCallable[_messages_pb2.RenewRequest, _messages_pb2.Certificate]
     """A holder of a place has its certificate for longer."""
     Give: _grpc.UnaryUnaryMultiCallable[_messages_pb2.GiveRequest, _messages_pb2.GiveReply]
@@ -77,6 +79,14 @@ class AdmissionServicer(metaclass=_abc_1.ABCMeta):
         context: _grpc.ServicerContext,
     ) -> _messages_pb2.EnrolReply:
         """Who shows a ticket takes a place, with a certificate of its own."""
+
+    @_abc_1.abstractmethod
+    def Probe(
+        self,
+        request_iterator: _abc.Iterator[_messages_pb2.Frame],
+        context: _grpc.ServicerContext,
+    ) -> _abc.Iterator[_messages_pb2.Frame]:
+        """How fast the line of who shows a ticket is: it sends so many bytes, is sent as many, and says how they ended."""
 
     @_abc_1.abstractmethod
     def Renew(

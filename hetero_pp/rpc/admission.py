@@ -5,18 +5,20 @@ Served beside the exchange. Whose each call is, is in permissions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
 
-from hetero_pp.errors import Refused
+from hetero_pp.errors import AskAgain, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import AdmissionServicer
 from hetero_pp.rpc.callers import Callers, Guests, shown_certificate
 from hetero_pp.rpc.certificates import Authority, certified_key, digest_of, requested_key
 from hetero_pp.rpc.channels import PROTOCOL_VERSION
+from hetero_pp.rpc.probe import BUSY, PROBE_SECONDS, Probe
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Admission"]
 
@@ -46,6 +48,9 @@ class Host(Guests, Protocol):
 
     def end(self, place: str, number: int, why: str) -> None: ...
 
+    def lacks_place(self, ticket: str, key: bytes) -> bool:
+        """Whether who shows a ticket is to have one that nobody has named. Raises as `enrol`."""
+
     def held_by(self, place: str) -> Holder | None:
         """Who holds a place; None if nobody does that was invited."""
 
@@ -60,6 +65,17 @@ class Places(Protocol):
         """Who is where."""
 
     def died(self, member: str, cause: str, term: int | None = None) -> None: ...
+
+
+class Lobby(Protocol):
+    """Who waits for a group to form."""
+
+    def place_for(self, ticket: str, free: Sequence[str]) -> str | pb.InLobby: ...
+
+    def probed(self, ticket: str, up: float, down: float) -> None: ...
+
+    @property
+    def here(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -82,11 +98,12 @@ class Admission(AdmissionServicer):
         callers: Callers,
         places: Places,
         told: Told,
+        lobby: Lobby,
         relayed: Callable[[str], int],
     ) -> None:
         """`relayed`: by member, bytes that went through the relay."""
         self._host, self._authority, self._callers, self._places, self._told = host, authority, callers, places, told
-        self._relayed = relayed
+        self._lobby, self._probing, self._relayed = lobby, threading.Lock(), relayed
 
     def Enrol(self, request: pb.EnrolRequest, context: grpc.ServicerContext) -> pb.EnrolReply:
         if request.version != PROTOCOL_VERSION:
@@ -94,13 +111,37 @@ class Admission(AdmissionServicer):
             raise Refused(f"{found}: install the version of hetero-pp that the run has")
         ticket, key = self._callers.of(context).ticket, requested_key(request.request)
         assert ticket is not None
-        holder = self._host.enrol(ticket, digest_of(key), self._places.vacant(), CERTIFICATE_SECONDS)
+        vacant: Sequence[str] = self._places.vacant()
+        if self._host.lacks_place(ticket, digest_of(key)):
+            given = self._lobby.place_for(ticket, [place for place in vacant if self._host.held_by(place) is None])
+            if isinstance(given, pb.InLobby):
+                return pb.EnrolReply(in_lobby=given)
+            vacant = [given]
+        holder = self._host.enrol(ticket, digest_of(key), vacant, CERTIFICATE_SECONDS)
         return pb.EnrolReply(
             place=holder.place,
             certificate=pb.Certificate(pem=self._authority.sign(key, holder.place, holder.number, holder.until)),
             configuration=self._told.configuration,
             tokenizer=self._told.tokenizer,
         )
+
+    def Probe(  # type: ignore[override]  # a Frame is raw bytes
+        self, frames: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        """One line at a time, so that each is measured alone. Raises AskAgain while another is."""
+        ticket = self._callers.of(context).ticket
+        assert ticket is not None
+        if not self._probing.acquire(blocking=False):
+            raise AskAgain(BUSY)
+        over = threading.Timer(PROBE_SECONDS, context.cancel)
+        try:
+            over.start()
+            probe = Probe(frames)
+            yield from probe.frames()
+            self._lobby.probed(ticket, probe.up, probe.down)
+        finally:
+            over.cancel()
+            self._probing.release()
 
     def Renew(self, request: pb.RenewRequest, context: grpc.ServicerContext) -> pb.Certificate:
         caller, key = self._callers.of(context), certified_key(shown_certificate(context))
@@ -115,6 +156,7 @@ class Admission(AdmissionServicer):
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         reply = self._places.status()
+        reply.in_lobby = self._lobby.here
         for place in reply.places:
             holder = self._host.held_by(place.name)
             place.holder = 0 if holder is None else holder.number

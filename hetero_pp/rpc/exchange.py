@@ -25,7 +25,7 @@ from hetero_pp.outer.exchange_service import Assignment, AvailableStates, Standi
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc.admission import SERVICE as ADMISSION
-from hetero_pp.rpc.admission import Admission, Host, Places, Told
+from hetero_pp.rpc.admission import Admission, Host, Lobby, Places, Told
 from hetero_pp.rpc.callers import Callers, claimed
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_server
 from hetero_pp.rpc.credentials import Secret
@@ -72,6 +72,7 @@ class OpenHouse:
     host: Host
     places: Places
     told: Told
+    lobby: Lobby
 
 
 class WatchedExchange(Protocol):
@@ -198,8 +199,8 @@ def serve_exchange(
     threads += MOST_CARRIED * len(exchange.roster.members)
     handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]
     if open_house is not None:
-        host, places, told = open_house.host, open_house.places, open_house.told
-        admission = Admission(host, secret.authority, servicer.callers, places, told, relayed=relay.carried_for)
+        host, places, told, lobby = open_house.host, open_house.places, open_house.told, open_house.lobby
+        admission = Admission(host, secret.authority, servicer.callers, places, told, lobby, relay.carried_for)
         handlers.append(service_handler(ADMISSION, admission, servicer, _MOST_OPEN_OF_A_TICKET))
     return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))
 

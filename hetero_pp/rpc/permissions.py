@@ -43,6 +43,7 @@ CALLS: Mapping[str, Whose] = {
     "Stay": Whose.PLACE,
     "Watch": Whose.RUN,
     "Enrol": Whose.TICKET,
+    "Probe": Whose.TICKET,
     "Renew": Whose.INVITED,
     "Give": Whose.INVITED,
     "Status": Whose.RUN,

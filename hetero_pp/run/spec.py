@@ -153,6 +153,15 @@ class RunSpec:
         """Shape of every parameter of the whole model, by name."""
         return _shapes_of(self.shape, None)
 
+    @property
+    def optional_places(self) -> dict[str, list[str]]:
+        """Members of the replicas that may be there or not, by replica, in the order of their stages."""
+        found: dict[str, list[str]] = {}
+        for name, member in self.members.items():
+            if member.replica.optional:
+                found.setdefault(member.replica.name, []).append(name)
+        return found
+
     @cached_property
     def roster(self) -> Roster:
         """Who takes part, for the exchange."""

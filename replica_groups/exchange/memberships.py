@@ -80,19 +80,32 @@ class Memberships:
         one that is used, over or taken back.
         """
         with self._changing():
-            place, until, used, revoked = self._ticket(ticket)
-            if revoked:
-                raise Forbidden("the ticket was taken back")
-            if used not in (None, key):
-                raise Forbidden("the ticket was used already: it lets one process in")
-            if used is None and self._clock() > until:
-                raise Forbidden("the ticket is over: ask for another")
-            held = self._of_ticket(ticket)
-            if held is None or not self._is_in(held):
+            place = self._good_for(ticket, key)
+            if not self._has_place(ticket):
                 self._let_in(ticket, key, self._place_for(place, vacant), seconds)
             found = self._of_ticket(ticket)
             assert found is not None
             return found
+
+    def lacks_place(self, ticket: str, key: bytes) -> bool:
+        """Whether who shows a ticket with a key is to have one that nobody has named. Raises as `enrol`."""
+        with self._lock:
+            return self._good_for(ticket, key) is None and not self._has_place(ticket)
+
+    def _good_for(self, ticket: str, key: bytes) -> str | None:
+        """The place that a ticket names. Raises as `enrol`."""
+        place, until, used, revoked = self._ticket(ticket)
+        if revoked:
+            raise Forbidden("the ticket was taken back")
+        if used not in (None, key):
+            raise Forbidden("the ticket was used already: it lets one process in")
+        if used is None and self._clock() > until:
+            raise Forbidden("the ticket is over: ask for another")
+        return place
+
+    def _has_place(self, ticket: str) -> bool:
+        held = self._of_ticket(ticket)
+        return held is not None and self._is_in(held)
 
     def _ticket(self, ticket: str) -> tuple[str | None, float, bytes | None, int]:
         found = self._database.execute("SELECT place, until, key, revoked FROM tickets WHERE id = ?", (ticket,))

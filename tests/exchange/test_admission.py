@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import grpc
 import pytest
 from members import TIMEOUT
 from small_run import Run
 
 from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, RunFailed
+from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Failure, Finished, Report, StatusReply
+from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join import membership as membership_module
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
 from hetero_pp.refusals import Kind
@@ -22,10 +29,14 @@ from hetero_pp.rpc import admission, admission_client
 from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.admission_client import enrol, give, status
 from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
+from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, be_probed
+from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
+from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 
 SECRET = Secret("the run's secret")
@@ -57,19 +68,40 @@ class Served:
         self.memberships = Memberships(folder / "members.sqlite")
         stack.callback(self.memberships.close)
         told = Told('{"name": "run"}', {"tokenizer.json": b"{}"})
-        self.house = OpenHouse(self.memberships, Places(self.run), told)
-        self.port = 0
+        self.lobby = Lobby({}, group_spares)
+        self.told, self.port = told, 0
         self.serve()
 
     def serve(self) -> None:
         """At the port of before, if it was served already."""
         listen, exchange = f"127.0.0.1:{self.port}", self.run.exchange
-        self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=self.house)
+        house = OpenHouse(self.memberships, Places(self.run), self.told, self.lobby)
+        with mock.patch("hetero_pp.rpc.exchange.Admission", self._make_admission):
+            self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=house)
         self.address = f"127.0.0.1:{self.port}"
         self._stack.callback(self.stop)
 
+    def _make_admission(self, *arguments: Any) -> admission.Admission:
+        self.admission = admission.Admission(*arguments)
+        return self.admission
+
     def stop(self) -> None:
         self.server.stop(None).wait(TIMEOUT)
+
+    def serve_again(self) -> None:
+        self.stop()
+        self.serve()
+
+    def refusals(self) -> dict[Kind, int]:
+        return dict(self.run.exchange._refusals.counts)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        over = threading.Event()
+        for _ in range(int(TIMEOUT / 0.05)):
+            if is_so():
+                return
+            over.wait(0.05)
+        raise AssertionError("it did not come to that")
 
     def ticket(self, place: str | None = None, seconds: float = HOUR) -> Ticket:
         found = self.memberships.invite(place, seconds)
@@ -345,3 +377,89 @@ def _wait(condition: object) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
+    served.serve_again()
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(served.takes, served.ticket(), "anna")
+        served.wait_until(lambda: served.lobby.here == 1)
+        assert not first.done()
+        asked = served.client(SECRET.credentials("a", encrypted=True))
+        assert status(served.address, SECRET.authority.identity("a")).in_lobby == 1
+        asked.close()
+        second = threads.submit(served.takes, served.ticket(), "ben")
+        assert {first.result(TIMEOUT).place, second.result(TIMEOUT).place} == {"a", "b"}
+    assert "run: waiting for a group to form: 1 of 2 are here" in capsys.readouterr().out
+    with pytest.raises(Refused, match="no place of the run is free"):
+        served.takes(served.ticket(), "clara")
+
+
+def test_a_line_is_measured_by_who_is_dialled(served: Served) -> None:
+    lines = _lines(served)
+    ticket = served.ticket()
+    assert be_probed(served.address, ticket.identity)
+    ((found, up, down),) = lines
+    assert found == ticket.id
+    assert 1e6 < up < 1e12
+    assert 1e6 < down < 1e12
+
+
+def test_one_line_is_measured_at_a_time(served: Served) -> None:
+    lines, ticket, over = _lines(served), served.ticket(), threading.Event()
+    with closing(make_channel(served.address, ticket.identity, EXCHANGE)) as channel:
+        answers = _probe(channel, _until(over))
+        served.wait_until(served.admission._probing.locked)
+        assert not be_probed(served.address, served.ticket().identity)
+        over.set()
+        with pytest.raises(grpc.RpcError):
+            next(answers)
+    served.wait_until(lambda: not served.admission._probing.locked())
+    assert lines == []
+    assert be_probed(served.address, ticket.identity)
+
+
+def test_a_probe_without_end_is_over_after_a_while(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PROBE_SECONDS", 0.1)
+    over = threading.Event()
+    with closing(make_channel(served.address, served.ticket().identity, EXCHANGE)) as channel:
+        with pytest.raises(grpc.RpcError):
+            next(_probe(channel, _until(over)))
+        served.wait_until(lambda: not served.admission._probing.locked())
+        over.set()
+
+
+HALF = [bytes(_FRAME_BYTES)] * (_FRAMES // 2)
+
+
+@pytest.mark.parametrize(
+    "frames", [[], [b"a"], [*HALF, b""], HALF, [*HALF, *HALF, bytes(16)], [*HALF, *HALF, bytes(17)]],
+    ids=["nothing", "small", "empty", "half", "before it has got anything", "a longer word"],
+)  # fmt: skip
+def test_who_cheats_is_refused_and_not_measured(served: Served, frames: list[bytes]) -> None:
+    lines = _lines(served)
+    channel = make_channel(served.address, served.ticket().identity, EXCHANGE)
+    with closing(channel), pytest.raises(grpc.RpcError) as error:
+        list(_probe(channel, iter(frames)))
+    assert isinstance(error.value, grpc.Call)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (lines, served.refusals()) == ([], {Kind.MALFORMED: 1})
+
+
+def _lines(served: Served) -> list[tuple[str, float, float]]:
+    """What the lobby is told of lines from now on."""
+    told = list[tuple[str, float, float]]()
+    served.lobby.probed = lambda *line: told.append(line)  # type: ignore[method-assign]
+    return told
+
+
+def _probe(channel: grpc.Channel, frames: Iterator[bytes]) -> Iterator[bytes]:
+    call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(admission.SERVICE, "Probe"))
+    return iter(call(frames, wait_for_ready=True, timeout=TIMEOUT))
+
+
+def _until(over: threading.Event) -> Iterator[bytes]:
+    """Says nothing until then, and nothing then."""
+    over.wait(TIMEOUT)
+    yield from ()

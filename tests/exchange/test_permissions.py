@@ -55,8 +55,8 @@ BY_TICKET: dict[tuple[str, bool], str] = {
     ("dc", False): f"{MAY['dc', False]} Renew Give",
     ("home.1", True): f"{MAY['home.1', True]} Renew Give",
     ("home.1", False): f"{MAY['home.1', False]} Renew Give",
-    (TICKET, True): "Enrol",
-    (TICKET, False): "Enrol",
+    (TICKET, True): "Enrol Probe",
+    (TICKET, False): "Enrol Probe",
 }
 """The same for who shows a ticket, and for who was let in by one."""
 

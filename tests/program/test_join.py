@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import StatusReply
+from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import invite, revoke, seconds_of
 from hetero_pp.program.join.leave import leavable, leave
@@ -39,6 +41,7 @@ from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer, own_configurati
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange.host import make_exchange
+from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 
 CONFIG = """
@@ -225,6 +228,9 @@ def test_a_group_forms_whenever_enough_have_joined_and_goes(runs: list[Run], tmp
     run.wait_for_round("dc", 2)
     for host in ("anna", "ben"):
         run.join(host, run.invite())
+        if host == "anna":
+            run.wait_until(lambda: _status(run)["waiting"] == 1)  # and holds no place meanwhile
+            assert _held(run)["home-1.0"] is False
     run.wait_for_round("home-1", 3)
     assert _held(run) == {"dc": True, "home-1.0": True, "home-1.1": True, "home-2.0": False, "home-2.1": False}
     assert run.ask("leave", host="ben").returncode == 0
@@ -284,9 +290,14 @@ def _written(process: psutil.Process) -> str:
 
 
 def _held(run: Run) -> dict[str, bool]:
+    return {name: place["held"] for name, place in _status(run)["places"].items()}
+
+
+def _status(run: Run) -> dict[str, Any]:
     path = run.folder / "status.json"
     assert run.ask("status", "--json", str(path)).returncode == 0
-    return {name: place["held"] for name, place in json.loads(path.read_text())["places"].items()}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 class Served:
@@ -301,7 +312,7 @@ class Served:
         run.token.write_text(secret)
         self.runs, self.config = folder / "runs", ConfigFile(run.config).config
         exchange, self.memberships = make_exchange(RunSpec(self.config, 256), run), Memberships(run.memberships)
-        house = OpenHouse(self.memberships, exchange, Told(*told_of(self.config)))
+        house = OpenHouse(self.memberships, exchange, Told(*told_of(self.config)), Lobby({}, group_spares))
         server, port = serve_exchange(exchange, Secret(secret), "127.0.0.1:0", encrypted=True, open_house=house)
         self.address = f"127.0.0.1:{port}"
         stack.callback(self.memberships.close)

@@ -46,7 +46,7 @@ def join(text: str, here: Here) -> None:
     Raises ConfigError for a ticket by which nobody is let in, and for what this host lacks.
     """
     try:
-        membership = take_place(Ticket.from_text(text), here.runs.absolute())
+        membership = take_place(Ticket.from_text(text), here.runs.absolute(), partial(tell, standard_output()))
     except LinkTimeout as error:
         raise ConfigError((), f"{error}: the run is over, or nobody serves it now") from None
     except Refused as error:

@@ -13,15 +13,18 @@ from pathlib import Path
 
 from hetero_pp.errors import HeteroPPError, Refused
 from hetero_pp.files import write_whole
+from hetero_pp.messages.messages_pb2 import EnrolReply
 from hetero_pp.rpc.admission_client import enrol, renew
 from hetero_pp.rpc.certificates import Identity, as_text, key_from_text, new_key, signing_request
 from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.probe import be_probed
 from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer
 
 _KEY, _CERTIFICATE, _ABOUT = "key.pem", "certificate.pem", "about.json"
 _SECONDS_BETWEEN_TRIES = 60.0
+_SECONDS_IN_LOBBY = 2.0
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class Membership:
         return Credentials(self.place, identity=self.identity)
 
 
-def take_place(ticket: Ticket, runs: Path) -> Membership:
-    """Take a place of a run by a ticket; or go on with that which it was taken before.
+def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -> Membership:
+    """Take a place of a run by a ticket, as soon as there is one; or go on with that which it was taken before.
 
     Raises Refused for a ticket by which nobody is let in, LinkTimeout if the exchange does not answer.
     """
@@ -56,7 +59,7 @@ def take_place(ticket: Ticket, runs: Path) -> Membership:
         return read_membership(folder)
     ticket.require_good()
     key = _own_key(folder / _KEY)
-    reply = enrol(ticket.address, ticket.identity, signing_request(key_from_text(key)))
+    reply = _enrolled(ticket, signing_request(key_from_text(key)), say)
     identity = Identity(reply.certificate.pem, key, ticket.identity.authority)
     if identity.shown.name != reply.place:
         raise Refused(f"the exchange gave a certificate of {identity.shown.name!r} for {reply.place!r}")
@@ -72,6 +75,21 @@ def take_place(ticket: Ticket, runs: Path) -> Membership:
     write_whole(folder / _CERTIFICATE, identity.certificate.encode())
     write_whole(folder / _ABOUT, json.dumps(about).encode())
     return read_membership(folder)
+
+
+def _enrolled(ticket: Ticket, request: bytes, say: Callable[[str], None]) -> EnrolReply:
+    """Once there is a place. Raises as `take_place`."""
+    told = ""
+    while (reply := enrol(ticket.address, ticket.identity, request)).HasField("in_lobby"):
+        lobby = reply.in_lobby
+        if not lobby.probed and be_probed(ticket.address, ticket.identity):
+            continue
+        said = f"{ticket.run}: waiting for a group to form: {lobby.here} of {lobby.needed} are here"
+        if said != told:
+            say(said)
+        told = said
+        time.sleep(_SECONDS_IN_LOBBY)
+    return reply
 
 
 def _require_name(name: str, of: str) -> None:

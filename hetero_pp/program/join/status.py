@@ -62,6 +62,8 @@ def print_status(run: str, reply: StatusReply) -> None:
     standard_output().print(table)
     if left_out:
         standard_output().print(f"and {format_count(len(left_out), 'replica')} more that nobody has joined")
+    if reply.in_lobby:
+        standard_output().print(f"waiting for a group to form: {reply.in_lobby}")
     standard_output().print(f"refused so far: {reply.refusals}")
 
 
@@ -88,6 +90,7 @@ def as_json(reply: StatusReply) -> dict[str, object]:
         "last_round": reply.last_round,
         "rounds": reply.rounds,
         "refusals": reply.refusals,
+        "waiting": reply.in_lobby,
         "places": places,
     }
 

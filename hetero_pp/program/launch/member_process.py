@@ -25,6 +25,7 @@ from hetero_pp.errors import HeteroPPError, LinkError, Refused, RunFailed, Wrong
 from hetero_pp.faults import Faults
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import EXCHANGE, exchange_link_name
+from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.chaos.injected import Orders, faults_of
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
@@ -37,7 +38,9 @@ from hetero_pp.run.read import read_run
 from hetero_pp.run.shared import told_of
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import DatacenterReplica
+from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
+from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import watched
 from replica_groups.take_part import take_part
@@ -102,11 +105,7 @@ def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, Any], launcher:
     listen = message.get("listen") or spec.config.exchange.listen
     try:
         secret, most_open = Secret(message["secret"]), MOST_OPEN + _further_nodes(spec)  # each stays, under one name
-        house = (
-            OpenHouse(Memberships(job.folder.memberships), exchange, Told(*told_of(spec.config)))
-            if message["encrypted"]
-            else None
-        )
+        house = _open_house(spec, job, exchange) if message["encrypted"] else None
         server, port = serve_exchange(exchange, secret, listen, most_open, house is not None, house)
     except OSError as error:
         _send(launcher, failure=str(error))
@@ -130,6 +129,11 @@ def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, Any], launcher:
     exchange.end_watching()
     server.stop(5).wait()
     return 0
+
+
+def _open_house(spec: RunSpec, job: Job, exchange: Exchange) -> OpenHouse:
+    told, lobby = Told(*told_of(spec.config)), Lobby(spec.optional_places, group_spares)
+    return OpenHouse(Memberships(job.folder.memberships), exchange, told, lobby)
 
 
 def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection, faults: Faults) -> int:

@@ -1,0 +1,100 @@
+"""How fast a line is, up and down, as who is dialled measures it: nobody is believed for what he says of himself."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from queue import SimpleQueue
+
+import grpc
+
+from hetero_pp.errors import LinkTimeout, MalformedMessage
+from hetero_pp.links import EXCHANGE
+from hetero_pp.messages.messages_pb2 import DESCRIPTOR
+from hetero_pp.rpc.certificates import Identity
+from hetero_pp.rpc.channels import make_channel
+from hetero_pp.rpc.services import call_path
+
+SERVICE = DESCRIPTOR.services_by_name["Admission"]
+
+PROBE_BYTES = 1 << 20
+"""Each way: a second and a half on the slowest line that a run is for, with what it costs to begin."""
+
+PROBE_SECONDS = 20.0
+"""After which it is over in any case."""
+
+BUSY = "another line is measured"
+"""What who asks meanwhile is told."""
+
+_FRAME_BYTES = 64 << 10
+_FRAMES = PROBE_BYTES // _FRAME_BYTES
+_BITS = 8.0
+
+
+class Probe:
+    """Of one line, on the side that measures."""
+
+    def __init__(self, frames: Iterator[bytes]) -> None:
+        self.up, self.down = 0.0, 0.0
+        """Bits per second, from and to who has dialled."""
+        self._incoming = frames
+
+    def frames(self) -> Iterator[bytes]:
+        """What it sends, once it has got as much. Raises MalformedMessage for another amount, or another last word."""
+        self._require(_FRAME_BYTES)
+        begun = time.monotonic()
+        for _ in range(_FRAMES - 1):
+            self._require(_FRAME_BYTES)
+        self.up = _BITS * (PROBE_BYTES - _FRAME_BYTES) / _since(begun)
+        last, begun = secrets.token_bytes(_FRAME_BYTES), time.monotonic()
+        yield from [bytes(_FRAME_BYTES)] * (_FRAMES - 1)
+        yield last
+        if self._require(_LAST_WORD) != last[-_LAST_WORD:]:
+            raise MalformedMessage("found another end of the probe than was sent")
+        self.down = _BITS * PROBE_BYTES / _since(begun)
+
+    def _require(self, size: int) -> bytes:
+        frame = next(self._incoming, b"")
+        if len(frame) != size:
+            raise MalformedMessage(f"found a frame of {len(frame)} bytes, expected {size}")
+        return frame
+
+
+_LAST_WORD = 16
+"""Bytes at the end of what was sent: who says them has got it all."""
+
+
+def _since(begun: float) -> float:
+    return max(time.monotonic() - begun, 1e-6)
+
+
+def be_probed(address: str, identity: Identity) -> bool:
+    """Have the exchange at an address measure this host's line; returns False while it measures another.
+
+    Raises LinkTimeout if it does not come to an end.
+    """
+    with closing(make_channel(address, identity, EXCHANGE)) as channel:
+        call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(SERVICE, "Probe"))
+        ends: SimpleQueue[bytes] = SimpleQueue()
+        answers = call(_said(ends), wait_for_ready=True, timeout=PROBE_SECONDS)
+        try:
+            for number, frame in enumerate(answers, start=1):
+                if number == _FRAMES:
+                    ends.put(frame[-_LAST_WORD:])
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == BUSY:
+                return False
+            raise LinkTimeout(
+                f"the exchange at {address} could not measure this host's line: {error.code().name}"
+            ) from None
+        finally:
+            ends.put(b"")
+        return True
+
+
+def _said(ends: SimpleQueue[bytes]) -> Iterator[bytes]:
+    yield from [bytes(_FRAME_BYTES)] * _FRAMES
+    if last := ends.get():
+        yield last

@@ -1,0 +1,146 @@
+"""Who waits for a group that may form: until when, for which, with whom."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetero_pp.errors import Refused
+from hetero_pp.messages.messages_pb2 import InLobby
+from hetero_pp.planner.spares import group_spares
+from replica_groups.exchange import lobby as lobby_module
+from replica_groups.exchange.lobby import Line, Lobby
+
+GROUPS = {"home-1": ["home-1.0", "home-1.1"], "home-2": ["home-2.0", "home-2.1"], "spot": ["spot"]}
+PLACES = [place for places in GROUPS.values() for place in places]
+MEGABIT = 1e6
+
+
+class Clock:
+    """Of a test."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Waiting:
+    """A lobby of a run, and who asks there."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.lobby = Lobby(GROUPS, group_spares, self.clock)
+        self.free = [place for place in PLACES if place != "spot"]
+
+    def come(self, ticket: str, up: float = 100.0, down: float = 100.0) -> str | InLobby:
+        """Of a line of so many Mbit/s."""
+        self.lobby.probed(ticket, up * MEGABIT, down * MEGABIT)
+        return self.ask(ticket)
+
+    def ask(self, ticket: str) -> str | InLobby:
+        """A place that is given is taken."""
+        found = self.lobby.place_for(ticket, self.free)
+        if isinstance(found, str):
+            self.free.remove(found)
+        return found
+
+    def settle(self, *tickets: str) -> dict[str, str | InLobby]:
+        """Once nobody has come for a while each of them asks again, twice: who asks first does not know the others."""
+        self.clock.now += lobby_module.SETTLE_SECONDS
+        first = {ticket: self.ask(ticket) for ticket in tickets}
+        return {ticket: self.ask(ticket) if isinstance(found, InLobby) else found for ticket, found in first.items()}
+
+
+@pytest.fixture
+def waiting() -> Waiting:
+    return Waiting()
+
+
+def test_a_group_forms_as_soon_as_enough_wait(waiting: Waiting) -> None:
+    assert waiting.come("anna") == InLobby(here=1, needed=2, probed=True)
+    assert waiting.settle("anna") == {"anna": InLobby(here=1, needed=2, probed=True)}
+    assert waiting.come("ben") == InLobby(here=2, needed=2, probed=True)  # others may come at once with ben
+    assert set(waiting.settle("anna", "ben").values()) == {"home-1.0", "home-1.1"}
+    assert waiting.lobby.here == 0
+
+
+def test_who_was_not_measured_is_not_one_of_them(waiting: Waiting) -> None:
+    assert waiting.ask("anna") == InLobby(here=0, needed=2, probed=False)
+    waiting.come("ben")
+    assert waiting.settle("anna", "ben")["ben"] == InLobby(here=1, needed=2, probed=True)
+
+
+def test_who_comes_together_is_grouped_by_lines(waiting: Waiting) -> None:
+    """Two slow lines with two fast ones make one slow group, not two; the fast group is the first."""
+    lines = {"slow": (10, 50), "fast": (900, 900), "slower": (5, 900), "faster": (1000, 1000)}
+    for ticket, line in lines.items():
+        waiting.come(ticket, *line)
+    found = waiting.settle(*lines)
+    assert {found["fast"], found["faster"]} == {"home-1.0", "home-1.1"}
+    assert {found["slow"], found["slower"]} == {"home-2.0", "home-2.1"}
+
+
+def test_one_too_many_is_the_slowest_and_waits(waiting: Waiting) -> None:
+    for ticket, up in {"slow": 1.0, "fast": 50.0, "faster": 80.0}.items():
+        waiting.come(ticket, up)
+    found = waiting.settle("slow", "fast", "faster")
+    assert found["slow"] == InLobby(here=1, needed=2, probed=True)
+    assert {found["fast"], found["faster"]} == {"home-1.0", "home-1.1"}
+
+
+def test_a_place_that_somebody_has_left_is_taken_at_once(waiting: Waiting) -> None:
+    waiting.free.remove("home-1.0")
+    assert waiting.ask("anna") == "home-1.1"
+    assert isinstance(waiting.ask("ben"), InLobby)
+
+
+def test_a_replica_of_one_member_is_joined_at_once(waiting: Waiting) -> None:
+    waiting.free.append("spot")
+    assert waiting.ask("anna") == "spot"
+
+
+def test_who_does_not_ask_any_more_is_forgotten(waiting: Waiting) -> None:
+    waiting.come("anna")
+    waiting.clock.now += lobby_module.FORGET_SECONDS + 0.1
+    assert waiting.come("ben") == InLobby(here=1, needed=2, probed=True)
+    assert waiting.ask("anna") == InLobby(here=1, needed=2, probed=False)
+
+
+def test_a_place_is_kept_for_who_was_chosen_and_for_so_long(waiting: Waiting) -> None:
+    waiting.come("anna")
+    waiting.come("ben")
+    waiting.clock.now += lobby_module.SETTLE_SECONDS
+    assert waiting.ask("anna") in ("home-1.0", "home-1.1")
+    assert waiting.ask("clara") == InLobby(here=0, needed=2, probed=False)  # of the second group
+    (left,) = set(GROUPS["home-1"]) & set(waiting.free)
+    waiting.clock.now += lobby_module.PROMISE_SECONDS + 0.1
+    assert waiting.ask("dora") == left
+
+
+def test_a_promised_place_that_another_was_invited_to_is_not_waited_for(waiting: Waiting) -> None:
+    waiting.come("anna")
+    waiting.come("ben")
+    waiting.clock.now += lobby_module.SETTLE_SECONDS
+    waiting.ask("anna")
+    waiting.free = [place for place in waiting.free if not place.startswith("home-1")]
+    assert waiting.ask("ben") == InLobby(here=0, needed=2, probed=False)
+
+
+def test_where_nothing_is_free_nobody_waits(waiting: Waiting) -> None:
+    waiting.free = []
+    with pytest.raises(Refused, match="no place of the run is free"):
+        waiting.ask("anna")
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_worst_link_of_groups_is_the_best_that_any_choice_has(stages: int) -> None:
+    """Through homes' own lines a link is as fast as the slowest of four ways: sorted, neighbours belong together."""
+    random = np.random.default_rng(stages)
+    lines = [Line(*pair) for pair in random.uniform(1e6, 1e9, (2 * stages, 2))]
+    found = group_spares(lines, stages)
+    slowest = [min(min(lines[one].up, lines[one].down) for one in group) for group in found]
+    ranked = sorted(min(line.up, line.down) for line in lines)
+    assert sorted(one for group in found for one in group) == list(range(2 * stages))
+    assert slowest == [ranked[stages], ranked[0]]
