@@ -177,7 +177,10 @@ def leave(
 
 @app.command()
 def status(
-    run: RunName,
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="The run's name, as of its folder in runs/, or HOST:PORT of its exchange."),
+    ],
     address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="How this host reaches the exchange, if not as it was told.")
     ] = None,

@@ -29,7 +29,7 @@ from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import invite, revoke, seconds_of
 from hetero_pp.program.join.leave import leavable, leave
 from hetero_pp.program.join.membership import take_place
-from hetero_pp.program.join.status import print_status
+from hetero_pp.program.join.status import print_status, status
 from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.credentials import Secret, new_secret
@@ -383,6 +383,19 @@ def test_a_place_that_is_taken(served: Served, tmp_path: Path, capsys: pytest.Ca
     take_place(Ticket.from_text(served.invite("home.1", capsys)), tmp_path / "here")
     with pytest.raises(ConfigError, match=r"--place: home\.1 is taken: `hetero-pp revoke` takes it back"):
         served.invite("home.1", capsys)
+
+
+def test_who_is_there_is_asked_by_the_name_of_the_run_or_where_its_exchange_is(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "here"
+    (runs / "of another kind").mkdir(parents=True)
+    take_place(Ticket.from_text(served.invite("home.1", capsys)), runs)
+    for run in ("homes", served.address):
+        status(runs, run, None, None)
+        assert capsys.readouterr().out.startswith("homes: after round 0 of ")
+    with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that this host serves, or has joined"):
+        status(runs, "127.0.0.1:1", None, None)
 
 
 def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from rich.table import Table
@@ -25,15 +26,28 @@ EMPTY_SHOWN = 2
 
 
 def status(runs: Path, run: str, address: str | None, json_path: Path | None) -> None:
-    """Print who is at which place. Raises ConfigError for a run that this host is not of, or that nobody serves."""
-    found, identity = _reach(RunFolder(runs.absolute() / run))
+    """Print who is at which place of a run, which its name tells, or HOST:PORT of its exchange.
+
+    Raises ConfigError for a run that this host is not of, or that nobody serves.
+    """
+    folder = _run_at(runs.absolute(), run) if ":" in run else RunFolder(runs.absolute() / run)
+    found, identity = _reach(folder)
     try:
         reply = ask(address or found, identity)
     except HeteroPPError as error:
         raise ConfigError((), str(error)) from None
-    print_status(run, reply)
+    print_status(folder.path.name, reply)
     if json_path is not None:
         json_path.write_text(json.dumps(as_json(reply), indent=2) + "\n")
+
+
+def _run_at(runs: Path, address: str) -> RunFolder:
+    """The run whose exchange is at an address, as this host knows it. Raises ConfigError."""
+    for folder in map(RunFolder, sorted(runs.glob("*/"))):
+        with suppress(ConfigError):
+            if _reach(folder)[0] == address:
+                return folder
+    raise ConfigError((), f"{runs}: found no run at {address} that this host serves, or has joined")
 
 
 def _reach(folder: RunFolder) -> tuple[str, Identity]:
