@@ -72,7 +72,11 @@ class Lobby(Protocol):
 
     def place_for(self, ticket: str, free: Sequence[str]) -> str | pb.InLobby: ...
 
+    def begin_probe(self, ticket: str) -> None: ...
+
     def probed(self, ticket: str, up: float, down: float) -> None: ...
+
+    def seated(self, ticket: str) -> None: ...
 
     @property
     def here(self) -> int: ...
@@ -104,6 +108,8 @@ class Admission(AdmissionServicer):
         """`relayed`: by member, bytes that went through the relay."""
         self._host, self._authority, self._callers, self._places, self._told = host, authority, callers, places, told
         self._lobby, self._probing, self._relayed = lobby, threading.Lock(), relayed
+        self._seating = threading.Lock()
+        """Between looking which places are free and taking one."""
 
     def Enrol(self, request: pb.EnrolRequest, context: grpc.ServicerContext) -> pb.EnrolReply:
         if request.version != PROTOCOL_VERSION:
@@ -111,13 +117,9 @@ class Admission(AdmissionServicer):
             raise Refused(f"{found}: install the version of hetero-pp that the run has")
         ticket, key = self._callers.of(context).ticket, requested_key(request.request)
         assert ticket is not None
-        vacant: Sequence[str] = self._places.vacant()
-        if self._host.lacks_place(ticket, digest_of(key)):
-            given = self._lobby.place_for(ticket, [place for place in vacant if self._host.held_by(place) is None])
-            if isinstance(given, pb.InLobby):
-                return pb.EnrolReply(in_lobby=given)
-            vacant = [given]
-        holder = self._host.enrol(ticket, digest_of(key), vacant, CERTIFICATE_SECONDS)
+        holder = self._seat(ticket, digest_of(key))
+        if isinstance(holder, pb.InLobby):
+            return pb.EnrolReply(in_lobby=holder)
         return pb.EnrolReply(
             place=holder.place,
             certificate=pb.Certificate(pem=self._authority.sign(key, holder.place, holder.number, holder.until)),
@@ -125,23 +127,39 @@ class Admission(AdmissionServicer):
             tokenizer=self._told.tokenizer,
         )
 
+    def _seat(self, ticket: str, key: bytes) -> Holder | pb.InLobby:
+        """Who shows a ticket at a place, or in the lobby."""
+        with self._seating:
+            vacant: Sequence[str] = self._places.vacant()
+            if self._host.lacks_place(ticket, key):
+                given = self._lobby.place_for(ticket, [place for place in vacant if self._host.held_by(place) is None])
+                if isinstance(given, pb.InLobby):
+                    return given
+                vacant = [given]
+            holder = self._host.enrol(ticket, key, vacant, CERTIFICATE_SECONDS)
+            self._lobby.seated(ticket)
+            return holder
+
     def Probe(  # type: ignore[override]  # a Frame is raw bytes
         self, frames: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         """One line at a time, so that each is measured alone. Raises AskAgain while another is."""
         ticket = self._callers.of(context).ticket
         assert ticket is not None
-        if not self._probing.acquire(blocking=False):
-            raise AskAgain(BUSY)
         over = threading.Timer(PROBE_SECONDS, context.cancel)
+        over.start()
         try:
-            over.start()
-            probe = Probe(frames)
-            yield from probe.frames()
-            self._lobby.probed(ticket, probe.up, probe.down)
+            probe = Probe(frames)  # once it has said something: who says nothing keeps nobody waiting
+            if not self._probing.acquire(blocking=False):
+                raise AskAgain(BUSY)
+            try:
+                self._lobby.begin_probe(ticket)
+                yield from probe.frames()
+                self._lobby.probed(ticket, probe.up, probe.down)
+            finally:
+                self._probing.release()
         finally:
             over.cancel()
-            self._probing.release()
 
     def Renew(self, request: pb.RenewRequest, context: grpc.ServicerContext) -> pb.Certificate:
         caller, key = self._callers.of(context), certified_key(shown_certificate(context))

@@ -26,6 +26,8 @@ _OPTIONS: Options = [
     ("grpc.http2.max_pings_without_data", 0),
     # Windows that follow the measured bandwidth-delay product, for links that are both fast and far.
     ("grpc.http2.bdp_probe", 1),
+    # Nothing compressed is taken: it would be measured, and held, for other than what has crossed.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 
 _CHANNEL_OPTIONS: Options = [

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 import grpc
 
-from hetero_pp.errors import LinkTimeout, MalformedMessage
+from hetero_pp.errors import MalformedMessage
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR
 from hetero_pp.rpc.certificates import Identity
@@ -37,13 +37,14 @@ class Probe:
     """Of one line, on the side that measures."""
 
     def __init__(self, frames: Iterator[bytes]) -> None:
+        """Waits for the first of them. Raises MalformedMessage for another one."""
         self.up, self.down = 0.0, 0.0
         """Bits per second, from and to who has dialled."""
         self._incoming = frames
+        self._require(_FRAME_BYTES)
 
     def frames(self) -> Iterator[bytes]:
         """What it sends, once it has got as much. Raises MalformedMessage for another amount, or another last word."""
-        self._require(_FRAME_BYTES)
         begun = time.monotonic()
         for _ in range(_FRAMES - 1):
             self._require(_FRAME_BYTES)
@@ -70,11 +71,8 @@ def _since(begun: float) -> float:
     return max(time.monotonic() - begun, 1e-6)
 
 
-def be_probed(address: str, identity: Identity) -> bool:
-    """Have the exchange at an address measure this host's line; returns False while it measures another.
-
-    Raises LinkTimeout if it does not come to an end.
-    """
+def be_probed(address: str, identity: Identity) -> str:
+    """Have the exchange at an address measure this host's line; returns why it could not, empty if it could."""
     with closing(make_channel(address, identity, EXCHANGE)) as channel:
         call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(SERVICE, "Probe"))
         ends: SimpleQueue[bytes] = SimpleQueue()
@@ -84,14 +82,10 @@ def be_probed(address: str, identity: Identity) -> bool:
                 if number == _FRAMES:
                     ends.put(frame[-_LAST_WORD:])
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == BUSY:
-                return False
-            raise LinkTimeout(
-                f"the exchange at {address} could not measure this host's line: {error.code().name}"
-            ) from None
+            return str(error.details())
         finally:
             ends.put(b"")
-        return True
+        return ""
 
 
 def _said(ends: SimpleQueue[bytes]) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import grpc
@@ -54,6 +54,9 @@ _MOST_WAITING = 4
 _LAST_WORD_SECONDS = 1.0
 """In which who said too much is told so; then its call is cut, if it reads nothing."""
 
+_LAST_FRAMES_SECONDS = 10.0
+"""In which an end is to read what is on its way, if the other has gone."""
+
 
 def cost_of(frame: bytes) -> int:
     """Bytes of credit."""
@@ -82,7 +85,7 @@ class Relay(RelayServicer):
     ) -> Iterator[bytes]:
         """Raises Forbidden for who is no end of the link, AskAgain if the other end does not come."""
         caller, link, dials = self._which(context)
-        half = _Half(caller, link)
+        half = _Half(caller, link, context.cancel)
         if not context.add_callback(partial(self._is_over, half)):
             return
         threading.Thread(target=self._read, args=(frames, context, half), name="relay", daemon=True).start()
@@ -174,15 +177,18 @@ class Relay(RelayServicer):
         except grpc.RpcError:
             pass  # cut, as any line may be
         self._end(half)
-        if half.complaint is not None and not half.is_over.wait(_LAST_WORD_SECONDS):
-            context.cancel()
+        if not half.is_over.wait(_LAST_FRAMES_SECONDS if half.complaint is None else _LAST_WORD_SECONDS):
+            half.cut()
+        if half.peer is not None and not half.peer.is_over.wait(_LAST_FRAMES_SECONDS):
+            half.peer.cut()
 
 
 class _Half:
     """One end of a connection, and what goes to it."""
 
-    def __init__(self, caller: str, link: str) -> None:
-        self.caller, self.link = caller, link
+    def __init__(self, caller: str, link: str, cut: Callable[[], object]) -> None:
+        """`cut` ends its call."""
+        self.caller, self.link, self.cut = caller, link, cut
         self.peer: _Half | None = None
         self.is_closed = False
         self.is_over = threading.Event()
@@ -247,10 +253,9 @@ class _Half:
             peer.earn(full)
 
     def forget(self) -> None:
-        """What goes to it, and to whom it speaks: else both ends keep each other, and megabytes, until Python looks."""
+        """What goes to it: both ends keep each other, and else megabytes, until Python looks."""
         with self._changed:
             self._frames.clear()
-            self.peer = None
 
     def close(self) -> None:
         """Nothing more comes."""

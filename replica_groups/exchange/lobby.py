@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_pp.errors import Refused
+from hetero_pp.errors import Forbidden, Refused
 from hetero_pp.messages.messages_pb2 import InLobby
 
 SETTLE_SECONDS = 2.0
@@ -20,8 +20,14 @@ SETTLE_SECONDS = 2.0
 FORGET_SECONDS = 10.0
 """Who has not asked for so long is gone; it is to ask every two."""
 
-PROMISE_SECONDS = 60.0
-"""For so long a place is kept for who was chosen."""
+AWAKE_SECONDS = 5.0
+"""Who has not asked for so long is not chosen."""
+
+PROMISE_SECONDS = 15.0
+"""For so long a place is kept for who was chosen, and asks no more."""
+
+PROBE_AGAIN_SECONDS = 120.0
+"""Between two probes of one ticket: lines are measured one at a time, and nobody keeps others from it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,8 @@ class Lobby:
         self._guests: dict[str, _Guest] = {}
         self._promised: dict[str, tuple[str, float]] = {}
         """Ticket -> place, and until when."""
+        self._probes: dict[str, float] = {}
+        """Ticket -> when its probe began."""
 
     @property
     def here(self) -> int:
@@ -66,59 +74,72 @@ class Lobby:
             self._forget()
             return len(self._guests)
 
+    def begin_probe(self, ticket: str) -> None:
+        """The line of who shows a ticket is about to be measured. Raises Forbidden if it was lately."""
+        with self._lock:
+            self._forget()
+            if ticket in self._probes or ticket in self._lines:
+                raise Forbidden(f"a line is measured once in {PROBE_AGAIN_SECONDS:g} seconds")
+            self._probes[ticket] = self._clock()
+
     def probed(self, ticket: str, up: float, down: float) -> None:
-        """The line of who shows a ticket was measured, in bits per second."""
+        """It was, in bits per second. Who then does not ask is forgotten."""
         with self._lock:
             self._lines[ticket] = Line(up, down)
+            self._guests[ticket] = _Guest(self._clock(), self._clock(), self._lines[ticket])
+
+    def seated(self, ticket: str) -> None:
+        """Who shows a ticket has taken its place: nothing is kept for it any more."""
+        with self._lock:
+            self._promised.pop(ticket, None)
 
     def place_for(self, ticket: str, free: Sequence[str]) -> str | InLobby:
         """Of the places that are free, the best first, the one that who shows a ticket may take, or how many wait.
 
-        Raises Refused where none is free, nor will be for those who wait already.
+        Raises Refused where none is.
         """
         with self._lock:
             self._forget()
+            if not free:
+                raise Refused("no place of the run is free")
             if ticket in self._promised and self._promised[ticket][0] not in free:
                 del self._promised[ticket]
             if ticket not in self._promised:
                 self._promise(ticket, free)
             if ticket in self._promised:
                 return self._promised[ticket][0]
-            needed = len(self._empty(free)[0])
+            needed = min(len(places) for places in self._groups) if self._groups else 0
             return InLobby(here=len(self._guests), needed=needed, probed=ticket in self._lines)
 
     def _promise(self, ticket: str, free: Sequence[str]) -> None:
-        """A place for a ticket, if there is one to be had now."""
+        """A place for a ticket, if there is one to be had now; what is promised may yet come back."""
         now, promised, empty = self._clock(), {place for place, _ in self._promised.values()}, self._empty(free)
         waits = {place for places in empty for place in places}
         at_once = [place for place in free if place not in waits | promised]
         if at_once:
             self._promised[ticket] = (at_once[0], now + PROMISE_SECONDS)
             self._leave(ticket)
-        elif not empty:
-            raise Refused("no place of the run is free")
-        elif ticket in self._lines:
-            came = self._guests[ticket].came if ticket in self._guests else now
-            self._guests[ticket] = _Guest(came, now, self._lines[ticket])
-            self._form(empty)
+        elif ticket in self._guests:
+            self._guests[ticket].asked = now
+            for size in sorted({len(places) for places in empty}, reverse=True):
+                self._form([places for places in empty if len(places) == size], size)
 
     def _empty(self, free: Sequence[str]) -> list[list[str]]:
         """Groups all of whose places are free, and promised to nobody."""
         open_ = set(free) - {place for place, _ in self._promised.values()}
         return [places for places in self._groups if open_.issuperset(places)]
 
-    def _form(self, empty: Sequence[Sequence[str]]) -> None:
-        """As many groups as there are enough for, if nobody is about to come."""
+    def _form(self, empty: Sequence[Sequence[str]], size: int) -> None:
+        """As many groups of a size as there are enough for, if nobody is about to come."""
         now = self._clock()
-        if now - max(guest.came for guest in self._guests.values()) < SETTLE_SECONDS:
+        awake = [ticket for ticket, guest in self._guests.items() if now - guest.asked <= AWAKE_SECONDS]
+        if len(awake) < size or now - max(self._guests[ticket].came for ticket in awake) < SETTLE_SECONDS:
             return
-        size = len(empty[0])
-        tickets = list(self._guests)
-        chosen = self._choose([self._guests[one].line for one in tickets], size) if len(tickets) >= size else []
-        for places, group in zip([own for own in empty if len(own) == size], chosen, strict=False):
+        chosen = self._choose([self._guests[one].line for one in awake], size)
+        for places, group in zip(empty, chosen, strict=False):
             for place, one in zip(places, group, strict=True):
-                self._promised[tickets[one]] = (place, now + PROMISE_SECONDS)
-                self._leave(tickets[one])
+                self._promised[awake[one]] = (place, now + PROMISE_SECONDS)
+                self._leave(awake[one])
 
     def _leave(self, ticket: str) -> None:
         self._guests.pop(ticket, None)
@@ -130,3 +151,5 @@ class Lobby:
             self._leave(ticket)
         for ticket in [one for one, (_, until) in self._promised.items() if now > until]:
             del self._promised[ticket]
+        for ticket in [one for one, begun in self._probes.items() if now - begun > PROBE_AGAIN_SECONDS]:
+            del self._probes[ticket]

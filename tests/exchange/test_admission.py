@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -33,7 +33,7 @@ from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, be_probed
+from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, BUSY, be_probed
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
 from replica_groups.exchange.lobby import Lobby
@@ -399,7 +399,7 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
 def test_a_line_is_measured_by_who_is_dialled(served: Served) -> None:
     lines = _lines(served)
     ticket = served.ticket()
-    assert be_probed(served.address, ticket.identity)
+    assert be_probed(served.address, ticket.identity) == ""
     ((found, up, down),) = lines
     assert found == ticket.id
     assert 1e6 < up < 1e12
@@ -409,25 +409,66 @@ def test_a_line_is_measured_by_who_is_dialled(served: Served) -> None:
 def test_one_line_is_measured_at_a_time(served: Served) -> None:
     lines, ticket, over = _lines(served), served.ticket(), threading.Event()
     with closing(make_channel(served.address, ticket.identity, EXCHANGE)) as channel:
-        answers = _probe(channel, _until(over))
+        answers = _probe(channel, _until(over, HALF))
         served.wait_until(served.admission._probing.locked)
-        assert not be_probed(served.address, served.ticket().identity)
+        assert be_probed(served.address, served.ticket().identity) == BUSY
         over.set()
         with pytest.raises(grpc.RpcError):
             next(answers)
     served.wait_until(lambda: not served.admission._probing.locked())
     assert lines == []
-    assert be_probed(served.address, ticket.identity)
+    assert be_probed(served.address, ticket.identity) == "a line is measured once in 120 seconds"
+    assert be_probed(served.address, served.ticket().identity) == ""
 
 
-def test_a_probe_without_end_is_over_after_a_while(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "PROBE_SECONDS", 0.1)
+def test_who_says_nothing_keeps_nobody_from_being_measured(served: Served) -> None:
     over = threading.Event()
     with closing(make_channel(served.address, served.ticket().identity, EXCHANGE)) as channel:
-        with pytest.raises(grpc.RpcError):
-            next(_probe(channel, _until(over)))
+        _silent = [_probe(channel, _until(over)) for _ in range(2)]
+        assert be_probed(served.address, served.ticket().identity) == ""
+        over.set()
+
+
+@pytest.mark.parametrize("said", [0, 1, _FRAMES - 1, _FRAMES])
+def test_a_probe_without_end_is_over_after_a_while(served: Served, monkeypatch: pytest.MonkeyPatch, said: int) -> None:
+    monkeypatch.setattr(admission, "PROBE_SECONDS", 0.3)
+    over, frames = threading.Event(), [bytes(_FRAME_BYTES)] * said
+    with closing(make_channel(served.address, served.ticket().identity, EXCHANGE)) as channel:
+        with pytest.raises(grpc.RpcError) as error:
+            for _ in _probe(channel, _until(over, frames)):
+                pass
+        assert isinstance(error.value, grpc.Call)
+        assert error.value.code() is grpc.StatusCode.CANCELLED
         served.wait_until(lambda: not served.admission._probing.locked())
         over.set()
+
+
+def test_what_is_compressed_is_no_measure(served: Served) -> None:
+    lines, frames = _lines(served), [bytes(_FRAME_BYTES)] * _FRAMES
+    channel = make_channel(served.address, served.ticket().identity, EXCHANGE)
+    with closing(channel), pytest.raises(grpc.RpcError) as error:
+        next(_probe(channel, iter(frames), grpc.Compression.Gzip))
+    assert isinstance(error.value, grpc.Call)
+    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert lines == []
+
+
+def test_who_waits_outlasts_an_exchange_that_is_started_again(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_client, "SECONDS", 1.0)
+    served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
+    served.serve_again()
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(served.takes, served.ticket(), "anna")
+        served.wait_until(lambda: served.lobby.here == 1)
+        served.stop()
+        said = list[str]()
+        served.wait_until(lambda: said.append(capsys.readouterr().out) or "is asked again" in "".join(said))  # type: ignore[func-returns-value]
+        served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
+        served.serve()
+        second = threads.submit(served.takes, served.ticket(), "ben")
+        assert {first.result(TIMEOUT).place, second.result(TIMEOUT).place} == {"a", "b"}
 
 
 HALF = [bytes(_FRAME_BYTES)] * (_FRAMES // 2)
@@ -454,12 +495,14 @@ def _lines(served: Served) -> list[tuple[str, float, float]]:
     return told
 
 
-def _probe(channel: grpc.Channel, frames: Iterator[bytes]) -> Iterator[bytes]:
+def _probe(
+    channel: grpc.Channel, frames: Iterator[bytes], compression: grpc.Compression | None = None
+) -> Iterator[bytes]:
     call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(admission.SERVICE, "Probe"))
-    return iter(call(frames, wait_for_ready=True, timeout=TIMEOUT))
+    return iter(call(frames, wait_for_ready=True, timeout=TIMEOUT, compression=compression))
 
 
-def _until(over: threading.Event) -> Iterator[bytes]:
-    """Says nothing until then, and nothing then."""
+def _until(over: threading.Event, frames: Sequence[bytes] = ()) -> Iterator[bytes]:
+    """Says this, and then nothing."""
+    yield from frames
     over.wait(TIMEOUT)
-    yield from ()

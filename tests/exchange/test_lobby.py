@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pytest
 
-from hetero_pp.errors import Refused
+from hetero_pp.errors import Forbidden, Refused
 from hetero_pp.messages.messages_pb2 import InLobby
 from hetero_pp.planner.spares import group_spares
 from replica_groups.exchange import lobby as lobby_module
 from replica_groups.exchange.lobby import Line, Lobby
 
 GROUPS = {"home-1": ["home-1.0", "home-1.1"], "home-2": ["home-2.0", "home-2.1"], "spot": ["spot"]}
-PLACES = [place for places in GROUPS.values() for place in places]
+SIZES = {"large": ["large.0", "large.1", "large.2"], "small": ["small.0", "small.1"]}
 MEGABIT = 1e6
 
 
@@ -29,10 +31,10 @@ class Clock:
 class Waiting:
     """A lobby of a run, and who asks there."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Mapping[str, Sequence[str]] = GROUPS) -> None:
         self.clock = Clock()
-        self.lobby = Lobby(GROUPS, group_spares, self.clock)
-        self.free = [place for place in PLACES if place != "spot"]
+        self.lobby = Lobby(groups, group_spares, self.clock)
+        self.free = [place for places in groups.values() for place in places if place != "spot"]
 
     def come(self, ticket: str, up: float = 100.0, down: float = 100.0) -> str | InLobby:
         """Of a line of so many Mbit/s."""
@@ -44,6 +46,7 @@ class Waiting:
         found = self.lobby.place_for(ticket, self.free)
         if isinstance(found, str):
             self.free.remove(found)
+            self.lobby.seated(ticket)
         return found
 
     def settle(self, *tickets: str) -> dict[str, str | InLobby]:
@@ -126,6 +129,58 @@ def test_a_promised_place_that_another_was_invited_to_is_not_waited_for(waiting:
     waiting.ask("anna")
     waiting.free = [place for place in waiting.free if not place.startswith("home-1")]
     assert waiting.ask("ben") == InLobby(here=0, needed=2, probed=False)
+
+
+def test_who_was_not_chosen_waits_for_those_who_were(waiting: Waiting) -> None:
+    """One of them may not come."""
+    waiting.free = GROUPS["home-1"].copy()
+    for ticket, up in {"slow": 1.0, "gone": 50.0, "fast": 80.0}.items():
+        waiting.come(ticket, up)
+    waiting.clock.now += lobby_module.SETTLE_SECONDS
+    assert waiting.ask("slow") == InLobby(here=1, needed=2, probed=True)
+    assert waiting.ask("slow") == InLobby(here=1, needed=2, probed=True)
+    (left,) = set(GROUPS["home-1"]) - {waiting.ask("fast")}
+    while waiting.clock.now < lobby_module.PROMISE_SECONDS:
+        waiting.clock.now += 2.0
+        assert waiting.ask("slow") == InLobby(here=1, needed=2, probed=True)
+    waiting.clock.now += 2.1
+    assert waiting.ask("slow") == left
+
+
+def test_who_has_not_asked_for_a_while_is_not_chosen(waiting: Waiting) -> None:
+    waiting.come("gone")
+    waiting.clock.now += lobby_module.AWAKE_SECONDS - 1.0
+    waiting.come("anna")
+    assert waiting.settle("anna")["anna"] == InLobby(here=2, needed=2, probed=True)
+    waiting.come("ben")
+    assert set(waiting.settle("anna", "ben").values()) == {"home-1.0", "home-1.1"}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_groups_of_other_sizes_form_by_how_many_wait(count: int) -> None:
+    waiting, tickets = Waiting(SIZES), [f"{number}" for number in range(count)]
+    for ticket in tickets:
+        waiting.come(ticket)
+    found = waiting.settle(*tickets)
+    assert set(found.values()) == {
+        place for name, places in SIZES.items() for place in places if count in (5, 3 if name == "large" else 2)
+    }
+
+
+def test_a_place_that_was_given_back_is_the_next_ones_at_once(waiting: Waiting) -> None:
+    waiting.free = ["home-1.1"]
+    assert waiting.ask("anna") == "home-1.1"
+    waiting.free = ["home-1.1"]
+    assert waiting.ask("ben") == "home-1.1"
+
+
+def test_a_line_is_measured_once_in_a_while(waiting: Waiting) -> None:
+    waiting.lobby.begin_probe("anna")
+    waiting.lobby.begin_probe("ben")
+    with pytest.raises(Forbidden, match="once in 120 seconds"):
+        waiting.lobby.begin_probe("anna")
+    waiting.clock.now += lobby_module.PROBE_AGAIN_SECONDS + 0.1
+    waiting.lobby.begin_probe("anna")
 
 
 def test_where_nothing_is_free_nobody_waits(waiting: Waiting) -> None:

@@ -138,6 +138,10 @@ class Carried:
         """The next frame, of credit, too."""
         return next(self._frames)
 
+    def leave(self) -> None:
+        """End it, as one that has gone."""
+        self._frames.cancel()
+
     def code(self) -> grpc.StatusCode:
         """Read until it ends: with what?"""
         with pytest.raises(grpc.RpcError) as error:
@@ -298,7 +302,7 @@ def test_who_says_more_than_it_has_credit_for_is_cut(relayed: Relayed) -> None:
 
 
 def test_small_frames_take_credit_for_the_memory_that_they_take() -> None:
-    half = relay._Half("home.1", LINK.name)
+    half = relay._Half("home.1", LINK.name, lambda: None)
     for _ in range(relay.CREDIT // relay.LEAST_COST):
         assert half.put(b"a")
     with pytest.raises(MalformedMessage, match="credit"):
@@ -317,6 +321,23 @@ def test_who_reads_nothing_and_says_too_much_is_cut_all_the_same(relayed: Relaye
     assert end is not None and end.peer is not None
     assert end.peer.is_over.wait(TIMEOUT / 2)
     assert relayed.refusals() == {Kind.MALFORMED: 1}
+
+
+@pytest.mark.usefixtures("reads_on_demand")
+def test_who_does_not_read_what_is_left_of_an_end_that_has_gone_is_cut(
+    relayed: Relayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads what it says then, nor counts it."""
+    monkeypatch.setattr(relay, "_LAST_FRAMES_SECONDS", 0.2)
+    waits = relayed.carry("home.1")
+    relayed.wait_until(lambda: relayed.newest() is not None)
+    end, dials = relayed.newest(), relayed.carry("home.0").meet()
+    waits.meet()
+    dials.say(*[bytes(relay.CARRIED_BYTES)] * 16)
+    relayed.wait_until(lambda: relayed.relay.carried[LINK.name] == relay.CREDIT)
+    dials.leave()
+    assert end is not None
+    assert end.is_over.wait(TIMEOUT / 2)
 
 
 def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.errors import HeteroPPError, Refused
+from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused
 from hetero_pp.files import write_whole
 from hetero_pp.messages.messages_pb2 import EnrolReply
 from hetero_pp.rpc.admission_client import enrol, renew
@@ -79,16 +79,20 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
 
 def _enrolled(ticket: Ticket, request: bytes, say: Callable[[str], None]) -> EnrolReply:
     """Once there is a place. Raises as `take_place`."""
-    told = ""
-    while (reply := enrol(ticket.address, ticket.identity, request)).HasField("in_lobby"):
-        lobby = reply.in_lobby
-        if not lobby.probed and be_probed(ticket.address, ticket.identity):
-            continue
-        said = f"{ticket.run}: waiting for a group to form: {lobby.here} of {lobby.needed} are here"
+    reply, told = enrol(ticket.address, ticket.identity, request), ""
+    while reply.HasField("in_lobby"):
+        lobby, why = reply.in_lobby, ""
+        if not lobby.probed:
+            why = be_probed(ticket.address, ticket.identity)
+        said = why or f"waiting for a group to form: {max(lobby.here, 1)} of {lobby.needed} are here"
         if said != told:
-            say(said)
+            say(f"{ticket.run}: {said}")
         told = said
         time.sleep(_SECONDS_IN_LOBBY)
+        try:
+            reply = enrol(ticket.address, ticket.identity, request)
+        except LinkTimeout as error:  # it may come back
+            say(f"{ticket.run}: {error}, and is asked again")
     return reply
 
 

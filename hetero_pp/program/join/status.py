@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,24 +31,35 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
 
     Raises ConfigError for a run that this host is not of, or that nobody serves.
     """
-    folder = _run_at(runs.absolute(), run) if ":" in run else RunFolder(runs.absolute() / run)
-    found, identity = _reach(folder)
-    try:
-        reply = ask(address or found, identity)
-    except HeteroPPError as error:
-        raise ConfigError((), str(error)) from None
-    print_status(folder.path.name, reply)
+    known = _runs_at(runs.absolute(), run) if ":" in run else [RunFolder(runs.absolute() / run)]
+    name, reply = _first_answer(known, address)
+    print_status(name, reply)
     if json_path is not None:
         json_path.write_text(json.dumps(as_json(reply), indent=2) + "\n")
 
 
-def _run_at(runs: Path, address: str) -> RunFolder:
-    """The run whose exchange is at an address, as this host knows it. Raises ConfigError."""
-    for folder in map(RunFolder, sorted(runs.glob("*/"))):
-        with suppress(ConfigError):
-            if _reach(folder)[0] == address:
-                return folder
-    raise ConfigError((), f"{runs}: found no run at {address} that this host serves, or has joined")
+def _first_answer(known: Sequence[RunFolder], address: str | None) -> tuple[str, StatusReply]:
+    """Of several runs, one after the other at one address, that which is there now. Raises ConfigError."""
+    for number, folder in enumerate(known, start=1):
+        try:
+            found, identity = _reach(folder)
+            return folder.path.name, ask(address or found, identity)
+        except HeteroPPError as error:
+            if number == len(known):
+                raise ConfigError((), str(error)) from None
+    raise AssertionError
+
+
+def _runs_at(runs: Path, address: str) -> list[RunFolder]:
+    """Those whose exchange is at an address, as this host knows it, the newest first. Raises ConfigError."""
+    found = []
+    for path in sorted(runs.glob("*/"), key=lambda path: -path.stat().st_mtime):
+        with suppress(HeteroPPError):
+            if _reach(RunFolder(path))[0] == address:
+                found.append(RunFolder(path))
+    if not found:
+        raise ConfigError((), f"{runs}: found no run at {address} that this host serves, or has joined")
+    return found
 
 
 def _reach(folder: RunFolder) -> tuple[str, Identity]:
