@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
+from small_run import Clock
 
 from hetero_pp.errors import Forbidden, Refused
 from hetero_pp.messages.messages_pb2 import InLobby
@@ -16,16 +17,6 @@ from replica_groups.exchange.lobby import Line, Lobby
 GROUPS = {"home-1": ["home-1.0", "home-1.1"], "home-2": ["home-2.0", "home-2.1"], "spot": ["spot"]}
 SIZES = {"large": ["large.0", "large.1", "large.2"], "small": ["small.0", "small.1"]}
 MEGABIT = 1e6
-
-
-class Clock:
-    """Of a test."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Waiting:
@@ -51,7 +42,7 @@ class Waiting:
 
     def settle(self, *tickets: str) -> dict[str, str | InLobby]:
         """Once nobody has come for a while each of them asks again, twice: who asks first does not know the others."""
-        self.clock.now += lobby_module.SETTLE_SECONDS
+        self.clock.time += lobby_module.SETTLE_SECONDS
         first = {ticket: self.ask(ticket) for ticket in tickets}
         return {ticket: self.ask(ticket) if isinstance(found, InLobby) else found for ticket, found in first.items()}
 
@@ -106,7 +97,7 @@ def test_a_replica_of_one_member_is_joined_at_once(waiting: Waiting) -> None:
 
 def test_who_does_not_ask_any_more_is_forgotten(waiting: Waiting) -> None:
     waiting.come("anna")
-    waiting.clock.now += lobby_module.FORGET_SECONDS + 0.1
+    waiting.clock.time += lobby_module.FORGET_SECONDS + 0.1
     assert waiting.come("ben") == InLobby(here=1, needed=2, probed=True)
     assert waiting.ask("anna") == InLobby(here=1, needed=2, probed=False)
 
@@ -114,18 +105,18 @@ def test_who_does_not_ask_any_more_is_forgotten(waiting: Waiting) -> None:
 def test_a_place_is_kept_for_who_was_chosen_and_for_so_long(waiting: Waiting) -> None:
     waiting.come("anna")
     waiting.come("ben")
-    waiting.clock.now += lobby_module.SETTLE_SECONDS
+    waiting.clock.time += lobby_module.SETTLE_SECONDS
     assert waiting.ask("anna") in ("home-1.0", "home-1.1")
     assert waiting.ask("clara") == InLobby(here=0, needed=2, probed=False)  # of the second group
     (left,) = set(GROUPS["home-1"]) & set(waiting.free)
-    waiting.clock.now += lobby_module.PROMISE_SECONDS + 0.1
+    waiting.clock.time += lobby_module.PROMISE_SECONDS + 0.1
     assert waiting.ask("dora") == left
 
 
 def test_a_promised_place_that_another_was_invited_to_is_not_waited_for(waiting: Waiting) -> None:
     waiting.come("anna")
     waiting.come("ben")
-    waiting.clock.now += lobby_module.SETTLE_SECONDS
+    waiting.clock.time += lobby_module.SETTLE_SECONDS
     waiting.ask("anna")
     waiting.free = [place for place in waiting.free if not place.startswith("home-1")]
     assert waiting.ask("ben") == InLobby(here=0, needed=2, probed=False)
@@ -136,20 +127,21 @@ def test_who_was_not_chosen_waits_for_those_who_were(waiting: Waiting) -> None:
     waiting.free = GROUPS["home-1"].copy()
     for ticket, up in {"slow": 1.0, "gone": 50.0, "fast": 80.0}.items():
         waiting.come(ticket, up)
-    waiting.clock.now += lobby_module.SETTLE_SECONDS
+    waiting.clock.time += lobby_module.SETTLE_SECONDS
     assert waiting.ask("slow") == InLobby(here=1, needed=2, probed=True)
     assert waiting.ask("slow") == InLobby(here=1, needed=2, probed=True)
     (left,) = set(GROUPS["home-1"]) - {waiting.ask("fast")}
-    while waiting.clock.now < lobby_module.PROMISE_SECONDS:
-        waiting.clock.now += 2.0
+    until = waiting.clock.time + lobby_module.PROMISE_SECONDS - 2.0
+    while waiting.clock.time < until:
+        waiting.clock.time += 2.0
         assert waiting.ask("slow") == InLobby(here=1, needed=2, probed=True)
-    waiting.clock.now += 2.1
+    waiting.clock.time += 2.1
     assert waiting.ask("slow") == left
 
 
 def test_who_has_not_asked_for_a_while_is_not_chosen(waiting: Waiting) -> None:
     waiting.come("gone")
-    waiting.clock.now += lobby_module.AWAKE_SECONDS - 1.0
+    waiting.clock.time += lobby_module.AWAKE_SECONDS - 1.0
     waiting.come("anna")
     assert waiting.settle("anna")["anna"] == InLobby(here=2, needed=2, probed=True)
     waiting.come("ben")
@@ -179,7 +171,7 @@ def test_a_line_is_measured_once_in_a_while(waiting: Waiting) -> None:
     waiting.lobby.begin_probe("ben")
     with pytest.raises(Forbidden, match="once in 120 seconds"):
         waiting.lobby.begin_probe("anna")
-    waiting.clock.now += lobby_module.PROBE_AGAIN_SECONDS + 0.1
+    waiting.clock.time += lobby_module.PROBE_AGAIN_SECONDS + 0.1
     waiting.lobby.begin_probe("anna")
 
 
