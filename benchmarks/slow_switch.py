@@ -9,6 +9,7 @@ a broadcast does, goes to all. Prints a line when it is ready, and ends with its
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import select
 import socket
@@ -84,4 +85,6 @@ def switch(delays: Sequence[float]) -> None:
 
 
 if __name__ == "__main__":
-    switch([float(argument) for argument in sys.argv[1:]])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("seconds", nargs="+", type=float, help="of each port's line, one way")
+    switch(parser.parse_args().seconds)

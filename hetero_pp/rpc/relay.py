@@ -89,11 +89,11 @@ class Relay(RelayServicer):
         if not context.add_callback(partial(self._is_over, half)):
             return
         threading.Thread(target=self._read, args=(frames, context, half), name="relay", daemon=True).start()
-        other = self._find(half) if dials else self._be_found(half)
-        try:
-            yield from half.frames()
-        finally:
-            other.close()
+        if dials:
+            self._find(half)
+        else:
+            self._be_found(half)
+        yield from half.frames()
         if half.complaint is not None:
             raise half.complaint
 
@@ -106,7 +106,7 @@ class Relay(RelayServicer):
             raise Forbidden(f"{caller} is no end of the link that it asks for")
         return caller, str(link), caller == dialler
 
-    def _be_found(self, half: _Half) -> _Half:
+    def _be_found(self, half: _Half) -> None:
         """Wait for who dials."""
         with self._changed:
             waiting = self._waiting[half.link]
@@ -119,10 +119,9 @@ class Relay(RelayServicer):
                 if half in waiting:
                     waiting.remove(half)
                 raise half.complaint or AskAgain(f"nobody dialled {half.link}")
-            return half.peer
 
-    def _find(self, half: _Half) -> _Half:
-        """Who waits to be dialled: the last that came is the likeliest to be there."""
+    def _find(self, half: _Half) -> None:
+        """Meet who waits to be dialled: the last that came is the likeliest to be there."""
         with self._changed:
             waiting = self._waiting[half.link]
             self._changed.wait_for(lambda: waiting or half.is_closed, LONGEST_WAIT)
@@ -133,7 +132,6 @@ class Relay(RelayServicer):
             self._changed.notify_all()
         for met in (half, other):
             met.earn(CREDIT // TAKEN_BYTES)
-        return other
 
     def _is_over(self, half: _Half) -> None:
         half.is_over.set()

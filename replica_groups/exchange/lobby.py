@@ -60,7 +60,6 @@ class Lobby:
         """`groups`: places of those that may be there or not, by replica, in the order of their stages."""
         self._groups = [list(places) for places in groups.values() if len(places) > 1]
         self._choose, self._clock, self._lock = choose, clock, threading.Lock()
-        self._lines: dict[str, Line] = {}
         self._guests: dict[str, _Guest] = {}
         self._promised: dict[str, tuple[str, float]] = {}
         """Ticket -> place, and until when."""
@@ -78,15 +77,14 @@ class Lobby:
         """The line of who shows a ticket is about to be measured. Raises Forbidden if it was lately."""
         with self._lock:
             self._forget()
-            if ticket in self._probes or ticket in self._lines:
+            if ticket in self._probes or ticket in self._guests:
                 raise Forbidden(f"a line is measured once in {PROBE_AGAIN_SECONDS:g} seconds")
             self._probes[ticket] = self._clock()
 
     def probed(self, ticket: str, up: float, down: float) -> None:
         """It was, in bits per second. Who then does not ask is forgotten."""
         with self._lock:
-            self._lines[ticket] = Line(up, down)
-            self._guests[ticket] = _Guest(self._clock(), self._clock(), self._lines[ticket])
+            self._guests[ticket] = _Guest(self._clock(), self._clock(), Line(up, down))
 
     def seated(self, ticket: str) -> None:
         """Who shows a ticket has taken its place: nothing is kept for it any more."""
@@ -109,7 +107,7 @@ class Lobby:
             if ticket in self._promised:
                 return self._promised[ticket][0]
             needed = min(len(places) for places in self._groups) if self._groups else 0
-            return InLobby(here=len(self._guests), needed=needed, probed=ticket in self._lines)
+            return InLobby(here=len(self._guests), needed=needed, probed=ticket in self._guests)
 
     def _promise(self, ticket: str, free: Sequence[str]) -> None:
         """A place for a ticket, if there is one to be had now; what is promised may yet come back."""
@@ -142,8 +140,9 @@ class Lobby:
                 self._leave(awake[one])
 
     def _leave(self, ticket: str) -> None:
+        """It waits no more; should it come again, its line is measured again."""
         self._guests.pop(ticket, None)
-        self._lines.pop(ticket, None)
+        self._probes.pop(ticket, None)
 
     def _forget(self) -> None:
         now = self._clock()

@@ -175,6 +175,15 @@ def test_a_line_is_measured_once_in_a_while(waiting: Waiting) -> None:
     waiting.lobby.begin_probe("anna")
 
 
+def test_who_waited_and_was_forgotten_is_measured_again_at_once(waiting: Waiting) -> None:
+    waiting.lobby.begin_probe("anna")
+    waiting.come("anna")
+    with pytest.raises(Forbidden, match="once in 120 seconds"):
+        waiting.lobby.begin_probe("anna")
+    waiting.clock.time += lobby_module.FORGET_SECONDS + 0.1
+    waiting.lobby.begin_probe("anna")
+
+
 def test_where_nothing_is_free_nobody_waits(waiting: Waiting) -> None:
     waiting.free = []
     with pytest.raises(Refused, match="no place of the run is free"):

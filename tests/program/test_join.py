@@ -391,6 +391,13 @@ def test_who_is_there_is_asked_by_the_name_of_the_run_or_where_its_exchange_is(
     runs = tmp_path / "here"
     (runs / "of another kind").mkdir(parents=True)
     take_place(Ticket.from_text(served.invite("home.1", capsys)), runs)
+    later = shutil.copytree(runs / "homes", runs / "later at that address, and over")
+    (about,) = later.rglob("about.json")
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"authority": Authority("another").certificate}))
+    os.utime(later, (2e9, 2e9))
+    damaged = shutil.copytree(runs / "homes", runs / "damaged")
+    (about,) = damaged.rglob("about.json")
+    about.write_text("{")
     for run in ("homes", served.address):
         status(runs, run, None, None)
         assert capsys.readouterr().out.startswith("homes: after round 0 of ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table
@@ -31,46 +32,57 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
 
     Raises ConfigError for a run that this host is not of, or that nobody serves.
     """
-    known = _runs_at(runs.absolute(), run) if ":" in run else [RunFolder(runs.absolute() / run)]
+    runs = runs.absolute()
+    known = _known_at(runs, run) if ":" in run else [_known(RunFolder(runs / run))]
     name, reply = _first_answer(known, address)
     print_status(name, reply)
     if json_path is not None:
         json_path.write_text(json.dumps(as_json(reply), indent=2) + "\n")
 
 
-def _first_answer(known: Sequence[RunFolder], address: str | None) -> tuple[str, StatusReply]:
+@dataclass(frozen=True)
+class _Known:
+    """A run that this host serves, or has joined."""
+
+    name: str
+    address: str
+    """HOST:PORT of its exchange."""
+    identity: Identity
+    """By which this host shows who it is."""
+
+
+def _first_answer(known: Sequence[_Known], address: str | None) -> tuple[str, StatusReply]:
     """Of several runs, one after the other at one address, that which is there now. Raises ConfigError."""
-    for number, folder in enumerate(known, start=1):
+    complaint = ""
+    for one in known:
         try:
-            found, identity = _reach(folder)
-            return folder.path.name, ask(address or found, identity)
+            return one.name, ask(address or one.address, one.identity)
         except HeteroPPError as error:
-            if number == len(known):
-                raise ConfigError((), str(error)) from None
-    raise AssertionError
+            complaint = str(error)
+    raise ConfigError((), complaint)
 
 
-def _runs_at(runs: Path, address: str) -> list[RunFolder]:
+def _known_at(runs: Path, address: str) -> list[_Known]:
     """Those whose exchange is at an address, as this host knows it, the newest first. Raises ConfigError."""
     found = []
     for path in sorted(runs.glob("*/"), key=lambda path: -path.stat().st_mtime):
         with suppress(HeteroPPError):
-            if _reach(RunFolder(path))[0] == address:
-                found.append(RunFolder(path))
-    if not found:
+            found.append(_known(RunFolder(path)))
+    at_address = [one for one in found if one.address == address]
+    if not at_address:
         raise ConfigError((), f"{runs}: found no run at {address} that this host serves, or has joined")
-    return found
+    return at_address
 
 
-def _reach(folder: RunFolder) -> tuple[str, Identity]:
-    """Where a run's exchange is, and by what this host shows who it is."""
+def _known(folder: RunFolder) -> _Known:
+    """The run of a folder. Raises ConfigError if this host is not of it, Refused for what is damaged."""
     if folder.token.is_file() and folder.config.is_file():
         listen = ConfigFile(folder.config).config.exchange.listen.replace("0.0.0.0", "127.0.0.1")
-        return listen, Authority(read_token(folder.token)).identity(LAUNCHER)
+        return _Known(folder.path.name, listen, Authority(read_token(folder.token)).identity(LAUNCHER))
     found = memberships_in(folder)
     if not found:
         raise ConfigError((), f"{folder.path}: found no run that this host serves, or has joined")
-    return found[0].address, found[0].identity.latest
+    return _Known(folder.path.name, found[0].address, found[0].identity.latest)
 
 
 def print_status(run: str, reply: StatusReply) -> None:
