@@ -42,7 +42,7 @@ from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.memory import keep_freed_memory
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
-from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
+from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import service_handler
 from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
 from hetero_pp.run.spec import Roster
@@ -282,8 +282,9 @@ def serve_link(control: Connection, shape: LinkShape, encrypted: bool = False, r
     if relay is None:
         control.send(links.listen(f"{HOST}:0"))
     else:
-        relayed = RelayedListener(f"{HOST}:{relay}", SECRET.credentials("home.1", encrypted=True), spec.name)
-        control.send(links.listen(relayed.address))
+        local = str(LocalAddress())
+        control.send(links.listen(local))
+        RelayedListener(f"{HOST}:{relay}", SECRET.credentials("home.1", encrypted=True), spec.name, local)
     end = links.accept(SECONDS)
     try:
         while True:

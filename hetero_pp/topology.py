@@ -115,8 +115,8 @@ class StageSettings(Settings):
     layers: int = Field(ge=1, description="how many consecutive layers this stage owns")
     listen: Annotated[StageAddress | None, NotPartOf.EITHER] = Field(
         None,
-        description="HOST:PORT to listen on, or `relay`: on nothing, and be found through the exchange; by default a "
-        "free port on loopback",
+        description="HOST:PORT to listen on for the stages beside it, or `relay`: on nothing, and dial them, perhaps "
+        "through the exchange; by default a free port on loopback, and on nothing for the first stage",
     )
     uplink: Annotated[str | None, NotPartOf.OUTCOME] = Field(
         None, description="the kind of link to the exchange; by default that of the group"

@@ -37,7 +37,7 @@ class Seat:
     def __init__(
         self, exchange: ExchangeService, member: str, address: str, available: AvailableStates, links: Links
     ) -> None:
-        """`address`: where the member listens for the stage before; `available`: what it could go on from."""
+        """`address`: where the member listens for the stages beside it; `available`: what it could go on from."""
         self.exchange, self.member, self.links = exchange, member, links
         self.pulse = Pulse(exchange, member, links.give_up)
         self._address, self._available = address, available

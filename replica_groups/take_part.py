@@ -49,14 +49,14 @@ class Connections(Protocol):
         """That all links of the member share."""
 
     def listen(self) -> str:
-        """Be ready for the stage before; the address at which it finds this member (empty: it needs none)."""
+        """Be ready for the stages beside this one; the address at which they find it (empty: at none)."""
 
-    def open(self, epoch: int, downstream: str) -> LinkEnds:
+    def open(self, epoch: int, upstream: str, downstream: str) -> LinkEnds:
         """The links to the stages beside this one, of this epoch of its group; called once this member has joined.
 
         May be called again for a newer epoch: the ends of older ones are then aborted, and the ledgers of the new ones
-        go on counting. `downstream` is where the stage after listens (empty: there is none). Raises LinkClosed if the
-        epoch is over, LinkTimeout if a neighbour does not come.
+        go on counting. `upstream` and `downstream` are where the stages before and after are to be dialled (empty: they
+        dial, or there is none). Raises LinkClosed if the epoch is over, LinkTimeout if a neighbour does not come.
         """
 
     def give_up(self, before: int, cause: str) -> None:
@@ -171,7 +171,7 @@ class _Links:
 
     def form(self, work: Assignment) -> LinkEnds:
         """See Links."""
-        self._ends = self._connections.open(work.epoch, work.downstream)
+        self._ends = self._connections.open(work.epoch, work.upstream, work.downstream)
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:

@@ -187,7 +187,7 @@ class StatusReply(_message.Message):
     def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ...) -> None: ...
 
 class PlaceStatus(_message.Message):
-    __slots__ = ("name", "replica", "held", "term", "address", "holder", "relayed_bytes")
+    __slots__ = ("name", "replica", "held", "term", "address", "holder", "relayed_bytes", "dials")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,7 @@ class PlaceStatus(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     RELAYED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIALS_FIELD_NUMBER: _ClassVar[int]
     name: str
     replica: str
     held: bool
@@ -202,7 +203,8 @@ class PlaceStatus(_message.Message):
     address: str
     holder: int
     relayed_bytes: int
-    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., relayed_bytes: _Optional[int] = ...) -> None: ...
+    dials: str
+    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., relayed_bytes: _Optional[int] = ..., dials: _Optional[str] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("dtype", "shape")
@@ -337,20 +339,22 @@ class AssignRequest(_message.Message):
     def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class AssignReply(_message.Message):
-    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed")
+    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DOWNSTREAM_FIELD_NUMBER: _ClassVar[int]
     HEALS_FIELD_NUMBER: _ClassVar[int]
     IS_FIRST_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_FIELD_NUMBER: _ClassVar[int]
     round: int
     epoch: int
     downstream: str
     heals: bool
     is_first: bool
     elapsed: float
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ...) -> None: ...
+    upstream: str
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
     __slots__ = ("round", "epoch", "progress", "computes")

@@ -28,7 +28,7 @@ if _version_not_supported:
 class StageLinkStub:
     """---- stage links ----------------------------------------------------------------------------------------------
 
-    A stage serves this to the stage before it.
+    A stage serves this to the stages beside it that dial it.
     """
 
     def __init__(self, channel):
@@ -52,7 +52,7 @@ class StageLinkStub:
 class StageLinkServicer:
     """---- stage links ----------------------------------------------------------------------------------------------
 
-    A stage serves this to the stage before it.
+    A stage serves this to the stages beside it that dial it.
     """
 
     def Open(self, request_iterator, context):
@@ -63,7 +63,7 @@ class StageLinkServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """The stage before ends a link at once, though a stream of it may be full, or cut off.
+        """Who has dialled ends a link at once, though a stream of it may be full, or cut off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +93,7 @@ def add_StageLinkServicer_to_server(servicer, server):
 class StageLink:
     """---- stage links ----------------------------------------------------------------------------------------------
 
-    A stage serves this to the stage before it.
+    A stage serves this to the stages beside it that dial it.
     """
 
     @staticmethod
@@ -436,7 +436,7 @@ class RelayServicer:
 
     def Carry(self, request_iterator, context):
         """Each way: bytes of one connection between the two ends of a stage link, which they encrypt between them. A call's
-        metadata says which link; the exchange has one of the stage before meet one that the stage after holds open.
+        metadata says which link; the exchange has one of the stage before meet one of the stage after.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -15,19 +15,19 @@ GRPC_VERSION: str
 class StageLinkStub:
     """---- stage links ----------------------------------------------------------------------------------------------
 
-    A stage serves this to the stage before it.
+    A stage serves this to the stages beside it that dial it.
     """
 
     def __init__(self, channel: _grpc.Channel) -> None: ...
     Open: _grpc.StreamStreamMultiCallable[_messages_pb2.Frame, _messages_pb2.Frame]
     """Each way: a LinkHello without a frame around it, messages (LinkHeader and their tensors), and control bytes."""
     Leave: _grpc.UnaryUnaryMultiCallable[_messages_pb2.LinkFarewell, _messages_pb2.LinkLeft]
-    """The stage before ends a link at once, though a stream of it may be full, or cut off."""
+    """Who has dialled ends a link at once, though a stream of it may be full, or cut off."""
 
 class StageLinkServicer(metaclass=_abc_1.ABCMeta):
     """---- stage links ----------------------------------------------------------------------------------------------
 
-    A stage serves this to the stage before it.
+    A stage serves this to the stages beside it that dial it.
     """
 
     @_abc_1.abstractmethod
@@ -44,7 +44,7 @@ class StageLinkServicer(metaclass=_abc_1.ABCMeta):
         request: _messages_pb2.LinkFarewell,
         context: _grpc.ServicerContext,
     ) -> _messages_pb2.LinkLeft:
-        """The stage before ends a link at once, though a stream of it may be full, or cut off."""
+        """Who has dialled ends a link at once, though a stream of it may be full, or cut off."""
 
 def add_StageLinkServicer_to_server(servicer: StageLinkServicer, server: _grpc.Server) -> None: ...
 
@@ -123,7 +123,7 @@ class RelayStub:
     def __init__(self, channel: _grpc.Channel) -> None: ...
     Carry: _grpc.StreamStreamMultiCallable[_messages_pb2.Frame, _messages_pb2.Frame]
     """Each way: bytes of one connection between the two ends of a stage link, which they encrypt between them. A call's
-    metadata says which link; the exchange has one of the stage before meet one that the stage after holds open.
+    metadata says which link; the exchange has one of the stage before meet one of the stage after.
     """
 
 class RelayServicer(metaclass=_abc_1.ABCMeta):
@@ -139,7 +139,7 @@ class RelayServicer(metaclass=_abc_1.ABCMeta):
         context: _grpc.ServicerContext,
     ) -> _abc.Iterator[_messages_pb2.Frame]:
         """Each way: bytes of one connection between the two ends of a stage link, which they encrypt between them. A call's
-        metadata says which link; the exchange has one of the stage before meet one that the stage after holds open.
+        metadata says which link; the exchange has one of the stage before meet one of the stage after.
         """
 
 def add_RelayServicer_to_server(servicer: RelayServicer, server: _grpc.Server) -> None: ...

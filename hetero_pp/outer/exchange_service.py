@@ -36,13 +36,15 @@ class Assignment:
     epoch: int
     """How often its replica was formed: of its links, and of what it contributes."""
     downstream: str = ""
-    """Where the stage after it listens."""
+    """Where the stage after is to be dialled; empty: that dials, or there is none."""
     heals: bool = False
     """Whether it has to take theta from the log again: it holds other bits than the others."""
     is_first: bool = False
     """Whether this is the first round since the run began, or went on."""
     elapsed: float = 0.0
     """Seconds since the round opened."""
+    upstream: str = ""
+    """Where the stage before is to be dialled, likewise."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class ExchangeService(Protocol):
     def join(
         self, member: str, address: str, available: AvailableStates = NO_STATES, process: str | None = None
     ) -> int:
-        """Take the place of this name: tell where the member listens for the stage before (empty: nowhere), and what
+        """Take the place of this name: tell where the member listens for those beside it (empty: nowhere), and what
         it holds. Waits until the place is vacant. `process` names the caller, so that it may ask again.
 
         Returns for the how-manyeth time the place is held.

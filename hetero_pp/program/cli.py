@@ -149,7 +149,7 @@ def join(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where the stage before may dial this host (port 0 is any); else it finds it through the exchange.",
+            help="Where the stages beside it may dial this host (port 0 is any); without, it dials them.",
         ),
     ] = None,
     runs: RunsFolder = Path("runs"),

@@ -132,7 +132,7 @@ def requested_key(request: bytes) -> ec.EllipticCurvePublicKey:
         key = found.public_key()
         if found.is_signature_valid and isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name == _CURVE.name:
             return key
-    except (ValueError, UnsupportedAlgorithm):
+    except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion):
         pass
     raise MalformedMessage("found no request for a certificate of a key of P-256")
 

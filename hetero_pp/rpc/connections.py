@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed, LinkTimeout
+from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import RELAYED, stage_link_name
+from hetero_pp.links import RELAYED, Direction, stage_link_name
 from hetero_pp.messages.messages_pb2 import Failure, Refusal, Report
 from hetero_pp.refusals import Refusals
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange_client import ExchangeClient
-from hetero_pp.rpc.link_end import GrpcLinkEnd
-from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
-from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
+from hetero_pp.rpc.neighbour import Neighbour
+from hetero_pp.rpc.relayed import LocalAddress
+from hetero_pp.rpc.stage_link import StageLinkServer
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import ParticipantsReplica
 
 CONNECT_TIMEOUT = 120.0
-DIRECT_SECONDS = 10.0
-"""For so long a neighbour is dialled where it says that it listens, before it is sought through the relay."""
-LOOPBACK = ("127.", "localhost:", "[::1]:")
-CUT_OFF_SECONDS = 60.0
-"""For so long a link between stages that is cut off is dialled again: the neighbour may live."""
 
 REMEMBERED_REPORTS = 20_000
 """By which a report that comes again is known; more than an exchange tells again."""
@@ -121,16 +115,14 @@ class NetworkConnections:
         faults: Faults = NO_FAULTS,
         listen: str = "",
     ) -> None:
-        """`listen`: for the stage before, instead of where the configuration says."""
+        """`listen`: for the stages beside it, instead of where the configuration says."""
         self.lines, self._faults, self._listen = lines, faults, listen
         self.exchange = ExchangeClient(address, credentials, timeout=spec.config.exchange.timeout)
         self._spec, self._member, self._credentials = spec, member, credentials
         self._refusals = Refusals(self._report_refusal)
+        self._before, self._after = self._neighbours(address)
         self._server: StageLinkServer | None = None
-        self._dialer = self._make_dialer()
-        self._address, self._unreached = address, set[str]()
-        self._to_relay: RelayedDialler | None = None
-        self._from_relay: RelayedListener | None = None
+        self._local: LocalAddress | None = None
         self._ends = LinkEnds()
 
     def __enter__(self) -> NetworkConnections:
@@ -144,81 +136,76 @@ class NetworkConnections:
             self._ends.close()
         else:
             self._ends.abort(str(error))
-        if self._dialer is not None:
-            self._dialer.close()
+        for neighbour in self._both:
+            neighbour.part()
         if self._server is not None:
             self._server.close()
-        for relayed in (self._to_relay, self._from_relay):
-            if relayed is not None:
-                relayed.close()
+        for neighbour in self._both:
+            neighbour.close()
+        if self._local is not None:
+            self._local.close()
         self._refusals.flush()
         self.exchange.close()
+
+    @property
+    def _both(self) -> list[Neighbour]:
+        return [neighbour for neighbour in (self._before, self._after) if neighbour is not None]
 
     def listen(self) -> str:
         """See Connections."""
         replica, stage = self._member.replica, self._member.stage
-        if stage is None or stage.is_first or not isinstance(replica, ParticipantsReplica):
+        if stage is None or not isinstance(replica, ParticipantsReplica):
             return ""
-        link = self._spec.links[stage_link_name(replica.name, stage.index - 1)]
-        seed = self._spec.config.seed
-        own, refused = self._credentials.of_link(link.name), self._refusals.add
-        self._server = StageLinkServer(link, own, self._member.name, seed, refused, self.lines, CUT_OFF_SECONDS)
         settings = replica.stage_settings(stage.index)
-        listen = self._listen or (settings and settings.listen) or "127.0.0.1:0"
+        listen = self._listen or (settings and settings.listen) or ("" if stage.is_first else "127.0.0.1:0")
+        if listen == "":
+            return ""
+        self._server, *others = (neighbour.server for neighbour in self._both)
         if listen == RELAYED:
-            self._from_relay = RelayedListener(self._address, self._credentials, link.name)
-            self._server.listen(self._from_relay.address)
-            return RELAYED
-        address = f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen)}"
-        if self._may_be_relayed(address):
-            self._from_relay = RelayedListener(self._address, self._credentials, link.name, address)
-        return address
+            self._local = LocalAddress()
+            self._server.listen(str(self._local), *others)
+            found = str(self._local)
+        else:
+            found = f"{listen.rsplit(':', 1)[0]}:{self._server.listen(listen, *others)}"
+        for neighbour in self._both:
+            neighbour.listens = found
+        return RELAYED if listen == RELAYED else found
 
-    def open(self, epoch: int, downstream: str) -> LinkEnds:
-        """See Connections: dial the stage after, and wait for the stage before."""
-        below, above = None, None
-        if self._dialer is not None:
-            below = self._dial(self._dialer, downstream, epoch)
-            self._ends = LinkEnds(None, below)
-        if self._server is not None:
-            above = self._server.accept(CONNECT_TIMEOUT, epoch)
+    def open(self, epoch: int, upstream: str, downstream: str) -> LinkEnds:
+        """See Connections: dial who is to be dialled, and wait for the others."""
+        for neighbour, address in ((self._before, upstream), (self._after, downstream)):
+            if neighbour is not None and not address:
+                neighbour.be_found(epoch)
+        above = self._before.dial(upstream, epoch) if self._before is not None and upstream else None
+        self._ends = LinkEnds(above, None)
+        below = self._after.dial(downstream, epoch) if self._after is not None and downstream else None
+        self._ends = LinkEnds(above, below)
+        if self._before is not None and above is None:
+            above = self._before.accept(epoch)
+            self._ends = LinkEnds(above, below)
+        if self._after is not None and below is None:
+            below = self._after.accept(epoch)
         self._ends = LinkEnds(above, below)
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:
         """See Connections."""
-        for links in (self._dialer, self._server):
-            if links is not None:
-                links.give_up(before, cause)
+        for neighbour in self._both:
+            neighbour.give_up(before, cause)
 
-    def _dial(self, dialer: StageLinkDialer, address: str, epoch: int) -> GrpcLinkEnd:
-        """Where the stage after says that it listens, or else through the relay."""
-        if address != RELAYED and address not in self._unreached:
-            relayed = self._may_be_relayed(address)
-            routed = self._faults.route(dialer.link, address)
-            try:
-                return dialer.dial(routed, epoch, DIRECT_SECONDS if relayed else CONNECT_TIMEOUT)
-            except LinkTimeout as error:
-                if not relayed:
-                    raise
-                self._unreached.add(address)
-                print(f"{self._member.name}: {error}: sought through the relay", file=sys.stderr, flush=True)
-        if self._to_relay is None:
-            self._to_relay = RelayedDialler(self._address, self._credentials, dialer.link)
-        return dialer.dial(self._to_relay.address, epoch, CONNECT_TIMEOUT)
-
-    def _may_be_relayed(self, address: str) -> bool:
-        """Whether who listens there may be out of reach: on another machine, of a run that has a relay."""
-        return self._credentials.identity is not None and not address.startswith(LOOPBACK)
-
-    def _make_dialer(self) -> StageLinkDialer | None:
+    def _neighbours(self, exchange: str) -> tuple[Neighbour | None, Neighbour | None]:
+        """The stage before and the one after."""
         replica, stage = self._member.replica, self._member.stage
-        if stage is None or stage.is_last:
-            return None
-        link = self._spec.links[stage_link_name(replica.name, stage.index)]
-        seed = self._spec.config.seed
-        own = self._credentials.of_link(link.name)
-        return StageLinkDialer(link, own, self._member.name, seed, self.lines, CUT_OFF_SECONDS)
+        if stage is None:
+            return None, None
+
+        def neighbour(index: int, sends: Direction) -> Neighbour:
+            link = self._spec.links[stage_link_name(replica.name, index)]
+            seed, refused = self._spec.config.seed, self._refusals.add
+            return Neighbour(link, sends, self._credentials, exchange, seed, self.lines, self._faults, refused)
+
+        before = None if stage.is_first else neighbour(stage.index - 1, "backward")
+        return before, None if stage.is_last else neighbour(stage.index, "forward")
 
     def report_failure(self, cause: str, is_consequence: bool = False) -> None:
         """Say why, before the connection's end says only that this member is gone."""

@@ -33,6 +33,7 @@ from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
 from hetero_pp.rpc.pace import Pace
 from hetero_pp.rpc.permissions import require_call, require_process, require_report
 from hetero_pp.rpc.plain_text import make_plain, plain
+from hetero_pp.rpc.reach import Reach
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import service_handler
@@ -89,6 +90,9 @@ class WatchedExchange(Protocol):
     def join(
         self, member: str, address: str, available: AvailableStates, process: str | None, is_asked: IsAsked
     ) -> int: ...
+
+    def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
+        """A member was dialled where it says that it listens; None: it was not, as that is not of its own machine."""
 
     def last_round(self, is_asked: IsAsked) -> int: ...
 
@@ -191,7 +195,8 @@ def serve_exchange(
     too. Raises OSError if the port is busy.
     """
     guests = None if open_house is None else open_house.host
-    servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open)
+    reach = Reach(secret.authority.identity(EXCHANGE)) if encrypted else None
+    servicer = _Servicer(exchange, Callers(secret, exchange.roster, encrypted, guests), most_open, reach)
     threads = _SPARE + most_open * len(servicer.callers)
     if not encrypted:
         return make_server(listen, [servicer.handler()], threads)
@@ -208,8 +213,11 @@ def serve_exchange(
 class _Servicer(ExchangeServicer):
     """One method per call."""
 
-    def __init__(self, exchange: WatchedExchange, callers: Callers, most_open: int = MOST_OPEN) -> None:
-        self.exchange, self.callers, self._most_open = exchange, callers, most_open
+    def __init__(
+        self, exchange: WatchedExchange, callers: Callers, most_open: int = MOST_OPEN, reach: Reach | None = None
+    ) -> None:
+        """With `reach` members are dialled where they say that they listen."""
+        self.exchange, self.callers, self._most_open, self._reach = exchange, callers, most_open, reach
         self._pace = Pace(REPORTS_A_SECOND, MOST_REPORTS)
         self.process = secrets.token_hex(8)
         """Names this process: one that takes its place knows only what it is told itself."""
@@ -273,8 +281,16 @@ class _Servicer(ExchangeServicer):
         available = AvailableStates(frozenset(request.rounds), tuple(map(plain, request.damaged)))
         process = request.process or None
         member, is_asked = self._member(context), self._is_asked(context)
-        address = plain(request.address, MOST_OF_AN_ADDRESS)
+        address = self._listens(context, request.address, is_new=True)
         return pb.JoinReply(term=self.exchange.join(member, address, available, process, is_asked))
+
+    def _listens(self, context: grpc.ServicerContext, address: str, is_new: bool = False) -> str:
+        """Where a member says that it listens, once the exchange knows whether it is reached there."""
+        member, address = self._member(context), plain(address, MOST_OF_AN_ADDRESS)
+        if self._reach is not None:
+            is_reached = self._reach.of(member, address, context.peer(), is_new)
+            self.exchange.dialled(member, address, is_reached)
+        return address
 
     def LastRound(self, request: pb.LastRoundRequest, context: grpc.ServicerContext) -> pb.LastRoundReply:
         return pb.LastRoundReply(last_round=self.exchange.last_round(self._is_asked(context)))
@@ -294,7 +310,8 @@ class _Servicer(ExchangeServicer):
 
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
         member, is_asked = self._member(context), self._is_asked(context)
-        work = self.exchange.assign(member, request.holds, request.address, self._term(context), is_asked)
+        address = self._listens(context, request.address)
+        work = self.exchange.assign(member, request.holds, address, self._term(context), is_asked)
         return pb.AssignReply(
             round=work.round,
             epoch=work.epoch,
@@ -302,6 +319,7 @@ class _Servicer(ExchangeServicer):
             heals=work.heals,
             is_first=work.is_first,
             elapsed=work.elapsed,
+            upstream=work.upstream,
         )
 
     def Beat(self, request: pb.BeatRequest, context: grpc.ServicerContext) -> pb.BeatReply:

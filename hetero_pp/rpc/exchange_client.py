@@ -160,7 +160,15 @@ class ExchangeClient:
     def assign(self, member: str, holds: int, address: str = "") -> Assignment:
         """See ExchangeService."""
         reply = self._ask(lambda calls: calls.Assign, pb.AssignRequest(holds=holds, address=address))
-        return Assignment(reply.round, reply.epoch, reply.downstream, reply.heals, reply.is_first, reply.elapsed)
+        return Assignment(
+            reply.round,
+            reply.epoch,
+            reply.downstream,
+            reply.heals,
+            reply.is_first,
+            reply.elapsed,
+            reply.upstream,
+        )
 
     def beat(
         self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False

@@ -98,7 +98,10 @@ class Relay(RelayServicer):
             raise half.complaint
 
     def _which(self, context: grpc.ServicerContext) -> tuple[str, str, bool]:
-        """Who makes a call, the link that it is for, and whether the caller is the one that dials."""
+        """Who makes a call, the link that it is for, and whether the caller is the one that dials.
+
+        Here that is the stage before: which of the two is a server to the other is all the same to who carries it.
+        """
         caller = self._callers.of(context).name
         link = dict(context.invocation_metadata()).get(LINK, "")
         dialler, listener = (self._counts.get((str(link), direction)) for direction in ("forward", "backward"))

@@ -1,7 +1,7 @@
 """How the two ends of a stage link reach each other through the relay of the exchange: both dial it, and nobody else.
 
-gRPC dials and is dialled by addresses. So the stage before dials a socket of this machine, and what is said there goes
-to the relay, as far as there is credit for it; the stage after has what comes from the relay dial where it listens.
+gRPC dials and is dialled by addresses. So the stage that dials does so at a socket of this machine, and what is said
+there goes to the relay, as far as there is credit for it; the other has what comes from it dial where it listens.
 """
 
 from __future__ import annotations
@@ -36,6 +36,25 @@ class _Call(Iterator[bytes], Protocol):
     def cancel(self) -> bool: ...
 
 
+class LocalAddress:
+    """Of this machine, for gRPC: a socket in a folder of its own, into which only its owner can look."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="hetero-pp-"))
+
+    def __str__(self) -> str:
+        return f"{_UNIX}{self.path}"
+
+    @property
+    def path(self) -> str:
+        """Of the socket."""
+        return str(self._folder / "link")
+
+    def close(self) -> None:
+        """It is needed no more."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
 class Relayed:
     """Of one member to one neighbour: what its two kinds have in common."""
 
@@ -48,38 +67,38 @@ class Relayed:
             call_path(SERVICE, "Carry")
         )
         self._is_closed = threading.Event()
-        self._folder = Path(tempfile.mkdtemp(prefix="hetero-pp-"))  # which only its owner can look into
-
-    @property
-    def address(self) -> str:
-        """Of this machine, for gRPC: a socket in a folder of its own."""
-        return f"{_UNIX}{self._folder / 'link'}"
 
     def close(self) -> None:
         """Cut what is carried, and carry nothing more."""
         self._is_closed.set()
         self._channel.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _open(self) -> _Connection:
         return _Connection(lambda frames: self._carry(frames, metadata=self._metadata))
 
 
 class RelayedDialler(Relayed):
-    """Of the stage before, which dials `address`."""
+    """Of the stage that dials, at `address`."""
 
     def __init__(self, exchange: str, credentials: Credentials, link: str) -> None:
         super().__init__(exchange, credentials, link)
+        self._address = LocalAddress()
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind(self.address.removeprefix(_UNIX))
+        self._socket.bind(self._address.path)
         self._socket.listen()
         threading.Thread(target=self._accept, name=f"relay {link}", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Of this machine."""
+        return str(self._address)
 
     def close(self) -> None:
         """See Relayed."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._socket.close()
+        self._address.close()
         super().close()
 
     def _accept(self) -> None:
@@ -94,12 +113,12 @@ class RelayedDialler(Relayed):
 
 
 class RelayedListener(Relayed):
-    """Of the stage after, which listens at `address`, or where else it is dialled, too."""
+    """Of the stage that is dialled."""
 
-    def __init__(self, exchange: str, credentials: Credentials, link: str, listens: str = "") -> None:
-        """`listens`: HOST:PORT of this machine, if not at `address`."""
+    def __init__(self, exchange: str, credentials: Credentials, link: str, listens: str) -> None:
+        """`listens`: where on this machine, as a LocalAddress or HOST:PORT."""
         super().__init__(exchange, credentials, link)
-        self._listens = listens or self.address
+        self._listens = listens
         threading.Thread(target=self._listen, name=f"relay {link}", daemon=True).start()
 
     def _listen(self) -> None:

@@ -1,15 +1,15 @@
 """The link between two stages over the network: bidirectional gRPC streams of raw frames (see link_end).
 
-The downstream stage serves, its upstream neighbour dials. A stage that takes part for long has many links to each
-neighbour, one after the other: one for each epoch of its group. A link outlives the stream that carries it: who dialled
-dials again, and both go on where they were.
+One stage serves, the other dials: the stage before, unless only that can be dialled. A stage that takes part for long
+has many links to each neighbour, one after the other: one for each epoch of its group. A link outlives the stream that
+carries it: who dialled dials again, and both go on where they were.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import grpc
@@ -18,7 +18,7 @@ from hetero_pp.errors import LinkClosed, MalformedMessage, Refused
 from hetero_pp.link.epochs import Epochs
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import LinkSpec
+from hetero_pp.links import Direction, LinkSpec
 from hetero_pp.messages.messages_pb2 import LinkFarewell, LinkHello, LinkLeft
 from hetero_pp.messages.messages_pb2_grpc import StageLinkServicer
 from hetero_pp.refusals import Kind
@@ -36,12 +36,12 @@ HELLO_SECONDS = 10.0
 _SESSION_BYTES = 8
 _MOST_OPEN = 6
 """Calls of the neighbour: a link, what is left of those before, and one that is to come."""
-_WORKERS = 8
-"""Of a server: two are left to refuse strangers."""
+_SPARE = 2
+"""Threads of a server, to refuse strangers."""
 
 
 class StageLinkDialer:
-    """Reaches the stage after this one, by a link for each epoch."""
+    """Reaches the stage after this one, by a link for each epoch; or the one before, if it sends backward."""
 
     def __init__(
         self,
@@ -51,19 +51,23 @@ class StageLinkDialer:
         seed: int,
         lines: Lines | None = None,
         patience: float = 0.0,
+        sends: Direction = "forward",
+        ledger: Ledger | None = None,
     ) -> None:
-        """For `patience` seconds a link that is cut off is dialled again; then the neighbour counts as gone."""
-        self.target, self.link = spec.target, spec.name
-        self.ledger = Ledger()
-        """Of all its links."""
-        self._spec, self._seed, self._patience = spec, seed, patience
-        self._introduction = Introduction(credentials, spec.name, member, spec.target)
+        """For `patience` seconds a link that is cut off is dialled again; then the neighbour counts as gone.
+
+        `ledger`: of what is sent to the neighbour by other links than these, too.
+        """
+        peer = spec.target if sends == "forward" else spec.source
+        self._ledger = ledger or Ledger()
+        self._spec, self._sends, self._seed, self._patience = spec, sends, seed, patience
+        self._introduction = Introduction(credentials, spec.name, member, peer)
         self._lines = lines or Lines()
-        self._epochs: Epochs[GrpcLinkEnd] = Epochs(spec.target)
+        self._epochs: Epochs[GrpcLinkEnd] = Epochs(peer)
         self._dialling: Dialling | None = None
 
     def dial(self, address: str, epoch: int, timeout: float) -> GrpcLinkEnd:
-        """The end that sends forward. The neighbour may not be listening yet; links of older epochs are over.
+        """This member's end. The neighbour may not be listening yet; links of older epochs are over.
 
         One of this epoch is over, too. Raises LinkTimeout if nobody answers within `timeout` seconds, LinkClosed if
         this epoch is over, for the neighbour or here; Refused if the two do not belong together.
@@ -90,7 +94,7 @@ class StageLinkDialer:
 
     def _make_end(self) -> GrpcLinkEnd:
         session = secrets.token_bytes(_SESSION_BYTES)
-        return GrpcLinkEnd(self._spec, "forward", self._seed, self.ledger, self._lines, session, self._patience)
+        return GrpcLinkEnd(self._spec, self._sends, self._seed, self._ledger, self._lines, session, self._patience)
 
 
 def open_stage_link(
@@ -107,8 +111,9 @@ def open_stage_link(
     return StageLinkDialer(spec, credentials, member, seed, lines).dial(address, epoch, timeout)
 
 
-class StageLinkServer(StageLinkServicer):
-    """Waits for the upstream neighbour of one stage: takes it once in each epoch, and refuses everybody else.
+class StageLinkServer:
+    """Waits for one neighbour of a stage, the one before unless it sends forward: takes it once in each epoch, and
+    refuses everybody else.
 
     A neighbour that is at a newer epoch than this member waits; the link in use is then over, as it is for it.
     Whoever has the server `listen` must `close` it, or the process cannot end.
@@ -123,22 +128,30 @@ class StageLinkServer(StageLinkServicer):
         on_refusal: OnRefusal | None = None,
         lines: Lines | None = None,
         patience: float = 0.0,
+        sends: Direction = "backward",
+        ledger: Ledger | None = None,
     ) -> None:
-        """For `patience` seconds a link that is cut off waits; then the neighbour counts as gone."""
+        """For `patience` seconds a link that is cut off waits; then the neighbour counts as gone. `ledger`: see
+        StageLinkDialer.
+        """
         self.refusals = 0
-        self.ledger = Ledger()
-        """Of all its links."""
-        self._spec, self._seed, self._patience = spec, seed, patience
-        self._introduction = Introduction(credentials, spec.name, member, spec.source)
+        peer = spec.source if sends == "backward" else spec.target
+        self._ledger = ledger or Ledger()
+        self._spec, self._sends, self._seed, self._patience = spec, sends, seed, patience
+        self._introduction = Introduction(credentials, spec.name, member, peer)
         self._on_refusal, self._lines = on_refusal, lines or Lines()
-        self._epochs: Epochs[GrpcLinkEnd] = Epochs(spec.source)
+        self._epochs: Epochs[GrpcLinkEnd] = Epochs(peer)
         self._lock = threading.Lock()
         self._server: grpc.Server | None = None
 
-    def listen(self, address: str) -> int:
-        """Listen on HOST:PORT; returns the port (PORT 0 takes any free one). OSError if it cannot be had."""
-        handler = service_handler(SERVICE, self, self, _MOST_OPEN)
-        self._server, port = make_server(address, [handler], _WORKERS, self._introduction.credentials.identity)
+    def listen(self, address: str, *others: StageLinkServer) -> int:
+        """Listen on HOST:PORT, for neighbours that others wait for, too; returns the port.
+
+        PORT 0 takes any free one. OSError if it cannot be had.
+        """
+        door = _Door([self, *others])
+        handler, threads = service_handler(SERVICE, door, door, _MOST_OPEN), _SPARE + _MOST_OPEN * (1 + len(others))
+        self._server, port = make_server(address, [handler], threads, self._introduction.credentials.identity)
         return port
 
     def close(self, grace: float = STOP_SECONDS) -> None:
@@ -147,7 +160,7 @@ class StageLinkServer(StageLinkServicer):
             self._server.stop(grace).wait()
 
     def accept(self, timeout: float | None = None, epoch: int = 0) -> GrpcLinkEnd:
-        """The end that sends backward, once the neighbour is here; links of older epochs are over.
+        """This member's end, once the neighbour is here; links of older epochs are over.
 
         One of this epoch that was accepted is over, too. Raises LinkTimeout after `timeout` seconds, LinkClosed if this
         epoch is over, for the neighbour or here.
@@ -158,17 +171,12 @@ class StageLinkServer(StageLinkServicer):
         """Links of epochs before this one are over; one that is waited for, too."""
         self._epochs.give_up(before, cause)
 
-    def admit(self, call: str, context: grpc.ServicerContext) -> str:
-        """See Door. Who does not show to be the neighbour is refused before anything is read."""
-        if not self._introduction.is_shown_by(context):
-            reason = "found another token than the link's"
-            self.refuse(context.peer(), reason, Kind.STRANGER)
-            raise Refused(reason)
-        return self._introduction.peer
+    def waits_for(self, context: grpc.ServicerContext) -> str | None:
+        """The neighbour, if a call is its own."""
+        return self._introduction.peer if self._introduction.is_shown_by(context) else None
 
-    def Open(  # type: ignore[override]  # a Frame is raw bytes
-        self, requests: Iterator[bytes], context: grpc.ServicerContext
-    ) -> Iterator[bytes]:
+    def open(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The neighbour's call `Open`."""
         hello, complaint = self._introduction.read(first_frame(requests, HELLO_SECONDS, context.cancel))
         if complaint is not None:
             self._turn_away(hello, complaint, context)
@@ -184,7 +192,8 @@ class StageLinkServer(StageLinkServicer):
         if failure is not None and context.is_active():
             context.abort(grpc.StatusCode.ABORTED, failure)
 
-    def Leave(self, request: LinkFarewell, context: grpc.ServicerContext) -> LinkLeft:
+    def leave(self, request: LinkFarewell, context: grpc.ServicerContext) -> LinkLeft:
+        """The neighbour's call `Leave`."""
         complaint = self._introduction.judge(request.hello)
         if complaint is not None:
             self._turn_away(request.hello, complaint, context)
@@ -223,12 +232,44 @@ class StageLinkServer(StageLinkServicer):
 
     def _make_end(self, session: bytes) -> GrpcLinkEnd:
         return GrpcLinkEnd(
-            self._spec, "backward", self._seed, self.ledger, self._lines, session, self._patience, self.refuse
+            self._spec, self._sends, self._seed, self._ledger, self._lines, session, self._patience, self.refuse
         )
 
     def refuse(self, sender: str, reason: str, kind: Kind) -> None:
-        """See Door."""
+        """Count what was not let in."""
         with self._lock:
             self.refusals += 1
         if self._on_refusal is not None:
             self._on_refusal(sender, reason, kind)
+
+
+class _Door(StageLinkServicer):
+    """Of one address at which several neighbours are waited for: a call is for who waits for its caller."""
+
+    def __init__(self, servers: Sequence[StageLinkServer]) -> None:
+        self._servers = servers
+
+    def admit(self, call: str, context: grpc.ServicerContext) -> str:
+        """See Door. Who does not show to be a neighbour is refused before anything is read."""
+        caller = self._of(context).waits_for(context)
+        if caller is None:
+            reason = "found another token than the link's"
+            self.refuse(context.peer(), reason, Kind.STRANGER)
+            raise Refused(reason)
+        return caller
+
+    def refuse(self, sender: str, reason: str, kind: Kind) -> None:
+        """See Door."""
+        self._servers[0].refuse(sender, reason, kind)
+
+    def Open(  # type: ignore[override]  # a Frame is raw bytes
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        yield from self._of(context).open(requests, context)
+
+    def Leave(self, request: LinkFarewell, context: grpc.ServicerContext) -> LinkLeft:
+        return self._of(context).leave(request, context)
+
+    def _of(self, context: grpc.ServicerContext) -> StageLinkServer:
+        """Who waits for a call's caller; any, if nobody does."""
+        return next((server for server in self._servers if server.waits_for(context) is not None), self._servers[0])

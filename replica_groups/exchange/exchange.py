@@ -58,6 +58,7 @@ from replica_groups.exchange.standing import reports_of
 from replica_groups.exchange.text import Text, is_digest
 from replica_groups.exchange.uploads import download_url
 from replica_groups.exchange.watchers import Watchers
+from replica_groups.exchange.ways import Listens, way
 from replica_groups.protocol import events as e
 from replica_groups.protocol.rules import Rules
 
@@ -120,6 +121,8 @@ class Exchange:
         self._begun_after = 0
         self._names: frozenset[str] = frozenset()
         self._addresses: dict[str, str] = {}
+        self._dialled: dict[str, Listens] = {}
+        """Where members were dialled, which they may not be by the time they join."""
         self._available: dict[str, AvailableStates] = {}
         self._confirmed: dict[int, dict[str, Mapping[str, bytes]]] = defaultdict(dict)
         self._here: set[str] = set()
@@ -290,7 +293,8 @@ class Exchange:
             reply = StatusReply(last_round=self.coordinator.last_round, rounds=self._rounds, refusals=self.refusals)
             for name, place in self.coordinator.places.items():
                 address = self._addresses.get(name, "") if place.held else ""
-                reply.places.add(name=name, replica=place.replica, held=place.held, term=place.term, address=address)
+                own = reply.places.add(name=name, replica=place.replica, held=place.held, term=place.term)
+                own.address, own.dials = address, self._ways(name)[0] if address else ""
             return reply
 
     # ---- members ----
@@ -352,6 +356,11 @@ class Exchange:
         self.report([report])
         return term
 
+    def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
+        """A member was dialled where it says that it listens, or not (None)."""
+        with self._changed:
+            self._dialled[member] = Listens(address, is_reached)
+
     def beat(
         self,
         member: str,
@@ -390,22 +399,32 @@ class Exchange:
         self.decisions.asks(member, term)
         self.decisions.tell(e.Asked(member, term, holds))
         work = self.decisions.wait_for_work(member, term, is_asked)
-        after = self._after(member)
+        upstream, downstream = self._ways(member)
         with self._changed:
             return Assignment(
                 work.round,
                 work.epoch,
-                downstream=self._addresses.get(after, "") if after else "",
+                downstream=downstream,
                 heals=work.heal,
                 is_first=work.round == self._begun_after + 1,
                 elapsed=self.decisions.elapsed(work.round),
+                upstream=upstream,
             )
 
-    def _after(self, member: str) -> str | None:
-        """The stage after a stage."""
+    def _ways(self, member: str) -> tuple[str, str]:
+        """Where a stage dials the one before it, and the one after; empty where it is dialled, or there is none."""
         places = self.decisions.coordinator.rules.places_of(self.roster.members[member])
-        index = places.index(member) + 1
-        return places[index] if index < len(places) else None
+        index = places.index(member)
+        with self._changed:
+            listens = [self._listens(place) for place in places[max(index - 1, 0) : index + 2]]
+        own = listens[min(index, 1)]
+        upstream = way(listens[0], own).after if index > 0 else ""
+        return upstream, way(own, listens[-1]).before if index + 1 < len(places) else ""
+
+    def _listens(self, member: str) -> Listens:
+        is_there = self.coordinator.places[member].held
+        address, dialled = self._addresses.get(member, "") if is_there else "", self._dialled.get(member)
+        return dialled if dialled is not None and dialled.address == address else Listens(address)
 
     # ---- contributions ----
 

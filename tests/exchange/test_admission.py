@@ -249,6 +249,10 @@ def test_a_certificate_is_for_who_has_the_key(served: Served) -> None:
         enrol(served.address, ticket.identity, bytes(request))
     with pytest.raises(Refused, match="found no request for a certificate"):
         enrol(served.address, ticket.identity, b"made up")
+    version = b"\x02\x01"  # an INTEGER of one byte
+    with pytest.raises(Refused, match="found no request for a certificate"):
+        other = signing_request(new_key()).replace(version + b"\x00", version + b"\x04", 1)
+        enrol(served.address, ticket.identity, other)
     key = new_key()
     reply = enrol(served.address, ticket.identity, signing_request(key))
     assert Identity(reply.certificate.pem, as_text(key), "").shown.name == reply.place

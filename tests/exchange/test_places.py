@@ -152,7 +152,35 @@ def test_who_asks_learns_where_the_stage_after_listens_now(run: Run) -> None:
     waits = in_thread(lambda: run.exchange.assign("home.0", 0, "here:1"))
     run.exchange.assign("home.1", 0, "there:2")
     found = waits.result(TIMEOUT)
-    assert found.downstream == "there:2"
+    assert (found.upstream, found.downstream) == ("", "there:2")
+
+
+def test_the_stage_after_dials_where_only_the_one_before_is_reached(run: Run) -> None:
+    """As far as the exchange knows that of where it says that it listens now."""
+    for member, address, is_reached in (
+        ("home.0", "here:2", True),
+        ("home.1", "there:1", False),
+        ("home.1", "there:2", True),
+    ):
+        run.exchange.dialled(member, address, is_reached)
+        ways = _ways(run, "here:1", "there:2")
+        assert ways == {"home.0": ("", "there:2"), "home.1": ("", "")}
+    run.exchange.dialled("home.1", "there:2", False)
+    assert _ways(run, "here:1", "there:2") == {"home.0": ("", ""), "home.1": ("here:1", "")}
+    assert _ways(run, "here:1", "relay") == {"home.0": ("", ""), "home.1": ("here:1", "")}
+    dials = {place.name: place.dials for place in run.exchange.status().places}
+    assert dials == {"dc": "", "home.0": "", "home.1": "here:1"}
+
+
+def _ways(run: Run, *addresses: str) -> dict[str, tuple[str, str]]:
+    """What the stages of a group are to dial, before and after them, once both have begun anew and listen there."""
+    told = dict(zip(("home.0", "home.1"), addresses, strict=True))
+    for member, address in told.items():
+        run.exchange.died(member, "killed by a test")
+        run.exchange.join(member, address)
+    waits = {member: in_thread(partial(run.exchange.assign, member, 0, told[member])) for member in told}
+    found = {member: waiting.result(TIMEOUT) for member, waiting in waits.items()}
+    return {member: (work.upstream, work.downstream) for member, work in found.items()}
 
 
 def test_what_is_whole_stays_counted_when_a_stage_is_gone(run: Run) -> None:

@@ -47,7 +47,7 @@ ADDRESS = BlobAddress(RUN, 3, "dc", "norm")
 CHANGES = Changes({"outer.rounds": {1: 2, 5: 9}, "inner.learning_rate": {1: 0.5, 3: 0.25}})
 NORM = torch.arange(6.0).view(2, 3)
 TERM = 5
-WORK = Assignment(round=8, epoch=7, downstream="127.0.0.1:7", heals=True, is_first=True)
+WORK = Assignment(round=8, epoch=7, downstream="127.0.0.1:7", heals=True, is_first=True, upstream="127.0.0.1:6")
 STANDING = Standing(is_over=True, suspended=7, cause="home.0: it ended")
 
 STRANGERS: dict[str, dict[str, str]] = {
@@ -94,6 +94,9 @@ class Recorder:
         self.asked.append(("join", member, address, available))
         self.processes.append(process)
         return TERM
+
+    def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
+        self.asked.append(("dialled", member, address, is_reached))
 
     def last_round(self, is_asked: IsAsked) -> int:
         self.asked.append(("last_round",))

@@ -29,7 +29,7 @@ from hetero_pp.rpc.credentials import Credentials, LinkCredentials, Secret
 from hetero_pp.rpc.exchange import SERVICE, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.services import call_path
-from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
+from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer, open_stage_link
 
 SECRET, OTHER = Secret("the run's secret"), Secret("another run's secret")
 LINK = LinkSpec("home.0-1", "home.0", "home.1", LinkShape(), LinkShape())
@@ -262,6 +262,36 @@ def test_a_stage_dials_its_neighbour_alone(stack: ExitStack) -> None:
     stack.callback(links.close, grace=0)
     with pytest.raises(LinkTimeout):
         open_stage_link(address, LINK, _link_credentials("home.0"), "home.0", 0, 0.3)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_both_neighbours_dial_a_stage_at_one_address(encrypted: bool, stack: ExitStack) -> None:
+    """Each is taken for nobody but itself; others are refused, and counted."""
+    below = replace(LINK, name="home.1-2", source="home.1", target="home.2")
+
+    def own(name: str) -> tuple[LinkCredentials, LinkCredentials]:
+        found = SECRET.credentials(name, [LINK, below], encrypted)
+        return found.of_link(LINK.name), found.of_link(below.name)
+
+    refused: list[Kind] = []
+    before = StageLinkServer(LINK, own("home.1")[0], "home.1", 0, lambda *refusal: refused.append(refusal[2]))
+    after = StageLinkServer(below, own("home.1")[1], "home.1", 0, sends="forward")
+    address = f"127.0.0.1:{before.listen('127.0.0.1:0', after)}"
+    stack.callback(before.close, grace=0)
+    last = StageLinkDialer(below, own("home.2")[1], "home.2", 0, sends="backward").dial(address, 0, TIMEOUT)
+    first = open_stage_link(address, LINK, own("home.0")[0], "home.0", 0, TIMEOUT)
+    for sender, receiver in ((first, before.accept(TIMEOUT)), (last, after.accept(TIMEOUT))):
+        for one, other in ((sender, receiver), (receiver, sender)):
+            one.send(Message(LinkHeader(step=3)))
+            assert other.receive(TIMEOUT).header.step == 3
+    stranger = SECRET.credentials("dc", encrypted=True).of_link("") if encrypted else LinkCredentials("another")
+    with pytest.raises(Refused, match="another token"):
+        open_stage_link(address, LINK, stranger, "home.0", 0, TIMEOUT)
+    with pytest.raises(Refused, match=r"found link home\.0-1, expected home\.1-2|another token"):
+        open_stage_link(address, LINK, own("home.2")[1], "home.0", 0, TIMEOUT)
+    assert Kind.STRANGER in refused
+    first.close()
+    last.close()
 
 
 class _server:

@@ -19,7 +19,7 @@ from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.links import LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import ACTIVATION, GRADIENT, LinkHeader
 from hetero_pp.rpc.credentials import LinkCredentials
-from hetero_pp.rpc.stage_link import StageLinkServer, open_stage_link
+from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer, open_stage_link
 
 SECONDS = 60.0
 """Longer than anything here takes."""
@@ -41,7 +41,17 @@ def connect_grpc(stack: ExitStack, spec: LinkSpec) -> Pair:
     return upstream, links.accept(SECONDS)
 
 
-TRANSPORTS = {"in_process": connect_in_process, "grpc": connect_grpc}
+def connect_grpc_from_below(stack: ExitStack, spec: LinkSpec) -> Pair:
+    """The stage after dials."""
+    links = StageLinkServer(spec, LinkCredentials("run"), spec.source, seed=1, sends="forward")
+    port = links.listen("127.0.0.1:0")
+    stack.callback(links.close, grace=0)
+    dialer = StageLinkDialer(spec, LinkCredentials("run"), spec.target, seed=1, sends="backward")
+    downstream = dialer.dial(f"127.0.0.1:{port}", 0, SECONDS)
+    return links.accept(SECONDS), downstream
+
+
+TRANSPORTS = {"in_process": connect_in_process, "grpc": connect_grpc, "grpc_from_below": connect_grpc_from_below}
 LINES = [LineSpec(name, "fast", (name,), 8e9, 8e9, 0, 0) for name in ("home.0", "home.1")]
 
 

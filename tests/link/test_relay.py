@@ -32,7 +32,7 @@ from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import LinkCredentials, Secret
 from hetero_pp.rpc.exchange import serve_exchange
 from hetero_pp.rpc.link_end import GrpcLinkEnd
-from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
+from hetero_pp.rpc.relayed import LocalAddress, RelayedDialler, RelayedListener
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 from hetero_pp.run.spec import RunSpec
@@ -76,12 +76,14 @@ class Relayed:
 
     def listen(self, name: str = "home.1", as_: str = "home.1") -> StageLinkServer:
         """The stage after, of which nothing can be dialled; it may listen by the certificate of another one."""
-        relayed = RelayedListener(self.proxy.address, SECRET.credentials(name, encrypted=True), LINK.name)
-        self._stack.callback(relayed.close)
+        local = LocalAddress()
+        self._stack.callback(local.close)
         own = LinkCredentials(identity=SECRET.authority.identity(as_))
         server = StageLinkServer(LINK, own, as_, seed=1, patience=TIMEOUT)
-        server.listen(relayed.address)
+        server.listen(str(local))
         self._stack.callback(server.close, grace=0)
+        relayed = RelayedListener(self.proxy.address, SECRET.credentials(name, encrypted=True), LINK.name, str(local))
+        self._stack.callback(relayed.close)
         return server
 
     def dial(self, timeout: float = TIMEOUT) -> GrpcLinkEnd:
@@ -344,19 +346,41 @@ def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
     relayed: Relayed, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What it says that it is found at is of no machine (RFC 5737); that costs no second try."""
-    with mock.patch("hetero_pp.rpc.connections.DIRECT_SECONDS", 0.5):
+    with mock.patch("hetero_pp.rpc.neighbour.DIRECT_SECONDS", 0.5):
         spec = RunSpec(ConfigFile(MIXED).config, 256)
         above = stack.enter_context(relayed.connections(spec, "home.0"))
         below = stack.enter_context(relayed.connections(spec, "home.1", listen=RELAYED))
         assert below.listen() == RELAYED
+        assert below._before is not None
         for epoch in (1, 2):
             with ThreadPoolExecutor() as threads:
-                met = threads.submit(below._server.accept, TIMEOUT, epoch)  # type: ignore[union-attr]
-                end = above.open(epoch, "192.0.2.7:47600").downstream
+                below._before.be_found(epoch)
+                met = threads.submit(below._before.accept, epoch)
+                end, far = above.open(epoch, "", "192.0.2.7:47600").downstream, met.result(TIMEOUT)
                 assert end is not None
                 end.send(_message(epoch))
-                _expect(met.result(TIMEOUT), range(epoch, epoch + 1))
+                _expect(far, range(epoch, epoch + 1))
     assert capsys.readouterr().err.count("sought through the relay") == 1
+
+
+def test_either_end_may_dial_and_another_one_in_each_epoch(relayed: Relayed, stack: ExitStack) -> None:
+    """Through the relay, too; both ends go on counting."""
+    spec = RunSpec(ConfigFile(MIXED).config, 256)
+    found = [stack.enter_context(relayed.connections(spec, name, listen=RELAYED)) for name in ("home.0", "home.1")]
+    assert [one.listen() for one in found] == [RELAYED, RELAYED]
+    both = [found[0]._after, found[1]._before]
+    for epoch in range(1, 5):
+        dialler, dialled = both if epoch % 2 else both[::-1]
+        assert dialler is not None
+        assert dialled is not None
+        dialled.be_found(epoch)
+        with ThreadPoolExecutor() as threads:
+            met = threads.submit(dialled.accept, epoch)
+            ends = dialler.dial(RELAYED, epoch), met.result(TIMEOUT)
+        for one, other in (ends, ends[::-1]):
+            one.send(_message(epoch))
+            _expect(other, range(epoch, epoch + 1))
+            assert one.ledger.of_round(0).messages == epoch
 
 
 def test_who_is_not_found_is_asked_for_again(relayed: Relayed) -> None:

@@ -418,9 +418,12 @@ def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str]) -> 
     reply = StatusReply(last_round=3, rounds=9)
     for address, relayed in (("", 5_000_000), ("relay", 0), ("relay", 5_000_000), ("ben:\x1b7", 0), ("ben:7", 9_000)):
         reply.places.add(name="p", held=True, address=address, relayed_bytes=relayed)
+    reply.places.add(name="p", held=True, address="relay", dials="ann:\x1b7")
+    reply.places.add(name="p", held=True, address="relay", dials="a:7", relayed_bytes=9)
     print_status("homes", reply)
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     links = ["", "relayed", "5 MB relayed", r"ben:\x1b7", "ben:7, 9 kB relayed"]
+    links += [r"dials ann:\x1b7", "dials a:7, 9 B relayed"]
     assert [row[6].strip() for row in rows] == links
 
 

@@ -23,7 +23,7 @@ from hetero_pp.program.check import print_check
 from hetero_pp.program.launch import crew as crew_module
 from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
 from hetero_pp.program.launch.crew import Crew
-from hetero_pp.program.launch.hosts import commands, members_named, read_token, require_reachable
+from hetero_pp.program.launch.hosts import commands, members_named, notes, read_token, require_reachable
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.run.folder import RunFolder
@@ -130,11 +130,19 @@ def hosts(tmp_path: Path, corpus: Path) -> Iterator[Hosts]:
 
 
 @pytest.mark.starts_processes
-def test_four_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> None:
-    for part in PARTS:
+def test_five_hosts_are_one_run(hosts: Hosts, tmp_path: Path, corpus: Path) -> None:
+    """One stage listens nowhere: it dials both that are beside it."""
+    stages = (
+        'stages: [{layers: 1, listen: "127.0.0.2:0"}, {layers: 1, listen: relay}, {layers: 1, listen: "127.0.0.3:0"}]'
+    )
+    hosts.text = re.sub(r"stages: .*", stages, hosts.text).replace("layers: 2}", "layers: 3}")
+    parts = (*PARTS, "home.2")
+    for part in parts:
         hosts.start(part)
-    assert {part: hosts.wait(part) for part in PARTS} == dict.fromkeys(PARTS, (0, ""))
-    for part in PARTS[1:]:
+    assert {part: hosts.wait(part) for part in parts} == dict.fromkeys(parts, (0, ""))
+    listen = {one["member"]: one["address"].rpartition(":")[0] or one["address"] for one in hosts.told('"joined"')}
+    assert listen == {"dc": "", "home.0": "127.0.0.2", "home.1": "relay", "home.2": "127.0.0.3"}
+    for part in parts[1:]:
         rounds = re.findall(rf"^round (\d)/3: {re.escape(part)}: .*, sent ", hosts.said(part), re.MULTILINE)
         assert rounds == ["1", "2", "3"], hosts.said(part)
     together = hosts.summary()
@@ -334,9 +342,14 @@ def test_commands_for_all_hosts(tmp_path: Path, corpus: Path) -> None:
 
 
 def test_a_group_that_names_no_address_is_one_hosts(tmp_path: Path, corpus: Path) -> None:
-    file = _config(tmp_path, corpus, stages='stages: [{layers: 1, listen: "127.0.0.2:0"}, {layers: 1}]')
-    found = commands(file.config, Path("run.yaml"), [])
-    assert [line.split("--only ")[1].split()[0] for line in found] == ["exchange", "dc", "home"]
+    for listen, members in (("", ["home"]), (', listen: "127.0.0.2:0"', ["home.0", "home.1"])):
+        file = _config(tmp_path, corpus, stages=f"stages: [{{layers: 1{listen}}}, {{layers: 1}}]")
+        found = commands(file.config, Path("run.yaml"), [])
+        assert [line.split("--only ")[1].split()[0] for line in found] == ["exchange", "dc", *members]
+    assert any("found none, so home.1 dials home.0" in line for line in notes(file))
+    with pytest.raises(ConfigError, match=r"expected the address at which home\.1 can dial this host"):
+        anywhere = _config(tmp_path, corpus, stages='stages: [{layers: 1, listen: "0.0.0.0:7"}, {layers: 1}]').config
+        require_reachable(anywhere, ["home.0"])
 
 
 def test_what_to_do_before_the_commands_with_key_and_line(

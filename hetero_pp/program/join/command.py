@@ -37,7 +37,7 @@ class Here:
     tokenizer: Path | None = None
     """If the run's is too large to be told."""
     listen: str | None = None
-    """HOST:PORT for the stage before, which else finds this host through the exchange."""
+    """HOST:PORT for the stages beside it."""
 
 
 def join(text: str, here: Here) -> None:

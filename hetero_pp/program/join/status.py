@@ -112,13 +112,13 @@ def _empty(reply: StatusReply) -> list[str]:
 
 
 def _link(place: PlaceStatus) -> str:
-    """How the stage before reaches it, and what of its links went through the exchange; empty if it is not dialled."""
+    """Where it may be dialled, or dials the stage before, and what of its links went through the exchange."""
     if not place.address:
         return ""
     relayed = f"{format_bytes(place.relayed_bytes)} relayed" if place.relayed_bytes else ""
-    if place.address == RELAYED:
-        return relayed or "relayed"
-    return ", ".join(filter(None, [plain(place.address), relayed]))
+    address = "" if place.address == RELAYED else plain(place.address)
+    dials = f"dials {plain(place.dials)}" if place.dials else ""
+    return ", ".join(filter(None, [address, dials, relayed])) or "relayed"
 
 
 def as_json(reply: StatusReply) -> dict[str, object]:
@@ -140,5 +140,6 @@ def _place(place: PlaceStatus) -> dict[str, object]:
         "term": place.term,
         "holder": place.holder or None,
         "address": place.address,
+        "dials": place.dials,
         "relayed_bytes": place.relayed_bytes,
     }

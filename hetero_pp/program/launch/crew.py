@@ -149,8 +149,8 @@ class Crew:
         return answer["address"]
 
     def join_exchange(self, members: Sequence[str], address: str, token_file: str = "", listen: str = "") -> None:
-        """Have members take part. `token_file`: where their keys are from. `listen`: where one listens for the stage
-        before, instead of where the configuration says. Raises RunFailed if one of them has ended.
+        """Have members take part. `token_file`: where their keys are from. `listen`: where one listens for the stages
+        beside it, instead of where the configuration says. Raises RunFailed if one of them has ended.
         """
         self._exchange = {"exchange": address, "token_file": token_file, "listen": listen}
         for member in members:

@@ -72,10 +72,11 @@ def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
         for stage, member in enumerate(replica.members):
             own = replica.stage_settings(stage)
             host = "" if own is None or own.listen is None else own.listen.rpartition(":")[0]
-            if member in members and stage > 0 and host in ("0.0.0.0", "[::]"):
+            if member in members and host in ("0.0.0.0", "[::]"):
+                neighbour = replica.members[stage - 1 if stage > 0 else min(1, replica.stage_count - 1)]
                 raise ConfigError(
                     ("replicas", index, "stages", stage, "listen"),
-                    f"found `{host}`, expected the address at which {replica.members[stage - 1]} can dial this host",
+                    f"found `{host}`, expected the address at which {neighbour} can dial this host",
                 )
 
 
@@ -128,7 +129,7 @@ class Exchange:
     timeout: float
     """Seconds to wait for it."""
     listen: str = ""
-    """Where a member listens for the stage before it, if that is not as the YAML says."""
+    """Where a member listens for the stages beside it, if that is not as the YAML says."""
 
 
 def launch_members(
@@ -187,11 +188,15 @@ def commands(config: RunConfig, path: Path, overrides: Sequence[str]) -> list[st
 
 
 def _is_on_several_hosts(replica: ReplicaSettings) -> bool:
-    """Whether a stage of a group says where the one before it, on another host, finds it."""
+    """Whether a stage of a group says where those beside it, on other hosts, find it."""
     return isinstance(replica, ParticipantsReplica) and any(
-        (own := replica.stage_settings(stage)) is not None and own.listen is not None
-        for stage in range(1, replica.stage_count)
+        _listens(replica, stage) is not None for stage in range(replica.stage_count)
     )
+
+
+def _listens(replica: ParticipantsReplica, stage: int) -> str | None:
+    own = replica.stage_settings(stage)
+    return None if own is None else own.listen
 
 
 def notes(file: ConfigFile) -> list[str]:
@@ -207,10 +212,11 @@ def notes(file: ConfigFile) -> list[str]:
     for index, replica in enumerate(file.config.replicas):
         if _is_on_several_hosts(replica) and isinstance(replica, ParticipantsReplica):
             for stage in range(1, replica.stage_count):
-                own = replica.stage_settings(stage)
-                if own is not None and own.listen is None:
-                    relayed, beside = "is found through the exchange", "has to be on the host of the stage before it"
-                    how = beside if file.config.exchange.insecure else relayed
+                if _listens(replica, stage) is None:
+                    before = _listens(replica, stage - 1) not in (None, RELAYED)
+                    found_by = f"dials {replica.members[stage - 1]}" if before else "is found through the exchange"
+                    beside = "has to be on the host of the stage before it"
+                    how = beside if file.config.exchange.insecure else found_by
                     complaint = f"found none, so {replica.members[stage]} {how}"
                     key = ("replicas", index, "stages", stage, "listen")
                     found.append(str(file.located(ConfigError(key, complaint))))

@@ -84,7 +84,7 @@ class ThreadConnections:
         """See Connections: nobody has to find it."""
         return ""
 
-    def open(self, epoch: int, downstream: str) -> LinkEnds:
+    def open(self, epoch: int, upstream: str, downstream: str) -> LinkEnds:
         """See Connections."""
         above, below = self._upstream, self._downstream
         self._ends = LinkEnds(

@@ -1,0 +1,99 @@
+"""A stage beside a member, which dials it or is dialled by it: where it listens, or through the relay."""
+
+from __future__ import annotations
+
+import sys
+
+from hetero_pp.errors import LinkTimeout
+from hetero_pp.faults import Faults
+from hetero_pp.link.ledger import Ledger
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.links import RELAYED, Direction, LinkSpec
+from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.link_end import GrpcLinkEnd, OnRefusal
+from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
+from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
+
+CONNECT_TIMEOUT = 120.0
+DIRECT_SECONDS = 10.0
+"""For so long a neighbour is dialled where it says that it listens, before it is sought through the relay."""
+LOOPBACK = ("127.", "localhost:", "[::1]:")
+CUT_OFF_SECONDS = 60.0
+"""For so long a link between stages that is cut off is dialled again: the neighbour may live."""
+
+
+class Neighbour:
+    """Of one member, and all links with it, one after the other: who dials may be another one in each epoch."""
+
+    def __init__(
+        self,
+        spec: LinkSpec,
+        sends: Direction,
+        credentials: Credentials,
+        exchange: str,
+        seed: int,
+        lines: Lines,
+        faults: Faults,
+        on_refusal: OnRefusal,
+    ) -> None:
+        """`sends`: in which direction the member sends to it. `exchange`: HOST:PORT of the relay, if there is one."""
+        own, member, ledger = credentials.of_link(spec.name), credentials.name, Ledger()
+        self.server = StageLinkServer(
+            spec, own, member, seed, on_refusal, lines, patience=CUT_OFF_SECONDS, sends=sends, ledger=ledger
+        )
+        """Waits for it, once that listens."""
+        self.listens = ""
+        """Where on this machine that does."""
+        self._dialer = StageLinkDialer(
+            spec, own, member, seed, lines, patience=CUT_OFF_SECONDS, sends=sends, ledger=ledger
+        )
+        self._spec, self._credentials, self._exchange, self._faults = spec, credentials, exchange, faults
+        self._unreached = set[str]()
+        self._to_relay: RelayedDialler | None = None
+        self._from_relay: RelayedListener | None = None
+
+    def dial(self, address: str, epoch: int) -> GrpcLinkEnd:
+        """Where it says that it listens, or else through the relay. Raises as StageLinkDialer.dial."""
+        self.server.give_up(epoch, f"this member is at epoch {epoch}")
+        if address != RELAYED and address not in self._unreached:
+            is_relayed = self._may_be_relayed(address)
+            routed = self._faults.route(self._spec.name, address)
+            try:
+                return self._dialer.dial(routed, epoch, DIRECT_SECONDS if is_relayed else CONNECT_TIMEOUT)
+            except LinkTimeout as error:
+                if not is_relayed:
+                    raise
+                self._unreached.add(address)
+                print(f"{self._credentials.name}: {error}: sought through the relay", file=sys.stderr, flush=True)
+        if self._to_relay is None:
+            self._to_relay = RelayedDialler(self._exchange, self._credentials, self._spec.name)
+        return self._dialer.dial(self._to_relay.address, epoch, CONNECT_TIMEOUT)
+
+    def be_found(self, epoch: int) -> None:
+        """It is about to dial this member."""
+        self._dialer.give_up(epoch, f"this member is at epoch {epoch}")
+        if self._from_relay is None and self._may_be_relayed(self.listens):
+            self._from_relay = RelayedListener(self._exchange, self._credentials, self._spec.name, self.listens)
+
+    def accept(self, epoch: int) -> GrpcLinkEnd:
+        """Wait for it. Raises as StageLinkServer.accept."""
+        return self.server.accept(CONNECT_TIMEOUT, epoch)
+
+    def give_up(self, before: int, cause: str) -> None:
+        """Links of epochs before this one are over."""
+        self._dialer.give_up(before, cause)
+        self.server.give_up(before, cause)
+
+    def part(self) -> None:
+        """To be called when the link is closed or aborted: wait until it knows, a short time at most."""
+        self._dialer.close()
+
+    def close(self) -> None:
+        """Carry nothing more through the relay."""
+        for relayed in (self._to_relay, self._from_relay):
+            if relayed is not None:
+                relayed.close()
+
+    def _may_be_relayed(self, address: str) -> bool:
+        """Whether who listens there may be out of reach: on another machine, of a run that has a relay."""
+        return self._credentials.identity is not None and not address.startswith(LOOPBACK)

@@ -1,0 +1,109 @@
+"""Who of two neighbouring stages dials the other, and whether the exchange reaches who says that it listens."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from hetero_pp.links import EXCHANGE, RELAYED
+from hetero_pp.rpc import reach as reach_module
+from hetero_pp.rpc.channels import make_server
+from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.reach import Reach
+from replica_groups.exchange.ways import Listens, Way, way
+
+SECRET = Secret("the run's secret")
+HERE, THERE, NOWHERE = Listens("here:1"), Listens("there:2"), Listens(RELAYED)
+DOWN, UP = Way(before="there:2"), Way(after="here:1")
+
+
+def _known(listens: Listens, is_reached: bool) -> Listens:
+    return listens._replace(is_reached=is_reached)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (Listens(), THERE, DOWN),
+        (Listens(), NOWHERE, Way(before=RELAYED)),
+        (Listens(), Listens(), Way()),
+        (NOWHERE, NOWHERE, Way(before=RELAYED)),
+        (HERE, NOWHERE, UP),
+        (HERE, THERE, DOWN),
+        (_known(HERE, True), THERE, UP),
+        (HERE, _known(THERE, False), UP),
+        (_known(HERE, True), _known(THERE, True), DOWN),
+        (_known(HERE, False), _known(THERE, False), DOWN),
+        (NOWHERE, _known(THERE, False), DOWN),
+        (_known(HERE, False), NOWHERE, UP),
+    ],
+)
+def test_who_is_likelier_to_be_reached_is_dialled(before: Listens, after: Listens, expected: Way) -> None:
+    assert way(before, after) == expected
+
+
+@pytest.fixture
+def reach(monkeypatch: pytest.MonkeyPatch) -> Reach:
+    monkeypatch.setattr(reach_module, "DIAL_SECONDS", 0.5)
+    return Reach(SECRET.authority.identity(EXCHANGE))
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """At which home.1 listens."""
+    with ExitStack() as stack:
+        server, port = make_server("127.0.0.1:0", [], 2, SECRET.authority.identity("home.1"))
+        stack.callback(lambda: server.stop(None).wait())
+        yield f"127.0.0.1:{port}"
+
+
+def test_a_member_is_dialled_where_it_is_and_says_that_it_listens(
+    reach: Reach, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach_module, "DIAL_SECONDS", 60.0)  # it answers
+    port = address.rpartition(":")[2]
+    assert reach.of("home.1", address, "ipv4:127.0.0.1:7", is_new=True) is True
+    assert reach.of("home.1", f"localhost:{port}", "ipv4:127.0.0.1:7", is_new=True) is True
+    assert reach.of("home.1", address, "ipv6:%5B::ffff:127.0.0.1%5D:7", is_new=True) is True
+
+
+def test_only_who_shows_to_be_the_member_is_reached(reach: Reach, address: str) -> None:
+    assert reach.of("home.0", address, "ipv4:127.0.0.1:7", is_new=True) is False
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert reach.of("home.1", found, "ipv4:127.0.0.1:7", is_new=True) is False
+    assert reach.of("home.1", found, "ipv4:127.0.0.1:7", is_new=True) is False
+
+
+@pytest.mark.parametrize(
+    "elsewhere", ["ipv4:127.0.0.2:7", "ipv6:%5B2001:db8::1%5D:7", "unix:", "", "ipv4:", "ipv4:a:b"]
+)
+def test_nothing_else_is_dialled(elsewhere: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a member could ask what there is in the network of the exchange."""
+    reach = _that_never_dials(monkeypatch)
+    assert reach.of("home.1", address, elsewhere, is_new=True) is None
+
+
+@pytest.mark.parametrize("told", ["", RELAYED, "127.0.0.1", "127.0.0.1:port", "127.0.0.1:99999999999", "a\x00:1", ":1"])
+def test_what_is_no_address_is_not_dialled(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach = _that_never_dials(monkeypatch)
+    assert reach.of("home.1", told, "ipv4:127.0.0.9:7", is_new=True) is None
+
+
+def test_a_member_is_dialled_once_for_all_rounds(reach: Reach, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reach.of("home.0", address, "ipv4:127.0.0.1:7", is_new=True) is False
+    monkeypatch.setattr(Reach, "_answers", lambda *_: True)
+    assert reach.of("home.0", address, "ipv4:127.0.0.1:7", is_new=False) is False
+    assert reach.of("home.0", f"localhost:{address.rpartition(':')[2]}", "ipv4:127.0.0.1:7", is_new=False) is True
+    assert reach.of("home.0", address, "ipv4:127.0.0.1:7", is_new=True) is True
+
+
+def _that_never_dials(monkeypatch: pytest.MonkeyPatch) -> Reach:
+    def dial(*_: object) -> bool:
+        raise AssertionError("it was dialled")
+
+    monkeypatch.setattr(Reach, "_answers", dial)
+    return Reach(SECRET.authority.identity(EXCHANGE))
