@@ -20,7 +20,7 @@ from hetero_pp.errors import ExchangeLost, HeteroPPError
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model import Shapes, block_of, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_sha256
+from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_of, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, give_back, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
@@ -136,7 +136,8 @@ class OuterRound:
         """Take theta after a round, whole, from a snapshot, with the outer optimizer's state; see `restore`."""
         for name, theta in self.theta.items():
             theta.copy_(_cut(start[name], self.rows[name]))
-        kept = {name: _cut(one, self.rows[name]) if name in self.rows else one for name, one in momentum.items()}
+        rows = {name: self.rows.get(parameter_of(name)) for name in momentum}
+        kept = {name: one if (own := rows[name]) is None else _cut(one, own) for name, one in momentum.items()}
         self.optimizer.load(kept, round_)
 
     def catch_up(self, rounds: range, stale: range = range(0)) -> None:
@@ -158,7 +159,12 @@ class OuterRound:
     def _forget_counted(self, record: RoundRecord) -> None:
         for name, decoded in self._counted(record, self._fetches(record, None)):
             error = self.error[name].view(-1).mul_(self.settings.compression.error_feedback_decay)
-            error.index_fill_(0, decoded.indices.to(error.device), 0.0)
+            self._forget(error, decoded.indices)
+
+    def _forget(self, error: Tensor, indices: Tensor) -> None:
+        """What was sent is no error any more; a momentum keeps it."""
+        if self.settings.compression.memory == "error_feedback":
+            error.index_fill_(0, indices.to(error.device), 0.0)
 
     @torch.no_grad()
     def _take_back_uncounted(self, record: RoundRecord, own: Mapping[str, bytes], epoch: int | None) -> bool:
@@ -173,10 +179,10 @@ class OuterRound:
         mine = RoundRecord(round=record.round)
         mine.contributions.add(replica=self.replica, weight=1.0)
         for name, decoded in self._counted(mine, lambda replica, block: self.ranks.broadcast_bytes(own.get(block))):
-            give_back(self.error[name], decoded.indices, decoded.values, self.settings.returned)
+            give_back(self.error[name], decoded.indices, decoded.values, self.settings.given_back)
         if counted is not None:
             for name, decoded in self._counted(record, self._fetches(record, None)):
-                self.error[name].view(-1).index_fill_(0, decoded.indices, 0.0)
+                self._forget(self.error[name].view(-1), decoded.indices)
         return False
 
     def _counted(self, record: RoundRecord, fetch: FetchBlob) -> Iterator[tuple[str, DecodedTensor]]:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError
+from hetero_pp.outer.step import parameter_of
 from hetero_pp.pseudo_gradient.rows import Shape, rows_of
 from replica_groups.ranks import Ranks
 
@@ -34,7 +35,8 @@ def read_part(folder: Path, ranks: Ranks, shapes: Mapping[str, Shape], tile: tup
         raise HeteroPPError(f"{folder}: found {[path.name for path in found]}, expected a file of each rank")
     parts = [safe_open(path, framework="pt") for path in found]
     return {
-        name: _rows(parts, name, shapes.get(name.split(":")[-1]), tile, ranks) for name in sorted(set(parts[0].keys()))
+        name: _rows(parts, name, shapes.get(parameter_of(name.split(":")[-1])), tile, ranks)
+        for name in sorted(set(parts[0].keys()))
     }
 
 

@@ -16,6 +16,7 @@ from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.messages.messages_pb2 import InnerStep, MemberRound
 from hetero_pp.outer.exchange_service import Assignment
+from hetero_pp.outer.step import parameter_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.snapshot import MOMENTUM
 from replica_groups.exchange.reporter import Reporter
@@ -286,4 +287,4 @@ def momentum_of(names: Sequence[str], parameters: Collection[str]) -> list[str]:
 
 def _is_of(state: str, parameter: str) -> bool:
     """Whether what an optimizer keeps is of a parameter: under its name, or its name and what it is."""
-    return state == parameter or state.rpartition(".")[0] == parameter
+    return parameter_of(state) == parameter

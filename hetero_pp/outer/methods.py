@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, MutableMapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from hetero_pp.learning_rates import BySteps
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.settings import AddedLater, NotPartOf, Ratio, Settings
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 _DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
+_LOCAL_MOMENTUM = {"density": 1.0, "value_bits": 32, "memory": "momentum", "error_feedback_decay": 0.9}
 
 METHODS: dict[str, dict[str, Any]] = {
     # Sarfi et al. 2025: error feedback instead of outer momentum. All other cells are the defaults.
@@ -21,22 +26,58 @@ METHODS: dict[str, dict[str, Any]] = {
     "sparseloco_paper": {"compression": {"density": 1 / 128, "quantiser": "levels", "value_bits": 2}},
     # Douillard et al. 2023: everything is sent, outer Nesterov.
     "diloco": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True, "compression": _DENSE},
+    # Sarfi et al. 2025, section 2.2: DiLoCo with a momentum of each replica's own, which is sent with what it did.
+    "diloco_lom": {"learning_rate": 0.6, "compression": _LOCAL_MOMENTUM},
+    # The same; of that momentum the largest quarter is dropped after each round.
+    "diloco_lom_sub_k": {"learning_rate": 0.6, "compression": {**_LOCAL_MOMENTUM, "memory_drops": 0.25}},
     # Gradients averaged every step, clipped after averaging, one AdamW (its step is the inner section's).
     "adamw_ddp": {"source": "gradient", "compression": _DENSE},
 }
+
+
+def change_method(outer: MutableMapping[str, Any], method: Any) -> None:
+    """Give an `outer` section, as a YAML says it, another method: the cells go that are of either, as they were said of
+    the one that it had.
+    """
+    for name in (outer.get("method", "sparseloco"), method):
+        _drop(outer, METHODS.get(name, {}) if isinstance(name, str) else {})
+    outer["method"] = method
+
+
+def _drop(section: MutableMapping[str, Any], cells: Mapping[str, Any]) -> None:
+    for cell, value in cells.items():
+        own = section.get(cell)
+        if isinstance(value, Mapping) and isinstance(own, MutableMapping):
+            _drop(own, value)
+        else:
+            section.pop(cell, None)
 
 
 class OuterSettings(Settings):
     """The outer rounds: a row of parts."""
 
     rounds: Annotated[int, NotPartOf.PAST] = Field(ge=1)
-    method: Literal["sparseloco", "sparseloco_paper", "diloco", "adamw_ddp"] = Field(
+    method: Literal["sparseloco", "sparseloco_paper", "diloco", "diloco_lom", "diloco_lom_sub_k", "adamw_ddp"] = Field(
         "sparseloco", description="sets the cells below"
     )
     source: Literal["difference", "gradient"] = Field(
         "difference", description="what is averaged: parameter differences after H steps, or gradients every step"
     )
     learning_rate: Annotated[float, NotPartOf.PAST] = Field(1.0, gt=0, description="eta in the paper")
+    final_learning_rate_share: Annotated[float, NotPartOf.PAST, AddedLater()] = Field(
+        1.0, ge=0, le=1, description="of `learning_rate`, at the end of a cosine over the rounds; 1: it stays"
+    )
+    warmup_rounds: Annotated[int, NotPartOf.PAST, AddedLater()] = Field(
+        0, ge=0, description="in which `learning_rate` is reached"
+    )
+    aggregation: Annotated[Literal["mean", "sign"], AddedLater()] = Field(
+        "mean", description="what the outer step takes: the mean of what was sent, or its signs, as DeMo does"
+    )
+    optimizer: Annotated[Literal["sgd", "adam"], AddedLater()] = Field(
+        "sgd", description="of the outer step: SGD with `momentum` and `nesterov`, or Adam with `betas` and `epsilon`"
+    )
+    betas: Annotated[tuple[Beta, Beta], AddedLater()] = Field((0.9, 0.95), description="of outer Adam's two moments")
+    epsilon: Annotated[float, AddedLater()] = Field(0.1, gt=0, description="of outer Adam; DiLoCo's section 3.1")
     momentum: float = Field(0.0, ge=0, lt=1)
     nesterov: bool = False
     divides_by: Literal["replicas", "senders"] = Field(
@@ -67,10 +108,64 @@ class OuterSettings(Settings):
         return filled
 
     @model_validator(mode="after")
+    def _momentum_is_in_one_place(self) -> OuterSettings:
+        if self.optimizer == "adam" and self.momentum > 0:
+            raise ValueError(
+                f"{self.method}: found momentum {self.momentum:g} with `optimizer: adam`, which has its own in "
+                "`betas`, expected 0, or `optimizer: sgd`"
+            )
+        if self.compression.memory == "momentum" and (self.momentum > 0 or self.optimizer == "adam"):
+            outer = "`optimizer: adam`" if self.optimizer == "adam" else f"momentum {self.momentum:g}"
+            raise ValueError(
+                f"{self.method}: found {outer} beside `compression.memory: momentum`, expected it in one place: "
+                "momentum 0, or `memory: error_feedback`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_momentum_of_its_own_is_sent_whole(self) -> OuterSettings:
+        compression = self.compression
+        if compression.memory == "momentum" and compression.density < 1:
+            raise ValueError(
+                f"{self.method}: found density {compression.density:g} with `compression.memory: momentum`, which "
+                "keeps nothing of what is not sent, expected 1, or `memory: error_feedback`"
+            )
+        if compression.memory_drops > 0 and compression.memory != "momentum":
+            raise ValueError(
+                f"{self.method}: found memory_drops {compression.memory_drops:g} with `memory: error_feedback`, which "
+                "drops what is sent, expected 0, or `memory: momentum`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gradients_are_averaged(self) -> OuterSettings:
+        parts = {"aggregation": self.aggregation, "optimizer": self.optimizer, "memory": self.compression.memory}
+        plain = {"aggregation": "mean", "optimizer": "sgd", "memory": "error_feedback"}
+        if self.source == "gradient" and (others := parts.items() - plain.items()):
+            cell = ": ".join(min(others))
+            raise ValueError(
+                f"{self.method}: found `{cell}` with averaged gradients, which the inner AdamW takes as they are, "
+                "expected `source: difference`"
+            )
+        return self
+
+    def learning_rate_in(self, round_: int) -> float:
+        """Of a round's step: linear warm-up, then a cosine down to the final share after the last round."""
+        if self.final_learning_rate_share == 1 and self.warmup_rounds == 0:
+            return self.learning_rate
+        rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, self.rounds)
+        return float(f"{rates.at(round_ - 1):.6g}")  # the last bit of a cosine is not the same on all machines
+
+    @model_validator(mode="after")
     def _gradients_weigh_the_same(self) -> OuterSettings:
         if self.weights != "equal" and self.source == "gradient":
             raise ValueError(f"found weights `{self.weights}` with averaged gradients, expected `equal`")
         return self
+
+    @property
+    def given_back(self) -> float:
+        """Share of what no round counted that goes back to what its replica keeps: a momentum has it already."""
+        return self.returned if self.compression.memory == "error_feedback" else 0.0
 
     def weight(self, tokens: int) -> float:
         """Of a contribution to a round that so many tokens came to; the mean divides by the sum of those counted."""

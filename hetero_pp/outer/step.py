@@ -94,18 +94,32 @@ class RoundOptimizer(Protocol):
         """Go on from what `state` was after so many rounds."""
 
 
+EXP_AVG, EXP_AVG_SQ = ".exp_avg", ".exp_avg_sq"
+"""Behind a parameter's name, what Adam keeps of it."""
+
+
+def parameter_of(state: str) -> str:
+    """Of which parameter an outer optimizer keeps something under this name."""
+    return state.removesuffix(EXP_AVG_SQ).removesuffix(EXP_AVG)
+
+
 class OuterOptimizer:
-    """SGD with momentum over named parameters: torch.optim.SGD's arithmetic, one elementwise operation at a time."""
+    """SGD with momentum, or Adam, over named parameters: torch.optim's arithmetic, one elementwise operation at a time.
+
+    Each round's step is taken once, so the number of steps that Adam has taken is that of the round.
+    """
 
     def __init__(self, settings: OuterSettings, settings_of: Callable[[int], OuterSettings] | None = None) -> None:
         """`settings_of` gives them by round, where they are not the same in all."""
         self.settings = settings
         self._settings_of = settings_of
+        self._round = 1
         self.momentum: dict[str, Tensor] = {}
-        """b [the parameter's shape], only if momentum is used."""
+        """b [the parameter's shape] by parameter, only if momentum is used; or both of Adam's moments."""
 
     def begin(self, round_: int) -> None:
         """See RoundOptimizer."""
+        self._round = round_
         if self._settings_of is not None:
             self.settings = self._settings_of(round_)
 
@@ -134,13 +148,30 @@ class OuterOptimizer:
         self.momentum = {name: tensor.clone() for name, tensor in state.items()}
 
     def step(self, name: str, start: Tensor, mean: Tensor) -> Tensor:
-        """theta_start - eta (mean, or b, or mean + mu b for Nesterov), where b <- mu b + mean."""
-        direction, mu = mean, self.settings.momentum
-        if mu > 0:
-            buffer = self.momentum[name].mul(mu) + mean if name in self.momentum else mean.clone()
-            self.momentum[name] = buffer
-            direction = mean + buffer.mul(mu) if self.settings.nesterov else buffer
-        return outer_step(start, direction, self.settings.learning_rate)
+        """theta_start - eta (mean, or its signs, or what momentum or Adam make of that)."""
+        told = mean.sign() if self.settings.aggregation == "sign" else mean
+        direction = self._adam(name, told) if self.settings.optimizer == "adam" else self._sgd(name, told)
+        return outer_step(start, direction, self.settings.learning_rate_in(self._round))
+
+    def _sgd(self, name: str, mean: Tensor) -> Tensor:
+        """mean, or b, or mean + mu b for Nesterov, where b <- mu b + mean."""
+        mu = self.settings.momentum
+        if mu == 0:
+            return mean
+        buffer = self.momentum[name].mul(mu) + mean if name in self.momentum else mean.clone()
+        self.momentum[name] = buffer
+        return mean + buffer.mul(mu) if self.settings.nesterov else buffer
+
+    def _adam(self, name: str, mean: Tensor) -> Tensor:
+        """m^ / (sqrt(v^) + epsilon); m^ and v^ are both moments over 1 - beta^round (Kingma and Ba)."""
+        powers = {EXP_AVG: mean, EXP_AVG_SQ: mean * mean}
+        moments = []
+        for (kind, power), beta in zip(powers.items(), self.settings.betas, strict=True):
+            before = self.momentum.get(name + kind)
+            now = power.mul(1 - beta) if before is None else before.mul(beta) + power.mul(1 - beta)
+            self.momentum[name + kind] = now
+            moments.append(now / (1 - beta**self._round))
+        return moments[0] / (moments[1].sqrt() + self.settings.epsilon)
 
 
 def parameter_sha256(parameter: Tensor) -> bytes:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.settings import NotPartOf, Ratio, Settings
+from hetero_pp.settings import AddedLater, NotPartOf, Ratio, Settings
 
 
 class CompressionSettings(Settings):
@@ -23,7 +23,15 @@ class CompressionSettings(Settings):
     value_bits: Literal[1, 2, 3, 4, 8, 32] = Field(
         1, description="bits of a kept value; 32 sends it as it is. More than 1 bit: `quantiser: levels`"
     )
-    error_feedback_decay: float = Field(0.95, ge=0, le=1, description="beta in the paper")
+    memory: Annotated[Literal["error_feedback", "momentum"], AddedLater()] = Field(
+        "error_feedback",
+        description="what a replica keeps of its rounds: what it has not sent; or a momentum of its own, which it "
+        "sends with each difference (DiLoCo-LOM)",
+    )
+    memory_drops: Annotated[Ratio, AddedLater()] = Field(
+        0.0, ge=0, le=1, description="share of each chunk of that momentum, the largest, that it does not keep (Sub-k)"
+    )
+    error_feedback_decay: float = Field(0.95, ge=0, le=1, description="beta in the paper, of either memory")
     accelerator: Annotated[Literal["torch", "numba", "compile"], NotPartOf.EITHER] = Field(
         "torch", description="what selects: numba (`pip install hetero-pp[numba]`) on a CPU, torch.compile on a GPU"
     )

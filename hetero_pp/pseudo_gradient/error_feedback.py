@@ -4,6 +4,10 @@
 
 The value that is subtracted is the quantised one, so the receiver's loss of precision is made good later too.
 A contribution that no round counted goes back, whole or a share r of it: e <- e + r D.
+
+With a momentum instead (DiLoCo-LOM, SparseLoCo section 2.2) nothing is subtracted but, of LOM-Sub-k, the largest:
+
+    m <- beta m + Delta;  D = Q(Delta + beta m);  m <- m - TopK(m)
 """
 
 from __future__ import annotations
@@ -53,6 +57,8 @@ def select(
     Or the shape of a part of it, whole rows of chunks, or none (pseudo_gradient.rows); then `sum_over` sums over parts.
     `generator`, on the CPU, is what random-k draws from.
     """
+    if settings.memory == "momentum":
+        return _select_with_momentum(error, delta, settings, sum_over)
     flat = error.view(-1)
     groups = groups_of(tuple(error.shape), settings.tile) if error.numel() else ()
     found = [_advance(error, delta, group, settings, generator) for group in groups]
@@ -65,6 +71,21 @@ def select(
     quantised = quantise_as(settings, values, kept, sum_over)
     flat.index_copy_(0, where, values - quantised.values)
     return Selection(positions, where, quantised)
+
+
+def _select_with_momentum(
+    momentum: Tensor, delta: Tensor, settings: CompressionSettings, sum_over: SumOver | None
+) -> Selection:
+    """What is sent of one tensor by a replica that keeps a momentum of its own, which is changed in place."""
+    beta = settings.error_feedback_decay
+    momentum.mul_(beta).add_(delta)
+    told = momentum.mul(beta).add_(delta)
+    forgets = settings.model_copy(update={"memory": "error_feedback", "error_feedback_decay": 0.0})
+    sent = select(torch.zeros_like(told), told, forgets, sum_over)
+    if settings.memory_drops > 0:
+        drops = {"density": settings.memory_drops, "quantiser": "levels", "value_bits": 32, "error_feedback_decay": 1.0}
+        select(momentum, torch.zeros_like(momentum), forgets.model_copy(update=drops), sum_over)
+    return sent
 
 
 def give_back(error: Tensor, indices: Tensor, values: Tensor, share: float) -> None:

@@ -12,8 +12,12 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import YAMLError
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.outer.methods import change_method
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.known_keys import entry_of
+
+METHOD = ["outer", "method"]
+"""Whose cells a change of it brings along."""
 
 Entry = tuple[str, ...]
 """Where an entry stands that others name, such as a kind of link: ("links", "dsl")."""
@@ -38,11 +42,18 @@ def change(root: CommentedMap, text: str, path: Path) -> Entry | None:
     for position, part in enumerate(key):
         _require_place(node, key[:position], part, f"{text}: there is no such key in {path}")
         if position == len(key) - 1:
-            node[part] = content
+            _put(node, key, content)
         elif isinstance(node, CommentedMap) and node.get(part) is None:
             node[part] = CommentedMap()
         node = node[part]
     return entry if is_new else None
+
+
+def _put(node: Any, key: Sequence[str | int], content: Any) -> None:
+    if key == METHOD and isinstance(node, CommentedMap):
+        change_method(node, content)
+    else:
+        node[key[-1]] = content
 
 
 def require_named(config: RunConfig, added: Sequence[Entry]) -> None:

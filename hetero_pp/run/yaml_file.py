@@ -13,7 +13,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import whole
-from hetero_pp.run.changes import change, require_named
+from hetero_pp.run.changes import METHOD, change, require_named
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.described_weights import with_weights_described
 from hetero_pp.run.yaml_lines import Key, YamlLines, complaint
@@ -31,7 +31,8 @@ class ConfigFile:
         self.given = [tuple(text.partition("=")[0].strip().split(".")) for text in overrides]
         """Keys that were set beside the file."""
         self._lines = YamlLines(path)
-        added = [entry for text in overrides if (entry := change(self._lines.root, text, path)) is not None]
+        first = sorted(overrides, key=lambda text: text.partition("=")[0].strip().split(".") != METHOD)
+        added = [entry for text in first if (entry := change(self._lines.root, text, path)) is not None]
         self._merge(self._lines.root, changes or {}, ())
         try:
             self.config = with_weights_described(RunConfig.model_validate(self._lines.plain()))

@@ -176,6 +176,7 @@ class AllReplicas:
         outer = self.outer.settings
         missed = missed_in(round_, list(self.weights), outer.missed, self.spec.config.seed)
         counted = sum(weight for name, weight in self.weights.items() if name not in missed)
+        self.outer.begin(round_)
         for name, start in self.theta.items():
             mean = WeightedMean(tuple(start.shape), outer.divides_by, start.device)
             for index, replica in enumerate(self.replicas):
@@ -185,7 +186,7 @@ class AllReplicas:
                 error = self.errors[index][name]
                 sent = select(error, delta, outer.compression, generator=generator)
                 if (name_of := self.settings[index].name) in missed:
-                    give_back(error, sent.indices, sent.values, outer.returned)
+                    give_back(error, sent.indices, sent.values, outer.given_back)
                 else:
                     mean.add(DecodedTensor(sent.indices, sent.values), self.weights[name_of])
             self.ranks.sum(mean.total)

@@ -49,3 +49,16 @@ def test_it_loads_and_builds(path: Path, tmp_path: Path) -> None:
 
 def test_the_schema_is_up_to_date() -> None:
     assert json.loads((CONFIGS / "schema.json").read_text()) == RunConfig.model_json_schema()
+
+
+def test_another_method_leaves_the_files_own_cells_behind(tmp_path: Path) -> None:
+    """They are those of the method that it names; what is set beside it stands, in whatever order."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: a\nouter: {rounds: 3, learning_rate: 0.9, compression: {density: 1/32}}\n"
+        "replicas: [{name: dc, kind: datacenter}]\n"
+    )
+    for changes in (["outer.method=diloco"], ["outer.momentum=0.5", "outer.method=diloco"]):
+        outer = ConfigFile(path, changes).config.outer
+        assert (outer.rounds, outer.learning_rate, outer.compression.density) == (3, 0.7, 1.0)
+        assert outer.momentum == (0.5 if len(changes) > 1 else 0.9)

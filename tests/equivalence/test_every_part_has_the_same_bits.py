@@ -24,10 +24,16 @@ from replica_groups.exchange.log import ContributionLog
 
 HERE = Path(__file__).parent
 ROUNDS = 2
+ADAM = (
+    "{method: diloco, rounds: 2, optimizer: adam, momentum: 0, nesterov: false, aggregation: sign, "
+    "learning_rate: 0.01, final_learning_rate_share: 0.1}"
+)
 RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
     "quickstart": (HERE.parents[1] / "configs" / "quickstart.yaml", ["inner.steps=4", "data.validation_sequences=8"]),
     "DiLoCo": (HERE / "mixed.yaml", ["outer={method: diloco, rounds: 2}"]),
     "2-bit levels": (HERE / "mixed.yaml", ["outer={method: sparseloco_paper, rounds: 2}"]),
+    "LOM-Sub-k": (HERE / "mixed.yaml", ["outer={method: diloco_lom_sub_k, rounds: 2}"]),
+    "outer Adam": (HERE / "mixed.yaml", [f"outer={ADAM}"]),
     "ablations": (HERE / "ablations.yaml", []),
 }
 """A YAML, and what is changed of it beside its rounds and its text."""
@@ -105,7 +111,8 @@ def test_parameters_and_outer_momentum(both: Both) -> None:
     """Of the last round, in snapshots; and the hash that each replica came to."""
     logs = [ContributionLog(FolderStore(run / "log")) for run in (both.launched, both.in_process)]
     launched, in_process = (log.read_snapshot(ROUNDS) for log in logs)
-    assert bool(launched.momentum) == (both.config().outer.momentum > 0)
+    outer = both.config().outer
+    assert bool(launched.momentum) == (outer.momentum > 0 or outer.optimizer == "adam")
     assert set(launched.tensors()) == set(in_process.tensors())
     for name, tensor in launched.tensors().items():
         assert tensor.equal(in_process.tensors()[name]), name

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from catalogs import SHIPPED
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.experiments.catalog import SHIPPED_SCALES, Catalog
+from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.request import Request
+from hetero_pp.program.experiments.rows import Setting
 
 Reproduce = Callable[..., tuple[int, str, str]]
 """Of conftest.py."""
@@ -38,7 +41,7 @@ def mine(tmp_path: Path) -> Path:
 def test_a_table_needs_no_paper_no_claims_and_no_scale_of_its_own(mine: Path) -> None:
     catalog = Catalog(mine)
     assert set(catalog.experiments) == {"mine"}
-    assert set(catalog.scales) == {"micro", "ladder", "small", "paper"}
+    assert set(catalog.scales) == {"micro", "micro_long", "ladder", "small", "paper"}
     [setting], broken = Request(catalog).settings()
     assert not broken
     assert [len(setting.config(row).replicas) for row in setting.rows()] == [4, 4]
@@ -50,7 +53,7 @@ def test_a_scale_is_found_wherever_it_lies(place: str, mine: Path) -> None:
     (mine / place).write_text(SCALE.replace("name: micro", "name: quick").replace("\nreplicas: 4", "\nreplicas: 2"))
     catalog = Catalog(mine)
     assert catalog.scale("quick").replicas == 2
-    assert set(catalog.scales) == {"quick", "ladder", "micro", "small", "paper"}
+    assert set(catalog.scales) == {"quick", "ladder", "micro", "micro_long", "small", "paper"}
     assert set(catalog.experiments) == {"mine"}
 
 
@@ -178,3 +181,24 @@ def test_a_broken_file_is_listed_and_leaves_the_others_as_they_are(
     code, _, errors = reproduce("toy/two", "--no-train")
     assert code == 2
     assert said in errors
+
+
+def test_a_row_of_another_method_has_none_of_the_scales_cells(tmp_path: Path) -> None:
+    """A density is SparseLoCo's, and not DiLoCo's; what the row says beside the method stands, wherever it says it."""
+    found = SHIPPED.experiment("het-pp/table1")
+    cells = {"outer.compression.value_bits": 8, "outer.method": "diloco"}
+    rows = [
+        Row(name="a", cells=cells),
+        Row(name="b", steps=20, cells={"outer.method": "diloco"}),
+        Row(name="c", steps=7),
+    ]
+    experiment = found.model_copy(update={"rows": rows, "claims": [], "baseline": "a"})
+    setting = Setting(SHIPPED.scale("micro"), experiment)
+    outer = setting.config(rows[0]).outer
+    assert (outer.compression.density, outer.compression.value_bits, outer.rounds) == (1.0, 8, 40)
+    config = setting.config(rows[1])
+    assert (config.inner.steps, config.outer.rounds, config.outer.compression.value_bits) == (20, 20, 32)
+    assert (setting.config(rows[2]).outer.rounds, setting.not_representable(rows[2])) == (57, None)
+    assert (
+        setting.not_representable(Row(name="d", steps=500)) == "not representable: 400 steps are no whole rounds of 500"
+    )

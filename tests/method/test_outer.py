@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from hetero_pp.inner import InnerSettings
 from hetero_pp.outer.gradient import GradientOptimizer
-from hetero_pp.outer.methods import OuterSettings
-from hetero_pp.outer.step import OuterOptimizer, mean_of, outer_step, parameter_sha256, parameters_sha256
+from hetero_pp.outer.methods import OuterSettings, change_method
+from hetero_pp.outer.step import (
+    OuterOptimizer,
+    mean_of,
+    outer_step,
+    parameter_of,
+    parameter_sha256,
+    parameters_sha256,
+)
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
@@ -117,6 +127,68 @@ def test_outer_momentum_is_torchs(momentum: float, nesterov: bool) -> None:
     assert optimizer.momentum.keys() == (ours.keys() if momentum else set())
 
 
+def test_outer_adam_is_torchs() -> None:
+    settings = OuterSettings(rounds=4, learning_rate=0.3, optimizer="adam", betas=(0.9, 0.95), epsilon=0.1)
+    optimizer = OuterOptimizer(settings)
+    generator = torch.Generator().manual_seed(0)
+    ours = {name: torch.randn(30, generator=generator) for name in ("a", "b")}
+    plain = {name: torch.nn.Parameter(tensor.double()) for name, tensor in ours.items()}
+    adam = torch.optim.Adam(plain.values(), lr=0.3, betas=(0.9, 0.95), eps=0.1)
+    for round_ in range(1, 5):
+        if round_ == 3:  # as from a snapshot
+            state, optimizer = optimizer.state, OuterOptimizer(settings)
+            optimizer.load(state, 2)
+        optimizer.begin(round_)
+        for name in ours:
+            mean = torch.randn(30, generator=generator)
+            plain[name].grad = mean.double()
+            ours[name] = optimizer.step(name, ours[name], mean)
+        adam.step()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor.double(), plain[name].detach(), atol=2e-6, rtol=0)
+    assert {parameter_of(name) for name in optimizer.state} == {"a", "b"}
+    assert len(optimizer.state) == 4
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_signs_are_taken_of_the_mean(momentum: float) -> None:
+    optimizer = OuterOptimizer(OuterSettings(rounds=1, learning_rate=0.25, aggregation="sign", momentum=momentum))
+    theta, mean = torch.zeros(4), torch.tensor([3.0, -1e-9, 0.0, 1e9])
+    first = optimizer.step("a", theta, mean)
+    assert first.tolist() == [-0.25, 0.25, 0.0, -0.25]
+    assert optimizer.step("a", first, mean).tolist() == [x * (2 + momentum) for x in first.tolist()]
+
+
+def test_the_outer_learning_rate_falls_as_a_cosine() -> None:
+    settings = OuterSettings(rounds=12, learning_rate=0.5, warmup_rounds=2, final_learning_rate_share=0.2)
+    falling = [0.5 * (0.2 + 0.8 * (1 + math.cos(math.pi * i / 10)) / 2) for i in range(10)]
+    rates = [settings.learning_rate_in(round_) for round_ in range(1, 13)]
+    assert rates == pytest.approx([0.25, 0.5, *falling], rel=1e-5)
+    assert OuterSettings(rounds=12, learning_rate=1 / 3).learning_rate_in(7) == 1 / 3
+    theta, optimizer = {"a": torch.zeros(1)}, OuterOptimizer(settings)
+    optimizer.begin(7)
+    optimizer.take(theta, "a", torch.ones(1))
+    assert theta["a"].item() == pytest.approx(-rates[6], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cells", "told"),
+    [
+        ({"method": "diloco", "optimizer": "adam"}, "diloco: found momentum 0.9 with `optimizer: adam`, .*expected 0"),
+        ({"method": "adamw_ddp", "aggregation": "sign"}, "adamw_ddp: found `aggregation: sign` with averaged grad"),
+        ({"method": "adamw_ddp", "optimizer": "adam"}, "adamw_ddp: found `optimizer: adam` with averaged gradients"),
+        ({"method": "adamw_ddp", "compression": {"memory": "momentum"}}, "adamw_ddp: found `memory: momentum` with"),
+        ({"method": "diloco_lom", "momentum": 0.5}, "diloco_lom: found momentum 0.5 beside .*expected it in one place"),
+        ({"method": "diloco_lom", "optimizer": "adam"}, "diloco_lom: found `optimizer: adam` beside `compression.mem"),
+        ({"method": "diloco_lom", "compression": {"density": 0.5}}, "diloco_lom: found density 0.5 with .*expected 1"),
+        ({"compression": {"memory_drops": 0.5}}, "sparseloco: found memory_drops 0.5 with .*expected 0"),
+    ],
+)
+def test_parts_that_do_not_fit(cells: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        OuterSettings.model_validate({"rounds": 1, **cells})
+
+
 def test_a_round_has_the_outer_learning_rate_of_its_own() -> None:
     rates = [1.0, 0.5]
     ours = OuterOptimizer(
@@ -191,3 +263,69 @@ def test_the_hash_of_a_replica_by_hand() -> None:
     expected = hashlib.sha256(b"a\0" + b"\2" * 32 + b"b\0" + b"\1" * 32).digest()
     assert parameters_sha256(hashes) == parameters_sha256(dict(sorted(hashes.items()))) == expected
     assert parameters_sha256({"a": b"\1" * 32, "b": b"\2" * 32}) != expected
+
+
+def _rounds(method: str, deltas: torch.Tensor, **cells: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What theta comes to, and what each replica keeps, where these are the differences [rounds, replicas, 8, 8]."""
+    settings = OuterSettings.model_validate({"rounds": len(deltas), "method": method, **cells})
+    optimizer, theta = OuterOptimizer(settings), {"a": torch.zeros(8, 8)}
+    kept = [torch.zeros(8, 8) for _ in deltas[0]]
+    for round_, own in enumerate(deltas, 1):
+        optimizer.begin(round_)
+        sent = [select(memory, delta, settings.compression) for memory, delta in zip(kept, own, strict=True)]
+        told = [(1.0, DecodedTensor(one.indices, one.values)) for one in sent]
+        optimizer.take(theta, "a", mean_of((8, 8), told, settings.divides_by))
+    return theta["a"], kept
+
+
+DELTAS = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_momentum_of_each_replica_is_the_papers() -> None:
+    """In float64 (SparseLoCo section 2.2): with all of it kept, and without its largest quarter."""
+    for drops in (0.0, 0.25):
+        cells = {"compression": {"memory_drops": drops, "error_feedback_decay": 0.8}}
+        theta, kept = _rounds("diloco_lom", DELTAS, **cells)
+        momenta, expected = [np.zeros(64) for _ in range(3)], np.zeros(64)
+        for own in DELTAS.double().numpy().reshape(6, 3, 64):
+            sent = []
+            for index, delta in enumerate(own):
+                momenta[index] = 0.8 * momenta[index] + delta
+                sent.append(delta + 0.8 * momenta[index])
+                largest = np.argsort(-np.abs(momenta[index]))[: int(64 * drops)]
+                momenta[index][largest] = 0.0
+            expected -= 0.6 * np.mean(sent, axis=0)
+        np.testing.assert_allclose(theta.flatten().numpy(), expected, atol=1e-5)
+        for ours, theirs in zip(kept, momenta, strict=True):
+            np.testing.assert_allclose(ours.flatten().numpy(), theirs, atol=1e-5)
+        assert sum(int((one == 0).sum()) for one in kept) == 3 * 64 * drops
+
+
+def test_local_momenta_of_replicas_that_are_all_counted_are_the_global_one() -> None:
+    """Both are linear: SparseLoCo's Table 3 cannot but have them equal."""
+    theirs, _ = _rounds("diloco", DELTAS, learning_rate=0.6)
+    ours, _ = _rounds("diloco_lom", DELTAS)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    dropping, _ = _rounds("diloco_lom_sub_k", DELTAS)
+    assert (dropping - theirs).abs().max() > 0.1
+
+
+def test_sparseloco_that_sends_all_and_forgets_is_diloco_without_momentum() -> None:
+    all_of_it = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
+    ours, _ = _rounds("sparseloco", DELTAS, learning_rate=0.7, compression=all_of_it)
+    theirs, _ = _rounds("diloco", DELTAS, momentum=0.0, nesterov=False)
+    assert torch.equal(ours, theirs)
+
+
+def test_another_method_brings_its_own_cells() -> None:
+    """A section's cells were said of the method that it had: a density, for one."""
+    outer = {"rounds": 3, "learning_rate": 0.9, "compression": {"density": 1 / 32, "tile": [8, 8]}}
+    change_method(outer, "diloco")
+    found = OuterSettings.model_validate(outer)
+    assert (found.rounds, found.learning_rate, found.compression.density) == (3, 0.7, 1.0)
+    assert (found.compression.error_feedback_decay, found.compression.tile) == (0.0, (8, 8))
+    outer["momentum"] = 0.3
+    change_method(outer, "sparseloco")
+    assert OuterSettings.model_validate(outer) == OuterSettings(rounds=3, compression=CompressionSettings(tile=(8, 8)))
+    change_method(outer, "made up")
+    assert outer["method"] == "made up"

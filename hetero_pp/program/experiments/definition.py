@@ -80,6 +80,7 @@ class Row(Settings):
     at: dict[str, Cells] = Field(default_factory=dict, description="more cells, by scale")
     size: str | None = Field(None, description="one of the scale's `sizes`")
     budget: float = Field(1.0, gt=0, description="tokens, as a multiple of the scale's")
+    steps: int | None = Field(None, ge=1, description="H, at as many tokens: the number of rounds follows")
     replicas: int | None = Field(None, ge=1, description="M, instead of the scale's")
     paper: float | None = Field(None, description="the paper's loss")
     baseline: str | None = Field(None, description="the row that its percentage is to; the experiment's by default")

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.outer.methods import change_method
 from hetero_pp.program.experiments.blame import located
 from hetero_pp.program.experiments.definition import Cells, Experiment, Row, Scale
 from hetero_pp.program.experiments.identity import settings_of
@@ -27,6 +28,10 @@ _NOT_CELLS = {
     "replicas": "`replicas` of the row",
 }
 """What rows do not differ in as cells, and what stands for them."""
+
+
+_ROUNDED = 0.02
+"""So far the tokens of a row may be from what they ought to be, where its rounds have to be whole."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class Setting:
         count = self._replica_count(row)
         if (row.compressed_share * count) % 1:
             return f"not representable: {row.compressed_share:g} of {count} replicas"
+        if row.steps is not None:
+            rounds = self.config(row).outer.rounds
+            steps = self._all_steps(row, self._cells(row, 0))
+            if abs(rounds * row.steps - steps) > _ROUNDED * steps:
+                return f"not representable: {steps:g} steps are no whole rounds of {row.steps}"
         if isinstance(row.rank, float):
             width = self.config(row).model.resolve(self.scale.vocabulary).width
             if row.rank * width < 1:
@@ -101,18 +111,30 @@ class Setting:
         return row.replicas or self.scale.replicas
 
     def _values(self, row: Row, seed: int) -> Cells:
+        values = self._cells(row, seed)
+        if row.budget != 1 or row.steps is not None:
+            steps = row.steps or _steps(values)
+            _set(values, ["outer", "rounds"], max(1, round(self._all_steps(row, values) / steps)), "outer.rounds")
+            _set(values, ["inner", "steps"], steps, "inner.steps")
+        return values
+
+    def _all_steps(self, row: Row, values: Cells) -> float:
+        """Of all rounds of a row that has these values but for its budget and its H."""
+        return _steps(values) * RunConfig.model_validate(values).outer.rounds * row.budget
+
+    def _cells(self, row: Row, seed: int) -> Cells:
         values: Cells = json.loads(json.dumps(self.scale.base)) | {"name": "row", "seed": seed}
         corpus = self.corpus or self.experiment.corpus
         values.setdefault("data", {}).update({"repeat": self.repeat} | ({} if corpus is None else {"corpus": corpus}))
         values["replicas"] = list(self._replicas(row))
-        for cell, value in self.cells(row):
+        for cell, value in sorted(self.cells(row), key=lambda one: one[0] != "outer.method"):
+            if cell == "outer.method":
+                change_method(values.setdefault("outer", {}), value)
+                continue
             if cell in _NOT_CELLS:
                 raise ConfigError(cell.split("."), f"found a cell that a row cannot have, expected {_NOT_CELLS[cell]}")
             for node, keys in _places(values, cell):
                 _set(node, keys, value, cell)
-        if row.budget != 1:
-            rounds = RunConfig.model_validate(values).outer.rounds
-            _set(values, ["outer", "rounds"], round(rounds * row.budget), "outer.rounds")
         return values
 
     def _replicas(self, row: Row) -> Iterator[Cells]:
@@ -126,6 +148,10 @@ class Setting:
                 yield replica | {"kind": "participants", "stages": self.scale.stages, "boundary": boundary}
             else:
                 yield replica | {"kind": "datacenter"}
+
+
+def _steps(values: Cells) -> int:
+    return RunConfig.model_validate(values).inner.require_steps("rows are compared after as many steps")
 
 
 def _places(values: Cells, cell: str) -> Iterator[tuple[Cells, list[str]]]:

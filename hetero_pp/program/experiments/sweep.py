@@ -18,7 +18,7 @@ from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.run.yaml_lines import complaint
 from hetero_pp.sweeps import parse_sweep
 
-ROW_CELLS = ("rank", "bits", "compressed", "budget", "replicas")
+ROW_CELLS = ("rank", "bits", "compressed", "budget", "steps", "replicas")
 """Cells that are a row's; all others are keys of its run."""
 
 LONGEST_NAME = 120
