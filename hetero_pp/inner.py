@@ -1,13 +1,15 @@
-"""The inner loop: how long it is, and AdamW with clipping by the norm of the whole replica.
+"""The inner loop: how long it is, and its optimizer, with clipping by the norm of the whole replica.
 
-Source: Het-PP Table 9. Its state is kept across outer rounds. Steps are counted over the whole run, so the
-learning rate of a step is the same function of (round, step) in every process (hetero_pp/learning_rates.py).
+AdamW: Het-PP Table 9. Muon trains the matrices of layers, and AdamW all else, at the same learning rate, as Muon's
+steps are made as large as AdamW's (torch.optim.Muon, Jordan et al. 2024; MuLoCo, Therien et al. 2025). An optimizer's
+state is kept across outer rounds. Steps are counted over the whole run, so the learning rate of a step is the same
+function of (round, step) in every process (hetero_pp/learning_rates.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from hetero_pp.ablations import OUTPUT_PROJECTIONS, AblationSettings, SharedSecondMomentAdamW, project_weights
 from hetero_pp.errors import ConfigError
 from hetero_pp.learning_rates import ByRounds, BySteps, LearningRates
-from hetero_pp.model import EMBEDDING
+from hetero_pp.model import EMBEDDING, LAYERS
 from hetero_pp.settings import AddedLater, NotPartOf, Seconds, Settings
 from hetero_pp.units import format_count, format_seconds
 
@@ -38,6 +40,12 @@ class InnerSettings(Settings):
     warmup_rounds: Annotated[float | None, NotPartOf.PAST, AddedLater()] = Field(
         None, ge=0, allow_inf_nan=False, description="the same with `seconds`, 1 if nothing is said"
     )
+    optimizer: Annotated[Literal["adamw", "sgd", "muon"], AddedLater()] = Field(
+        "adamw", description="`muon` trains the matrices of layers, and AdamW all else"
+    )
+    momentum: Annotated[float | None, AddedLater()] = Field(
+        None, ge=0, lt=1, description="of SGD, which has none unless it is said; of Muon, 0.95 unless it is said"
+    )
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0, description="not applied to norms")
@@ -52,7 +60,10 @@ class InnerSettings(Settings):
         return {"steps": None, "warmup_steps": None, "warmup_rounds": 1.0, **values}
 
     def check(self) -> None:
-        """Raise ConfigError unless a round has one length, and its warm-up goes with that."""
+        """Raise ConfigError unless a round has one length, its warm-up goes with that, and all parts fit."""
+        if self.momentum is not None and self.optimizer == "adamw":
+            found = f"found {self.momentum:g} with `optimizer: adamw`, which has its own in `betas`"
+            raise ConfigError(("inner", "momentum"), f"{found}, expected none, or `optimizer: sgd` or `muon`")
         if self.steps is not None and self.seconds is not None:
             both = f"found {self.seconds:g} s beside {self.steps} `steps`"
             raise ConfigError(("inner", "seconds"), f"{both}, expected one of them: set the other to null")
@@ -100,7 +111,7 @@ class InnerSettings(Settings):
 
 
 class InnerOptimizer:
-    """AdamW over the parameters of one replica, or of one stage of it.
+    """Over the parameters of one replica, or of one stage of it.
 
     In a replica with compressed boundaries T_perp is fixed during the inner loop, so the embedding's weight decay
     acts on T_S = TE - T_perp only; set `perpendicular` to T_perp [V, D] after every outer round. `ablations` need the
@@ -137,7 +148,22 @@ class InnerOptimizer:
         self.optimizers = self._build()
 
     def _build(self) -> list[torch.optim.Optimizer]:
-        groups = list(self._groups())
+        groups, settings = list(self._groups()), self.settings
+        if settings.optimizer == "sgd":
+            return [torch.optim.SGD(groups, lr=settings.learning_rate, momentum=settings.momentum or 0.0)]
+        if settings.optimizer == "adamw":
+            return self._adamw(groups)
+        hidden = [group for group in groups if group.pop("is_hidden", False)]
+        others = self._adamw([group for group in groups if group not in hidden])
+        return [*map(self._muon, hidden), *others]
+
+    def _muon(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        rate, momentum = self.settings.learning_rate, self.settings.momentum
+        return torch.optim.Muon(
+            [group], lr=rate, momentum=0.95 if momentum is None else momentum, adjust_lr_fn="match_rms_adamw"
+        )
+
+    def _adamw(self, groups: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
         rate, betas, epsilon = self.settings.learning_rate, self.settings.betas, self.settings.epsilon
         shared = [group for group in groups if "shared_dim" in group] if self._ablations.modified_adamw else []
         plain = [{k: v for k, v in group.items() if k != "shared_dim"} for group in groups if group not in shared]
@@ -155,8 +181,12 @@ class InnerOptimizer:
         special = [p for name, p in matrices.items() if name.endswith(OUTPUT_PROJECTIONS)]
         if not self._ablations.modified_adamw:
             special = []
+        hidden: list[nn.Parameter] = []
+        if self.settings.optimizer == "muon":
+            hidden = [matrices.pop(name) for name in list(matrices) if name.startswith(LAYERS)]
         found: list[dict[str, Any]] = [
             {"params": [p for p in matrices.values() if not any(p is s for s in special)], "weight_decay": decay},
+            {"params": hidden, "weight_decay": decay, "is_hidden": True},
             {"params": [p for p in self._parameters if not self._is_matrix(p)], "weight_decay": 0.0},
             {"params": special, "weight_decay": decay, "shared_dim": 0},
         ]

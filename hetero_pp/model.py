@@ -36,6 +36,9 @@ PRESETS: dict[str, dict[str, int]] = {
 
 EMBEDDING = "tok_embeddings.weight"
 
+LAYERS = "layers."
+"""What the names of a layer's parameters begin with."""
+
 Shapes = dict[str, tuple[int, ...]]
 """Of parameters, by name."""
 

@@ -1,4 +1,7 @@
-"""What a replica trains beside the synced model: parameters that are no part of it, and the AdamW that trains them."""
+"""What a replica trains beside the synced model: parameters that are no part of it, and the AdamW that trains them.
+
+That is so whatever trains the model.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ class OwnParameters:
 
     def __init__(self, parameters: dict[str, nn.Parameter], inner: InnerSettings, total_steps: int | None) -> None:
         self.parameters = parameters
-        self.optimizer = InnerOptimizer(parameters, inner, total_steps)
+        adamw = inner.model_copy(update={"optimizer": "adamw", "momentum": None})
+        self.optimizer = InnerOptimizer(parameters, adamw, total_steps)
         self._remembered: dict[str, Tensor] = {}
 
     def to(self, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from hetero_pp.run.plan_section import PlanSettings, check_participants
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.settings import Duration, NotPartOf, Settings, WhomItConcerns
 from hetero_pp.store.settings import StoreSettings
-from hetero_pp.topology import ExchangeSettings, ReplicaSettings
+from hetero_pp.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings
 
 
 class SnapshotSettings(Settings):
@@ -106,6 +106,22 @@ class RunConfig(Settings):
         check_participants(self.plan, self.links, self.lines, values.layers)
         if self.states.to == "store" and self.store.url is None:
             raise ConfigError(("states", "to"), "found `store`, expected a `store.url` with it")
+        if self.inner.optimizer != "adamw":
+            self._require_no_adamw()
+
+    def _require_no_adamw(self) -> None:
+        """Raise ConfigError for parts that are AdamW's, or have none but that."""
+        found = f"found `{self.inner.optimizer}`, expected `adamw`"
+        if self.outer.source == "gradient":
+            raise ConfigError(("inner", "optimizer"), f"{found} with method {self.outer.method}")
+        for index, replica in enumerate(self.replicas):
+            if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
+                raise ConfigError(
+                    ("inner", "optimizer"), f"{found} with the engine `{replica.engine}` of {replica.name}"
+                )
+            if isinstance(replica, ParticipantsReplica) and replica.boundary.ablations.modified_adamw:
+                here = ("replicas", index, "boundary", "ablations", "modified_adamw")
+                raise ConfigError(here, f"found it with `inner.optimizer: {self.inner.optimizer}`, expected `adamw`")
 
     @property
     def states_every(self) -> int:

@@ -93,7 +93,8 @@ class AllReplicas:
         self.loose = list(range(len(self.replicas)))
         """Replicas in no stack, which take their steps one after the other."""
         self._split()
-        if bias_every is None and (stacks or (stacks is None and device.type == "cuda")):
+        can_stack_steps = bias_every is None and spec.config.inner.optimizer != "muon"  # whose matrices are one by one
+        if can_stack_steps and (stacks or (stacks is None and device.type == "cuda")):
             self._stack(is_measured=stacks is None)
 
     @property

@@ -33,6 +33,7 @@ RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
     "DiLoCo": (HERE / "mixed.yaml", ["outer={method: diloco, rounds: 2}"]),
     "2-bit levels": (HERE / "mixed.yaml", ["outer={method: sparseloco_paper, rounds: 2}"]),
     "LOM-Sub-k": (HERE / "mixed.yaml", ["outer={method: diloco_lom_sub_k, rounds: 2}"]),
+    "inner Muon": (HERE / "mixed.yaml", ["inner.optimizer=muon", "outer.compression.value_bits=2"]),
     "outer Adam": (HERE / "mixed.yaml", [f"outer={ADAM}"]),
     "ablations": (HERE / "ablations.yaml", []),
 }

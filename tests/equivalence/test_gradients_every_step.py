@@ -52,8 +52,8 @@ def test_moments_are_in_the_snapshots(both: list[Path]) -> None:
 
 
 def test_links_carried_what_check_predicts(both: list[Path]) -> None:
-    """Every member sees all of the averaged gradient, as it is clipped by its norm. Most rows of the embedding are zero,
-    as few tokens are in a step: they take next to nothing.
+    """Every member sees all of the averaged gradient, as it is clipped by its norm. Most rows of the embedding are
+    zero, as few tokens are in a step: they take next to nothing.
     """
     spec = RunSpec(ConfigFile(both[0] / "config.yaml").config, 256)
     links = json.loads((both[0] / "summary.json").read_text())["links"]

@@ -85,6 +85,43 @@ def _plain_round(start: torch.Tensor, local: torch.Tensor, error: torch.Tensor) 
     return start - 0.8 * sent.view(start.shape)
 
 
+def test_sgd_within_and_without_is_sgd_of_the_large_batch(config: RunConfig, tmp_path: Path) -> None:
+    """DiLoCo with H = 1, of two replicas: their batches together, by torch.optim.SGD (in float64, to rounding)."""
+    torch.set_num_threads(1)
+    plain = RunConfig.model_validate(
+        config.model_dump()
+        | {
+            "inner": InnerSettings(
+                steps=1, learning_rate=0.5, warmup_steps=3, optimizer="sgd", weight_decay=0.0, clip_norm=None
+            ),
+            "outer": OuterSettings(rounds=5, method="diloco", learning_rate=1.0, momentum=0.0, nesterov=False),
+            "replicas": [DatacenterReplica(name=name, kind="datacenter", batch_size=4) for name in ("a", "b")],
+            "exchange": {"magnitudes": {"scale": 1e9, "leave_out": 1e9}},  # single gradients vary more than H steps
+        }
+    )
+    spec = RunSpec(plain, 256)
+    run_in_process(spec, RunFolder(tmp_path / "run"), lambda _: None)
+    store = prepare_tokens(config.data, tmp_path)
+    batches = [
+        StoreBatches(store=store, sequence_length=32, seed=5, replica=index, replicas=2, batch_size=4)
+        for index in range(2)
+    ]
+    model = Transformer(spec.shape)
+    initialise(model, 5)
+    model.double()
+    sgd = torch.optim.SGD(model.parameters())
+    for step in range(5):
+        tokens = torch.cat([one.train(step) for one in batches])
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        for group in sgd.param_groups:
+            group["lr"] = plain.inner.learning_rate_at(step, 5)
+        sgd.step()
+        sgd.zero_grad()
+    saved = load_snapshot(tmp_path / "run" / "log" / "snapshot-000005.safetensors").parameters
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(saved[name].double(), parameter.detach(), atol=2e-6, rtol=1e-5)
+
+
 def test_a_datacenter_replica_is_a_plain_loop(config: RunConfig, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     reports: list[Report] = []

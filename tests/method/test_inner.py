@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerOptimizer, InnerSettings
 from hetero_pp.model import EMBEDDING, ModelShape, Transformer, initialise, parameters_of
+from hetero_pp.run.config import RunConfig
 from hetero_pp.subspace import perpendicular, random_basis
 
 SHAPE = ModelShape(width=16, layers=2, heads=2, feed_forward=24, vocabulary=64)
@@ -57,6 +60,95 @@ def test_steps_are_torchs_adamw_to_the_bit(clip_norm: float | None) -> None:
         for name, parameter in ours.items():
             assert torch.equal(parameter, plain[name]), f"{name} after step {step}"
             assert parameter.grad is None
+
+
+@pytest.mark.parametrize("momentum", [None, 0.5])
+def test_muon_trains_the_matrices_of_layers_and_adamw_all_else(momentum: float | None) -> None:
+    """To the bits of torch's two; a stage that has some of the layers does the same with those."""
+    ours, plain = _parameters(), _parameters()
+    stage = {name: parameter for name, parameter in _parameters().items() if name.startswith("layers.1.")}
+    settings = InnerSettings(
+        learning_rate=3e-2, warmup_steps=2, weight_decay=0.2, clip_norm=None, optimizer="muon", momentum=momentum
+    )
+    optimizers = [InnerOptimizer(one, settings, TOTAL) for one in (ours, stage)]
+    hidden = {name: p for name, p in plain.items() if name.startswith("layers.") and p.ndim == 2}
+    others = {name: p for name, p in plain.items() if name not in hidden}
+    assert {"lm_head.weight", EMBEDDING} < set(others)
+    muon = torch.optim.Muon(
+        hidden.values(), weight_decay=0.2, momentum=0.95 if momentum is None else 0.5, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in others.values() if p.ndim == 2], "weight_decay": 0.2},
+            {"params": [p for p in others.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    for step in range(3):
+        for parameters in (ours, plain):
+            _set_gradients(parameters, step, scale=0.1)
+        for name, parameter in stage.items():
+            parameter.grad = ours[name].grad.clone()  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step(step, torch.tensor(1.0))
+        for group in (*muon.param_groups, *adamw.param_groups):
+            group["lr"] = settings.learning_rate_at(step, TOTAL)
+        muon.step()
+        adamw.step()
+        for name, parameter in ours.items():
+            assert torch.equal(parameter, plain[name]), f"{name} after step {step}"
+            assert name not in stage or torch.equal(parameter, stage[name]), name
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_sgd_is_torchs(momentum: float | None) -> None:
+    ours, plain = _parameters(), _parameters()
+    settings = InnerSettings(
+        learning_rate=0.3, warmup_steps=0, weight_decay=0.0, clip_norm=None, optimizer="sgd", momentum=momentum
+    )
+    optimizer = InnerOptimizer(ours, settings, TOTAL)
+    sgd = torch.optim.SGD(plain.values(), momentum=momentum or 0.0)
+    for step in range(3):
+        for parameters in (ours, plain):
+            _set_gradients(parameters, step, scale=0.1)
+        optimizer.step(step, torch.tensor(1.0))
+        for group in sgd.param_groups:
+            group["lr"] = settings.learning_rate_at(step, TOTAL)
+        sgd.step()
+        for name, parameter in ours.items():
+            assert torch.equal(parameter, plain[name]), f"{name} after step {step}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"inner": {"momentum": 0.9}}, "found 0.9 with `optimizer: adamw`, .*expected none, or"),
+        ({"outer": {"rounds": 1, "method": "adamw_ddp"}}, "found `muon`, expected `adamw` with method adamw_ddp"),
+        (
+            {"replicas": [{"name": "dc", "kind": "datacenter", "engine": "deepspeed"}]},
+            "found `muon`, expected `adamw` with the engine `deepspeed` of dc",
+        ),
+        (
+            {
+                "replicas": [
+                    {
+                        "name": "home",
+                        "kind": "participants",
+                        "stages": 2,
+                        "boundary": {"rank": 8, "ablations": {"modified_adamw": True}},
+                    }
+                ]
+            },
+            "found it with `inner.optimizer: muon`, expected `adamw`",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit(changes: dict[str, Any], told: str) -> None:
+    values = {"name": "a", "outer": {"rounds": 1}, "replicas": [{"name": "dc", "kind": "datacenter"}], **changes}
+    values["inner"] = changes.get("inner", {"optimizer": "muon"})
+    with pytest.raises(ConfigError, match=told):
+        RunConfig.model_validate(values).check()
 
 
 def test_clipping_uses_the_norm_it_is_given() -> None:
