@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -19,20 +20,51 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 _DENSE = {"density": 1.0, "value_bits": 32, "error_feedback_decay": 0.0}
 _LOCAL_MOMENTUM = {"density": 1.0, "value_bits": 32, "memory": "momentum", "error_feedback_decay": 0.9}
 
-METHODS: dict[str, dict[str, Any]] = {
-    # Sarfi et al. 2025: error feedback instead of outer momentum. All other cells are the defaults.
-    "sparseloco": {},
-    # The same with what the paper sends: 32 of 4096 values in 2 bits.
-    "sparseloco_paper": {"compression": {"density": 1 / 128, "quantiser": "levels", "value_bits": 2}},
-    # Douillard et al. 2023: everything is sent, outer Nesterov.
-    "diloco": {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True, "compression": _DENSE},
-    # Sarfi et al. 2025, section 2.2: DiLoCo with a momentum of each replica's own, which is sent with what it did.
-    "diloco_lom": {"learning_rate": 0.6, "compression": _LOCAL_MOMENTUM},
-    # The same; of that momentum the largest quarter is dropped after each round.
-    "diloco_lom_sub_k": {"learning_rate": 0.6, "compression": {**_LOCAL_MOMENTUM, "memory_drops": 0.25}},
-    # Gradients averaged every step, clipped after averaging, one AdamW (its step is the inner section's).
-    "adamw_ddp": {"source": "gradient", "compression": _DENSE},
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table."""
+
+    source: str
+    """Paper and section."""
+    cells: Mapping[str, Any]
+    """What it sets beside the defaults."""
+
+
+METHODS: dict[str, Method] = {
+    "sparseloco": Method("SparseLoCo (Sarfi et al. 2025), algorithm 1; a bit a value", {}),
+    "sparseloco_paper": Method(
+        "SparseLoCo, algorithm 1 and table 9",
+        {"compression": {"density": 1 / 128, "quantiser": "levels", "value_bits": 2}},
+    ),
+    "diloco": Method(
+        "DiLoCo (Douillard et al. 2023), algorithm 1",
+        {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True, "compression": _DENSE},
+    ),
+    "diloco_lom": Method(
+        "SparseLoCo, section 2.2: a momentum of each replica's own",
+        {"learning_rate": 0.6, "compression": _LOCAL_MOMENTUM},
+    ),
+    "diloco_lom_sub_k": Method(
+        "SparseLoCo, section 2.2: of that momentum the largest quarter is dropped",
+        {"learning_rate": 0.6, "compression": {**_LOCAL_MOMENTUM, "memory_drops": 0.25}},
+    ),
+    "adamw_ddp": Method(
+        "Het-PP, table 4: gradients averaged every step, then clipped, for one AdamW",
+        {"source": "gradient", "compression": _DENSE},
+    ),
 }
+"""SparseLoCo's cells are the defaults."""
+
+
+MethodName = Literal[
+    "sparseloco",
+    "sparseloco_paper",
+    "diloco",
+    "diloco_lom",
+    "diloco_lom_sub_k",
+    "adamw_ddp",
+]
 
 
 def change_method(outer: MutableMapping[str, Any], method: Any) -> None:
@@ -40,7 +72,8 @@ def change_method(outer: MutableMapping[str, Any], method: Any) -> None:
     the one that it had.
     """
     for name in (outer.get("method", "sparseloco"), method):
-        _drop(outer, METHODS.get(name, {}) if isinstance(name, str) else {})
+        if isinstance(name, str) and name in METHODS:
+            _drop(outer, METHODS[name].cells)
     outer["method"] = method
 
 
@@ -57,9 +90,7 @@ class OuterSettings(Settings):
     """The outer rounds: a row of parts."""
 
     rounds: Annotated[int, NotPartOf.PAST] = Field(ge=1)
-    method: Literal["sparseloco", "sparseloco_paper", "diloco", "diloco_lom", "diloco_lom_sub_k", "adamw_ddp"] = Field(
-        "sparseloco", description="sets the cells below"
-    )
+    method: MethodName = Field("sparseloco", description="sets the cells below")
     source: Literal["difference", "gradient"] = Field(
         "difference", description="what is averaged: parameter differences after H steps, or gradients every step"
     )
@@ -100,7 +131,8 @@ class OuterSettings(Settings):
         """Cells that the user did not set come from the method's row."""
         if not isinstance(values, dict):
             return values
-        row = METHODS.get(values.get("method", "sparseloco"), {})
+        method = values.get("method", "sparseloco")
+        row = METHODS[method].cells if isinstance(method, str) and method in METHODS else {}
         filled = {**row, **values}
         own = values.get("compression", {})
         if "compression" in row and isinstance(own, dict):

@@ -389,6 +389,14 @@ def replay(
 
 
 @app.command()
+def methods() -> None:
+    """Print the methods there are: each a row of parts, with paper and section."""
+    from hetero_pp.program.methods import print_methods
+
+    print_methods()
+
+
+@app.command()
 def schema(
     of: Annotated[Literal["run", "chaos"], typer.Argument(help="Of a run, or of a file of faults.")] = "run",
 ) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from ruamel.yaml import YAML
 
 from hetero_pp.inner import InnerSettings
 from hetero_pp.outer.gradient import GradientOptimizer
-from hetero_pp.outer.methods import OuterSettings, change_method
+from hetero_pp.outer.methods import METHODS, OuterSettings, change_method
 from hetero_pp.outer.step import (
     OuterOptimizer,
     mean_of,
@@ -23,6 +24,7 @@ from hetero_pp.outer.step import (
     parameter_sha256,
     parameters_sha256,
 )
+from hetero_pp.program.methods import as_yaml, print_methods
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
@@ -329,3 +331,16 @@ def test_another_method_brings_its_own_cells() -> None:
     assert OuterSettings.model_validate(outer) == OuterSettings(rounds=3, compression=CompressionSettings(tile=(8, 8)))
     change_method(outer, "made up")
     assert outer["method"] == "made up"
+
+
+def test_every_method_is_printed_with_where_it_is_from_and_what_it_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed is what a YAML may say: it sets the same."""
+    print_methods()
+    said = " ".join(capsys.readouterr().out.split())
+    names = get_args(OuterSettings.model_fields["method"].annotation)
+    assert list(METHODS) == list(names)
+    for name, method in METHODS.items():
+        assert f"{name}: {method.source} {as_yaml(method.cells)}" in said
+        cells = YAML(typ="safe").load(as_yaml(method.cells))
+        told = OuterSettings.model_validate({"rounds": 3, "method": name, **cells})
+        assert told == OuterSettings(rounds=3, method=name)
