@@ -107,3 +107,8 @@ def stage_link_name(replica: str, hop: int) -> str:
 
 def exchange_link_name(member: str) -> str:
     return f"{member}-{EXCHANGE}"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether nobody but its own machine reaches who listens at a HOST:PORT."""
+    return address.startswith(("127.", "localhost:", "[::1]:"))

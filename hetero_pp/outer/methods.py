@@ -71,7 +71,8 @@ def change_method(outer: MutableMapping[str, Any], method: Any) -> None:
     """Give an `outer` section, as a YAML says it, another method: the cells go that are of either, as they were said of
     the one that it had.
     """
-    for name in (outer.get("method", "sparseloco"), method):
+    before = outer.get("method", "sparseloco")
+    for name in (before, method) if before != method else ():
         if isinstance(name, str) and name in METHODS:
             _drop(outer, METHODS[name].cells)
     outer["method"] = method

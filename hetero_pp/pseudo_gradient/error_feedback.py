@@ -83,8 +83,10 @@ def _select_with_momentum(
     forgets = settings.model_copy(update={"memory": "error_feedback", "error_feedback_decay": 0.0})
     sent = select(torch.zeros_like(told), told, forgets, sum_over)
     if settings.memory_drops > 0:
-        drops = {"density": settings.memory_drops, "quantiser": "levels", "value_bits": 32, "error_feedback_decay": 1.0}
-        select(momentum, torch.zeros_like(momentum), forgets.model_copy(update=drops), sum_over)
+        largest = {"density": settings.memory_drops, "selection": "top_k", "error_feedback_decay": 1.0}
+        as_they_are = {"quantiser": "levels", "value_bits": 32}
+        dropped = forgets.model_copy(update=largest | as_they_are)
+        select(momentum, torch.zeros_like(momentum), dropped, sum_over)
     return sent
 
 

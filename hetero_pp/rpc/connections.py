@@ -154,7 +154,7 @@ class NetworkConnections:
     def listen(self) -> str:
         """See Connections."""
         replica, stage = self._member.replica, self._member.stage
-        if stage is None or not isinstance(replica, ParticipantsReplica):
+        if not self._both or stage is None or not isinstance(replica, ParticipantsReplica):
             return ""
         settings = replica.stage_settings(stage.index)
         listen = self._listen or (settings and settings.listen) or ("" if stage.is_first else "127.0.0.1:0")

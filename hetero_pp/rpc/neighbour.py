@@ -8,7 +8,7 @@ from hetero_pp.errors import LinkTimeout
 from hetero_pp.faults import Faults
 from hetero_pp.link.ledger import Ledger
 from hetero_pp.link.shared_lines import Lines
-from hetero_pp.links import RELAYED, Direction, LinkSpec
+from hetero_pp.links import RELAYED, Direction, LinkSpec, is_loopback
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.link_end import GrpcLinkEnd, OnRefusal
 from hetero_pp.rpc.relayed import RelayedDialler, RelayedListener
@@ -17,7 +17,6 @@ from hetero_pp.rpc.stage_link import StageLinkDialer, StageLinkServer
 CONNECT_TIMEOUT = 120.0
 DIRECT_SECONDS = 10.0
 """For so long a neighbour is dialled where it says that it listens, before it is sought through the relay."""
-LOOPBACK = ("127.", "localhost:", "[::1]:")
 CUT_OFF_SECONDS = 60.0
 """For so long a link between stages that is cut off is dialled again: the neighbour may live."""
 
@@ -55,6 +54,9 @@ class Neighbour:
     def dial(self, address: str, epoch: int) -> GrpcLinkEnd:
         """Where it says that it listens, or else through the relay. Raises as StageLinkDialer.dial."""
         self.server.give_up(epoch, f"this member is at epoch {epoch}")
+        if self._from_relay is not None:  # two that wait to be found would find each other
+            self._from_relay.close()
+            self._from_relay = None
         if address != RELAYED and address not in self._unreached:
             is_relayed = self._may_be_relayed(address)
             routed = self._faults.route(self._spec.name, address)
@@ -72,6 +74,9 @@ class Neighbour:
     def be_found(self, epoch: int) -> None:
         """It is about to dial this member."""
         self._dialer.give_up(epoch, f"this member is at epoch {epoch}")
+        if self._to_relay is not None:
+            self._to_relay.close()
+            self._to_relay = None
         if self._from_relay is None and self._may_be_relayed(self.listens):
             self._from_relay = RelayedListener(self._exchange, self._credentials, self._spec.name, self.listens)
 
@@ -96,4 +101,4 @@ class Neighbour:
 
     def _may_be_relayed(self, address: str) -> bool:
         """Whether who listens there may be out of reach: on another machine, of a run that has a relay."""
-        return self._credentials.identity is not None and not address.startswith(LOOPBACK)
+        return self._credentials.identity is not None and not is_loopback(address)

@@ -13,7 +13,7 @@ import grpc
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import make_channel, readiness
 
-DIAL_SECONDS = 2.0
+DIAL_SECONDS = 4.0
 """In which a member is to answer."""
 
 
@@ -28,7 +28,7 @@ class Reach:
         """By member, where it was dialled last and whether it answered."""
 
     def of(self, member: str, address: str, peer: str, is_new: bool) -> bool | None:
-        """Whether a member answers at HOST:PORT; one that `is_new` is dialled again.
+        """Whether a member answers at HOST:PORT; one that `is_new` is dialled again, and else what was found stands.
 
         `peer`: from where it calls, as gRPC says it. None for an address that is not there: nobody learns by this what
         else the exchange reaches.
@@ -37,9 +37,10 @@ class Reach:
             known = self._found.get(member)
         if not is_new and known is not None and known[0] == address:
             return known[1]
-        if not _is_of(address, peer):
+        numeric = _of(address, peer)
+        if numeric is None:
             return None
-        answers = self._answers(member, address)
+        answers = self._answers(member, numeric)
         with self._lock:
             self._found[member] = address, answers
         return answers
@@ -53,18 +54,20 @@ class Reach:
             return True
 
 
-def _is_of(address: str, peer: str) -> bool:
-    """Whether a HOST:PORT is on the machine that calls from `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
+def _of(address: str, peer: str) -> str | None:
+    """A HOST:PORT by number, if it is on the machine that calls from `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
     host, _, port = address.rpartition(":")
     family, _, caller = peer.partition(":")
     if family not in ("ipv4", "ipv6") or not port.isdecimal():
-        return False
+        return None
     own = _ip(unquote(caller).rpartition(":")[0])
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except (OSError, UnicodeError, OverflowError):
-        return False
-    return own is not None and own in {_ip(str(one[4][0])) for one in found}
+        return None
+    if own is None or own not in {_ip(str(one[4][0])) for one in found}:
+        return None
+    return f"[{own}]:{port}" if own.version == 6 else f"{own}:{port}"
 
 
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

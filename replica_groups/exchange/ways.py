@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hetero_pp.links import RELAYED
+from hetero_pp.links import RELAYED, is_loopback
 
 
 class Listens(NamedTuple):
@@ -20,7 +20,9 @@ class Listens(NamedTuple):
         """To reach it: the more, the better."""
         if self.address in ("", RELAYED):
             return 0
-        return {False: 1, None: 2, True: 3}[self.is_reached]
+        if is_loopback(self.address):  # who is on its machine reaches any other address of that, too
+            return 1
+        return {False: 2, None: 3, True: 4}[self.is_reached]
 
 
 class Way(NamedTuple):

@@ -39,6 +39,9 @@ def _known(listens: Listens, is_reached: bool) -> Listens:
         (_known(HERE, False), _known(THERE, False), DOWN),
         (NOWHERE, _known(THERE, False), DOWN),
         (_known(HERE, False), NOWHERE, UP),
+        (_known(HERE, False), Listens("127.0.0.1:2", True), UP),
+        (NOWHERE, Listens("127.0.0.1:2", True), Way(before="127.0.0.1:2")),
+        (Listens("127.0.0.1:1", True), Listens("127.0.0.1:2"), Way(before="127.0.0.1:2")),
     ],
 )
 def test_who_is_likelier_to_be_reached_is_dialled(before: Listens, after: Listens, expected: Way) -> None:

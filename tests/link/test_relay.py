@@ -363,6 +363,12 @@ def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
     assert capsys.readouterr().err.count("sought through the relay") == 1
 
 
+def test_a_group_of_one_stage_has_nobody_to_listen_for(relayed: Relayed, stack: ExitStack) -> None:
+    config = ConfigFile(MIXED, ["replicas.1.stages=[{layers: 4}]"]).config
+    alone = stack.enter_context(relayed.connections(RunSpec(config, 256), "home.0", listen="127.0.0.1:0"))
+    assert alone.listen() == ""
+
+
 def test_either_end_may_dial_and_another_one_in_each_epoch(relayed: Relayed, stack: ExitStack) -> None:
     """Through the relay, too; both ends go on counting."""
     spec = RunSpec(ConfigFile(MIXED).config, 256)
@@ -381,6 +387,8 @@ def test_either_end_may_dial_and_another_one_in_each_epoch(relayed: Relayed, sta
             one.send(_message(epoch))
             _expect(other, range(epoch, epoch + 1))
             assert one.ledger.of_round(0).messages == epoch
+        assert (dialler._from_relay, dialled._to_relay) == (None, None)  # else two would wait, and find each other
+    assert relayed.refusals() == {}
 
 
 def test_who_is_not_found_is_asked_for_again(relayed: Relayed) -> None:

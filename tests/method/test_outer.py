@@ -285,8 +285,9 @@ DELTAS = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 def test_a_momentum_of_each_replica_is_the_papers() -> None:
     """In float64 (SparseLoCo section 2.2): with all of it kept, and without its largest quarter."""
-    for drops in (0.0, 0.25):
-        cells = {"compression": {"memory_drops": drops, "error_feedback_decay": 0.8}}
+    for drops, selection in ((0.0, "top_k"), (0.25, "top_k"), (0.25, "random_k")):
+        sends = {"selection": selection}  # all of it
+        cells = {"compression": {"memory_drops": drops, "error_feedback_decay": 0.8, **sends}}
         theta, kept = _rounds("diloco_lom", DELTAS, **cells)
         momenta, expected = [np.zeros(64) for _ in range(3)], np.zeros(64)
         for own in DELTAS.double().numpy().reshape(6, 3, 64):
@@ -329,6 +330,9 @@ def test_another_method_brings_its_own_cells() -> None:
     outer["momentum"] = 0.3
     change_method(outer, "sparseloco")
     assert OuterSettings.model_validate(outer) == OuterSettings(rounds=3, compression=CompressionSettings(tile=(8, 8)))
+    same = {"method": "diloco", "momentum": 0.3}
+    change_method(same, "diloco")
+    assert same == {"method": "diloco", "momentum": 0.3}
     change_method(outer, "made up")
     assert outer["method"] == "made up"
 
