@@ -31,7 +31,7 @@ NAMES = [f"het-pp/table{name}" for name in ("1", "2", "3", "4", "5a", "5b", "5c"
 
 def test_the_tables_are_there() -> None:
     assert {*NAMES, "het-pp/alpha", "beyond/rank_for_bits"} <= set(SHIPPED.experiments)
-    assert set(SHIPPED.scales) == {"micro", "ladder", "small", "paper"}
+    assert set(SHIPPED.scales) == {"micro", "micro_long", "ladder", "small", "paper"}
 
 
 @pytest.mark.parametrize("scale", SHIPPED.scales.values(), ids=lambda scale: scale.name)
@@ -41,7 +41,7 @@ def test_every_row_validates_at_every_scale(experiment: Experiment, scale: Scale
     for row in experiment.rows:
         reason = setting.not_representable(row)
         if reason is not None:
-            assert isinstance(row.rank, float) or row.replicas is not None
+            assert isinstance(row.rank, float) or row.replicas is not None or row.steps is not None
             continue
         config = setting.config(row, 1)
         compressed = [replica for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
@@ -269,7 +269,10 @@ def test_the_list_and_the_dry_run(tmp_path: Path, reproduce: Reproduce) -> None:
     ("arguments", "words"),
     [
         (["toy/two"], "found no experiment `toy/two`, expected one of toy/one"),
-        (["toy/one", "--scale", "huge"], "found no scale `huge`, expected one of ladder, micro, paper, small, tiny"),
+        (
+            ["toy/one", "--scale", "huge"],
+            "found no scale `huge`, expected one of ladder, micro, micro_long, paper, small, tiny",
+        ),
     ],
 )
 def test_unknown_names_list_the_known_ones(
