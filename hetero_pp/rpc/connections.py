@@ -184,8 +184,7 @@ class NetworkConnections:
             above = self._before.accept(epoch)
             self._ends = LinkEnds(above, below)
         if self._after is not None and below is None:
-            below = self._after.accept(epoch)
-        self._ends = LinkEnds(above, below)
+            self._ends = LinkEnds(above, self._after.accept(epoch))
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:
