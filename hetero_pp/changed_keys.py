@@ -24,6 +24,9 @@ from hetero_pp.settings import NotPartOf, Settings, meaning
 Values = Mapping[str, Any]
 """Dotted key -> value, as JSON has it."""
 
+REPLICAS = "replicas"
+"""The key of which a list is kept: the entries that there are, as all hosts agree on them."""
+
 Config = TypeVar("Config", bound=Settings)
 
 
@@ -41,8 +44,19 @@ class Changes:
         dumped = config.model_dump(mode="json")
         for key, values in self.history.items():
             since = max(first for first in values if round_ is None or first <= max(round_, 1))
-            _put(dumped, key.split("."), values[since])
+            value = _as_here(dumped[key], values[since]) if key == REPLICAS else values[since]
+            _put(dumped, key.split("."), value)
         return type(config).model_validate(dumped)
+
+    @property
+    def newest(self) -> int:
+        """The round from which the last change holds; 0 if there is none."""
+        return max((since for values in self.history.values() for since in values), default=0)
+
+    @property
+    def replicas_since(self) -> Sequence[int]:
+        """The rounds from which other replicas take part, the first round before them."""
+        return sorted(self.history.get(REPLICAS, {1: None}))
 
     def had(self, key: str, first: Any) -> Sequence[Any]:
         """All values that a key ever had, the newest last; `first` is that of the run's first configuration."""
@@ -50,7 +64,7 @@ class Changes:
 
     def changed(self, first: Settings, round_: int, values: Values) -> Changes:
         """These, and from a round on some more; `first` is the run's first configuration."""
-        began = values_of(first)
+        began = values_of(first) | {REPLICAS: replicas_of(first)}
         found = dict(self.history)
         for key, value in values.items():
             before = found.get(key, {1: began[key]})
@@ -78,6 +92,12 @@ def values_of(config: Settings) -> dict[str, Any]:
     agreed = dict(_leaves(meaning(config, NotPartOf.RUN)))
     lasting = dict(_leaves(meaning(config, NotPartOf.RUN | NotPartOf.PAST)))
     return {key: value for key, value in agreed.items() if key not in lasting}
+
+
+def replicas_of(config: Settings) -> list[Any]:
+    """The entries of `replicas`, as all hosts agree on them."""
+    found: list[Any] = meaning(config, NotPartOf.RUN)[REPLICAS]
+    return found
 
 
 def with_values(config: Config, values: Values) -> Config:
@@ -111,6 +131,12 @@ def _history(values: Any) -> dict[str, dict[int, Any]]:
         if min(by_round, default=0) != 1:
             raise ValueError(f"{key}: found no value from round 1 on, expected one")
     return history
+
+
+def _as_here(own: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
+    """Entries in their order, those that a host has itself with all that they say there."""
+    by_name = {entry["name"]: entry for entry in own}
+    return [by_name.get(entry["name"], entry) for entry in entries]
 
 
 def _put(dumped: dict[str, Any], key: Sequence[str], value: Any) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetero_pp.data.batches import Batches
+from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.model import build_filled
@@ -71,7 +71,7 @@ def _build_stage(
     assert member.stage is not None
     config = spec.config
     rows = replica.batch_size // replica.micro_batches
-    batches: Batches | None = None
+    batches: SharedBatches | None = None
     validation: list[Tensor] = []
     if member.stage.is_first:
         assert source is not None

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hetero_pp.data.batches import Batches, load_position, save_position
+from hetero_pp.data.batches import load_position, save_position
+from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.messages.messages_pb2 import InnerStep
@@ -21,7 +22,12 @@ class DatacenterMember:
     """Trains the whole model with an engine. Implements TrainingMember; on several ranks, on every one."""
 
     def __init__(
-        self, name: str, engine: Engine, batches: Batches, validation: Sequence[Tensor], keeps_moments: bool = True
+        self,
+        name: str,
+        engine: Engine,
+        batches: SharedBatches,
+        validation: Sequence[Tensor],
+        keeps_moments: bool = True,
     ) -> None:
         """`keeps_moments`: whether `undo` brings back the moments of the round's start, or leaves them as they are."""
         self.name = name
@@ -36,6 +42,10 @@ class DatacenterMember:
     def follow(self, rates: LearningRates) -> None:
         """See TrainingMember."""
         self.engine.follow(rates)
+
+    def take_share(self, share: Share, step: int) -> None:
+        """See TrainingMember."""
+        self.batches.take(share, step)
 
     def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
         """See TrainingMember."""

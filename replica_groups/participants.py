@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetero_pp.data.batches import Batches, load_position, save_position
+from hetero_pp.data.batches import load_position, save_position
+from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.messages.messages_pb2 import InnerStep
@@ -33,7 +34,7 @@ class StageMember:
         self,
         replica: str,
         worker: StageWorker,
-        batches: Batches | None,
+        batches: SharedBatches | None,
         validation: Sequence[Tensor],
         count: int,
         keeps_moments: bool = True,
@@ -51,6 +52,11 @@ class StageMember:
     def follow(self, rates: LearningRates) -> None:
         """See TrainingMember."""
         self.worker.stage.follow(rates)
+
+    def take_share(self, share: Share, step: int) -> None:
+        """See TrainingMember."""
+        if self.batches is not None:
+            self.batches.take(share, step)
 
     def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
         """See TrainingMember. The loss is known on the last stage, norm and tokens are told by the first."""

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from hetero_pp.data.shares import Share
 from hetero_pp.errors import LinkError, Suspended, TermOver
 from hetero_pp.faults import NO_FAULTS, Faults, Phase
 from hetero_pp.learning_rates import LearningRates
@@ -38,6 +39,9 @@ class TrainingMember(Protocol):
 
     def follow(self, rates: LearningRates) -> None:
         """From the next step on other learning rates."""
+
+    def take_share(self, share: Share, step: int) -> None:
+        """Read this part of the text in the round whose first step is `step`."""
 
     def inner_step(self, round_: int, step: int, global_step: int, is_last: bool = False) -> InnerStep:
         """One inner step; what is known here of loss, norm and learning rate, and whether it was told to be the last.
@@ -117,6 +121,8 @@ class TrainingLoop:
         self.holds, self._saved = holds, saved
         while (work := self.seat.ask(self.holds)).round:
             try:
+                if work.changed > spec.changes.newest:
+                    spec = spec.with_changes(self.seat.exchange.changes())
                 self._reach(work)
                 self._train_round(work, spec)
             except (Suspended, TermOver, LinkError) as error:
@@ -189,7 +195,9 @@ class TrainingLoop:
         round_ = work.round
         if self.gate is not None:
             self.reporter.flush()
-        self.member.follow(spec.rates_in(round_, self.steps.before(round_), self.steps.last))
+        first = self.steps.before(round_)
+        self.member.follow(spec.rates_in(round_, first, self.steps.last))
+        self.member.take_share(spec.share_of(self.replica, round_), first)
         self.faults.touch(self.outer.theta)
         self.member.remember()
         self._under_way = True

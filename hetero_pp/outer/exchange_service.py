@@ -45,6 +45,8 @@ class Assignment:
     """Seconds since the round opened."""
     upstream: str = ""
     """Where the stage before is to be dialled, likewise."""
+    changed: int = 0
+    """The round from which the last change of the run holds, which the member may not have heard of; 0: none."""
 
 
 @dataclass(frozen=True)

@@ -320,6 +320,7 @@ class _Servicer(ExchangeServicer):
             is_first=work.is_first,
             elapsed=work.elapsed,
             upstream=work.upstream,
+            changed=work.changed,
         )
 
     def Beat(self, request: pb.BeatRequest, context: grpc.ServicerContext) -> pb.BeatReply:

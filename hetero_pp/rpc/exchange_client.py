@@ -168,6 +168,7 @@ class ExchangeClient:
             reply.is_first,
             reply.elapsed,
             reply.upstream,
+            reply.changed,
         )
 
     def beat(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetero_pp.changed_keys import Changes, Values, values_of
+from hetero_pp.changed_keys import REPLICAS, Changes, Values, replicas_of, values_of
 from hetero_pp.errors import dotted
 from hetero_pp.run.config import RunConfig
 from hetero_pp.settings import NotPartOf, meaning
@@ -27,10 +27,13 @@ class Agreement:
     def complaint(self, other: Mapping[str, Any]) -> str:
         """What keeps another host's configuration, as its meaning, from being of this run; empty if nothing does.
 
-        Of a key that was changed it may have any value that the run has had.
+        Of a key that was changed it may have any value that the run has had, and the replicas of any time.
         """
         first, complaints = values_of(self.first), []
-        for key, now, was in differences(other, meaning(self.first, NotPartOf.RUN)):
+        replicas = [*self.changes.had(REPLICAS, replicas_of(self.first)), *self._wanted(REPLICAS)]
+        is_known = other.get(REPLICAS) in replicas
+        ours = meaning(self.first, NotPartOf.RUN) | {REPLICAS: other[REPLICAS] if is_known else replicas[-1]}
+        for key, now, was in differences(other, ours):
             name = dotted(key)
             had = [*self.changes.had(name, first[name]), *self._wanted(name)] if name in first else []
             if now not in had:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
+from hetero_pp.data.shares import Share
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.lines import LineSpec, line_specs
 from hetero_pp.links import DIRECTIONS, LinkSpec
@@ -78,20 +79,31 @@ def _shapes_of(shape: ModelShape, stage: StageSpec | None) -> Mapping[str, tuple
     return MappingProxyType({name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()})
 
 
+def _in_turns(replicas: Sequence[ReplicaSettings], index: int) -> tuple[int, ...]:
+    """The replicas that come and go as this one does, and are at the same step of the same shard size whenever they
+    are there: so none reads what another reads, and few of them read all that many would.
+    """
+    own = replicas[index]
+    alike = (number for number, one in enumerate(replicas) if one.optional and one.batch_size == own.batch_size)
+    return tuple(alike) if own.optional else ()
+
+
 class RunSpec:
     """A configuration and all that follows from it alone, the same in every process."""
 
     def __init__(self, config: RunConfig, vocabulary: int | None, changes: Changes = NO_CHANGES) -> None:
-        self.config = config = changes.at(config, 1)
+        self.first = first = changes.at(config, 1)
         """What the run began with."""
+        self.latest = latest = changes.at(config, None)
+        """The configuration of the last round."""
+        self.config = config = first.model_copy(update={"replicas": latest.replicas})
+        """What it began with, and the replicas that there are now."""
         self.changes = changes
         self.shape: ModelShape = config.model.resolve(vocabulary)
-        self.agreed = json.dumps(meaning(config, NotPartOf.RUN), sort_keys=True)
+        self.agreed = json.dumps(meaning(first, NotPartOf.RUN), sort_keys=True)
         """What all hosts agree on, as JSON."""
         self.run = hashlib.sha256(self.agreed.encode()).hexdigest()[:32]
         """Names the run in its contributions: the same on all hosts, wherever they keep their files."""
-        self.latest = changes.at(config, None)
-        """The configuration of the last round."""
         self.total_steps = None if config.inner.steps is None else self.latest.outer.rounds * config.inner.steps
         """Of each replica; None where a round is time."""
         own_lines = lines_of_members(config.replicas, config.exchange)
@@ -116,6 +128,35 @@ class RunSpec:
     def with_changes(self, changes: Changes) -> RunSpec:
         """The same run, with other changes."""
         return RunSpec(self.config, self.shape.vocabulary, changes)
+
+    @cached_property
+    def _replicas_since(self) -> Mapping[int, Sequence[ReplicaSettings]]:
+        """First round -> those that take part from there on."""
+        return {since: self.changes.at(self.config, since).replicas for since in self.changes.replicas_since}
+
+    def share_of(self, replica: str, round_: int) -> Share:
+        """Which part of the text a replica reads in a round; before it takes part, the one that it will."""
+        names = {since: [one.name for one in found] for since, found in self._replicas_since.items()}
+        having = [since for since, found in names.items() if replica in found]
+        since = max((one for one in having if one <= max(round_, 1)), default=min(having))
+        index, steps = names[since].index(replica), self.config.inner.steps
+        if steps is None:
+            return Share(index, len(names[since]), (), since, None)
+        rotation = _in_turns(self._replicas_since[since], index)
+        return Share(index, len(names[since]), rotation, since, (since - 1) * steps)
+
+    @property
+    def replicas_ever(self) -> Sequence[ReplicaSettings]:
+        """All that take part, or did: those of now first."""
+        before = (replica for since in sorted(self._replicas_since) for replica in self._replicas_since[since])
+        by_name: dict[str, ReplicaSettings] = {}
+        for replica in [*self.config.replicas, *before]:
+            by_name.setdefault(replica.name, replica)
+        return list(by_name.values())
+
+    def replicas_in(self, round_: int) -> Sequence[ReplicaSettings]:
+        """Those that take part in a round, if they are there."""
+        return self._replicas_since[max(since for since in self._replicas_since if since <= max(round_, 1))]
 
     def at(self, round_: int) -> RunConfig:
         """The configuration that holds in a round."""
@@ -174,10 +215,10 @@ class RunSpec:
 
     @property
     def largest_rank(self) -> int | None:
-        """Of all boundaries: the basis has as many columns. None if nothing is compressed."""
+        """Of all boundaries that the run began with: the basis has as many columns. None if nothing is compressed."""
         ranks = [
             rank
-            for replica in self.config.replicas
+            for replica in self.first.replicas
             if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1
             if (rank := replica.boundary.dimensions(self.shape.width)) is not None
         ]

@@ -409,6 +409,7 @@ class Exchange:
                 is_first=work.round == self._begun_after + 1,
                 elapsed=self.decisions.elapsed(work.round),
                 upstream=upstream,
+                changed=self._changes.newest,
             )
 
     def _ways(self, member: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import math
 import time
 from functools import partial
 
-from hetero_pp.changed_keys import Values, read_changes, write_changes
+from hetero_pp.changed_keys import REPLICAS, Values, read_changes, write_changes
 from hetero_pp.errors import DamagedFile, HeteroPPError
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.progress import NowAndThen
@@ -42,7 +42,7 @@ def make_exchange(
     `goes_on`: it takes the place of one that has ended under its members. `lonely`: all members are threads of this
     process, which cannot be gone without it.
     """
-    agreement = Agreement(spec.config, read_changes(folder.changes), resume or {})
+    agreement = Agreement(spec.first, read_changes(folder.changes), resume or {})
     log, rules = ContributionLog(faults.disk(open_log(spec.config, folder).store)), rules_of(spec, lonely)
     return Exchange(
         spec.run,
@@ -99,7 +99,7 @@ def begin_run(
         _require_unchanged(resume if goes_on else {})
     try:
         if goes_on:
-            start, spec = _take_over(exchange, spec.with_changes(read_changes(folder.changes)))
+            start, spec = _take_over(exchange, spec.with_changes(read_changes(folder.changes)), folder, resume or {})
         elif resume is None:
             start = Restart(first_snapshot(spec, NowAndThen(exchange.tell_reading, 1.0, lambda _: 1.0, time.monotonic)))
             exchange.wait_until_joined()
@@ -117,16 +117,26 @@ def begin_run(
 
 
 def _require_unchanged(wanted: Values) -> None:
-    """Raise UnderWay for what members that are there do not know."""
-    if wanted:
-        keys = ", ".join(f"`{key}`" for key in wanted)
+    """Raise UnderWay for what members that are there would have to know from the start: which replicas there are, they
+    are told.
+    """
+    others = [key for key in wanted if key != REPLICAS]
+    if others:
+        keys = ", ".join(f"`{key}`" for key in others)
         raise UnderWay(f"{keys}: members of the run are there, and go on as they are: end them before, or leave it out")
 
 
-def _take_over(exchange: Exchange, spec: RunSpec) -> tuple[Restart, RunSpec]:
-    """After the last round that is decided, whoever holds it. Without a snapshot nobody has begun yet."""
+def _take_over(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:
+    """After the last round that is decided, whoever holds it. Without a snapshot nobody has begun yet.
+
+    Other replicas take part from the round after the one that members may be training.
+    """
     damaged: list[str] = []
     last_round = exchange.log.last_record()
+    if REPLICAS in wanted:
+        changed = spec.changes.changed(spec.first, last_round + 2, {REPLICAS: wanted[REPLICAS]})
+        spec = spec.with_changes(changed)
+        _keep(spec, folder, exchange.log)
     try:
         snapshot = newest_sound(exchange.log, last_round, damaged)
     except FileNotFoundError:
@@ -136,13 +146,18 @@ def _take_over(exchange: Exchange, spec: RunSpec) -> tuple[Restart, RunSpec]:
 
 def _go_on(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:
     """Where a run goes on, and the run as it goes on. Later rounds are forgotten, and what is changed is kept."""
-    start = _find_start(exchange, spec, spec.with_changes(spec.changes.changed(spec.config, 1, wanted)).latest)
+    start = _find_start(exchange, spec, spec.with_changes(spec.changes.changed(spec.first, 1, wanted)).latest)
     if wanted:
-        spec = spec.with_changes(spec.changes.changed(spec.config, start.snapshot.round + 1, wanted))
-        write_changes(spec.changes, folder.changes)
-        keep_configuration(spec.config, folder, exchange.log)
+        spec = spec.with_changes(spec.changes.changed(spec.first, start.snapshot.round + 1, wanted))
+        _keep(spec, folder, exchange.log)
     exchange.log.forget_after(start.snapshot.round)
     return start, spec
+
+
+def _keep(spec: RunSpec, folder: RunFolder, log: ContributionLog) -> None:
+    """What is changed, where it is read when the run goes on."""
+    write_changes(spec.changes, folder.changes)
+    keep_configuration(spec.config, folder, log)
 
 
 def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart:
@@ -153,7 +168,10 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     available, rounds = exchange.wait_until_joined(), latest.outer.rounds
     if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
         raise HeteroPPError(f"the run is over: its log has the snapshot after round {rounds} of {rounds}")
-    start = find_restart(exchange.log, spec.run, available, partial(round_optimizer, spec), latest.states_every)
+    before = {replica.name for replica in spec.replicas_in(exchange.log.last_record())}
+    known = {name: states for name, states in available.items() if spec.members[name].replica.name in before}
+    optimizer_for = partial(round_optimizer, spec)
+    start = find_restart(exchange.log, spec.run, known or available, optimizer_for, latest.states_every)
     if start.snapshot.round > rounds:
         raise HeteroPPError(f"outer.rounds: found {rounds}, expected at least the {start.snapshot.round} that are done")
     return start

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from hetero_pp.coefficients import Floats
 from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.sources import StreamedCorpus
 from hetero_pp.data.stream import StreamBatches
 from hetero_pp.inner import InnerSettings
@@ -73,6 +74,31 @@ def _batches(shards: Path, replica: int) -> StreamBatches:
     return StreamedCorpus(data).batches(LENGTH, 0, replica, REPLICAS, ROWS)
 
 
+def test_a_stream_is_shared_out_anew(shards: Path) -> None:
+    """From a later step on three replicas read what two have read: each other documents, to the same batches."""
+    data = DataSettings.model_validate(
+        {"corpus": f"hf:{shards}", "stream": {"validation_documents": HELD_OUT, "shuffle_buffer": BUFFER}}
+    )
+
+    def batches_of(share: Share) -> StreamBatches:
+        corpus = StreamedCorpus(data)
+        return corpus.batches(LENGTH, share.seed(0), share.replica, share.replicas, ROWS)
+
+    everyone = [SharedBatches(Share(min(replica, 1), 2), batches_of) for replica in range(3)]
+    for batches in everyone:
+        batches.train(STEPS - 1)
+    shares = [Share(replica, 3, (), 2, STEPS) for replica in range(3)]
+    for batches, share in zip(everyone, shares, strict=True):
+        batches.take(share, STEPS)
+    read = [[batches.train(step) for step in range(STEPS, 2 * STEPS)] for batches in everyone]
+    rows = [tuple(row.tolist()) for steps in read for batch in steps for row in batch]
+    assert len(rows) == len(set(rows)) == 3 * STEPS * ROWS
+    again = SharedBatches(Share(0, 2), batches_of)
+    again.load(json.loads(json.dumps(everyone[0].state())))
+    again.take(shares[0], 2 * STEPS)
+    assert again.train(2 * STEPS).equal(everyone[0].train(2 * STEPS))
+
+
 def _change_what_was_read(shards: Path, steps: int) -> None:
     """Other, longer texts in place of all documents before the blocks that replicas stand in after so many steps.
 
@@ -100,15 +126,19 @@ def _model() -> Transformer:
     return model
 
 
+def _shared(shards: Path, replica: int) -> SharedBatches:
+    return SharedBatches(Share(replica, REPLICAS), lambda share: _batches(shards, share.replica))
+
+
 def _datacenter(shards: Path, model: Transformer) -> TrainingMember:
-    return DatacenterMember("dc", PlainEngine(WholeReplica("dc", model, INNER, 100)), _batches(shards, 0), [])
+    return DatacenterMember("dc", PlainEngine(WholeReplica("dc", model, INNER, 100)), _shared(shards, 0), [])
 
 
 def _stage(shards: Path, model: Transformer) -> TrainingMember:
     """The first stage of a group, which is its last, too."""
     stage = Stage(StageSpec(0, 1, range(2)), model, Boundary(WIDTH, Floats(torch.float32)), INNER, 100)
     worker = StageWorker(stage, WorkerSettings(1, ROWS, LENGTH, 0, None, "home", 0), None, None)
-    return StageMember("home", worker, _batches(shards, 1), [], 0)
+    return StageMember("home", worker, _shared(shards, 1), [], 0)
 
 
 @pytest.mark.parametrize("build", [_datacenter, _stage], ids=["datacenter", "stage"])

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from listening import listening
 from members import TIMEOUT
+from ruamel.yaml import YAML
 from started import Started, run_program, start_program
 
 from hetero_pp.data.settings import DataSettings
@@ -250,6 +251,66 @@ def test_a_group_forms_whenever_enough_have_joined_and_goes(runs: list[Run], tmp
     run.wait("exchange")
     run.serve("--resume")
     run.wait_for_round("home-1", max(run.evaluated("home-1")) + 3)  # its link, too, goes through the exchange again
+
+
+@pytest.mark.starts_processes
+def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_path: Path, corpus: Path) -> None:
+    """The exchange goes on with one more entry; who is there hears of it, and reads another share of the text."""
+    run = Run(tmp_path, corpus, 100_000, lease="2 s")
+    runs.append(run)
+    run.serve()
+    for place in PLACES:
+        run.join(place, run.invite("--place", place))
+    run.wait_for_round("home", 2)
+    members = {host: _members(run, host) for host in PLACES}
+    run.processes["exchange"].terminate()
+    run.wait("exchange")
+    with (tmp_path / "run.yaml").open("a") as file:
+        file.write("  - {name: second, kind: datacenter, batch_size: 4}\n")
+    run.serve("--resume")
+    folder = RunFolder(run.runs("exchange") / "homes")
+    run.wait_until(lambda: "name: second" in folder.config.read_text())
+    run.join("second", run.invite("--place", "second"))
+    run.wait_for_round("second", 2)
+    (since,) = set(YAML(typ="safe").load(folder.changes)["replicas"]) - {1}
+    readers = ("dc", "home.0", "second")
+    run.wait_until(lambda: all(_share(run, host).get("replicas") == 3 for host in readers))
+    for host in readers:
+        assert _share(run, host) | {"rotation": []} == {
+            "replica": readers.index(host),
+            "replicas": 3,
+            "rotation": [],
+            "round": since,
+            "first_step": 2 * (since - 1),
+        }
+    assert {host: _members(run, host) for host in PLACES} == members  # nobody had to start again
+    assert {place["term"] for place in _status(run)["places"].values()} == {1}
+    counted = {
+        int(path.parent.name.removeprefix("round-")): len(json.loads(path.read_text())["contributions"])
+        for path in folder.log.glob("round-*/record.json")
+    }
+    under_way = since - 1  # who comes may take part in that at once
+    assert {number for round_, number in counted.items() if round_ < under_way} == {2}
+    assert {number for round_, number in counted.items() if round_ >= since} | {2} == {2, 3}
+    verified = re.findall(r'"event": "round_verified", "round": (\d+), "replica": "(\w+)".*?(\w{64})', run.metrics())
+    assert "second" in {replica for _, replica, _ in verified}
+    assert len({round_ for round_, _, _ in verified}) == len({(round_, sha256) for round_, _, sha256 in verified})
+
+
+def _share(run: Run, host: str) -> dict[str, Any]:
+    """What the newest state of a member says that it reads; nothing where it says nothing else than at first."""
+    states = sorted((run.runs(host) / "homes" / "state" / host).glob("*/data.json"))
+    with suppress(FileNotFoundError, IndexError):
+        found: dict[str, Any] = json.loads(states[-1].read_text()).get("share", {})
+        return found
+    return {}
+
+
+def _members(run: Run, host: str) -> set[int]:
+    """The processes that a host's launcher has started."""
+    pids = {one.pid: _written(one) for one in psutil.Process().children(recursive=True)}
+    log = str(run.runs(host) / "homes" / "logs" / f"{host}.log")
+    return {pid for pid, written in pids.items() if written == log}
 
 
 @pytest.mark.starts_processes

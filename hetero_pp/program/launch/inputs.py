@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,8 @@ class Prepared:
     """What this machine would take unreasonably long for; of a check, also what it cannot do."""
     given: Sequence[Key] = ()
     """Keys that were set beside the YAML."""
+    located: Callable[[ConfigError], ConfigError] = lambda error: error
+    """A complaint about a key, with file and line."""
 
 
 def prepare(
@@ -82,7 +84,7 @@ def prepare(
                 one.try_to_listen()
     except ConfigError as error:
         raise file.located(error) from None
-    return Prepared(spec, names, source, limits, file.given)
+    return Prepared(spec, names, source, limits, file.given, file.located)
 
 
 def _require_engines(config: RunConfig, names: Sequence[str]) -> None:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hetero_pp.changed_keys import Changes, Values
-from hetero_pp.errors import HeteroPPError, RunFailed
+from hetero_pp.changed_keys import REPLICAS, Changes, Values, write_changes
+from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import Begun, Refusal, Report
 from hetero_pp.program.launch.claim import claim_all
@@ -20,6 +20,8 @@ from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.membership import described, require_known_basis
+from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import save_config
 from replica_groups.exchange.open_log import fetch_configuration, keep_configuration, open_log, require_unused
@@ -113,12 +115,27 @@ def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
 def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
     """The run in the folder as far as it is known before it goes on, and what is changed from there on."""
     fetch_configuration(prepared.spec.config, folder)
-    agreement = require_same_run(prepared.spec.config, prepared.given, folder)
-    next_round = open_log(prepared.spec.config, folder).last_record() + 1
+    try:
+        agreement = require_same_run(prepared.spec.config, prepared.given, folder)
+        next_round = open_log(prepared.spec.config, folder).last_record() + 1
+        changes = agreement.changes.changed(agreement.first, next_round, agreement.wanted)
+        spec = RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes)
+        require_known_basis(spec)
+    except ConfigError as error:
+        raise prepared.located(error) if error.key else error from None
     for line in unheeded(prepared.spec.config, agreement):
         tell(standard_output(), f"{prepared.spec.config.name}: {line}")
-    changes = agreement.changes.changed(agreement.first, next_round, agreement.wanted)
-    return RunSpec(agreement.first, prepared.spec.shape.vocabulary, changes), agreement.wanted
+    if REPLICAS in agreement.wanted:
+        write_changes(_with_replicas(agreement, next_round + 1), folder.changes)
+    return spec, agreement.wanted
+
+
+def _with_replicas(agreement: Agreement, round_: int) -> Changes:
+    """With those that the run has from now on, which its processes read before it is known from when on that is.
+
+    From a round that nobody has begun; `begin_run` may take an earlier one.
+    """
+    return agreement.changes.changed(agreement.first, round_, {REPLICAS: agreement.wanted[REPLICAS]})
 
 
 def _go_on(
@@ -166,4 +183,7 @@ def _changed_at(changes: Changes, round_: int) -> Iterator[str]:
     for key, values in changes.history.items():
         if round_ in values and round_ > 1:
             before = max(since for since in values if since < round_)
+            if key == REPLICAS:
+                yield f"from round {round_} on {described(values[before], values[round_])}"
+                continue
             yield f"{key}: {json.dumps(values[round_])} from round {round_} on, until then {json.dumps(values[before])}"

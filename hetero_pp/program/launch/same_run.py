@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from typing import Any
 
-from hetero_pp.changed_keys import Changes, Values, read_changes, values_of, with_values
+from hetero_pp.changed_keys import REPLICAS, Changes, read_changes, replicas_of, values_of, with_values
 from hetero_pp.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.membership import changed_entries, replicas_now, wanted_replicas
 from hetero_pp.run.same import Agreement, differences, shown
 from hetero_pp.run.yaml_file import ConfigFile, Key
 from hetero_pp.settings import NotPartOf, meaning
 
 
 def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder) -> Agreement:
-    """What goes on: the run's first configuration as this host has it, and what is to be changed.
+    """What goes on: the run's first configuration as this host has it, with the replicas that it has here, and what is
+    to be changed.
 
     `given` are the keys that were given beside the YAML. Raises ConfigError if there is no run in the folder, or one
     that this configuration cannot go on with.
@@ -24,26 +26,36 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
     path = folder.config
     if not path.is_file():
         raise ConfigError((), f"--resume: found no run in {folder.path}")
-    before, changes = ConfigFile(path).config, read_changes(folder.changes)
-    began = values_of(before)
-    now, was = (meaning(one, NotPartOf.RUN) | {"weights": one.model.weights} for one in (config, before))
+    changes = read_changes(folder.changes)
+    before = changes.at(ConfigFile(path).config, 1)
+    began, has = values_of(before), replicas_now(before, changes)
+    now, was = (_without_replicas(one) for one in (config, before))
     refused = [
         shown(("model", *key) if key == ("weights",) else key, found, expected)
-        for key, found, expected in differences(now, was)
+        for key, found, expected in [*differences(now, was), *changed_entries(config, has)]
         if dotted(key) not in began
     ]
     if refused:
         raise ConfigError((), f"--resume: {'; '.join(refused)}: as in {path}, which may not change while a run goes on")
-    agreement = Agreement(with_values(config, began), changes, {})
-    return replace(agreement, wanted=_wanted(config, given, agreement.first, changes))
+    wanted = _wanted(config, given, before, changes)
+    if (replicas := wanted_replicas(config, has)) != has:
+        wanted |= {REPLICAS: replicas}
+        changes = Changes({REPLICAS: {1: replicas_of(before)}, **changes.history})
+    return Agreement(with_values(config, began | {REPLICAS: replicas}), changes, wanted)
 
 
-def _wanted(config: RunConfig, given: Sequence[Key], first: RunConfig, changes: Changes) -> Values:
+def _without_replicas(config: RunConfig) -> dict[str, Any]:
+    """What must not change, but for replicas: those may come and go."""
+    found = meaning(config, NotPartOf.RUN) | {"weights": config.model.weights}
+    return {key: value for key, value in found.items() if key != REPLICAS}
+
+
+def _wanted(config: RunConfig, given: Sequence[Key], first: RunConfig, changes: Changes) -> dict[str, Any]:
     """What was given and is another value than the run has now.
 
     The YAML alone changes nothing: the run may have begun, or gone on, with something else that was given.
     """
-    began, found = values_of(first), {}
+    began, found = values_of(first), dict[str, Any]()
     for key, value in values_of(config).items():
         is_given = any(tuple(key.split("."))[: len(one)] == tuple(one) for one in given)
         if is_given and value != changes.had(key, began[key])[-1]:

@@ -172,7 +172,8 @@ def waiting_line(state: RunState, since_told: float = 0.0) -> str:
 
 def round_line(state: RunState, round_: int) -> str:
     """What a closed round brought; whom it does not count, and which losses are missing, with why."""
-    losses = ", ".join(f"{name} {_loss(replica.round_loss(round_))}" for name, replica in state.replicas.items())
+    replicas = state.of_round(round_)
+    losses = ", ".join(f"{name} {_loss(replica.round_loss(round_))}" for name, replica in replicas.items())
     uncounted = state.standings.not_counted(round_)
     unevaluated = {name: why for name, why in state.missing_losses(round_).items() if name not in uncounted}
     without = {"not counted": uncounted, "not evaluated": unevaluated}
@@ -188,7 +189,7 @@ def _validation(state: RunState, round_: int) -> str:
     mean = state.mean_validation_loss(round_)
     if mean is not None or not (state.standings.not_counted(round_) or state.missing_losses(round_)):
         return _loss(mean)
-    told = {name: replica.validation_loss.get(round_) for name, replica in state.replicas.items()}
+    told = {name: replica.validation_loss.get(round_) for name, replica in state.of_round(round_).items()}
     return ", ".join(f"{name} {_loss(loss)}" for name, loss in told.items())
 
 

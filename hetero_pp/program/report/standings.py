@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hetero_pp.changed_keys import Changes
 from hetero_pp.messages.messages_pb2 import (
     GIVEN_UP,
     HEALED,
@@ -26,6 +27,7 @@ from hetero_pp.messages.messages_pb2 import (
     Standing,
 )
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.topology import ReplicaSettings
 
 
 @dataclass
@@ -80,8 +82,7 @@ class Standings:
 
     def __init__(self, spec: RunSpec) -> None:
         self.places = {name: PlaceState(member.replica.name) for name, member in spec.members.items()}
-        self.replicas = [replica.name for replica in spec.config.replicas if not replica.optional]
-        """That are waited for: whoever comes and goes is not missed."""
+        self._spec = spec
         self.rounds: dict[int, RoundCounted] = {}
         self.suspended: Counter[str] = Counter()
         """How often each replica went back to the start of a round."""
@@ -104,6 +105,7 @@ class Standings:
         match report.WhichOneof("event"):
             case "begun":
                 self._has_begun = True
+                self._spec = self._spec.with_changes(Changes.from_json(report.begun.changes))
             case "joined" if report.member in self.places:
                 self._joined(report.time, self.places[report.member], report.joined.term)
             case "round_closed":
@@ -154,6 +156,14 @@ class Standings:
 
     # ---- reading ----
 
+    def awaited(self, round_: int) -> list[str]:
+        """Replicas that a round is to count: whoever comes and goes is not missed."""
+        return [replica.name for replica in self.of_round(round_) if not replica.optional]
+
+    def of_round(self, round_: int) -> Sequence[ReplicaSettings]:
+        """Replicas that take part in a round, if they are there."""
+        return self._spec.replicas_in(round_)
+
     @property
     def vacant(self) -> dict[str, str]:
         """place -> why nobody holds it."""
@@ -169,7 +179,7 @@ class Standings:
         closed = self.rounds.get(round_)
         if closed is None or not closed.counted:
             return {}
-        return {name: self._why_not(name, round_) for name in self.replicas if name not in closed.counted}
+        return {name: self._why_not(name, round_) for name in self.awaited(round_) if name not in closed.counted}
 
     def _why_not(self, replica: str, round_: int) -> str:
         closed, before = self.rounds[round_], self.rounds.get(round_ - 1)
@@ -187,7 +197,7 @@ class Standings:
         """Replicas that were there as a round closed, and those that it counts."""
         closed = self.rounds[round_]
         gone = {place.replica for place in self.places.values() if place.at(closed.time) is not None}
-        return frozenset(self.replicas) - gone | closed.counted
+        return frozenset(self.awaited(round_)) - gone | closed.counted
 
     def participation(self) -> float | None:
         """How many of the replicas that were there were counted, over all closed rounds; None before the first."""

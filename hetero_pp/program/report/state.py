@@ -58,13 +58,13 @@ class RunState:
         self.rounds_planned = spec.latest.outer.rounds
         self.changes = spec.changes
         self.inner_steps = spec.config.inner.steps
-        self._optional = {replica.name: replica for replica in spec.config.replicas if replica.optional}
+        self._optional = {replica.name: replica for replica in spec.replicas_ever if replica.optional}
         self.replicas = {
             replica.name: ReplicaState(replica.name, replica.kind, self.inner_steps)
-            for replica in spec.config.replicas
+            for replica in spec.replicas_ever
             if not replica.optional
         }
-        """Those that the run needs, and each other one once all of it has come."""
+        """Those that the run needs or needed, and each other one once all of it has come."""
         self._links = {
             name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
             for name, link in spec.links.items()
@@ -223,7 +223,7 @@ class RunState:
     @property
     def _steps_done(self) -> int:
         """Of the slowest replica that the run needs; if it needs none, of the one that has done most."""
-        needed = [replica.steps_done for name, replica in self.replicas.items() if name not in self._optional]
+        needed = [self.replicas[name].steps_done for name in self.standings.awaited(self.rounds + 1)]
         return min(needed) if needed else max((one.steps_done for one in self.replicas.values()), default=0)
 
     def elapsed(self, now: float | None = None) -> float:
@@ -259,11 +259,16 @@ class RunState:
         seconds = self.training_seconds(now)
         return tokens / seconds if seconds > 0 else 0.0
 
+    def of_round(self, round_: int) -> Mapping[str, ReplicaState]:
+        """Those that take part in a round; of those that come and go, all that have ever come."""
+        names = [replica.name for replica in self.standings.of_round(round_)]
+        return {name: self.replicas[name] for name in names if name in self.replicas}
+
     def mean_validation_loss(self, round_: int) -> float | None:
         """Mean over the replicas, each in its own forward; None until all have told theirs that the run needs."""
-        losses = {name: replica.validation_loss.get(round_) for name, replica in self.replicas.items()}
+        losses = {name: replica.validation_loss.get(round_) for name, replica in self.of_round(round_).items()}
         known = [loss for loss in losses.values() if loss is not None]
-        is_lacking = any(loss is None and name not in self._optional for name, loss in losses.items())
+        is_lacking = any(losses[name] is None for name in self.standings.awaited(round_))
         return fmean(known) if known and not is_lacking else None
 
     def goodput(self) -> tuple[float, float | None]:
@@ -278,11 +283,8 @@ class RunState:
     def missing_losses(self, round_: int) -> dict[str, str]:
         """Replicas that have told no validation loss after a round, each with why; empty if that is not known."""
         closed = self.closed.get(round_)
-        untold = [
-            name
-            for name, replica in self.replicas.items()
-            if round_ not in replica.validation_loss and name not in self._optional
-        ]
+        awaited = self.standings.awaited(round_)
+        untold = [name for name in awaited if round_ not in self.replicas[name].validation_loss]
         if closed is None or not untold:
             return {}
         after = self.closed.get(round_ + 1)
@@ -294,6 +296,7 @@ class RunState:
         """Each replica's parameters after the last round for which all that are there have told theirs."""
         gone = {self.standings.places[place].replica for place in self.standings.vacant}
         gone |= {name for name, replica in self.replicas.items() if name in self._optional and not replica.sha256}
+        gone |= self.replicas.keys() - {replica.name for replica in self.spec.config.replicas}
         there = {name: replica for name, replica in self.replicas.items() if name not in gone} or self.replicas
         common = set.intersection(*(set(replica.sha256) for replica in there.values())) if there else set()
         return {name: replica.sha256[max(common)] for name, replica in there.items()} if common else {}

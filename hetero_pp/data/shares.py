@@ -1,0 +1,77 @@
+"""Which part of the text is a replica's, and batches of it: it is shared out anew when a run goes on with others.
+
+Until then a replica reads its share epoch after epoch. From then on all of them begin with epochs of the new shares,
+in another order: no two read the same in one, as before, but what somebody has read already may be read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from hetero_pp.data.batches import Batches
+from hetero_pp.seeds import seed_of
+
+_SHARE = "share"
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of as many parts of the text as there are replicas."""
+
+    replica: int
+    replicas: int
+    rotation: tuple[int, ...] = ()
+    """Of replicas that come and go: see StoreBatches."""
+    round: int = 1
+    """From which on the text is shared out so."""
+    first_step: int | None = 0
+    """Of the replica's steps, the first that reads it; None: the one that it is at when it hears of it."""
+
+    def seed(self, seed: int) -> int:
+        """For the order in which it is read."""
+        return seed if self.round == 1 else seed_of(seed, "shared out", self.round)
+
+
+class SharedBatches:
+    """Batches of the share that a replica has. Implements Batches."""
+
+    def __init__(self, share: Share, batches_of: Callable[[Share], Batches]) -> None:
+        """`batches_of`: what the replica trains on while it has a share, from step 0 on."""
+        self._batches_of = batches_of
+        self._take(share, share.first_step or 0)
+
+    def take(self, share: Share, step: int) -> None:
+        """From step `step` on, read a share; nothing changes if it is the one that is read already."""
+        if share != replace(self._share, first_step=share.first_step):
+            self._take(share, step if share.first_step is None else share.first_step)
+
+    def _take(self, share: Share, first: int) -> None:
+        self._share, self._batches = replace(share, first_step=first), self._batches_of(share)
+        self._first = first
+
+    def train(self, step: int) -> Tensor:
+        """See Batches."""
+        return self._batches.train(step - self._first)
+
+    def read_ahead(self, steps: range) -> None:
+        """See Batches."""
+        self._batches.read_ahead(range(steps.start - self._first, steps.stop - self._first))
+
+    def state(self) -> Any:
+        """See Batches."""
+        own = self._batches.state()
+        return own if self._share.round == 1 else {_SHARE: asdict(self._share), "batches": own}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """See Batches."""
+        if _SHARE in state:
+            saved = state[_SHARE]
+            share = Share(**{**saved, "rotation": tuple(saved["rotation"])})
+            if share != self._share:
+                self._take(share, saved["first_step"])
+            state = state["batches"]
+        self._batches.load(state)
