@@ -274,9 +274,9 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
     run.wait_for_round("second", 2)
     (since,) = set(YAML(typ="safe").load(folder.changes)["replicas"]) - {1}
     readers = ("dc", "home.0", "second")
-    run.wait_until(lambda: all(_share(run, host).get("replicas") == 3 for host in readers))
+    run.wait_until(lambda: all(_newest_state(run, host)[0] >= since for host in readers))
     for host in readers:
-        assert _share(run, host) | {"rotation": []} == {
+        assert _newest_state(run, host)[1] | {"rotation": []} == {
             "replica": readers.index(host),
             "replicas": 3,
             "rotation": [],
@@ -297,13 +297,13 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
     assert len({round_ for round_, _, _ in verified}) == len({(round_, sha256) for round_, _, sha256 in verified})
 
 
-def _share(run: Run, host: str) -> dict[str, Any]:
-    """What the newest state of a member says that it reads; nothing where it says nothing else than at first."""
+def _newest_state(run: Run, host: str) -> tuple[int, dict[str, Any]]:
+    """The round after which it was saved, and what it says that the member reads; nothing where that is as at first."""
     states = sorted((run.runs(host) / "homes" / "state" / host).glob("*/data.json"))
     with suppress(FileNotFoundError, IndexError):
         found: dict[str, Any] = json.loads(states[-1].read_text()).get("share", {})
-        return found
-    return {}
+        return int(re.findall(r"\d+", states[-1].parent.name)[0]), found
+    return 0, {}
 
 
 def _members(run: Run, host: str) -> set[int]:
