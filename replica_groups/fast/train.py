@@ -42,7 +42,10 @@ class FastResult:
     """In the forward of the first compressed replica; None if there is none."""
     tokens: int
     seconds: float
+    cpu_seconds: float
+    """Of all threads of this process."""
     contribution_bytes: int
+    """Of all replicas over the run."""
     boundary_bytes_per_token: float
     """Tensor bytes of a token at one hop, in one direction, in the replica that sends most; 0 without a hop."""
     diverged: bool = False
@@ -81,7 +84,7 @@ def train_fast(
     Raises ConfigError before the round in which a streamed corpus ends that may not be repeated. The state is saved
     then, and training goes on from it once the corpus may be.
     """
-    started = time.monotonic()
+    started, worked = time.monotonic(), time.process_time()
     kept = None if checkpoint is None else Checkpoint(checkpoint, _kept_as(spec), ranks, checkpoint_seconds)
     saved = None if kept is None else kept.load()
     if saved is not None:
@@ -91,13 +94,14 @@ def train_fast(
     if saved is not None:
         losses = saved["losses"]
         started -= saved["seconds"]
+        worked -= saved.get("cpu_seconds", 0.0)
         group.load(saved["group"])
     del saved  # or everything would be held twice
 
     def save() -> None:
         if kept is not None:
-            seconds = time.monotonic() - started
-            kept.save(len(losses), {"losses": losses, "seconds": seconds, "group": group.state()})
+            spent = {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - worked}
+            kept.save(len(losses), {"losses": losses, **spent, "group": group.state()})
 
     for round_ in range(len(losses) + 1, spec.config.outer.rounds + 1):
         try:
@@ -120,6 +124,7 @@ def train_fast(
         compressed=None if diverged else group.evaluate_compressed(),
         tokens=len(losses) * group.tokens_per_round,
         seconds=time.monotonic() - started,
+        cpu_seconds=time.process_time() - worked,
         contribution_bytes=len(losses) * contribution_bytes(spec),
         boundary_bytes_per_token=max(boundary_bytes_per_token(replica, spec) for replica in spec.config.replicas),
         diverged=diverged,

@@ -23,7 +23,7 @@ from hetero_pp.program.experiments.command import reproduce
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import FORWARDS, Claim, Experiment, Row
 from hetero_pp.program.experiments.jobs import make_job
-from hetero_pp.program.experiments.markdown import markdown
+from hetero_pp.program.experiments.markdown import markdown, number
 from hetero_pp.program.experiments.outcomes import ROWS, add_outcome
 from hetero_pp.program.experiments.plots import draw
 from hetero_pp.program.experiments.report import result_of, write_result
@@ -147,6 +147,26 @@ def test_the_papers_percentages_are_to_its_baseline(outcomes: Outcomes) -> None:
     assert "| few | 3.000 | +50.0 | 4.933 |" in text
     assert "| base | 2.000 | +0.0 | 3.000 |" in text
     assert "| all | 2.200 | +10.0 | 3.400 |" in text
+
+
+def test_what_rows_send_and_take_is_shown_where_it_is_known(outcomes: Outcomes) -> None:
+    """Per replica, of which a row here has four; what is the same in all rows is left out."""
+    assert "| sent, MB |" not in (text := "\n".join(markdown(_result(outcomes))))
+    assert "| CPU, s |" not in text
+    for number_, (row, seeds) in enumerate(outcomes.items(), start=1):
+        for seed, one in seeds.items():
+            one["contribution_bytes"] = 4_000_000 * number_
+            if row == "few":
+                one["cpu_seconds"] = 10.0 * seed
+    result = _result(outcomes)
+    names = [row["name"] for row in result["rows"]]
+    sent, cpu = [1.0 + list(outcomes).index(name) for name in names], ["", "", "", ""]
+    cpu[names.index("few")] = number(10 * fmean(outcomes["few"]), 0)
+    header, _, *rows = [line for line in markdown(result) if line.startswith("|")][:6]
+    columns = [cell.strip() for cell in header.split("|")]
+    found = [[cell.strip() for cell in row.split("|")] for row in rows]
+    assert [row[columns.index("sent, MB")] for row in found] == [f"{one:.2f}" for one in sent]
+    assert [row[columns.index("CPU, s")] for row in found] == cpu
 
 
 def test_the_line_of_the_picture_is_the_baselines_loss(

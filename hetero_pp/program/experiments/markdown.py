@@ -20,12 +20,14 @@ COLUMNS = {
     "compressed": "loss of the same model with the boundaries of a compressed replica",
     "M": "replicas",
     "tokens": "what all of them trained on together",
+    "sent, MB": "what a replica contributes to all rounds together",
+    "CPU, s": "CPU seconds of training a row, all replicas, on the machine below; the mean over seeds",
     "bytes/token": "what crosses a compressed boundary for a token, in one direction; 0 without one",
     "bias, %": "how far equation 5's mean pseudo-gradient is from the unbiased one, as a share of the latter's norm",
     "state": "whether the row was trained, or why not",
 }
-"""What a table's columns say. Those of the paper, and the bias, are left out where no row has any; M and tokens where
-all rows have the same.
+"""What a table's columns say. Those of the paper, the bias and CPU seconds are left out where no row has any; M, tokens
+and what is sent where all rows have the same.
 """
 
 
@@ -63,8 +65,8 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
     papers = {row["name"]: row["paper"] for row in result["rows"]}
     rows = [_cells(row, papers.get(row["baseline"])) for row in result["rows"]]
     shown = dict.fromkeys(COLUMNS, True)
-    shown |= {name: any(row[name] for row in rows) for name in ("paper", "paper, %", "bias, %")}
-    shown |= {name: len({row[name] for row in rows} - {""}) > 1 for name in ("M", "tokens")}
+    shown |= {name: any(row[name] for row in rows) for name in ("paper", "paper, %", "bias, %", "CPU, s")}
+    shown |= {name: len({row[name] for row in rows} - {""}) > 1 for name in ("M", "tokens", "sent, MB")}
     columns = [name for name in COLUMNS if shown[name]]
     yield "| row | " + " | ".join(columns) + " |"
     yield "|" + "---|" * (1 + len(columns))
@@ -88,10 +90,16 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
         "compressed": number(row.get("compressed"), 3),
         "M": number(row.get("replicas"), 0),
         "tokens": "" if row.get("tokens") is None else f"{row['tokens']:,}",
+        "sent, MB": number(_millions(row.get("contribution_bytes")), 2),
+        "CPU, s": number(row.get("cpu_seconds"), 0),
         "bytes/token": number(row.get("bytes_per_token"), 1),
         "bias, %": number(100 * row["bias"]["mean"], 2) if "bias" in row else "",
         "state": row["state"],
     }
+
+
+def _millions(value: float | None) -> float | None:
+    return None if value is None else value / 1e6
 
 
 def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:

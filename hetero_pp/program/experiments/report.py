@@ -89,6 +89,10 @@ def _row_result(
     first = outcomes[min(outcomes)]
     replicas = len(setting.config(row).replicas)
     result |= {"bytes_per_token": first["boundary_bytes_per_token"], "tokens": first["tokens"], "replicas": replicas}
+    if "contribution_bytes" in first:
+        result["contribution_bytes"] = first["contribution_bytes"] / replicas
+    if cpu := [one["cpu_seconds"] for one in outcomes.values() if "cpu_seconds" in one]:
+        result["cpu_seconds"] = fmean(cpu)
     for forward in ("uncompressed", "compressed"):
         known = values[forward].get(row.name, {})
         result[forward] = fmean(known.values()) if known else None
