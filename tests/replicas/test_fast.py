@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.inner import InnerSettings
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.model import Transformer, initialise
+from hetero_pp.outer import methods as outer_methods
 from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
 from hetero_pp.run.config import RunConfig
@@ -28,11 +30,20 @@ from replica_groups.whole import WholeReplica
 GOLDEN = Path(__file__).with_name("golden.json")
 HOME = {"name": "home", "kind": "participants", "stages": 2, "batch_size": 4}
 DC = {"name": "dc", "kind": "datacenter", "batch_size": 4}
-METHODS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+METHODS: dict[str, Sequence[dict[str, object]]] = {
     "sparseloco": ({}, {"rank": "1/4"}),
     "sparseloco 2 bits": ({"compression": {"value_bits": 2}}, {"rank": "1/4"}),
     "diloco": ({"method": "diloco"}, {"rank": "1/4"}),
+    "sparseloco_paper": ({"method": "sparseloco_paper"}, {"rank": "1/4"}),
+    "diloco_lom": ({"method": "diloco_lom"}, {"rank": "1/4"}),
+    "diloco_lom_sub_k": ({"method": "diloco_lom_sub_k"}, {"rank": "1/4"}),
     "adamw_ddp": ({"method": "adamw_ddp"}, {"rank": "1/4"}),
+    "outer adam of signs": (
+        {"optimizer": "adam", "aggregation": "sign", "learning_rate": 0.01, "final_learning_rate_share": 0.1},
+        {"rank": "1/4"},
+    ),
+    "inner muon": ({}, {"rank": "1/4"}, {"optimizer": "muon"}),
+    "inner sgd": ({}, {"rank": "1/4"}, {"optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1}),
     "rank for bits": ({}, {"rank": "1/2", "bits": 4}),
     "coefficients": ({}, {"rank": "1/4", "ablations": {"embedding": "coefficients"}}),
     "projected": ({}, {"rank": "1/4", "ablations": {"embedding": "projected"}}),
@@ -44,9 +55,15 @@ METHODS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "anchors, adamw_ddp": ({"method": "adamw_ddp"}, {"rank": "1/4", "anchors": {"rank": "full"}}),
     "grassmann": ({}, {"rank": "1/4", "ablations": {"grassmann_every": 1}}),
 }
+"""Of the outer rounds, of the boundary, and of the inner loop, if something is to differ there."""
 
 
-def _config(corpus: Path, outer: dict[str, object], replicas: list[dict[str, object]]) -> RunConfig:
+def _config(
+    corpus: Path,
+    outer: dict[str, object],
+    replicas: list[dict[str, object]],
+    inner: Mapping[str, object] = MappingProxyType({}),
+) -> RunConfig:
     compression = {"density": 1 / 16, "value_bits": 32} if outer.get("method", "sparseloco") == "sparseloco" else {}
     own = outer.get("compression", {})
     assert isinstance(own, dict)
@@ -61,7 +78,7 @@ def _config(corpus: Path, outer: dict[str, object], replicas: list[dict[str, obj
                 "validation_share": 0.2,
                 "validation_sequences": 8,
             },
-            "inner": {"steps": 4, "warmup_steps": 3, "learning_rate": 0.01},
+            "inner": {"steps": 4, "warmup_steps": 3, "learning_rate": 0.01, **inner},
             "outer": {"rounds": 3, **outer, "compression": {**compression, **own}},
             "replicas": replicas,
         }
@@ -92,11 +109,15 @@ def test_adamw_ddp_is_one_model_on_the_joined_batch(corpus: Path, tmp_path: Path
     assert result.validation_loss == pytest.approx(losses, abs=2e-4)
 
 
+def test_every_method_has_a_golden_run() -> None:
+    assert outer_methods.METHODS.keys() <= METHODS.keys()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_golden_run(method: str, corpus: Path, tmp_path: Path) -> None:
     """Three rounds of one compressed and one uncompressed replica; differences between CPUs stay far below 1e-2."""
-    outer, boundary = METHODS[method]
-    result, _, _ = _train(_config(corpus, outer, [DC, {**HOME, "boundary": boundary}]), tmp_path)
+    outer, boundary, *inner = METHODS[method]
+    result, _, _ = _train(_config(corpus, outer, [DC, {**HOME, "boundary": boundary}], *inner), tmp_path)
     found = [*result.validation_loss, result.uncompressed, result.compressed]
     assert found == pytest.approx(json.loads(GOLDEN.read_text())[method], abs=1e-2)
     assert not result.diverged
