@@ -8,6 +8,7 @@ round a run goes on from, and nobody has to say again what was changed.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,9 @@ Values = Mapping[str, Any]
 REPLICAS = "replicas"
 """The key of which a list is kept: the entries that there are, as all hosts agree on them."""
 
+PENDING = 2**31 - 1
+"""The round from which replicas take part that are to: the run goes on with them before it is known from where."""
+
 Config = TypeVar("Config", bound=Settings)
 
 
@@ -44,14 +48,27 @@ class Changes:
         dumped = config.model_dump(mode="json")
         for key, values in self.history.items():
             since = max(first for first in values if round_ is None or first <= max(round_, 1))
-            value = _as_here(dumped[key], values[since]) if key == REPLICAS else values[since]
+            value = _as_here(config, dumped[key], values[since]) if key == REPLICAS else values[since]
             _put(dumped, key.split("."), value)
         return type(config).model_validate(dumped)
 
     @property
-    def newest(self) -> int:
-        """The round from which the last change holds; 0 if there is none."""
-        return max((since for values in self.history.values() for since in values), default=0)
+    def mark(self) -> int:
+        """Another number for other changes; 0 for none."""
+        return zlib.crc32(self.to_json().encode())
+
+    @property
+    def pending(self) -> Any:
+        """The replicas that are to take part from a round on that is not known yet; None if that is known of all."""
+        return self.history.get(REPLICAS, {}).get(PENDING)
+
+    def settled(self) -> Changes:
+        """Without those."""
+        known = {
+            key: {since: value for since, value in values.items() if since != PENDING}
+            for key, values in self.history.items()
+        }
+        return Changes(known)
 
     @property
     def replicas_since(self) -> Sequence[int]:
@@ -67,13 +84,14 @@ class Changes:
         began = values_of(first) | {REPLICAS: replicas_of(first)}
         found = dict(self.history)
         for key, value in values.items():
-            before = found.get(key, {1: began[key]})
-            found[key] = {since: was for since, was in before.items() if since < round_} | {round_: value}
+            before = {since: was for since, was in found.get(key, {1: began[key]}).items() if since < round_}
+            is_new = not before or before[max(before)] != value
+            found[key] = before | ({round_: value} if is_new else {})
         return Changes(found)
 
     def to_json(self) -> str:
         """As text, empty if there are none."""
-        return json.dumps(self.history) if self.history else ""
+        return json.dumps(self.history, sort_keys=True) if self.history else ""
 
     @staticmethod
     def from_json(text: str) -> Changes:
@@ -133,10 +151,11 @@ def _history(values: Any) -> dict[str, dict[int, Any]]:
     return history
 
 
-def _as_here(own: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
-    """Entries in their order, those that a host has itself with all that they say there."""
-    by_name = {entry["name"]: entry for entry in own}
-    return [by_name.get(entry["name"], entry) for entry in entries]
+def _as_here(config: Settings, own: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
+    """Entries in their order, those that a host has just so with all that they say there."""
+    agreed = replicas_of(config)
+    here = [agreed.index(entry) if entry in agreed else None for entry in entries]
+    return [entry if index is None else own[index] for index, entry in zip(here, entries, strict=True)]
 
 
 def _put(dumped: dict[str, Any], key: Sequence[str], value: Any) -> None:

@@ -121,7 +121,7 @@ class TrainingLoop:
         self.holds, self._saved = holds, saved
         while (work := self.seat.ask(self.holds)).round:
             try:
-                if work.changed > spec.changes.newest:
+                if work.changed != spec.changes.mark:
                     spec = spec.with_changes(self.seat.exchange.changes())
                 self._reach(work)
                 self._train_round(work, spec)

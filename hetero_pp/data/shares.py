@@ -46,8 +46,12 @@ class SharedBatches:
 
     def take(self, share: Share, step: int) -> None:
         """From step `step` on, read a share; nothing changes if it is the one that is read already."""
-        if share != replace(self._share, first_step=share.first_step):
-            self._take(share, step if share.first_step is None else share.first_step)
+        if share.first_step is not None:
+            first = share.first_step
+        else:  # the one that it was at, if it has heard of it already
+            first = self._first if replace(share, first_step=self._first) == self._share else step
+        if replace(share, first_step=first) != self._share:
+            self._take(share, first)
 
     def _take(self, share: Share, first: int) -> None:
         self._share, self._batches = replace(share, first_step=first), self._batches_of(share)

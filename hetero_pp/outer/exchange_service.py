@@ -46,7 +46,7 @@ class Assignment:
     upstream: str = ""
     """Where the stage before is to be dialled, likewise."""
     changed: int = 0
-    """The round from which the last change of the run holds, which the member may not have heard of; 0: none."""
+    """Changes.mark of those that the run has, of which the member may not have heard."""
 
 
 @dataclass(frozen=True)

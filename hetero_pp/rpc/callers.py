@@ -9,7 +9,7 @@ from typing import Protocol
 
 import grpc
 
-from hetero_pp.errors import WrongToken
+from hetero_pp.errors import Refused, WrongToken
 from hetero_pp.links import EXCHANGE, LAUNCHER
 from hetero_pp.rpc.certificates import Shown, read_certificate
 from hetero_pp.rpc.credentials import Credentials, Secret
@@ -78,11 +78,13 @@ class Callers:
         return caller
 
     def of(self, context: grpc.ServicerContext) -> Caller:
-        """Who makes a call that was let in. Raises WrongToken for who does not show it."""
+        """Who makes a call that was let in. Raises WrongToken for who does not show it, Refused for one of no place."""
         told = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         found, term = self._shown(context, told), told.get(_TERM, "")
         ticket = ticket_of(found.name)
         if ticket is None and found.name not in self._members:
+            if found.holder:
+                raise Refused(f"{found.name} is no place of this run any more")
             raise WrongToken(_STRANGER)
         number = int(term) if term.isdecimal() and term.isascii() and len(term) <= _MOST_DIGITS else None
         members, is_member = self._members.get(found.name, frozenset()), found.name in self._roster.members

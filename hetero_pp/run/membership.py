@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hetero_pp.changed_keys import REPLICAS, Changes, replicas_of
+from hetero_pp.changed_keys import REPLICAS, replicas_of
 from hetero_pp.errors import ConfigError
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.same import Key, differences
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.topology import ParticipantsReplica
 
-
-def replicas_now(first: RunConfig, changes: Changes) -> list[Any]:
-    """The entries that a run has which began as `first`."""
-    found: list[Any] = changes.had(REPLICAS, replicas_of(first))[-1]
-    return found
+_OPTIONAL = "optional"
+"""What an entry may say otherwise later."""
 
 
-def changed_entries(config: RunConfig, now: list[Any]) -> Iterator[tuple[Key, Any, Any]]:
-    """(key, found, expected) of what a YAML says otherwise of replicas that a run has."""
-    known = {entry["name"]: entry for entry in now}
+def changed_entries(config: RunConfig, had: Sequence[list[Any]]) -> Iterator[tuple[Key, Any, Any]]:
+    """(key, found, expected) of what a YAML says otherwise of replicas that a run has had; `had`: the newest last.
+
+    Who is back would have to do with what it has saved, and the log with what it has of it.
+    """
+    known = {entry["name"]: entry for entries in had for entry in entries}
     for index, entry in enumerate(replicas_of(config)):
         if entry["name"] in known:
-            yield from differences(entry, known[entry["name"]], (REPLICAS, index))
+            found = differences(entry, known[entry["name"]], (REPLICAS, index))
+            yield from (one for one in found if one[0][-1] != _OPTIONAL)
 
 
 def wanted_replicas(config: RunConfig, now: list[Any]) -> list[Any]:
@@ -55,12 +56,12 @@ def require_known_basis(spec: RunSpec) -> None:
 
 
 def described(before: list[Any], after: list[Any]) -> str:
-    """Who comes and who leaves, in words."""
-    names, others = ([entry["name"] for entry in entries] for entries in (before, after))
-    come, leave = ", ".join(set_minus(others, names)), ", ".join(set_minus(names, others))
-    return " and ".join([*([f"with {come}"] if come else []), *([f"without {leave}"] if leave else [])])
-
-
-def set_minus(some: list[str], others: list[str]) -> list[str]:
-    """Those of some that are not among others, in their order."""
-    return [one for one in some if one not in others]
+    """Who comes, who leaves, and of whom something is said otherwise."""
+    was, now = ({entry["name"]: entry for entry in entries} for entries in (before, after))
+    found = {
+        "with": [name for name in now if name not in was],
+        "without": [name for name in was if name not in now],
+        "needing": [name for name in now if name in was and now[name] != was[name] and not now[name].get(_OPTIONAL)],
+        "not needing": [name for name in now if name in was and now[name] != was[name] and now[name].get(_OPTIONAL)],
+    }
+    return " and ".join(f"{how} {', '.join(names)}" for how, names in found.items() if names)

@@ -32,6 +32,8 @@ class Agreement:
         first, complaints = values_of(self.first), []
         replicas = [*self.changes.had(REPLICAS, replicas_of(self.first)), *self._wanted(REPLICAS)]
         is_known = other.get(REPLICAS) in replicas
+        if len(replicas) > 1 and not is_known:  # members are told the order
+            is_known = _by_name(other.get(REPLICAS)) in map(_by_name, replicas)
         ours = meaning(self.first, NotPartOf.RUN) | {REPLICAS: other[REPLICAS] if is_known else replicas[-1]}
         for key, now, was in differences(other, ours):
             name = dotted(key)
@@ -42,6 +44,14 @@ class Agreement:
 
     def _wanted(self, name: str) -> list[Any]:
         return [self.wanted[name]] if name in self.wanted else []
+
+
+def _by_name(entries: Any) -> Any:
+    """Entries in the order of their names, if that is what they are."""
+    try:
+        return sorted(entries, key=lambda entry: str(entry["name"]))
+    except (TypeError, KeyError):
+        return None
 
 
 def shown(key: Key, found: Any, expected: Any) -> str:

@@ -135,7 +135,9 @@ class RunSpec:
         return {since: self.changes.at(self.config, since).replicas for since in self.changes.replicas_since}
 
     def share_of(self, replica: str, round_: int) -> Share:
-        """Which part of the text a replica reads in a round; before it takes part, the one that it will."""
+        """Which part of the text a replica reads in a round; before it takes part, the one that it will then read
+        from its start.
+        """
         names = {since: [one.name for one in found] for since, found in self._replicas_since.items()}
         having = [since for since, found in names.items() if replica in found]
         since = max((one for one in having if one <= max(round_, 1)), default=min(having))
@@ -143,7 +145,7 @@ class RunSpec:
         if steps is None:
             return Share(index, len(names[since]), (), since, None)
         rotation = _in_turns(self._replicas_since[since], index)
-        return Share(index, len(names[since]), rotation, since, (since - 1) * steps)
+        return Share(index, len(names[since]), rotation, since, (min(since, max(round_, 1)) - 1) * steps)
 
     @property
     def replicas_ever(self) -> Sequence[ReplicaSettings]:

@@ -409,7 +409,7 @@ class Exchange:
                 is_first=work.round == self._begun_after + 1,
                 elapsed=self.decisions.elapsed(work.round),
                 upstream=upstream,
-                changed=self._changes.newest,
+                changed=self._changes.mark,
             )
 
     def _ways(self, member: str) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import math
 import time
 from functools import partial
 
-from hetero_pp.changed_keys import REPLICAS, Values, read_changes, write_changes
+from hetero_pp.changed_keys import REPLICAS, Values, read_changes, replicas_of, write_changes
 from hetero_pp.errors import DamagedFile, HeteroPPError
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.progress import NowAndThen
@@ -42,7 +42,7 @@ def make_exchange(
     `goes_on`: it takes the place of one that has ended under its members. `lonely`: all members are threads of this
     process, which cannot be gone without it.
     """
-    agreement = Agreement(spec.first, read_changes(folder.changes), resume or {})
+    agreement = Agreement(spec.first, spec.changes, resume or {})
     log, rules = ContributionLog(faults.disk(open_log(spec.config, folder).store)), rules_of(spec, lonely)
     return Exchange(
         spec.run,
@@ -94,17 +94,21 @@ def begin_run(
     Raises HeteroPPError if there is no round from which all of them can go on, RunFailed if a member is gone before,
     UnderWay if members are there that do not know what is to be changed.
     """
+    changes = read_changes(folder.changes)
+    if changes.pending is not None:
+        resume = {**(resume or {}), REPLICAS: changes.pending}
+    spec = spec.with_changes(changes.settled())
     if resume is not None and not goes_on:
         goes_on = exchange.meet_members()
         _require_unchanged(resume if goes_on else {})
     try:
         if goes_on:
-            start, spec = _take_over(exchange, spec.with_changes(read_changes(folder.changes)), folder, resume or {})
+            start, spec = _take_over(exchange, spec, folder, resume or {})
         elif resume is None:
             start = Restart(first_snapshot(spec, NowAndThen(exchange.tell_reading, 1.0, lambda _: 1.0, time.monotonic)))
             exchange.wait_until_joined()
         else:
-            start, spec = _go_on(exchange, spec.with_changes(read_changes(folder.changes)), folder, resume)
+            start, spec = _go_on(exchange, spec, folder, resume)
     except HeteroPPError as error:
         exchange.fail(str(error))  # members wait to hear where they begin
         raise
@@ -147,8 +151,11 @@ def _take_over(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Val
 def _go_on(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:
     """Where a run goes on, and the run as it goes on. Later rounds are forgotten, and what is changed is kept."""
     start = _find_start(exchange, spec, spec.with_changes(spec.changes.changed(spec.first, 1, wanted)).latest)
+    first_round = start.snapshot.round + 1
+    if any(since > first_round for since in spec.changes.replicas_since):
+        wanted = {REPLICAS: replicas_of(spec.latest), **wanted}  # those that are there have come, or left, already
     if wanted:
-        spec = spec.with_changes(spec.changes.changed(spec.first, start.snapshot.round + 1, wanted))
+        spec = spec.with_changes(spec.changes.changed(spec.first, first_round, wanted))
         _keep(spec, folder, exchange.log)
     exchange.log.forget_after(start.snapshot.round)
     return start, spec
@@ -169,7 +176,8 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
         raise HeteroPPError(f"the run is over: its log has the snapshot after round {rounds} of {rounds}")
     before = {replica.name for replica in spec.replicas_in(exchange.log.last_record())}
-    known = {name: states for name, states in available.items() if spec.members[name].replica.name in before}
+    members = {name for name, member in spec.members.items() if member.replica.name in before}
+    known = {name: states for name, states in available.items() if name in members}
     optimizer_for = partial(round_optimizer, spec)
     start = find_restart(exchange.log, spec.run, known or available, optimizer_for, latest.states_every)
     if start.snapshot.round > rounds:

@@ -74,11 +74,13 @@ class Run:
         (folder / "run.yaml").write_text(text.replace("CORPUS", str(corpus)))
         self.processes: dict[str, Started] = {}
 
-    def serve(self, *more: str) -> None:
+    def serve(self, *more: str, waits: bool = True) -> None:
+        """`waits`: until somebody is waited for, which is nobody where all are there."""
         self.processes["exchange"] = start_program(
             "serve", str(self.folder / "run.yaml"), "--runs", str(self.runs("exchange")), *more
         )
-        self.wait_for('"event": "waiting"')
+        if waits:
+            self.wait_for('"event": "waiting"')
 
     def runs(self, host: str) -> Path:
         return self.folder / host / "runs"
@@ -294,6 +296,14 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
     assert {number for round_, number in counted.items() if round_ >= since} | {2} == {2, 3}
     verified = re.findall(r'"event": "round_verified", "round": (\d+), "replica": "(\w+)".*?(\w{64})', run.metrics())
     assert "second" in {replica for _, replica, _ in verified}
+    run.processes["exchange"].terminate()
+    run.wait("exchange")
+    text = (tmp_path / "run.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(text.replace("  - {name: second, kind: datacenter, batch_size: 4}\n", ""))
+    run.serve("--resume", waits=False)
+    code, _, errors = run.wait("second")
+    assert (code, "second is no place of this run any more" in errors) == (1, True), errors
+    run.wait_for_round("dc", max(run.evaluated("dc")) + 3)
     assert len({round_ for round_, _, _ in verified}) == len({(round_, sha256) for round_, _, sha256 in verified})
 
 

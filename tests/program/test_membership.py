@@ -13,11 +13,13 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
+from hetero_pp.changed_keys import Changes, read_changes, replicas_of
 from hetero_pp.data.sources import open_source
-from hetero_pp.errors import ConfigError
+from hetero_pp.errors import ConfigError, HeteroPPError
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.membership import changed_entries, described, wanted_replicas
 from hetero_pp.run.read import read_run
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
@@ -135,8 +137,89 @@ def test_who_comes_has_no_state_that_the_others_would_have_to_do_without(
         shutil.rmtree(path)
     config = _yaml(tmp_path, lambda it: it["replicas"].append(SECOND))
     _train(config, corpus, tmp_path / "runs", "outer.rounds=4")
-    assert "mixed: going on after round 2\nmixed: from round 3 on with dc2\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "mixed: going on after round 2\n" in said
+    assert "mixed: from round 3 on with dc2\n" in said
     assert _counted(tmp_path / "runs") == [["dc", "home"]] * 2 + [["dc", "dc2", "home"]] * 2
+
+
+def test_an_attempt_that_comes_to_nothing_leaves_nothing(
+    begun: Path, grown: Path, tmp_path: Path, corpus: Path
+) -> None:
+    """The run is over; the next attempt, with more rounds or without the replica, is as if it were the first."""
+    folders = [tmp_path / "again", tmp_path / "without", tmp_path / "never"]
+    for folder in folders:
+        shutil.copytree(begun, folder)
+    more, config = _yaml(tmp_path, lambda it: it["replicas"].append(SECOND)), _yaml(begun)
+    for folder in folders[:2]:
+        with pytest.raises(HeteroPPError, match="the run is over"):
+            _train(more, corpus, folder)
+    assert (
+        _train(more, corpus, folders[0], "outer.rounds=6")["parameters_sha256"] == _summary(grown)["parameters_sha256"]
+    )
+    without, never = (_train(config, corpus, folder, "outer.rounds=4") for folder in folders[1:])
+    assert without["parameters_sha256"] == never["parameters_sha256"]
+    assert _counted(folders[1])[-1] == ["dc", "home"]
+
+
+def test_a_run_that_goes_back_before_somebody_came_has_them_from_there_on(runs: Path, corpus: Path) -> None:
+    folder = RunFolder(runs / "mixed")
+    for round_ in (3, 4, 5, 6):
+        for path in [*folder.log.glob(f"*{round_:06d}*"), *folder.path.glob(f"state/*/*{round_:06d}*")]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _train(_yaml(runs, lambda it: it["replicas"].append(SECOND)), corpus, runs)
+    assert _counted(runs) == [["dc", "home"]] * 2 + [["dc", "dc2", "home"]] * 4
+    assert read_changes(folder.changes).replicas_since == [1, 3]
+
+
+def test_who_comes_back_is_who_left(runs: Path, corpus: Path) -> None:
+    """What it has saved is of its own split, and so is what the log has of it."""
+    _train(_yaml(runs, lambda it: it.update(replicas=[it["replicas"][0], SECOND])), corpus, runs, "outer.rounds=7")
+
+    def otherwise(content: dict[str, Any]) -> None:
+        content["replicas"][1]["stages"] = 2
+        content["replicas"].append(SECOND)
+
+    with pytest.raises(ConfigError, match=r"--resume: replicas\[1\].stages: found 2, expected 3 entries"):
+        _train(_yaml(runs, otherwise), corpus, runs, "outer.rounds=8")
+    config = _yaml(runs, lambda it: it["replicas"].append(SECOND))
+    _train(config, corpus, runs, "outer.rounds=8")
+    assert _counted(runs)[6:] == [["dc", "dc2"], ["dc", "dc2", "home"]]
+
+
+def test_who_comes_before_its_round_reads_its_share_from_the_start(grown: Path) -> None:
+    """The round that is under way, for whom it is let in."""
+    spec = read_run(RunFolder(grown / "mixed"))
+    early, own = (spec.share_of("dc2", round_) for round_ in (3, 4))
+    assert (early.first_step, own.first_step) == (2 * H, 3 * H)
+    assert (early.replica, early.replicas, early.round) == (own.replica, own.replicas, own.round) == (2, 3, 4)
+
+
+def test_a_replica_that_was_needed_may_come_and_go_from_then_on(grown: Path) -> None:
+    spec = read_run(RunFolder(grown / "mixed"))
+    before = replicas_of(spec.config)
+    config = spec.config.model_copy(
+        update={"replicas": [spec.config.replicas[0].model_copy(update={"optional": True}), *spec.config.replicas[1:]]}
+    )
+    assert list(changed_entries(config, [before])) == []
+    changes = spec.changes.changed(spec.first, 7, {"replicas": wanted_replicas(config, before)})
+    now = RunSpec(config, 256, changes)
+    assert now.run == spec.run
+    assert [[one.optional for one in now.replicas_in(round_)] for round_ in (6, 7)] == [
+        [False] * 3,
+        [True, False, False],
+    ]
+    assert described(before, replicas_of(config)) == "not needing dc"
+    assert described(replicas_of(config), before[:2]) == "without dc2 and needing dc"
+
+
+def test_two_changes_from_one_round_on_are_not_the_same(grown: Path) -> None:
+    spec = read_run(RunFolder(grown / "mixed"))
+    one, other = (
+        spec.changes.changed(spec.first, 7, {"replicas": replicas_of(spec.config)[:count]}) for count in (1, 2)
+    )
+    assert len({spec.changes.mark, one.mark, other.mark}) == 3
+    assert Changes.from_json(one.to_json()).mark == one.mark
 
 
 def test_who_leaves_for_good_is_not_waited_for(runs: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +239,9 @@ def test_a_host_may_have_the_replicas_of_any_time_and_no_others(grown: Path) -> 
         config = spec.changes.at(spec.config, round_)
         assert agreement.complaint(meaning(config, NotPartOf.RUN)) == ""
     other = meaning(spec.config, NotPartOf.RUN)
+    other["replicas"].reverse()  # whatever its order: that is told
+    assert agreement.complaint(other) == ""
+    other["replicas"].reverse()
     other["replicas"][2]["batch_size"] = 8
     assert agreement.complaint(other) == "replicas[2].batch_size: found 8, expected 4"
     del other["replicas"][1:]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hetero_pp.changed_keys import REPLICAS, Changes, Values, write_changes
+from hetero_pp.changed_keys import PENDING, REPLICAS, Changes, Values, read_changes, write_changes
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import Begun, Refusal, Report
@@ -125,17 +125,19 @@ def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
         raise prepared.located(error) if error.key else error from None
     for line in unheeded(prepared.spec.config, agreement):
         tell(standard_output(), f"{prepared.spec.config.name}: {line}")
-    if REPLICAS in agreement.wanted:
-        write_changes(_with_replicas(agreement, next_round + 1), folder.changes)
+    _keep_wanted(agreement, folder)
     return spec, agreement.wanted
 
 
-def _with_replicas(agreement: Agreement, round_: int) -> Changes:
-    """With those that the run has from now on, which its processes read before it is known from when on that is.
-
-    From a round that nobody has begun; `begin_run` may take an earlier one.
+def _keep_wanted(agreement: Agreement, folder: RunFolder) -> None:
+    """The replicas that are to take part, where its processes read it; `begin_run` says from when on. What is left of
+    an attempt before, which came to nothing, goes.
     """
-    return agreement.changes.changed(agreement.first, round_, {REPLICAS: agreement.wanted[REPLICAS]})
+    found = agreement.changes
+    if REPLICAS in agreement.wanted:
+        found = found.changed(agreement.first, PENDING, {REPLICAS: agreement.wanted[REPLICAS]})
+    if found != read_changes(folder.changes):
+        write_changes(found, folder.changes)
 
 
 def _go_on(
@@ -148,7 +150,7 @@ def _go_on(
     say(f"going on after round {last_round}")
     if report.begun.note:
         say(report.begun.note)
-    for change in _changed_at(Changes.from_json(report.begun.changes), last_round + 1):
+    for change in _changed_after(Changes.from_json(report.begun.changes), last_round):
         say(change)
     for one in reports_until(spec.config, folder, last_round, say):
         state.apply(one)
@@ -178,10 +180,10 @@ def _catch_up(spec: RunSpec, folder: RunFolder, report: Report, state: RunState,
             recorder.on_report(closed)
 
 
-def _changed_at(changes: Changes, round_: int) -> Iterator[str]:
-    """What is another from a round on than before, in words."""
+def _changed_after(changes: Changes, last_round: int) -> Iterator[str]:
+    """What is another in rounds after this one than before, in words."""
     for key, values in changes.history.items():
-        if round_ in values and round_ > 1:
+        for round_ in (since for since in values if since > max(last_round, 1)):
             before = max(since for since in values if since < round_)
             if key == REPLICAS:
                 yield f"from round {round_} on {described(values[before], values[round_])}"

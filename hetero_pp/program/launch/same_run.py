@@ -10,7 +10,7 @@ from hetero_pp.changed_keys import REPLICAS, Changes, read_changes, replicas_of,
 from hetero_pp.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.membership import changed_entries, replicas_now, wanted_replicas
+from hetero_pp.run.membership import changed_entries, wanted_replicas
 from hetero_pp.run.same import Agreement, differences, shown
 from hetero_pp.run.yaml_file import ConfigFile, Key
 from hetero_pp.settings import NotPartOf, meaning
@@ -26,19 +26,19 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
     path = folder.config
     if not path.is_file():
         raise ConfigError((), f"--resume: found no run in {folder.path}")
-    changes = read_changes(folder.changes)
+    changes = read_changes(folder.changes).settled()
     before = changes.at(ConfigFile(path).config, 1)
-    began, has = values_of(before), replicas_now(before, changes)
+    began, had = values_of(before), changes.had(REPLICAS, replicas_of(before))
     now, was = (_without_replicas(one) for one in (config, before))
     refused = [
         shown(("model", *key) if key == ("weights",) else key, found, expected)
-        for key, found, expected in [*differences(now, was), *changed_entries(config, has)]
+        for key, found, expected in [*differences(now, was), *changed_entries(config, had)]
         if dotted(key) not in began
     ]
     if refused:
         raise ConfigError((), f"--resume: {'; '.join(refused)}: as in {path}, which may not change while a run goes on")
     wanted = _wanted(config, given, before, changes)
-    if (replicas := wanted_replicas(config, has)) != has:
+    if (replicas := wanted_replicas(config, had[-1])) != had[-1]:
         wanted |= {REPLICAS: replicas}
         changes = Changes({REPLICAS: {1: replicas_of(before)}, **changes.history})
     return Agreement(with_values(config, began | {REPLICAS: replicas}), changes, wanted)

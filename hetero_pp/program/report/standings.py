@@ -105,7 +105,8 @@ class Standings:
         match report.WhichOneof("event"):
             case "begun":
                 self._has_begun = True
-                self._spec = self._spec.with_changes(Changes.from_json(report.begun.changes))
+                if report.begun.changes:
+                    self._spec = self._spec.with_changes(Changes.from_json(report.begun.changes))
             case "joined" if report.member in self.places:
                 self._joined(report.time, self.places[report.member], report.joined.term)
             case "round_closed":
@@ -186,6 +187,8 @@ class Standings:
         gone = self.gone(replica, 0.0 if before is None else before.time, closed.time)
         if gone is not None:
             return gone
+        if all(not place.changes for place in self.places.values() if place.replica == replica):
+            return f"{replica} has not come yet"
         return f"{replica} was late" if replica in closed.late else f"{replica} joined too late for it"
 
     def gone(self, replica: str, start: float, end: float) -> str | None:
