@@ -337,6 +337,15 @@ def test_until_it_trains_again_a_run_that_goes_on_pauses() -> None:
     assert state.seconds_left(START + 1200) == 6.0
 
 
+def test_members_that_never_stopped_end_the_pause_with_their_next_step() -> None:
+    """Another exchange takes over; nobody evaluates again what it goes on from."""
+    reports = [report for report in made_up_reports() if report.time <= START + ROUND_SECONDS]
+    state = state_of([*reports, begun(START + 1001, 1), inner_step(START + 1002, "dc", "dc", 2, 1, loss=1.0)])
+    state.apply(round_closed(START + 1005, 2))
+    assert state.elapsed() == 12.0 + 3.0
+    assert state.round_seconds(2) > 3.0 - 1e-6
+
+
 def test_progress_is_that_of_the_slowest_replica() -> None:
     state = state_of([inner_step(START, "dc", "dc", 1, 0, loss=1.0)])
     assert state.progress_of_open_round(START) == (0, STEPS)

@@ -17,7 +17,7 @@ class Pauses:
         self._found: list[tuple[float, float]] = []
         self._last_work: float | None = None
         self._goes_on_after: int | None = None
-        """The round, as long as no replica has evaluated what it goes on from: with that it begins to train."""
+        """The round, as long as nobody trains after it."""
 
     def apply(self, report: Report) -> None:
         """Take in one report."""
@@ -29,7 +29,7 @@ class Pauses:
         if self._goes_on_after is not None:
             start, end = self._found[-1]
             self._found[-1] = start, max(end, report.time)
-            if event == "evaluation" and report.evaluation.round == self._goes_on_after:
+            if _trains_after(self._goes_on_after, report):
                 self._goes_on_after = None
         if event in _WORK:
             self._last_work = report.time if self._last_work is None else max(self._last_work, report.time)
@@ -41,3 +41,13 @@ class Pauses:
             is_open = self._goes_on_after is not None and index == len(self._found) - 1
             total += max(0.0, min(end, math.inf if is_open else ended) - max(start, began))
         return total
+
+
+def _trains_after(round_: int, report: Report) -> bool:
+    """Whether a report says so: a replica has evaluated what it goes on from, or has never stopped."""
+    match report.WhichOneof("event"):
+        case "evaluation":
+            return report.evaluation.round >= round_
+        case "inner_step":
+            return report.inner_step.round > round_
+    return False
