@@ -37,7 +37,7 @@ from hetero_pp.links import EXCHANGE
 from hetero_pp.program.experiments.provenance import commit, machine
 from hetero_pp.program.join.invite import invite
 
-PORT = 47600
+PORT = 47690
 SMOKE = {"groups": 1, "stages": 2, "rounds": 2, "joins": 1, "between": 1}
 HETERO_PP = [sys.executable, "-m", "hetero_pp"]
 FOR_EVER = 100_000
