@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,7 +53,7 @@ class Changes:
             _put(dumped, key.split("."), value)
         return type(config).model_validate(dumped)
 
-    @property
+    @cached_property
     def mark(self) -> int:
         """Another number for other changes; 0 for none."""
         return zlib.crc32(self.to_json().encode())

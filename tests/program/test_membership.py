@@ -19,12 +19,13 @@ from hetero_pp.errors import ConfigError, HeteroPPError
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.run.batches import replica_batches
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.membership import changed_entries, described, wanted_replicas
+from hetero_pp.run.membership import changed_entries, described, require_known_basis, wanted_replicas
 from hetero_pp.run.read import read_run
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.settings import NotPartOf, meaning
+from hetero_pp.topology import BoundarySettings
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 H = 3
@@ -311,4 +312,9 @@ def test_a_run_whose_boundaries_are_full_has_no_basis_for_another(tmp_path: Path
         content["replicas"][1]["boundary"]["rank"] = "full"
 
     config = ConfigFile(_yaml(tmp_path, full), [f"data.corpus={corpus}"]).config
-    assert RunSpec(config, 256).largest_rank is None
+    narrow = config.replicas[1].model_copy(update={"name": "narrow", "boundary": BoundarySettings(rank=4)})
+    grown = config.model_copy(update={"replicas": [*config.replicas, narrow]})
+    spec = RunSpec(config, 256)
+    spec = RunSpec(grown, 256, spec.changes.changed(config, 2, {"replicas": replicas_of(grown)}))
+    with pytest.raises(ConfigError, match=r"found 4, expected `full`, as nothing was compressed"):
+        require_known_basis(spec)

@@ -15,7 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero_pp.changed_keys import PENDING
 from hetero_pp.links import DIRECTIONS
 from hetero_pp.messages.messages_pb2 import JOINING, Waiting
 from hetero_pp.program.report.carried import LinkState
@@ -137,7 +136,7 @@ class LiveDisplay:
 def start_line(state: RunState) -> str:
     """What is about to run."""
     spec = state.spec
-    replicas = format_count(len(state.standings.awaited(PENDING)), "replica")
+    replicas = format_count(sum(not replica.optional for replica in spec.config.replicas), "replica")
     return (
         f"{spec.config.name}: {replicas}, {format_count(len(spec.needed), 'member')}, "
         f"{format_count(state.rounds_planned, 'outer round')} of {spec.config.inner.length}"
