@@ -36,7 +36,8 @@ class DatacenterMember:
         self.batches = batches
         self.validation = validation
         self._keeps_moments = keeps_moments
-        self._position: Any = None
+        self._positions: list[Any] = []
+        """Of the text, where the last round began, and the one before if that was not decided."""
         self._compute_seconds = 0.0
 
     def follow(self, rates: LearningRates) -> None:
@@ -70,16 +71,16 @@ class DatacenterMember:
     def start_round(self, outer: OuterRound) -> None:
         """See TrainingMember. Nothing is compressed within a datacenter."""
 
-    def remember(self) -> None:
+    def remember(self, ahead: bool = False) -> None:
         """See TrainingMember."""
         self.engine.remember(self._keeps_moments)
-        self._position = self.batches.state()
+        self._positions = [*(self._positions[-1:] if ahead else ()), self.batches.state()]
 
     def undo(self, outer: OuterRound) -> None:
         """See TrainingMember."""
         outer.restore()
         self.engine.undo()
-        self.batches.load(self._position)
+        self.batches.load(self._positions[0])
         self.start_round(outer)
 
     def relink(self, ends: LinkEnds) -> None:

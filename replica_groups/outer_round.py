@@ -7,8 +7,10 @@ the selection are cut by rows of chunks (pseudo_gradient.rows), and one paramete
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +22,7 @@ from hetero_pp.errors import ExchangeLost, HeteroPPError
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.model import Shapes, block_of, shapes_by_block
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.overlap import start_before_mean
 from hetero_pp.outer.step import OuterOptimizer, RoundOptimizer, parameter_of, parameter_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, ReceivedBlob, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import Selection, give_back, select
@@ -29,6 +32,12 @@ from replica_groups.exchange.replay import FetchBlob, cut_rows, replay
 from replica_groups.parameter_store import ParameterStore
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.saved_parts import read_part, write_part
+
+Carry = Callable[[str, int, str, Collection[str]], None]
+"""(member, round, its replica, blocks): see CarriedExchange.carry."""
+
+_TRAINED = "trained:"
+"""In saved states, before the round and the name of a pseudo-gradient that waits to be contributed."""
 
 
 class Contributions(Protocol):
@@ -64,12 +73,14 @@ class OuterRound:
         optimizer: RoundOptimizer | None = None,
         ranks: Ranks = ALONE,
         keeps_undo: bool = True,
+        carry: Carry | None = None,
     ) -> None:
         """`start` is what the run starts from: all held parameters, whole, and the followed ones.
 
-        With `keeps_undo` error feedback is kept twice while a round is not decided, so that `undo` is exact.
+        With `keeps_undo` error feedback is kept twice while a round is not decided, so that `undo` is exact. `carry`:
+        with overlap, on the first rank, what has a round carried while the next one is trained.
         """
-        self.keeps_undo = keeps_undo
+        self.keeps_undo, self._carry = keeps_undo, carry
         self.run, self.member, self.replica = run, member, replica
         self.parameters, self.exchange, self.ranks = parameters, exchange, ranks
         self.settings = settings
@@ -90,7 +101,13 @@ class OuterRound:
         self._undecided: tuple[int, int | None, Mapping[str, bytes]] | None = None
         """Round, epoch and blobs of what error feedback has no more, and may have been counted or not."""
         self.starts: dict[str, Tensor] = {}
-        """What this replica starts the round with, where that is not theta (an ablation of the embedding's split)."""
+        """This rank's rows of what this replica starts a round with, where that is not theta: if the round before is on
+        its way, or in an ablation of the embedding's split.
+        """
+        self.blocked = 0.0
+        """Seconds that it stood still for the exchange, until somebody sets them to 0."""
+        self.trained: dict[int, dict[str, Tensor]] = {}
+        """With overlap, by round: the pseudo-gradients (this rank's rows) of rounds trained and not decided."""
 
     def synchronise(
         self,
@@ -101,9 +118,13 @@ class OuterRound:
     ) -> RoundRecord:
         """Bring this member's parameters to what all replicas hold after the round, `steps` inner steps after it began.
 
+        `on_contributed` is called while that is on its way; with overlap, it may train the next round.
+
         Raises Suspended or TermOver if the round has to be trained again: see `undo`.
         """
         own = self.contribute(round_, epoch, steps)
+        if self._carry is not None:
+            self._carry(self.member, round_, self.replica, shapes_by_block(self.optimizer.needs(self.theta)))
         on_contributed()
         record = self._await_record(round_, own, epoch, steps)
         is_counted = self._take_back_uncounted(record, own, epoch)
@@ -114,16 +135,36 @@ class OuterRound:
         """Once the round is closed. An exchange that was gone for a while may have to be told again."""
         while True:
             try:
-                return self.exchange.record(round_, self.member)
+                with self._blocked():
+                    return self.exchange.record(round_, self.member)
             except ExchangeLost:
                 self._deposit(round_, own, epoch, steps)
 
     def undo(self) -> None:
-        """Return to the round's start: error feedback is what it was before what was contributed and not decided."""
+        """Return to the round's start: error feedback is what it was before what was contributed and not decided.
+
+        What was trained ahead of that is dropped.
+        """
+        if self._undecided is not None:
+            self.trained = {round_: one for round_, one in self.trained.items() if round_ <= self._undecided[0]}
         for name, before in self._before.items():
             self.error[name].copy_(before)
         if self._before:
             self._before, self._undecided = {}, None
+
+    @torch.no_grad()
+    def start_ahead(self) -> None:
+        """Have this member's parameters start the next round, while what it contributed to this one is on its way."""
+        for name in self.parameters.shapes:
+            self.parameters.write(name, self._gathered(self.starts[name], name))
+        self.parameters.finish_writing()
+
+    @torch.no_grad()
+    def end_inner_loop(self, round_: int) -> None:
+        """With overlap: keep what a round's inner steps came to, until it is contributed and decided."""
+        self.trained[round_] = {name: self._difference(name).to(self.theta[name].device) for name in self.error}
+        for name in self.error:
+            self.starts.pop(name, None)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -201,9 +242,18 @@ class OuterRound:
         def fetch(replica: str, block: str) -> bytes:
             if own is not None and replica == self.replica and block in self.blocks:
                 return self.ranks.broadcast_bytes(own.get(block))
-            return self.exchange.fetch(self.member, record.round, replica, block)
+            with self._blocked():
+                return self.exchange.fetch(self.member, record.round, replica, block)
 
         return fetch
+
+    @contextmanager
+    def _blocked(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.blocked += time.monotonic() - began
 
     @torch.no_grad()
     def apply(self, record: RoundRecord, own: Mapping[str, bytes] | None) -> None:
@@ -217,14 +267,20 @@ class OuterRound:
             if self.ranks.is_first:
                 hashes[name] = parameter_sha256(whole)
         self.parameters.finish_writing()
+        self.trained.pop(record.round, None)
         self.exchange.confirm(self.member, record.round, hashes)
 
     def _whole(self, name: str) -> Tensor:
-        return self.ranks.gather_rows(self.theta[name].to(self.ranks.device), self.shapes[name][0])
+        return self._gathered(self.theta[name], name)
+
+    def _gathered(self, rows: Tensor, name: str) -> Tensor:
+        return self.ranks.gather_rows(rows.to(self.ranks.device), self.shapes[name][0])
 
     def save(self, folder: Path) -> None:
         """Write this rank's error feedback and what the outer optimizer keeps; theta is in the run's snapshots."""
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
+        for round_, trained in self.trained.items():
+            tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in trained.items()}
         write_part(folder, self.ranks, tensors | {f"optimizer:{name}": t for name, t in self.optimizer.state.items()})
 
     def load(self, folder: Path, round_: int, snapshot: int | None = None) -> None:
@@ -238,11 +294,18 @@ class OuterRound:
         if snapshot in (None, round_):
             kept = {name.split(":")[1]: tensor for name, tensor in tensors.items() if name.startswith("optimizer:")}
             self.optimizer.load(kept, round_)
+        for key, tensor in tensors.items():
+            if key.startswith(_TRAINED):
+                number, name = key.removeprefix(_TRAINED).split(":")
+                self.trained.setdefault(int(number), {})[name] = tensor
 
-    def _contributed(self, name: str) -> Tensor:
+    def _contributed(self, round_: int, name: str) -> Tensor:
         """This rank's rows of the pseudo-gradient, or of the gradient, which is then used up."""
         if self.settings.source == "gradient":
             return _cut(self.parameters.read_gradient(name), self.rows[name])
+        return self.trained[round_][name].to(self.ranks.device) if round_ in self.trained else self._difference(name)
+
+    def _difference(self, name: str) -> Tensor:
         now = self.parameters.read(name, self.rows[name])
         return self.starts.get(name, self.theta[name]).to(now.device) - now
 
@@ -264,12 +327,14 @@ class OuterRound:
 
     def _deposit(self, round_: int, blobs: Mapping[str, bytes], epoch: int | None, steps: int) -> None:
         for block, data in blobs.items():
-            self.exchange.deposit(self.member, BlobAddress(self.run, round_, self.replica, block), data, epoch, steps)
+            address = BlobAddress(self.run, round_, self.replica, block)
+            with self._blocked():
+                self.exchange.deposit(self.member, address, data, epoch, steps)
 
     def _selections(self, round_: int, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...], Selection]]:
         """What is sent of each parameter, made when it is asked for; whole on the first rank, else this rank's part."""
         for name, shape in shapes.items():
-            delta = self._contributed(name)
+            delta = self._contributed(round_, name)
             if not bool(torch.isfinite(delta).all()):
                 raise HeteroPPError(f"{self.member} diverged: {name} is not finite after round {round_}")
             yield name, shape, self._select(name, delta, round_)
@@ -281,6 +346,9 @@ class OuterRound:
         selection = select(error, delta, compression, ranks.sum if ranks.world > 1 else None, generator)
         if error is not kept:
             kept.copy_(error)
+        if self.settings.overlap:
+            sent = DecodedTensor(selection.indices, selection.values)
+            self.starts[name] = start_before_mean(self.theta[name].to(delta.device), sent, self.settings)
         if ranks.world == 1 and delta.device.type == "cpu":
             return selection
         parts = ranks.gather_bytes(save(packed(selection, tuple(delta.shape), compression.tile)))

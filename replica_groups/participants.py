@@ -47,7 +47,8 @@ class StageMember:
         self.validation_count = count
         self.parameters = LocalParameters(worker.stage.parameters)
         self._moments, self._keeps_moments = Moments(worker.stage.optimizers), keeps_moments
-        self._position: Any = None
+        self._positions: list[Any] = []
+        """Of the text, where the last round began, and the one before if that was not decided."""
 
     def follow(self, rates: LearningRates) -> None:
         """See TrainingMember."""
@@ -86,13 +87,13 @@ class StageMember:
             if stage.boundary.discards and EMBEDDING in stage.parameters:
                 outer.starts[EMBEDDING] = stage.parameters[EMBEDDING].detach().clone()
 
-    def remember(self) -> None:
+    def remember(self, ahead: bool = False) -> None:
         """See TrainingMember."""
         self._moments.remember(self._keeps_moments)
         if self._keeps_moments and (anchors := self.worker.stage.anchors) is not None:
             anchors.remember()
         if self.batches is not None:
-            self._position = self.batches.state()
+            self._positions = [*(self._positions[-1:] if ahead else ()), self.batches.state()]
 
     def undo(self, outer: OuterRound) -> None:
         """See TrainingMember. Links are not what they were: `relink` comes next."""
@@ -102,7 +103,7 @@ class StageMember:
         if (anchors := self.worker.stage.anchors) is not None:
             anchors.restore()
         if self.batches is not None:
-            self.batches.load(self._position)
+            self.batches.load(self._positions[0])
         self.start_round(outer)
 
     def relink(self, ends: LinkEnds) -> None:

@@ -53,11 +53,13 @@ class Seat:
     def _join(self) -> None:
         self.exchange.join(self.member, self._address, self._available)
 
-    def ask(self, holds: int) -> Assignment:
-        """What to do next, with theta after a round; takes the place again if it was lost."""
+    def ask(self, holds: int, ahead: bool = False) -> Assignment:
+        """What to do next, with theta after a round, and `ahead` the next one trained; takes the place again if it was
+        lost.
+        """
         while True:
             try:
-                return self.exchange.assign(self.member, holds, self._address)
+                return self.exchange.assign(self.member, holds, self._address, ahead)
             except TermOver:
                 self._epoch = None
                 self._join()

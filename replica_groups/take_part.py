@@ -21,13 +21,14 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.snapshot import BASIS, MOMENTUM
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.build_member import Start, build_member, device_of
+from replica_groups.exchange.carried import CarriedExchange
 from replica_groups.exchange.collective import CollectiveExchange
 from replica_groups.exchange.reporter import Reporter
 from replica_groups.exchange.restart import states_to_go_on_from
 from replica_groups.exchange.shaped import ShapedExchange
 from replica_groups.gate import Gate
 from replica_groups.held_back import HeldBack
-from replica_groups.outer_round import OuterRound
+from replica_groups.outer_round import Carry, OuterRound
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.round_length import StepsOf, round_length
 from replica_groups.saved_states import SavedStates
@@ -85,7 +86,8 @@ def take_part(
     """
     config = spec.config
     link = spec.links[exchange_link_name(member.name)]
-    shaped = ShapedExchange(connections.exchange, link, config.seed, connections.lines)
+    kind = CarriedExchange if config.outer.overlap else ShapedExchange
+    shaped = kind(connections.exchange, link, config.seed, connections.lines)
     exchange: ExchangeService = (
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
@@ -100,7 +102,8 @@ def take_part(
         spec = spec.with_changes(exchange.changes())
         if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
             ranks = Ranks(device=device_of(member.replica))
-        trainer, outer, holds = _build(spec, run, member, exchange, source, ranks, faults)
+        carry = shaped.carry if isinstance(shaped, CarriedExchange) and ranks.is_first else None
+        trainer, outer, holds = _build(spec, run, member, exchange, source, ranks, faults, carry)
         states = replace(states, every=spec.latest.states_every)
         length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
         steps = StepsTaken(member.replica.name, config.inner.steps)
@@ -136,6 +139,7 @@ def _build(
     source: Source | None,
     ranks: Ranks,
     faults: Faults,
+    carry: Carry | None,
 ) -> tuple[TrainingMember, OuterRound, int]:
     """What trains, what meets the others, and after which round: that of the run's newest snapshot."""
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
@@ -155,6 +159,7 @@ def _build(
         optimizer=round_optimizer(spec, start.basis),
         ranks=ranks,
         keeps_undo=member.stage is not None or spec.config.states.undo,
+        carry=carry,
     )
     if round_ > 0:
         momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in momentum_of(names, held)}

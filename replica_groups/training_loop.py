@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -52,8 +53,11 @@ class TrainingMember(Protocol):
     def end_inner_loop(self, round_: int) -> None:
         """Make sure that every step has been applied."""
 
-    def remember(self) -> None:
-        """Where a round starts: copy what `undo` brings back. Synced parameters are in the outer round."""
+    def remember(self, ahead: bool = False) -> None:
+        """Where a round starts: copy what `undo` brings back. Synced parameters are in the outer round.
+
+        `ahead`: while the one before is not decided, whose text may have to be read again.
+        """
 
     def undo(self, outer: OuterRound) -> None:
         """Go back to what was remembered and to theta of the outer round: the round can be trained again, to its bits.
@@ -86,6 +90,17 @@ class TrainingMember(Protocol):
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
 
 
+@dataclass(frozen=True)
+class _InnerLoop:
+    """One that this process has trained."""
+
+    steps: int
+    compute_seconds: float
+    wait_seconds: float
+    terms: tuple[LearningRates, Share]
+    """What it was trained with."""
+
+
 class TrainingLoop:
     """A member's rounds, and how it goes on when its replica is formed anew, or its term is over."""
 
@@ -115,11 +130,13 @@ class TrainingLoop:
         self._has_started = False
         self._under_way = False
         """Whether a round was begun that `undo` brings back to its start."""
+        self._ahead: _InnerLoop | None = None
+        """Of the round that `outer` has trained ahead, if that was here and can be undone."""
 
     def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
         """Train until the run is over, from theta after round `holds`; what else it has is from after round `saved`."""
         self.holds, self._saved = holds, saved
-        while (work := self.seat.ask(self.holds)).round:
+        while (work := self.seat.ask(self.holds, self.holds + 1 in self.outer.trained)).round:
             try:
                 if work.changed != spec.changes.mark:
                     spec = spec.with_changes(self.seat.exchange.changes())
@@ -184,7 +201,7 @@ class TrainingLoop:
         if self._under_way:
             self.outer.undo()
             self.member.undo(self.outer)
-            self._under_way = False
+            self._under_way, self._ahead = False, None
         if isinstance(error, LinkError) and epoch is not None:
             with suppress(TermOver):
                 self.seat.exchange.broken(self.seat.member, epoch, str(error))
@@ -195,37 +212,77 @@ class TrainingLoop:
         round_ = work.round
         if self.gate is not None:
             self.reporter.flush()
-        first = self.steps.before(round_)
-        self.member.follow(spec.rates_in(round_, first, self.steps.last))
-        self.member.take_share(spec.share_of(self.replica, round_), first)
         self.faults.touch(self.outer.theta)
-        self.member.remember()
-        self._under_way = True
-        self.seat.pulse.trains(round_, work.epoch)
-        with self.seat.pulse.computing(self.member.activity):
-            steps = self._train(round_)
-        compute, wait = self.member.timing()
-        started = time.monotonic()
+        loop = self._inner_loop_of(work, spec)
+        started, spent_ahead, self.outer.blocked = time.monotonic(), 0.0, 0.0
 
         def contributed() -> None:
+            nonlocal spent_ahead
             self.length.contributed(time.monotonic() - started)
+            if spec.config.outer.overlap and round_ < spec.latest.outer.rounds:
+                spent_ahead = -time.monotonic()
+                self._train_ahead(round_, spec)
+                spent_ahead += time.monotonic()
 
-        record = self.outer.synchronise(round_, work.epoch, steps, contributed)
+        record = self.outer.synchronise(round_, work.epoch, loop.steps, contributed)
         self._under_way, self.holds = False, round_
-        self.steps.end_round(steps, record)
+        self.steps.end_round(loop.steps, record)
         self.seat.pulse.trains(None, work.epoch)
         self.member.start_round(self.outer)
-        self._finish(round_, MemberRound(round=round_, compute_seconds=compute, wait_seconds=wait), started)
+        times = MemberRound(round=round_, compute_seconds=loop.compute_seconds, wait_seconds=loop.wait_seconds)
+        self._finish(round_, times, started + spent_ahead)
         if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:  # from the last the run may be extended
             self.reporter.flush()  # a run that goes on from this state has lost no report from before it
             self.states.save(round_, partial(self._save, round_))
 
-    def _train(self, round_: int) -> int:
-        """The inner steps of a round: how many there were."""
+    def _inner_loop_of(self, work: Assignment, spec: RunSpec) -> _InnerLoop:
+        """That of the assigned round: trained now, unless all of the replica has trained it ahead, as it is due now."""
+        round_, ahead, terms = work.round, self._ahead, self._terms(work.round, spec)
+        self._ahead = None
+        if work.ahead and (ahead is None or ahead.terms == terms):
+            self._under_way = True
+            self.seat.pulse.trains(round_, work.epoch)
+            return ahead or _InnerLoop(spec.config.inner.require_steps("rounds overlap"), 0.0, 0.0, terms)
+        if ahead is not None:
+            self.member.undo(self.outer)
+        self.outer.trained.clear()
+        self.member.remember()
+        self._under_way = True
+        self.seat.pulse.trains(round_, work.epoch)
+        loop = self._train(round_, round_, terms)
+        if spec.config.outer.overlap:
+            self.outer.end_inner_loop(round_)
+        return loop
+
+    def _train_ahead(self, round_: int, spec: RunSpec) -> None:
+        """The inner loop of the round after one that is on its way; `undo` brings back to where it begins."""
+        self.member.remember(ahead=True)
+        self.outer.start_ahead()
+        loop = self._train(round_ + 1, round_, self._terms(round_ + 1, spec))
+        self.outer.end_inner_loop(round_ + 1)
+        self._ahead = loop
+
+    def _terms(self, round_: int, spec: RunSpec) -> tuple[LearningRates, Share]:
+        """What is true of a round as far as it is known."""
+        first = self.steps.before(round_)
+        return spec.rates_in(round_, first, self.steps.last), spec.share_of(self.replica, round_)
+
+    def _train(self, round_: int, under_way: int, terms: tuple[LearningRates, Share]) -> _InnerLoop:
+        """The inner steps of a round, while one is under way: that, or the one before."""
+        rates, share = terms
+        first = self.steps.before(round_)
+        self.member.follow(rates)
+        self.member.take_share(share, first)
+        with self.seat.pulse.computing(self.member.activity):
+            steps = self._take_steps(round_, first, under_way)
+        return _InnerLoop(steps, *self.member.timing(), terms)
+
+    def _take_steps(self, round_: int, first: int, under_way: int) -> int:
+        """All of a round: how many there were."""
         reported = time.monotonic()
-        first, steps, is_over = self.steps.before(round_), 0, False
+        steps, is_over = 0, False
         while not is_over:
-            if self.gate is not None and self.gate.enter(self.reporter.member, round_):
+            if self.gate is not None and self.gate.enter(self.reporter.member, under_way):
                 self.length.begin(0.0)
             report = self.reporter.new()
             is_last = self.length.is_last(round_, steps)
@@ -251,7 +308,7 @@ class TrainingLoop:
             self._evaluate(round_)
         except LinkError as error:
             self._return(error)
-        times.outer_seconds = synchronised - started
+        times.outer_seconds, times.blocked_seconds = synchronised - started, self.outer.blocked
         times.evaluation_seconds = time.monotonic() - synchronised
         report = self.reporter.new()
         report.member_round.CopyFrom(times)

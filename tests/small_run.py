@@ -58,6 +58,7 @@ class Run:
         weighs_tokens: bool = False,
         magnitudes: MagnitudeSettings | None = None,
         optional: Collection[str] = (),
+        overlap: bool = False,
     ) -> None:
         """`groups`: replica -> stages; one is a datacenter replica. The log is in a folder, or another store."""
         self.snapshot: Snapshot = initial_snapshot(SHAPE, None, seed=1)
@@ -82,6 +83,7 @@ class Run:
             lease=lease,
             hang=FOR_EVER,
             tokens_a_step=weights,
+            overlap=overlap,
             optional=frozenset(optional),
         )
         self._magnitudes = magnitudes

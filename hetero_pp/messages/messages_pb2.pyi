@@ -331,15 +331,17 @@ class LastRoundReply(_message.Message):
     def __init__(self, last_round: _Optional[int] = ...) -> None: ...
 
 class AssignRequest(_message.Message):
-    __slots__ = ("holds", "address")
+    __slots__ = ("holds", "address", "ahead")
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     holds: int
     address: str
-    def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    ahead: bool
+    def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., ahead: _Optional[bool] = ...) -> None: ...
 
 class AssignReply(_message.Message):
-    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "changed")
+    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "ahead", "changed")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DOWNSTREAM_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +349,7 @@ class AssignReply(_message.Message):
     IS_FIRST_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_FIELD_NUMBER: _ClassVar[int]
     UPSTREAM_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     round: int
     epoch: int
@@ -355,8 +358,9 @@ class AssignReply(_message.Message):
     is_first: bool
     elapsed: float
     upstream: str
+    ahead: bool
     changed: int
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., changed: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., ahead: _Optional[bool] = ..., changed: _Optional[int] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
     __slots__ = ("round", "epoch", "progress", "computes")
@@ -592,18 +596,20 @@ class LinkUse(_message.Message):
     def __init__(self, link: _Optional[str] = ..., direction: _Optional[str] = ..., round: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., messages: _Optional[int] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
 
 class MemberRound(_message.Message):
-    __slots__ = ("round", "compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds")
+    __slots__ = ("round", "compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds", "blocked_seconds")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     OUTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     round: int
     compute_seconds: float
     wait_seconds: float
     outer_seconds: float
     evaluation_seconds: float
-    def __init__(self, round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., outer_seconds: _Optional[float] = ..., evaluation_seconds: _Optional[float] = ...) -> None: ...
+    blocked_seconds: float
+    def __init__(self, round: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., outer_seconds: _Optional[float] = ..., evaluation_seconds: _Optional[float] = ..., blocked_seconds: _Optional[float] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("cause", "consequence")

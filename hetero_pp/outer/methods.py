@@ -121,6 +121,15 @@ class OuterSettings(Settings):
     returned: Annotated[Ratio, AddedLater()] = Field(
         0.5, ge=0, le=1, description="how much of a contribution that no round counted goes back into error feedback"
     )
+    overlap: Annotated[Literal[0, 1], AddedLater()] = Field(
+        0,
+        description="1: a replica trains the next round while its contribution is on its way, and waits for nobody",
+    )
+    presumed: Annotated[Ratio | None, AddedLater()] = Field(
+        None,
+        description="with overlap, how much of what a replica has sent it takes for applied meanwhile; by default all "
+        "where every value is sent, else half",
+    )
     missed: Annotated[Ratio, AddedLater()] = Field(
         0.0, ge=0, lt=1, description="share of the contributions that `reproduce` does not count, drawn at random"
     )
@@ -174,6 +183,11 @@ class OuterSettings(Settings):
     def _gradients_are_averaged(self) -> OuterSettings:
         parts = {"aggregation": self.aggregation, "optimizer": self.optimizer, "memory": self.compression.memory}
         plain = {"aggregation": "mean", "optimizer": "sgd", "memory": "error_feedback"}
+        if self.source == "gradient" and self.overlap:
+            raise ValueError(
+                f"{self.method}: found overlap {self.overlap} with averaged gradients, without which no step can be "
+                "taken, expected 0, or `source: difference`"
+            )
         if self.source == "gradient" and (others := parts.items() - plain.items()):
             cell = ": ".join(min(others))
             raise ValueError(
@@ -194,6 +208,15 @@ class OuterSettings(Settings):
         if self.weights != "equal" and self.source == "gradient":
             raise ValueError(f"found weights `{self.weights}` with averaged gradients, expected `equal`")
         return self
+
+    @property
+    def presumes(self) -> float:
+        """See `presumed`: with few values, a replica's own are divided by the number of replicas, and others' add to
+        them; of all values, each replica's are about the same.
+        """
+        if self.presumed is not None:
+            return self.presumed
+        return 1.0 if self.compression.density == 1 else 0.5
 
     @property
     def given_back(self) -> float:

@@ -102,7 +102,9 @@ class WatchedExchange(Protocol):
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]: ...
 
-    def assign(self, member: str, holds: int, address: str, term: int | None, is_asked: IsAsked) -> Assignment: ...
+    def assign(
+        self, member: str, holds: int, address: str, ahead: bool, term: int | None, is_asked: IsAsked
+    ) -> Assignment: ...
 
     def beat(
         self,
@@ -311,7 +313,7 @@ class _Servicer(ExchangeServicer):
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
         member, is_asked = self._member(context), self._is_asked(context)
         address = self._listens(context, request.address)
-        work = self.exchange.assign(member, request.holds, address, self._term(context), is_asked)
+        work = self.exchange.assign(member, request.holds, address, request.ahead, self._term(context), is_asked)
         return pb.AssignReply(
             round=work.round,
             epoch=work.epoch,
@@ -320,6 +322,7 @@ class _Servicer(ExchangeServicer):
             is_first=work.is_first,
             elapsed=work.elapsed,
             upstream=work.upstream,
+            ahead=work.ahead,
             changed=work.changed,
         )
 

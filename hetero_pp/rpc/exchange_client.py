@@ -157,18 +157,19 @@ class ExchangeClient:
         reply = self._ask(lambda calls: calls.NewestSnapshot, pb.NewestSnapshotRequest())
         return reply.round, list(reply.names)
 
-    def assign(self, member: str, holds: int, address: str = "") -> Assignment:
+    def assign(self, member: str, holds: int, address: str = "", ahead: bool = False) -> Assignment:
         """See ExchangeService."""
-        reply = self._ask(lambda calls: calls.Assign, pb.AssignRequest(holds=holds, address=address))
+        reply = self._ask(lambda calls: calls.Assign, pb.AssignRequest(holds=holds, address=address, ahead=ahead))
         return Assignment(
             reply.round,
             reply.epoch,
-            reply.downstream,
-            reply.heals,
-            reply.is_first,
-            reply.elapsed,
-            reply.upstream,
-            reply.changed,
+            downstream=reply.downstream,
+            heals=reply.heals,
+            is_first=reply.is_first,
+            elapsed=reply.elapsed,
+            upstream=reply.upstream,
+            ahead=reply.ahead,
+            changed=reply.changed,
         )
 
     def beat(

@@ -108,6 +108,8 @@ class RunConfig(Settings):
             raise ConfigError(("states", "to"), "found `store`, expected a `store.url` with it")
         if self.inner.optimizer != "adamw":
             self._require_no_adamw()
+        if self.outer.overlap:
+            self._require_rounds_that_overlap()
 
     def _require_no_adamw(self) -> None:
         """Raise ConfigError for parts that are AdamW's, or have none but that."""
@@ -122,6 +124,17 @@ class RunConfig(Settings):
             if isinstance(replica, ParticipantsReplica) and replica.boundary.ablations.modified_adamw:
                 here = ("replicas", index, "boundary", "ablations", "modified_adamw")
                 raise ConfigError(here, f"found it with `inner.optimizer: {self.inner.optimizer}`, expected `adamw`")
+
+    def _require_rounds_that_overlap(self) -> None:
+        """Raise ConfigError for parts that a round has to be over for."""
+        if self.inner.steps is None:
+            raise ConfigError(
+                ("outer", "overlap"), "found 1 with `inner.seconds`, which count from when a round opens, expected 0"
+            )
+        for index, replica in enumerate(self.replicas):
+            if isinstance(replica, ParticipantsReplica) and replica.boundary.ablations.adaptation == "discarded":
+                here = ("replicas", index, "boundary", "ablations", "adaptation")
+                raise ConfigError(here, "found `discarded` with `outer.overlap: 1`, expected `on` or `stale`")
 
     @property
     def states_every(self) -> int:

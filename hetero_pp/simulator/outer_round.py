@@ -7,7 +7,8 @@ latencies, which add the longest of those who share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -26,17 +27,47 @@ def run_outer_round(spec: RunSpec, fleets: Fleets, communicates: bool) -> float:
     """
     for fleet, clock in fleets:
         _until(clock, "contribute", clock.free + fleet.contribute)
-    if not communicates or is_ring(spec.config.simulate):
-        closed = _last(fleets)
-        _wait_until(fleets, closed)
-        if communicates:
-            _pass_around(fleets)
-    else:
+    closed = _carry(spec, fleets, communicates)
+    for fleet, clock in fleets:
+        _until(clock, "apply", clock.free + fleet.apply)
+    return closed
+
+
+def run_overlapped_round(spec: RunSpec, fleets: Fleets, communicates: bool, train: Callable[[], None]) -> float:
+    """The same where members train the next round, by `train`, while what they contributed is carried; when this one
+    closed. Both have all of every line, so a round may be shorter than what a line has to carry in it takes.
+    """
+    for fleet, clock in fleets:
+        _until(clock, "contribute", clock.free + fleet.contribute)
+    carried = [(fleet, _beside(clock)) for fleet, clock in fleets]
+    closed = _carry(spec, carried, communicates)
+    train()
+    for (fleet, clock), (_, line) in zip(fleets, carried, strict=True):
+        _until(clock, "wait", np.maximum(clock.free, line.free))
+        _until(clock, "apply", clock.free + fleet.apply)
+    return closed
+
+
+def _beside(clock: GroupClock) -> GroupClock:
+    """Another that goes on from where this one is; in a timeline, on tracks of its own."""
+    other, on_span = copy.copy(clock), clock.on_span
+    other.free = clock.free.copy()
+    if on_span is not None:
+        other.on_span = lambda track, *rest: on_span(f"{track} exchange", *rest)
+    return other
+
+
+def _carry(spec: RunSpec, fleets: Fleets, communicates: bool) -> float:
+    """From every contribution until everybody has those of all; when the round closed."""
+    if communicates and not is_ring(spec.config.simulate):
         closed = _send(spec, fleets)
         _wait_until(fleets, closed)
         _receive(spec, fleets)
-    for fleet, clock in fleets:
-        _until(clock, "apply", clock.free + fleet.apply)
+        return closed
+    closed = _last(fleets)
+    _wait_until(fleets, closed)
+    if communicates:
+        _pass_around(fleets)
     return closed
 
 

@@ -1,8 +1,9 @@
 """Some rounds of a topology on a clock of its own, and what they say of times, utilization, bytes and memory.
 
 A round is what `launch` runs: every replica's inner loop (where it is time, the steps that fit), contributions to the
-exchange, which closes the round when the last has arrived, what others sent, an evaluation. Rounds overlap a little, as
-a stage goes on as soon as it can, so times are those of a later round, not of the first.
+exchange, which closes the round when the last has arrived, what others sent, an evaluation. With `outer.overlap` the
+next inner loop runs while contributions are on their way. Rounds overlap a little in any case, as a stage goes on as
+soon as it can, so times are those of a later round, not of the first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hetero_pp.links import EXCHANGE, Direction, exchange_link_name, stage_link_
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, fleets_of
 from hetero_pp.simulator.neighbours import inner_loops
-from hetero_pp.simulator.outer_round import run_outer_round, seconds_to_contribute
+from hetero_pp.simulator.outer_round import run_outer_round, run_overlapped_round, seconds_to_contribute
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.simulator.published import Comparison, compared
 from hetero_pp.simulator.round_steps import RoundSteps, round_lengths
@@ -169,6 +170,8 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
         fleets = [fleet.without_stage_links() for fleet in fleets]
     timed = _run(spec, fleets, True, watch)
     ideal = _run(spec, fleets, False, None)
+    if spec.config.outer.overlap:
+        timed = _within_lines(spec, fleets, timed, ideal)
     tokens_per_round = _tokens(spec, fleets, timed, only_counted=True)
     all_tokens_per_round = _tokens(spec, fleets, timed)
     total = simulate.tokens or all_tokens_per_round * spec.latest.outer.rounds
@@ -206,7 +209,16 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
     return replace(found, published=compared(spec.config, found.as_json()))
 
 
+def _within_lines(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Timed) -> _Timed:
+    """No shorter than what each line has to carry in a round takes: links of stages and of the exchange at once."""
+    replicas = [_replica(spec, fleet, timed, ideal, index) for index, fleet in enumerate(fleets)]
+    full = [max(line.up_busy, line.down_busy) for line in _lines(spec, fleets, replicas, 1.0)]
+    return replace(timed, round_seconds=max([timed.round_seconds, *full]))
+
+
 def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None) -> _Timed:
+    if spec.config.outer.overlap:
+        return _run_overlapped(spec, fleets, communicates, watch)
     lengths = round_lengths(spec, fleets, _clocks(spec, fleets, communicates, None))
     to_contribute = [seconds_to_contribute(spec, fleet, communicates) for fleet in fleets]
     clocks, ends, opened = _clocks(spec, fleets, communicates, watch), [0.0], 0.0
@@ -218,15 +230,51 @@ def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Call
         for own, clock in zip(steps, clocks, strict=True):
             own.finish(clock)
         inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
-        trained = max(float(clock.free.max()) for clock in clocks)
+        trained = _last_of(clocks)
         opened = run_outer_round(spec, list(zip(fleets, clocks, strict=True)), communicates)
-        outer = max(float(clock.free.max()) for clock in clocks) - trained
-        for fleet, clock in zip(fleets, clocks, strict=True):
-            hops = fleet.evaluation_hops if communicates else clock.groups.activations
-            clock.evaluate(fleet.evaluation_batches, fleet.evaluation_forward, hops)
-        ends.append(max(float(clock.free.max()) for clock in clocks))
+        outer = _last_of(clocks) - trained
+        _evaluate(fleets, clocks, communicates)
+        ends.append(_last_of(clocks))
     step_seconds = [_step_seconds(*one) for one in zip(steps, step_ends, inner, strict=True)]
     return _Timed(ends[-1] - ends[-2], outer, inner, step_seconds, steps)
+
+
+def _run_overlapped(
+    spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None
+) -> _Timed:
+    """Every round begins once the one before was applied, and its inner loop was trained before that."""
+    lengths = round_lengths(spec, fleets, _clocks(spec, fleets, communicates, None))
+    clocks, ends = _clocks(spec, fleets, communicates, watch), [0.0]
+    steps = [length.within(np.zeros(fleet.count)) for length, fleet in zip(lengths, fleets, strict=True)]
+    spent, inner, step_ends = 0.0, list[Array](), list[list[Array]]()
+
+    def train() -> None:
+        nonlocal spent, inner, step_ends
+        starts, began = [clock.free[0].copy() for clock in clocks], _last_of(clocks)
+        step_ends = inner_loops(spec, fleets, clocks, [own.of_first for own in steps])
+        inner = [clock.free.max(axis=0) - start for clock, start in zip(clocks, starts, strict=True)]
+        spent = _last_of(clocks) - began
+
+    train()
+    for _ in range(ROUNDS):
+        began = _last_of(clocks)
+        run_overlapped_round(spec, list(zip(fleets, clocks, strict=True)), communicates, train)
+        outer = _last_of(clocks) - began - spent
+        _evaluate(fleets, clocks, communicates)
+        ends.append(_last_of(clocks))
+    step_seconds = [_step_seconds(*one) for one in zip(steps, step_ends, inner, strict=True)]
+    return _Timed(ends[-1] - ends[-2], outer, inner, step_seconds, steps)
+
+
+def _evaluate(fleets: Sequence[Fleet], clocks: Sequence[GroupClock], communicates: bool) -> None:
+    for fleet, clock in zip(fleets, clocks, strict=True):
+        hops = fleet.evaluation_hops if communicates else clock.groups.activations
+        clock.evaluate(fleet.evaluation_batches, fleet.evaluation_forward, hops)
+
+
+def _last_of(clocks: Sequence[GroupClock]) -> float:
+    """When the last member is free."""
+    return max(float(clock.free.max()) for clock in clocks)
 
 
 def _clocks(

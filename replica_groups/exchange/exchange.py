@@ -389,7 +389,13 @@ class Exchange:
         self.decisions.tell(e.Died(member, term, cause))
 
     def assign(
-        self, member: str, holds: int, address: str = "", term: int | None = None, is_asked: IsAsked = always
+        self,
+        member: str,
+        holds: int,
+        address: str = "",
+        ahead: bool = False,
+        term: int | None = None,
+        is_asked: IsAsked = always,
     ) -> Assignment:
         """See ExchangeService."""
         term = self._term(member, term)
@@ -397,7 +403,7 @@ class Exchange:
             if self.coordinator.holds(member, term):
                 self._addresses[member] = address
         self.decisions.asks(member, term)
-        self.decisions.tell(e.Asked(member, term, holds))
+        self.decisions.tell(e.Asked(member, term, holds, ahead))
         work = self.decisions.wait_for_work(member, term, is_asked)
         upstream, downstream = self._ways(member)
         with self._changed:
@@ -409,6 +415,7 @@ class Exchange:
                 is_first=work.round == self._begun_after + 1,
                 elapsed=self.decisions.elapsed(work.round),
                 upstream=upstream,
+                ahead=work.ahead,
                 changed=self._changes.mark,
             )
 

@@ -73,6 +73,7 @@ def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
         hang=ever if lonely else Window(own.hang.factor, own.hang.least, own.hang.most),
         joins_at_once=spec.config.inner.seconds is not None,
         tokens_a_step=tokens_a_step(spec) if spec.config.outer.weights == "tokens" else None,
+        overlap=spec.config.outer.overlap > 0,
         optional=frozenset(replica.name for replica in spec.config.replicas if replica.optional),
     )
 

@@ -6,7 +6,7 @@ Held once per replica: weights, optimizer state and error feedback; once for all
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from hetero_pp.data.sources import Source
 from hetero_pp.errors import ConfigError
 from hetero_pp.model import EMBEDDING, build_filled
 from hetero_pp.outer.missed import missed_in
+from hetero_pp.outer.overlap import start_before_mean
 from hetero_pp.outer.step import OuterOptimizer, WeightedMean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
@@ -76,6 +77,10 @@ class AllReplicas:
         self.outer = OuterOptimizer(spec.config.outer)
         self.bias_every = bias_every
         self.bias: list[tuple[int, float]] = []
+        self.ahead: list[dict[str, Tensor]] = []
+        """With overlap, between rounds: the pseudo-gradient of the round that each replica has trained already."""
+        if bias_every is not None and spec.config.outer.overlap:
+            raise ConfigError(("outer", "overlap"), "found 1, expected 0: the bias is of replicas that start together")
         self.own_embeddings: dict[int, Tensor] = {}
         """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
         self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
@@ -123,10 +128,12 @@ class AllReplicas:
         """Have a round's batches at hand. Raises ConfigError, on every rank, if the text of a replica ends before: the
         state is then that of the round before.
         """
-        ended = None
+        ended, overlap = None, self.outer.settings.overlap
+        last = min(round_ + overlap, self.spec.config.outer.rounds)
+        first = round_ + 1 if self.ahead else round_
         try:
             for batches in self.batches:
-                batches.read_ahead(self._steps(round_))
+                batches.read_ahead(range(self._steps(first).start, self._steps(last).stop))
         except ConfigError as error:
             ended = error
         if any(self.ranks.gather(ended is not None)):
@@ -136,7 +143,12 @@ class AllReplicas:
         return range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)
 
     def round(self, round_: int) -> bool:
-        """H inner steps on every replica, and the outer round; False if it diverged."""
+        """H inner steps on every replica, and the outer round; False if it diverged.
+
+        With overlap, the inner steps of the next round, while what this one came to is on its way.
+        """
+        if self.outer.settings.overlap:
+            return self._overlapped_round(round_)
         steps = self._steps(round_)
         for replica in self.replicas:
             replica.enter_round(round_)
@@ -151,6 +163,54 @@ class AllReplicas:
         self._move_basis(round_)
         self._split()
         return True
+
+    def _overlapped_round(self, round_: int) -> bool:
+        """See OuterRound: the same on all replicas, in the same order."""
+        if not self.ahead and not self._train(round_, [self.theta for _ in self.replicas]):
+            return False
+        means, starts = self._contribute(round_)
+        if round_ < self.spec.config.outer.rounds:
+            for replica, start in zip(self.replicas, starts, strict=True):
+                _copy(start, replica.parameters)
+            if not self._train(round_ + 1, starts):
+                return False
+        self.outer.begin(round_)
+        for name, mean in means.items():
+            self.outer.take(self.theta, name, mean)
+        for replica in self.replicas:
+            replica.enter_round(round_)
+            _copy(self.theta, replica.parameters)
+        self._average_peers()
+        self._move_basis(round_)
+        self._split()
+        return True
+
+    def _train(self, round_: int, starts: Sequence[Mapping[str, Tensor]]) -> bool:
+        """A round's inner steps, from where each replica starts; False if one diverged."""
+        for replica in self.replicas:
+            replica.enter_round(round_)
+        if not all(self.ranks.gather(self._inner_steps(self._steps(round_)))):
+            return False
+        with torch.no_grad():
+            self.ahead = [
+                {name: start[name] - replica.parameters[name] for name in self.theta}
+                for start, replica in zip(starts, self.replicas, strict=True)
+            ]
+        return True
+
+    @torch.no_grad()
+    def _contribute(self, round_: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        """The means of what replicas have trained ahead, and where each of them starts the next round."""
+        missed, counted = self._missed_in(round_)
+        outer, means = self.outer.settings, {}
+        starts: list[dict[str, Tensor]] = [{} for _ in self.replicas]
+        for name, theta in self.theta.items():
+            mean = WeightedMean(tuple(theta.shape), outer.divides_by, theta.device)
+            for index, ahead in enumerate(self.ahead):
+                sent = self._send(round_, index, name, ahead[name], mean, missed)
+                starts[index][name] = start_before_mean(theta, sent, outer)
+            means[name] = self._finish(mean, counted)
+        return means, starts
 
     def _meter(self, steps: range) -> BiasMeter:
         beyond = self.inner_steps * self.spec.config.outer.rounds
@@ -175,28 +235,43 @@ class AllReplicas:
     def _synchronise(self, round_: int) -> None:
         """The outer round, parameter by parameter."""
         outer = self.outer.settings
-        missed = missed_in(round_, list(self.weights), outer.missed, self.spec.config.seed)
-        counted = sum(weight for name, weight in self.weights.items() if name not in missed)
+        missed, counted = self._missed_in(round_)
         self.outer.begin(round_)
         for name, start in self.theta.items():
             mean = WeightedMean(tuple(start.shape), outer.divides_by, start.device)
             for index, replica in enumerate(self.replicas):
                 own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
-                delta = own_start - replica.parameters[name]
-                generator = generator_of(self.spec.run, round_, self.settings[index].name, name)
-                error = self.errors[index][name]
-                sent = select(error, delta, outer.compression, generator=generator)
-                if (name_of := self.settings[index].name) in missed:
-                    give_back(error, sent.indices, sent.values, outer.given_back)
-                else:
-                    mean.add(DecodedTensor(sent.indices, sent.values), self.weights[name_of])
-            self.ranks.sum(mean.total)
-            if mean.sent is not None:
-                self.ranks.sum(mean.sent)
-            self.outer.take(self.theta, name, mean.finish(counted))
+                self._send(round_, index, name, own_start - replica.parameters[name], mean, missed)
+            self.outer.take(self.theta, name, self._finish(mean, counted))
             for replica in self.replicas:
                 replica.parameters[name].copy_(start)
         self._average_peers()
+
+    def _missed_in(self, round_: int) -> tuple[frozenset[str], float]:
+        """Whose contributions a round does not count, and the weight of all others."""
+        missed = missed_in(round_, list(self.weights), self.outer.settings.missed, self.spec.config.seed)
+        return missed, sum(weight for name, weight in self.weights.items() if name not in missed)
+
+    def _send(
+        self, round_: int, index: int, name: str, delta: Tensor, mean: WeightedMean, missed: Collection[str]
+    ) -> DecodedTensor:
+        """What a replica sends of one parameter; the mean has it, or the replica has it back."""
+        outer, replica, error = self.outer.settings, self.settings[index].name, self.errors[index][name]
+        generator = generator_of(self.spec.run, round_, replica, name)
+        selection = select(error, delta, outer.compression, generator=generator)
+        sent = DecodedTensor(selection.indices, selection.values)
+        if replica in missed:
+            give_back(error, sent.indices, sent.values, outer.given_back)
+        else:
+            mean.add(sent, self.weights[replica])
+        return sent
+
+    def _finish(self, mean: WeightedMean, counted: float) -> Tensor:
+        """The mean over all ranks."""
+        self.ranks.sum(mean.total)
+        if mean.sent is not None:
+            self.ranks.sum(mean.sent)
+        return mean.finish(counted)
 
     def _average_peers(self) -> None:
         """What another's boundaries have learned belongs to the model: replicas that have them keep them equal."""
@@ -280,6 +355,7 @@ class AllReplicas:
             "errors": self.errors,
             "momentum": self.outer.momentum,
             "own_embeddings": self.own_embeddings,
+            "ahead": self.ahead,
             "bias": self.bias,
             "replicas": [replica.state() for replica in self.replicas],
             "batches": [batches.state() for batches in self.batches],
@@ -296,6 +372,7 @@ class AllReplicas:
         device = self.theta[EMBEDDING].device
         self.outer.momentum = {name: tensor.to(device) for name, tensor in state["momentum"].items()}
         self.own_embeddings = {index: tensor.to(device) for index, tensor in state["own_embeddings"].items()}
+        self.ahead = [{name: one.to(device) for name, one in ahead.items()} for ahead in state.get("ahead", ())]
         self.bias = state["bias"]
         for replica, saved in zip(self.replicas, state["replicas"], strict=True):
             replica.load(saved)

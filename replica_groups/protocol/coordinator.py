@@ -245,7 +245,7 @@ class Coordinator:
         for other in replica.places:
             if other.asked is not None and other.asked < round_ and not (has_trained and other is place):
                 other.asked = None
-                yield e.Assign(other.name, other.term, round_, replica.epoch)
+                yield e.Assign(other.name, other.term, round_, replica.epoch, ahead=other.ahead)
 
     def _lost(self, event: e.Lost, now: float) -> Iterator[e.Effect]:
         place = self.places[event.place]
@@ -266,11 +266,13 @@ class Coordinator:
         yield from self._let_in(place)
 
     def _suspend(self, replica: Replica, cause: str) -> Iterator[e.Effect]:
-        """A replica has to be formed anew. Those that wait for the record of a whole contribution go on to wait."""
+        """A replica has to be formed anew. Those that wait for the record of a whole contribution go on to wait,
+        unless they train the next round meanwhile.
+        """
         round_, replica.round = replica.round, None
-        if self._is_whole(replica):
+        if self._is_whole(replica) and not self.rules.overlap:
             return
-        if self.open is not None:
+        if self.open is not None and not self._is_whole(replica):
             self.open.withdraw(replica.name)
         for place in replica.places:
             if place.held and place.asked is None and (round_ is not None or place.presumed):
@@ -295,9 +297,10 @@ class Coordinator:
         place.presumed = False
         place.rests(now)
         if replica.round is not None and event.holds < replica.round and not self._is_whole(replica):
-            yield e.Assign(place.name, place.term, replica.round, replica.epoch)  # it was told, and has not heard
+            # it was told, and has not heard
+            yield e.Assign(place.name, place.term, replica.round, replica.epoch, ahead=replica.ahead)
             return
-        place.asked = event.holds
+        place.asked, place.ahead = event.holds, event.ahead
         if event.holds > self.last_round:
             yield e.Look(self.last_round + 1)
         yield from self._form(replica, now)
@@ -333,9 +336,10 @@ class Coordinator:
 
     def _assign(self, replica: Replica, round_: int) -> Iterator[e.Effect]:
         replica.round = round_
+        replica.ahead = all(place.ahead and place.asked == round_ - 1 for place in replica.places)
         for place in replica.places:
             place.asked = None
-            yield e.Assign(place.name, place.term, round_, replica.epoch, place.differs)
+            yield e.Assign(place.name, place.term, round_, replica.epoch, place.differs, replica.ahead)
             place.differs = False
 
     def _open_next(self, now: float, taking_part: set[str]) -> Iterator[e.Effect]:

@@ -120,6 +120,8 @@ class Asked:
     place: str
     term: int
     holds: int
+    ahead: bool = False
+    """Whether it has trained the next round already, while that was on its way."""
 
 
 @dataclass(frozen=True)
@@ -281,6 +283,8 @@ class Assign:
     epoch: int
     heal: bool = False
     """Whether it has to take theta from the log again, as it holds other bits than replay gives."""
+    ahead: bool = False
+    """Whether all of the replica has trained the round already."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ class Place:
     """When to try again, if the store has failed."""
     asked: int | None = None
     """The round after which it holds theta, while it waits for work."""
+    ahead: bool = False
+    """Whether it has trained the round after that, too."""
     lost: bool = False
     silence: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
     stillness: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
@@ -92,6 +94,9 @@ class Replica:
     places: list[Place]
     round: int | None = None
     """The one it trains, or has contributed to; None while it is formed anew, or waits for a round to open."""
+
+    ahead: bool = False
+    """Whether all of it had trained that round already when it was given it."""
 
     @property
     def epoch(self) -> int:

@@ -42,6 +42,8 @@ class Rules:
     joins_at_once: bool = False
     """Whether who comes in the middle of a round takes part in it: where rounds are so much time and not so many
     steps."""
+    overlap: bool = False
+    """Whether replicas train the next round while what they have contributed is on its way."""
     tokens_a_step: Mapping[str, int] | None = None
     """replica -> tokens, where contributions weigh by tokens; None: all weigh the same."""
 

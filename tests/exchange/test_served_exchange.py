@@ -47,7 +47,9 @@ ADDRESS = BlobAddress(RUN, 3, "dc", "norm")
 CHANGES = Changes({"outer.rounds": {1: 2, 5: 9}, "inner.learning_rate": {1: 0.5, 3: 0.25}})
 NORM = torch.arange(6.0).view(2, 3)
 TERM = 5
-WORK = Assignment(round=8, epoch=7, downstream="127.0.0.1:7", heals=True, is_first=True, upstream="127.0.0.1:6")
+WORK = Assignment(
+    round=8, epoch=7, downstream="127.0.0.1:7", heals=True, is_first=True, upstream="127.0.0.1:6", ahead=True
+)
 STANDING = Standing(is_over=True, suspended=7, cause="home.0: it ended")
 
 STRANGERS: dict[str, dict[str, str]] = {
@@ -110,8 +112,10 @@ class Recorder:
         self.asked.append(("snapshot", round_, *names))
         return dict.fromkeys(names, NORM)
 
-    def assign(self, member: str, holds: int, address: str, term: int | None, is_asked: IsAsked) -> Assignment:
-        self.asked.append(("assign", member, holds, address, term))
+    def assign(
+        self, member: str, holds: int, address: str, ahead: bool, term: int | None, is_asked: IsAsked
+    ) -> Assignment:
+        self.asked.append(("assign", member, holds, address, ahead, term))
         return WORK
 
     def beat(
@@ -311,7 +315,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert client.join("dc", "127.0.0.1:6", held) == TERM
     assert client.changes() == CHANGES
     assert client.last_round() == 7
-    assert client.assign("dc", 7, "127.0.0.1:6") == WORK
+    assert client.assign("dc", 7, "127.0.0.1:6", ahead=True) == WORK
     assert client.beat("dc") == Standing()
     assert client.beat("dc", 8, 7, 6, True) == STANDING
     client.broken("dc", 7, "a cause")
@@ -336,7 +340,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("join", "dc", "127.0.0.1:6", held),
             ("changes",),
             ("last_round",),
-            ("assign", "dc", 7, "127.0.0.1:6", TERM),
+            ("assign", "dc", 7, "127.0.0.1:6", True, TERM),
             ("beat", "dc", None, 0, 0, False, TERM),
             ("beat", "dc", 8, 7, 6, True, TERM),
             ("broken", "dc", 7, "a cause", TERM),

@@ -167,6 +167,7 @@ def test_kept_rows_are_known_by_what_they_say(scale: str) -> None:
 
 
 NOT_RUN = {
+    "beyond/overlap",
     *("sparseloco/table8", "sparseloco/figure1"),
     *("diloco/table4", "diloco/figure4"),
 }

@@ -88,9 +88,12 @@ def launch() -> Iterator[Any]:
             run.process.kill()
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(corpus: Path, tmp_path: Path, launch: Any) -> None:
-    unbroken = _summary(_command(MIXED, corpus, tmp_path / "a", "--in-process"), tmp_path / "a", "mixed")
-    command = _command(MIXED, corpus, tmp_path / "b")
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_killed_run_goes_on_to_the_same_bits(overlap: int, corpus: Path, tmp_path: Path, launch: Any) -> None:
+    """With overlap what was trained ahead of the last state is part of it."""
+    more = ["--set", f"outer.overlap={overlap}"]
+    unbroken = _summary(_command(MIXED, corpus, tmp_path / "a", "--in-process", *more), tmp_path / "a", "mixed")
+    command = _command(MIXED, corpus, tmp_path / "b", *more)
     run = launch(command, tmp_path / "b" / "mixed")
     everyone = run.wait_for_state(2)
     run.process.send_signal(signal.SIGKILL)

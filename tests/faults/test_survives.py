@@ -86,6 +86,22 @@ def test_a_stage_killed_in_training_is_replaced_and_its_group_trains_the_round_a
     assert {one["replica"]: int(one["epoch"]) for one in record["contributions"]}["home"] > 3  # a term more than stages
 
 
+@pytest.mark.parametrize("phase", ["training", "waiting"])
+def test_a_stage_killed_while_its_group_trains_ahead_has_lost_that(phase: str, survive: Any) -> None:
+    """There is no state of it to go on with: all of the group begins the next round where the others do."""
+    run = survive(
+        f"{{kill: home.1, at: {{round: 3, phase: {phase}}}}}",
+        "outer.overlap=1",
+        "states.every=100",
+        "snapshots.every=100",
+    )
+    run.assert_sound()
+    assert run.happened(SUSPENDED)
+    for round_ in range(1, ROUNDS + 1):
+        record = json.loads((run.folder / "log" / f"round-{round_:06d}" / "record.json").read_text())
+        assert {one["replica"] for one in record["contributions"]} == {"dc", "home"}
+
+
 def test_a_datacenter_killed_while_it_contributes_is_replaced(survive: Any) -> None:
     run = survive("{kill: dc, at: {round: 3, phase: contributing}}")
     run.assert_sound()

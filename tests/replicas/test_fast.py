@@ -42,6 +42,8 @@ METHODS: dict[str, Sequence[dict[str, object]]] = {
         {"optimizer": "adam", "aggregation": "sign", "learning_rate": 0.01, "final_learning_rate_share": 0.1},
         {"rank": "1/4"},
     ),
+    "one round late": ({"overlap": 1}, {"rank": "1/4"}),
+    "diloco, one round late": ({"method": "diloco", "overlap": 1}, {"rank": "1/4"}),
     "inner muon": ({}, {"rank": "1/4"}, {"optimizer": "muon"}),
     "inner sgd": ({}, {"rank": "1/4"}, {"optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.1}),
     "rank for bits": ({}, {"rank": "1/2", "bits": 4}),
@@ -147,6 +149,8 @@ def test_averaged_gradients_end_where_the_staged_run_ends(
     [
         ({}, {"rank": "1/4"}),
         ({"method": "diloco"}, {"rank": "1/4"}),
+        ({"overlap": 1}, {"rank": "1/4"}),
+        ({"overlap": 1}, {"rank": "1/4", "ablations": {"adaptation": "stale"}}),
         ({}, {"rank": "1/2", "bits": 4}),
         ({}, {"rank": "1/2", "bits": 4, "anchors": {"rank": 4}}),
         ({}, {"rank": "1/2", "bits": 4, "anchors": {"rank": 4, "fade": [0.3, 1.0]}}),
@@ -180,6 +184,8 @@ def test_it_ends_where_the_staged_run_ends(
         {"method": "diloco"},
         {"compression": {"value_bits": 2}},
         {"compression": {"quantiser": "signs", "value_bits": 1}},
+        {"compression": {"quantiser": "signs", "value_bits": 1}, "overlap": 1},
+        {"method": "diloco", "overlap": 1, "optimizer": "adam", "momentum": 0.0, "nesterov": False},
     ],
 )
 def test_without_a_group_it_has_the_bits_of_the_run_in_process(

@@ -262,6 +262,35 @@ def test_a_slow_exchange_has_the_latency_of_every_blob_too() -> None:
     assert found.outer_seconds == pytest.approx(QUICK[3] + seconds + delays + QUICK[4])
 
 
+@pytest.mark.parametrize("forward", [0.01, 100.0], ids=["the exchange takes longer", "training takes longer"])
+def test_a_round_that_overlaps_is_training_or_the_exchange(forward: float) -> None:
+    """Whichever takes longer, and what a member does itself; without overlap, both."""
+    cost = (forward, *QUICK[1:])
+    measured, two = {"dc": _cost(*cost), "d2": _cost(*cost)}, [DC, {**DC, "name": "d2"}]
+    overlapped = predict(_spec(two, measured=measured, top={"outer": {"rounds": 4, "overlap": 1}}))
+    one, blobs = overlapped.replicas[0], LAYERS_OF_BLOCKS["dc"]
+    carried = one.sent_bytes * 8 / 10e3 + one.received_bytes * 8 / 40e3 + blobs * (7 + 3 + 0.2)
+    inner = STEPS * (forward + QUICK[1] + QUICK[2])
+    own = QUICK[3] + QUICK[4]
+    assert overlapped.round_seconds == pytest.approx(max(inner, carried) + own + QUICK[5])
+    assert overlapped.outer_seconds == pytest.approx(max(0.0, carried - inner) + own)
+    assert overlapped.replicas[0].inner_seconds == pytest.approx(inner)
+    assert overlapped.step_seconds == pytest.approx(inner / STEPS)
+    assert predict(_spec(two, measured=measured)).round_seconds == pytest.approx(inner + carried + own + QUICK[5])
+
+
+def test_a_round_that_overlaps_takes_as_long_as_its_fullest_line() -> None:
+    """Links between stages and to the exchange are used at once, and carry no more than their line."""
+    narrow = {"up": "2 kbit/s", "down": "1 Mbit/s"}
+    measured = dict.fromkeys(("home.0", "home.1"), _cost(*QUICK))
+    home = {key: value for key, value in HOME.items() if key not in ("link", "uplink")} | {"line": "narrow"}
+    top = {"lines": {"narrow": narrow}, "outer": {"rounds": 4, "overlap": 1}}
+    found = predict(_spec([home], top=top, measured=measured))
+    fullest = max(line.up_bytes for line in found.lines)
+    assert found.round_seconds == pytest.approx(fullest * 8 / 2e3)
+    assert max(line.up_busy for line in found.lines) == pytest.approx(1.0)
+
+
 SLOW = {"up": "10 kbit/s", "down": "40 kbit/s", "latency": "3 s", "jitter": "0.2 s"}
 """A line."""
 LINED = {"name": "dc", "kind": "datacenter", "batch_size": ROWS, "line": "slow"}

@@ -31,13 +31,17 @@ _KEPT_UNTIL = ("joined", "standing")
 
 
 def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Callable[[str], None]) -> list[Report]:
-    """What was reported of a run's rounds up to this one: closed rounds by its log, the rest as far as it was noted."""
+    """What was reported of a run's rounds up to this one: closed rounds by its log, the rest as far as it was noted.
+
+    With overlap the steps of the next round, too: they are part of the states that members go on from.
+    """
+    until_of = {"inner_step": last + config.outer.overlap}
     reports, unplaced, closed, strange = [], [], {}, 0
     for line in _lines(folder.metrics):
         try:
             if line["event"] == "round_closed":
                 closed[int(line["round"])] = float(line["time"])
-            elif line["event"] in _KEPT and line.get("round", 0) <= last:
+            elif line["event"] in _KEPT and line.get("round", 0) <= until_of.get(line["event"], last):
                 reports.append(_report(line))
             elif line["event"] in _KEPT_UNTIL:
                 unplaced.append(_report(line))

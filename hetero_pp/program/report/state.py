@@ -289,7 +289,9 @@ class RunState:
             return {}
         after = self.closed.get(round_ + 1)
         end = (self.latest or closed.time) if after is None else after.time
-        why = {name: self.standings.gone(name, closed.time, end) for name in untold}
+        overlap = self.spec.config.outer.overlap  # in which a round is carried, too
+        since = self.closed.get(round_ - overlap, closed).time
+        why = {name: self.standings.gone(name, since, end) for name in untold}
         return {name: cause for name, cause in why.items() if cause is not None}
 
     def final_sha256(self) -> dict[str, str]:

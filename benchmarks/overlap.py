@@ -1,0 +1,88 @@
+"""Two replicas behind slow lines: how long each stands still for the exchange, with rounds that overlap and without.
+
+    python benchmarks/overlap.py [--bandwidth "1 Mbit/s"] [--rounds 30] [--json FILE]
+
+Real processes and gRPC; the links to the exchange are shaped. Blocked is the share of a member's time in which it does
+nothing but wait for the exchange: to bring what it contributes, for the round's record, for what others sent. The last
+round has no other to be trained meanwhile, so it is given with it and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from command_line import parse, save
+
+from hetero_pp.program.experiments.provenance import commit, machine
+from hetero_pp.program.launch.command import run_topology
+
+YAML = """\
+name: overlap
+seed: 1
+model: {preset: micro, width: 128, heads: 4, feed_forward: 384}
+data: {corpus: docstrings, sequence_length: 128, validation_sequences: 16}
+inner: {steps: 20, learning_rate: 6e-3, warmup_steps: 10}
+outer: {rounds: 30, compression: {density: 1/8, value_bits: 2}}
+links: {slow: {bandwidth: 1 Mbit/s, latency: 20 ms}}
+replicas:
+  - {name: one, kind: datacenter, batch_size: 8, uplink: slow}
+  - {name: two, kind: datacenter, batch_size: 8, uplink: slow}
+"""
+PARTS = ("compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds")
+SMOKE = {"rounds": 2, "bandwidth": "10 Mbit/s", "steps": 1}
+
+
+def measure(folder: Path, overlap: int, rounds: int, steps: int, bandwidth: str) -> dict[str, Any]:
+    """One run."""
+    yaml, runs = folder / "run.yaml", folder / f"overlap-{overlap}"
+    yaml.write_text(YAML)
+    changes = [f"outer.overlap={overlap}", f"outer.rounds={rounds}", f"inner.steps={steps}"]
+    with redirect_stdout(StringIO()):
+        run_topology(yaml, [*changes, f"links.slow.bandwidth={bandwidth}"], runs, in_process=False)
+    lines = (json.loads(line) for line in (runs / "overlap" / "metrics.jsonl").open())
+    told = [one for one in lines if one["event"] == "member_round"]
+    summary = json.loads((runs / "overlap" / "summary.json").read_text())
+    return {
+        "overlap": overlap,
+        "blocked": _blocked(told),
+        "blocked_before_the_last": _blocked([one for one in told if one["round"] < rounds]),
+        "tokens_per_second": summary["tokens_per_second"],
+        "loss": summary["validation_loss"][-1],
+    }
+
+
+def _blocked(told: Sequence[Mapping[str, Any]]) -> float:
+    """Share of all that these rounds took."""
+    return sum(one["blocked_seconds"] for one in told) / sum(one[part] for one in told for part in PARTS)
+
+
+def main() -> None:
+    """Both ways, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bandwidth", default="1 Mbit/s", help="of each way to the exchange")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parse(parser, SMOKE)
+    with tempfile.TemporaryDirectory() as folder:
+        own = (arguments.rounds, arguments.steps, arguments.bandwidth)
+        rows = [measure(Path(folder), overlap, *own) for overlap in (0, 1)]
+    print(f"{'overlap':<9}{'blocked':>9}{'before the last':>17}{'tokens/s':>10}{'loss':>8}")
+    for row in rows:
+        shares = f"{row['blocked']:>9.2%}{row['blocked_before_the_last']:>17.2%}"
+        print(f"{row['overlap']:<9}{shares}{row['tokens_per_second']:>10,.0f}{row['loss']:>8.3f}")
+    speed = rows[1]["tokens_per_second"] / rows[0]["tokens_per_second"]
+    print(f"tokens a second with overlap over without: {speed:.2f}")
+    save(
+        {"machine": machine(), "commit": commit(), "rounds": own[0], "bandwidth": own[2], "rows": rows}, arguments.json
+    )
+
+
+if __name__ == "__main__":
+    main()

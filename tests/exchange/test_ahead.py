@@ -1,0 +1,75 @@
+"""Rounds that overlap, as the exchange sees them: who has trained a round ahead, and who is called back from it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from members import TIMEOUT, in_thread
+from small_run import Run, closed
+
+from hetero_pp.errors import Suspended
+
+MIXED = {"dc": 1, "home": 2}
+HOMES = ("home.0", "home.1")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path, MIXED, overlap=True)
+    run.assign(0)
+    return run
+
+
+def _ask(run: Run, holds: int, ahead: dict[str, bool]) -> dict[str, tuple[int, bool]]:
+    """What members get that hold theta after a round and have trained the next one, or not: a round, and whether it is
+    trained already.
+    """
+    asked = {one: in_thread(partial(run.exchange.assign, one, holds, ahead=is_so)) for one, is_so in ahead.items()}
+    found = {one: waits.result(TIMEOUT) for one, waits in asked.items()}
+    return {one: (work.round, work.ahead) for one, work in found.items()}
+
+
+def test_a_round_is_trained_already_if_all_of_a_replica_have_trained_it(run: Run) -> None:
+    run.deposit(1, "dc", *HOMES)
+    assert _ask(run, 1, {"dc": True, "home.0": True, "home.1": False}) == {
+        "dc": (2, True),
+        "home.0": (2, False),
+        "home.1": (2, False),
+    }
+    run.deposit(2, "dc", *HOMES)
+    assert _ask(run, 2, dict.fromkeys(HOMES, True)) == dict.fromkeys(HOMES, (3, True))
+
+
+def test_who_has_not_heard_it_is_told_again(run: Run) -> None:
+    run.deposit(1, "dc", *HOMES)
+    for _ in range(2):
+        assert _ask(run, 1, dict.fromkeys(HOMES, True)) == dict.fromkeys(HOMES, (2, True))
+    assert _ask(run, 1, {"home.1": True}) == {"home.1": (2, True)}
+
+
+def test_what_was_trained_ahead_of_a_round_that_others_closed_is_not_of_the_next(run: Run) -> None:
+    """It holds theta after round 1 and has trained round 2, which was closed without it."""
+    run.deposit(1, "dc", *HOMES)
+    run.assign(1, "dc")
+    run.deposit(2, "dc")
+    while closed(run) < 2:
+        run.passes(1.0)
+    assert run.counted(2) == {"dc": 1}
+    assert _ask(run, 1, dict.fromkeys(HOMES, True)) == dict.fromkeys(HOMES, (3, False))
+
+
+def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> None:
+    """What was contributed whole stays counted all the same."""
+    run.deposit(1, *HOMES)
+    run.exchange.died("home.1", "killed by a test")
+    assert run.exchange.beat("home.0", 1, 2, term=1).suspended == 2
+    with pytest.raises(Suspended, match="killed by a test"):
+        run.exchange.record(1, "home.0", 1)
+    run.exchange.join("home.1", "")
+    waits = {one: in_thread(partial(run.exchange.assign, one, 0, ahead=True)) for one in HOMES}
+    run.deposit(1, "dc")
+    assert run.counted(1) == {"dc": 1, "home": 2}
+    found = [waits[one].result(TIMEOUT) for one in HOMES]
+    assert [(work.round, work.epoch, work.ahead) for work in found] == [(2, 3, False)] * 2

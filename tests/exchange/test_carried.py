@@ -1,0 +1,126 @@
+"""What is carried while a member trains: contributions, the record, and what others sent."""
+
+from __future__ import annotations
+
+import threading
+from typing import cast
+
+import pytest
+from members import TIMEOUT
+
+from hetero_pp.errors import ExchangeLost, HeteroPPError
+from hetero_pp.links import LinkShape, LinkSpec
+from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.outer.exchange_service import ExchangeService
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from replica_groups.exchange.carried import CarriedExchange
+
+MINE, OTHERS = b"mine", b"others"
+
+
+class Far:
+    """An exchange whose round closes when a test says so."""
+
+    def __init__(self) -> None:
+        self.deposited: list[bytes] = []
+        self.fetched: list[tuple[int, str, str]] = []
+        self.closed, self.waits = threading.Event(), threading.Event()
+        self.errors: list[HeteroPPError] = []
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+        self.deposited.append(data)
+
+    def record(self, round_: int, member: str | None = None) -> RoundRecord:
+        self.waits.set()
+        assert self.closed.wait(TIMEOUT)
+        if self.errors:
+            raise self.errors.pop()
+        record = RoundRecord(round=round_)
+        for replica in ("own", "other"):
+            entry = record.contributions.add(replica=replica, weight=1.0)
+            for block in ("layers.0", "layers.1"):
+                entry.blobs.add(block=block)
+        return record
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        self.fetched.append((round_, replica, block))
+        return OTHERS
+
+
+def _carried(far: Far) -> CarriedExchange:
+    return CarriedExchange(
+        cast(ExchangeService, far), LinkSpec("own-exchange", "own", "exchange", LinkShape(), LinkShape()), 0
+    )
+
+
+def _contribute(carried: CarriedExchange, round_: int) -> None:
+    carried.deposit("own", BlobAddress("run", round_, "own", "layers.0"), MINE, 1, 2)
+    carried.carry("own", round_, "own", ["layers.0"])
+
+
+def test_nobody_waits_until_the_record_is_asked_for() -> None:
+    """What others sent of the member's blocks is here by then, and nothing else was fetched."""
+    far = Far()
+    carried = _carried(far)
+    _contribute(carried, 1)
+    assert far.waits.wait(TIMEOUT)
+    assert far.deposited == [MINE]
+    far.closed.set()
+    assert carried.record(1, "own").round == 1
+    assert far.fetched == [(1, "other", "layers.0")]
+    assert carried.fetch("own", 1, "other", "layers.0") == OTHERS
+    assert len(far.fetched) == 1
+    assert carried.forward.of_round(1).payload_bytes == len(MINE)
+    assert carried.backward.of_round(1).payload_bytes == len(OTHERS)
+
+
+def test_what_is_not_here_is_fetched() -> None:
+    far = Far()
+    carried = _carried(far)
+    _contribute(carried, 1)
+    far.closed.set()
+    carried.record(1, "own")
+    for name in ((1, "other", "layers.1"), (2, "other", "layers.0"), (1, "own", "layers.0")):
+        carried.fetch("own", *name)
+        assert far.fetched[-1] == name
+
+
+def test_what_goes_wrong_is_heard_where_the_record_is_asked_for() -> None:
+    """And who then contributes again waits for the new answer, not for the old one."""
+    far = Far()
+    far.errors.append(ExchangeLost("gone"))
+    carried = _carried(far)
+    _contribute(carried, 1)
+    far.closed.set()
+    with pytest.raises(ExchangeLost, match="gone"):
+        carried.record(1, "own")
+    carried.deposit("own", BlobAddress("run", 1, "own", "layers.0"), MINE, 1, 2)
+    assert far.deposited == [MINE]
+    assert carried.record(1, "own").round == 1
+    assert far.deposited == [MINE, MINE]
+
+
+def test_a_round_that_was_given_up_keeps_nobody() -> None:
+    """Its thread waits on, for a record that may never come; the round is contributed to again beside it."""
+    far, again = Far(), threading.Event()
+    carried = _carried(far)
+    _contribute(carried, 1)
+    assert far.waits.wait(TIMEOUT)
+    waits_for_ever, far.closed = far.closed, again
+    far.waits.clear()
+    _contribute(carried, 1)
+    assert far.waits.wait(TIMEOUT)
+    again.set()
+    assert carried.record(1, "own").round == 1
+    assert not waits_for_ever.is_set()
+    waits_for_ever.set()
+
+
+def test_a_round_that_was_never_carried_is_brought_when_its_record_is_asked_for() -> None:
+    far = Far()
+    far.closed.set()
+    carried = _carried(far)
+    carried.deposit("own", BlobAddress("run", 3, "own", "layers.0"), MINE)
+    assert far.deposited == []
+    assert carried.record(3).round == 3
+    assert far.deposited == [MINE]

@@ -1,0 +1,94 @@
+"""Rounds that overlap, in a run: one by one in a notebook, with what changes meanwhile, and what they do not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_pp import Run
+from hetero_pp.data.shares import Share
+from hetero_pp.errors import ConfigError
+from hetero_pp.learning_rates import BySteps, LearningRates
+from hetero_pp.outer.step import parameter_sha256, parameters_sha256
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+from replica_groups.training_loop import TrainingLoop
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+ROUNDS = 4
+CELLS = ["outer.overlap=1", f"outer.rounds={ROUNDS}", "snapshots.every=1"]
+
+
+def _train(corpus: Path, runs: Path, *settings: str) -> dict[str, Any]:
+    run_topology(MIXED, [f"data.corpus={corpus}", *CELLS, *settings], runs, in_process=True)
+    summary: dict[str, Any] = json.loads((runs / "mixed" / "summary.json").read_text())
+    return summary
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return _train(corpus, tmp_path_factory.mktemp("undisturbed"))
+
+
+def test_a_round_at_a_time_in_a_notebook(undisturbed: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
+    """A round is over though the next one is trained already, and what `parameters` gives is of that round."""
+    outer = {"overlap": 1, "rounds": ROUNDS}
+    with Run.from_yaml(MIXED, runs=tmp_path, data={"corpus": corpus}, outer=outer, snapshots={"every": 1}) as run:
+        losses = [run.round().validation_loss for _ in range(ROUNDS)]
+        sha256 = parameters_sha256({name: parameter_sha256(one) for name, one in run.parameters().items()}).hex()
+    assert losses == undisturbed["validation_loss"]
+    assert set(undisturbed["parameters_sha256"].values()) == {sha256}
+
+
+def test_what_was_trained_ahead_with_other_settings_is_trained_again(
+    undisturbed: dict[str, Any], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another learning rate from round 3 on that nobody knew of when round 3 was trained ahead: each replica undoes it.
+
+    So round 3 begins, in all members, from theta after round 2, with the moments of then.
+    """
+    asked: dict[tuple[str, int], int] = {}
+    terms_of = TrainingLoop._terms
+
+    def terms(loop: TrainingLoop, round_: int, spec: RunSpec) -> tuple[LearningRates, Share]:
+        rates, share = terms_of(loop, round_, spec)
+        key = loop.reporter.member, round_
+        asked[key] = asked.get(key, 0) + 1
+        assert isinstance(rates, BySteps)
+        return (replace(rates, peak=rates.peak / 2) if round_ == 3 and asked[key] > 1 else rates), share
+
+    monkeypatch.setattr(TrainingLoop, "_terms", terms)
+    summary = _train(corpus, tmp_path)
+    steps = [json.loads(line) for line in (tmp_path / "mixed" / "metrics.jsonl").read_text().splitlines()]
+    rates = [
+        (one["step"], one["learning_rate"])
+        for one in steps
+        if one.get("event") == "inner_step" and one["round"] == 3 and one["replica"] == "dc"
+    ]
+    assert [step for step, _ in rates] == [0, 1, 2, 0, 1, 2]
+    assert [rate for _, rate in rates[3:]] == [rate / 2 for _, rate in rates[:3]]
+    assert summary["validation_loss"][:2] == undisturbed["validation_loss"][:2]
+    assert summary["validation_loss"][2:] != undisturbed["validation_loss"][2:]
+    assert len(set(summary["parameters_sha256"].values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("cells", "told"),
+    [
+        ({"inner": {"seconds": 5}}, r"outer\.overlap: found 1 with `inner\.seconds`"),
+        ({"adaptation": "discarded"}, r"replicas\[0\]\.boundary\.ablations\.adaptation: found `discarded` with"),
+    ],
+)
+def test_parts_that_a_round_has_to_be_over_for(cells: dict[str, Any], told: str) -> None:
+    home: dict[str, Any] = {"name": "home", "kind": "participants", "stages": 2, "boundary": {"rank": "1/4"}}
+    if "adaptation" in cells:
+        home["boundary"]["ablations"] = cells
+    inner = {"inner": cells["inner"]} if "inner" in cells else {}
+    config = RunConfig.model_validate({"name": "a", "outer": {"rounds": 2, "overlap": 1}, "replicas": [home], **inner})
+    with pytest.raises(ConfigError, match=told):
+        config.check()
