@@ -86,6 +86,7 @@ def _build_stage(
         receive_timeout=RECEIVE_TIMEOUT,
         replica=replica.name,
         seed=config.seed,
+        overlap=config.outer.overlap > 0,
     )
     worker = StageWorker(stage, settings, ends.upstream, ends.downstream)
     count = -(-config.data.validation_sequences // rows)

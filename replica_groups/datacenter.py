@@ -36,6 +36,8 @@ class DatacenterMember:
         self.batches = batches
         self.validation = validation
         self._keeps_moments = keeps_moments
+        self._is_ahead = False
+        """Whether the last round was trained ahead: a state is then from before that, should it be trained again."""
         self._positions: list[Any] = []
         """Of the text, where the last round began, and the one before if that was not decided."""
         self._compute_seconds = 0.0
@@ -74,6 +76,7 @@ class DatacenterMember:
     def remember(self, ahead: bool = False) -> None:
         """See TrainingMember."""
         self.engine.remember(self._keeps_moments)
+        self._is_ahead = ahead
         self._positions = [*(self._positions[-1:] if ahead else ()), self.batches.state()]
 
     def undo(self, outer: OuterRound) -> None:
@@ -93,7 +96,7 @@ class DatacenterMember:
     def save(self, folder: Path) -> None:
         """See TrainingMember. Ranks all write the same position."""
         self.engine.save(folder / "engine")
-        save_position(self.batches, folder)
+        save_position(self._positions[-1] if self._is_ahead else self.batches.state(), folder)
 
     def load(self, folder: Path) -> None:
         """See TrainingMember."""

@@ -33,9 +33,6 @@ from replica_groups.parameter_store import ParameterStore
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.saved_parts import read_part, write_part
 
-Carry = Callable[[str, int, str, Collection[str]], None]
-"""(member, round, its replica, blocks): see CarriedExchange.carry."""
-
 _TRAINED = "trained:"
 """In saved states, before the round and the name of a pseudo-gradient that waits to be contributed."""
 
@@ -52,6 +49,14 @@ class Contributions(Protocol):
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes: ...
 
     def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None: ...
+
+
+class Carrier(Protocol):
+    """With overlap, what has a round on its way while the next one is trained; see CarriedExchange."""
+
+    def carry(self, member: str, round_: int, replica: str, blocks: Collection[str]) -> None: ...
+
+    def give_up(self) -> None: ...
 
 
 class OuterRound:
@@ -73,14 +78,14 @@ class OuterRound:
         optimizer: RoundOptimizer | None = None,
         ranks: Ranks = ALONE,
         keeps_undo: bool = True,
-        carry: Carry | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         """`start` is what the run starts from: all held parameters, whole, and the followed ones.
 
-        With `keeps_undo` error feedback is kept twice while a round is not decided, so that `undo` is exact. `carry`:
-        with overlap, on the first rank, what has a round carried while the next one is trained.
+        With `keeps_undo` error feedback is kept twice while a round is not decided, so that `undo` is exact.
+        `carrier`: with overlap, on the first rank.
         """
-        self.keeps_undo, self._carry = keeps_undo, carry
+        self.keeps_undo, self._carrier = keeps_undo, carrier
         self.run, self.member, self.replica = run, member, replica
         self.parameters, self.exchange, self.ranks = parameters, exchange, ranks
         self.settings = settings
@@ -123,8 +128,8 @@ class OuterRound:
         Raises Suspended or TermOver if the round has to be trained again: see `undo`.
         """
         own = self.contribute(round_, epoch, steps)
-        if self._carry is not None:
-            self._carry(self.member, round_, self.replica, shapes_by_block(self.optimizer.needs(self.theta)))
+        if self._carrier is not None:
+            self._carrier.carry(self.member, round_, self.replica, shapes_by_block(self.optimizer.needs(self.theta)))
         on_contributed()
         record = self._await_record(round_, own, epoch, steps)
         is_counted = self._take_back_uncounted(record, own, epoch)
@@ -143,10 +148,19 @@ class OuterRound:
     def undo(self) -> None:
         """Return to the round's start: error feedback is what it was before what was contributed and not decided.
 
-        What was trained ahead of that is dropped.
+        With overlap what was trained ahead of that is dropped, and error feedback stays until the round is decided, or
+        contributed to again: it may be counted though its replica is formed anew.
         """
-        if self._undecided is not None:
-            self.trained = {round_: one for round_, one in self.trained.items() if round_ <= self._undecided[0]}
+        if self.settings.overlap:
+            self.starts.clear()
+            if self._undecided is not None:
+                self.trained = {round_: one for round_, one in self.trained.items() if round_ <= self._undecided[0]}
+            if self._carrier is not None:
+                self._carrier.give_up()
+        else:
+            self._take_back_undecided()
+
+    def _take_back_undecided(self) -> None:
         for name, before in self._before.items():
             self.error[name].copy_(before)
         if self._before:
@@ -313,6 +327,7 @@ class OuterRound:
     def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> dict[str, bytes]:
         """Compress and hand in every block; returns the blobs, on the first rank."""
         blobs: dict[str, bytes] = {}
+        self._take_back_undecided()
         self._before = {name: error.clone() for name, error in self.error.items()} if self.keeps_undo else {}
         for block, shapes in shapes_by_block(self.parameters.shapes).items():
             selections = self._selections(round_, shapes)
@@ -348,7 +363,8 @@ class OuterRound:
             kept.copy_(error)
         if self.settings.overlap:
             sent = DecodedTensor(selection.indices, selection.values)
-            self.starts[name] = start_before_mean(self.theta[name].to(delta.device), sent, self.settings)
+            start = start_before_mean(self.theta[name].to(delta.device), sent, self.settings)
+            self.starts[name] = start.to(kept.device)
         if ranks.world == 1 and delta.device.type == "cpu":
             return selection
         parts = ranks.gather_bytes(save(packed(selection, tuple(delta.shape), compression.tile)))

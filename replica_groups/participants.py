@@ -47,6 +47,8 @@ class StageMember:
         self.validation_count = count
         self.parameters = LocalParameters(worker.stage.parameters)
         self._moments, self._keeps_moments = Moments(worker.stage.optimizers), keeps_moments
+        self._is_ahead = False
+        """Whether the last round was trained ahead: a state is then from before that, should it be trained again."""
         self._positions: list[Any] = []
         """Of the text, where the last round began, and the one before if that was not decided."""
 
@@ -92,6 +94,7 @@ class StageMember:
         self._moments.remember(self._keeps_moments)
         if self._keeps_moments and (anchors := self.worker.stage.anchors) is not None:
             anchors.remember()
+        self._is_ahead = ahead
         if self.batches is not None:
             self._positions = [*(self._positions[-1:] if ahead else ()), self.batches.state()]
 
@@ -120,7 +123,7 @@ class StageMember:
         """See TrainingMember."""
         torch.save(self.worker.stage.state(), folder / _STATE)
         if self.batches is not None:
-            save_position(self.batches, folder)
+            save_position(self._positions[-1] if self._is_ahead else self.batches.state(), folder)
 
     def load(self, folder: Path) -> None:
         """See TrainingMember."""

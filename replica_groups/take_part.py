@@ -28,7 +28,7 @@ from replica_groups.exchange.restart import states_to_go_on_from
 from replica_groups.exchange.shaped import ShapedExchange
 from replica_groups.gate import Gate
 from replica_groups.held_back import HeldBack
-from replica_groups.outer_round import Carry, OuterRound
+from replica_groups.outer_round import Carrier, OuterRound
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.round_length import StepsOf, round_length
 from replica_groups.saved_states import SavedStates
@@ -102,8 +102,8 @@ def take_part(
         spec = spec.with_changes(exchange.changes())
         if isinstance(member.replica, DatacenterReplica) and ranks.world == 1:
             ranks = Ranks(device=device_of(member.replica))
-        carry = shaped.carry if isinstance(shaped, CarriedExchange) and ranks.is_first else None
-        trainer, outer, holds = _build(spec, run, member, exchange, source, ranks, faults, carry)
+        carrier = shaped if isinstance(shaped, CarriedExchange) and ranks.is_first else None
+        trainer, outer, holds = _build(spec, run, member, exchange, source, ranks, faults, carrier)
         states = replace(states, every=spec.latest.states_every)
         length = round_length(spec, member, MonotonicClock(), ranks, steps_of)
         steps = StepsTaken(member.replica.name, config.inner.steps)
@@ -116,6 +116,8 @@ def take_part(
         loop = TrainingLoop(
             trainer, member.replica.name, outer, seat, reporter, states, length, steps, gate=gate, faults=faults
         )
+        if saved is not None:
+            loop.load(states.path(saved))
         try:
             loop.run(holds, saved, spec)
             if copies is not None:
@@ -139,7 +141,7 @@ def _build(
     source: Source | None,
     ranks: Ranks,
     faults: Faults,
-    carry: Carry | None,
+    carrier: Carrier | None,
 ) -> tuple[TrainingMember, OuterRound, int]:
     """What trains, what meets the others, and after which round: that of the run's newest snapshot."""
     held = [*member.owned, *([EMBEDDING] if member.follows_embedding else [])]
@@ -159,7 +161,7 @@ def _build(
         optimizer=round_optimizer(spec, start.basis),
         ranks=ranks,
         keeps_undo=member.stage is not None or spec.config.states.undo,
-        carry=carry,
+        carrier=carrier,
     )
     if round_ > 0:
         momentum = {name.removeprefix(MOMENTUM): tensors[name] for name in momentum_of(names, held)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -89,6 +90,8 @@ class TrainingMember(Protocol):
 
 SECONDS_BETWEEN_LINK_REPORTS = 0.5
 
+_TERMS = "terms.json"
+
 
 @dataclass(frozen=True)
 class _InnerLoop:
@@ -97,8 +100,6 @@ class _InnerLoop:
     steps: int
     compute_seconds: float
     wait_seconds: float
-    terms: tuple[LearningRates, Share]
-    """What it was trained with."""
 
 
 class TrainingLoop:
@@ -132,6 +133,8 @@ class TrainingLoop:
         """Whether a round was begun that `undo` brings back to its start."""
         self._ahead: _InnerLoop | None = None
         """Of the round that `outer` has trained ahead, if that was here and can be undone."""
+        self._trained_with: dict[int, str] = {}
+        """By round, of the last two, the terms that it was trained with: those that are due now may be others."""
 
     def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
         """Train until the run is over, from theta after round `holds`; what else it has is from after round `saved`."""
@@ -239,10 +242,10 @@ class TrainingLoop:
         """That of the assigned round: trained now, unless all of the replica has trained it ahead, as it is due now."""
         round_, ahead, terms = work.round, self._ahead, self._terms(work.round, spec)
         self._ahead = None
-        if work.ahead and (ahead is None or ahead.terms == terms):
+        if work.ahead and self._trained_with.get(round_) == repr(terms):
             self._under_way = True
             self.seat.pulse.trains(round_, work.epoch)
-            return ahead or _InnerLoop(spec.config.inner.require_steps("rounds overlap"), 0.0, 0.0, terms)
+            return ahead or _InnerLoop(spec.config.inner.require_steps("rounds overlap"), 0.0, 0.0)
         if ahead is not None:
             self.member.undo(self.outer)
         self.outer.trained.clear()
@@ -275,7 +278,9 @@ class TrainingLoop:
         self.member.take_share(share, first)
         with self.seat.pulse.computing(self.member.activity):
             steps = self._take_steps(round_, first, under_way)
-        return _InnerLoop(steps, *self.member.timing(), terms)
+        self._trained_with = {before: one for before, one in self._trained_with.items() if before == round_ - 1}
+        self._trained_with[round_] = repr(terms)
+        return _InnerLoop(steps, *self.member.timing())
 
     def _take_steps(self, round_: int, first: int, under_way: int) -> int:
         """All of a round: how many there were."""
@@ -322,6 +327,13 @@ class TrainingLoop:
         self.faults.reached(Phase.SAVING, round_)
         self.outer.save(folder)
         self.steps.save(folder)
+        if self.outer.trained:
+            (folder / _TERMS).write_text(json.dumps(self._trained_with))
+
+    def load(self, folder: Path) -> None:
+        """Go on with rounds that were trained ahead of a saved state."""
+        if (folder / _TERMS).exists():
+            self._trained_with = {int(number): one for number, one in json.loads((folder / _TERMS).read_text()).items()}
 
     def _evaluate(self, round_: int) -> None:
         outcome = self.member.evaluate(round_)

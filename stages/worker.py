@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.coefficients import Symbols, noise_key
-from hetero_pp.errors import MalformedMessage
+from hetero_pp.errors import LinkClosed, MalformedMessage
 from hetero_pp.link.protocol import LinkEnd, Message
 from hetero_pp.link.token_ids import pack_tokens, unpack_tokens
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, FLUSH, GRADIENT, LinkHeader, Purpose
@@ -35,6 +35,8 @@ class WorkerSettings:
     receive_timeout: float | None
     replica: str
     seed: int
+    overlap: bool = False
+    """Whether rounds are trained ahead: a neighbour may be at another one, and then its group is formed anew."""
 
 
 @dataclass
@@ -274,6 +276,8 @@ class StageWorker:
         self.timing.wait += time.perf_counter() - started
         header = message.header
         found = (header.purpose, header.round, header.step, header.micro_batch)
+        if self.settings.overlap and header.round != round_:
+            raise LinkClosed(f"the stage beside is at round {header.round}, and not at {round_}")
         if found != (purpose, round_, step, micro_batch):
             raise MalformedMessage(
                 f"found a message of purpose, round, step, micro-batch {found}, "

@@ -50,9 +50,9 @@ class Batches(Protocol):
 _POSITION = "data.json"
 
 
-def save_position(batches: Batches, folder: Path) -> None:
-    """Write where a replica's batches are."""
-    (folder / _POSITION).write_text(json.dumps(batches.state()))
+def save_position(state: Any, folder: Path) -> None:
+    """Write where a replica's batches are, or were: what `state` gave."""
+    (folder / _POSITION).write_text(json.dumps(state))
 
 
 def load_position(batches: Batches, folder: Path) -> None:

@@ -123,7 +123,7 @@ class OuterSettings(Settings):
     )
     overlap: Annotated[Literal[0, 1], AddedLater()] = Field(
         0,
-        description="1: a replica trains the next round while its contribution is on its way, and waits for nobody",
+        description="1: a replica trains the next round while its contribution is on its way",
     )
     presumed: Annotated[Ratio | None, AddedLater()] = Field(
         None,

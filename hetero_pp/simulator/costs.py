@@ -16,6 +16,9 @@ from hetero_pp.topology import BoundarySettings
 BYTES_PER_PARAMETER = {"weights": 4, "gradients": 4, "optimizer": 8, "error feedback": 4, "round start": 4}
 """fp32 throughout: weights, gradients, two moments of AdamW, error feedback, theta at the start of the round."""
 
+AHEAD_BYTES = 12
+"""A parameter, with `outer.overlap`: what two rounds have come to, and where the later one started; fp32."""
+
 UPDATE_BYTES = 28
 """Read and written a parameter by AdamW: weight, gradient, two moments read; weight, two moments written."""
 

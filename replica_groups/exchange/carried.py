@@ -7,8 +7,9 @@ fetches what that names: whoever asks for the record later finds all of it here,
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
-from concurrent.futures import Future
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import LinkSpec
@@ -47,11 +48,21 @@ class CarriedExchange(ShapedExchange):
         def run() -> None:
             try:
                 record = self._record(waiting, round_, member)
-                found.set_result((record, self._fetch_all(member, record, replica, blocks)))
+                fetched = self._fetch_all(member, record, replica, blocks, found.cancelled)
+                with suppress(InvalidStateError):  # it was given up
+                    found.set_result((record, fetched))
             except BaseException as error:  # noqa: BLE001 - whoever asks for the record gets it
-                found.set_exception(error)
+                with suppress(InvalidStateError):
+                    found.set_exception(error)
 
         threading.Thread(target=run, name=f"carries round {round_} of {member}", daemon=True).start()
+
+    def give_up(self) -> None:
+        """What is under way is not waited for any more, and what was not brought never is."""
+        self._waiting = []
+        if self._carried is not None:
+            self._carried[1].cancel()
+            self._carried = None
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:
         """See ExchangeService."""
@@ -74,12 +85,19 @@ class CarriedExchange(ShapedExchange):
             super().deposit(*blob)
         return super().record(round_, member)
 
-    def _fetch_all(self, member: str, record: RoundRecord, replica: str, blocks: Collection[str]) -> _Fetched:
+    def _fetch_all(
+        self,
+        member: str,
+        record: RoundRecord,
+        replica: str,
+        blocks: Collection[str],
+        is_over: Callable[[], bool],
+    ) -> _Fetched:
         return {
             (entry.replica, blob.block): super(CarriedExchange, self).fetch(
                 member, record.round, entry.replica, blob.block
             )
             for entry in record.contributions
             for blob in entry.blobs
-            if blob.block in blocks and entry.replica != replica
+            if blob.block in blocks and entry.replica != replica and not is_over()
         }

@@ -213,10 +213,16 @@ class Coordinator:
             yield from self._adopt(place, round_)
         elif replica.round is not None or place.asked is not None:
             return  # it has returned since, and this was said before
+        elif self._trains_ahead_of(round_):
+            yield e.Suspended(place.name, place.term, epoch, "its replica has to be formed anew")
         elif round_ == self.last_round and self._in_step.get(replica.name) == epoch:
             return  # it has contributed since: to evaluate, a place needs no other that has nothing more to do
         elif self.open is None or round_ != self.open.number or not self._is_whole(replica):
             yield e.Suspended(place.name, place.term, epoch, "its replica has to be formed anew")
+
+    def _trains_ahead_of(self, round_: int) -> bool:
+        """Whether who has contributed to a round trains the next one."""
+        return self.rules.overlap and self.rounds is not None and round_ < self.rounds
 
     def _admits(self, place: Place, term: int, now: float) -> Generator[e.Effect, None, bool]:
         """Whether a term acts, which then is there; who holds one that is over is told."""
@@ -237,7 +243,7 @@ class Coordinator:
         replica = self.replicas[place.replica]
         if not replica.alive or self._is_whole(replica) or round_ <= max(self.last_round, replica.round or 0):
             return
-        replica.round = round_
+        replica.round, replica.ahead = round_, self.rules.overlap  # as far as who asks has trained it, too
         if self.open is not None and round_ == self.open.number:
             self.open.taking_part.add(replica.name)
         elif self.open is not None:
@@ -270,7 +276,7 @@ class Coordinator:
         unless they train the next round meanwhile.
         """
         round_, replica.round = replica.round, None
-        if self._is_whole(replica) and not self.rules.overlap:
+        if self._is_whole(replica) and not self._trains_ahead_of(self.last_round + 1):
             return
         if self.open is not None and not self._is_whole(replica):
             self.open.withdraw(replica.name)
@@ -298,7 +304,7 @@ class Coordinator:
         place.rests(now)
         if replica.round is not None and event.holds < replica.round and not self._is_whole(replica):
             # it was told, and has not heard
-            yield e.Assign(place.name, place.term, replica.round, replica.epoch, ahead=replica.ahead)
+            yield e.Assign(place.name, place.term, replica.round, replica.epoch, ahead=replica.ahead and event.ahead)
             return
         place.asked, place.ahead = event.holds, event.ahead
         if event.holds > self.last_round:

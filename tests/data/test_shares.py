@@ -77,7 +77,7 @@ def test_a_replica_goes_on_to_the_same_batches_after_a_change(first_step: int | 
     shared, share = _shared(1), _later(1, first_step=first_step)
     shared.take(share, 12)
     expected = [shared.train(step) for step in range(15, 20)]
-    save_position(shared, tmp_path)
+    save_position(shared.state(), tmp_path)
     assert json.loads((tmp_path / "data.json").read_text())["share"]["first_step"] == 12
     again = _shared(1)
     load_position(again, tmp_path)

@@ -1,0 +1,175 @@
+"""A member's outer round with overlap: where it starts, and that nothing is lost or sent twice if it is broken off."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetero_pp.errors import LinkClosed, Suspended
+from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.model import ModelShape, shapes_by_block, shapes_of
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, decode_blob
+from hetero_pp.snapshot import initial_snapshot
+from replica_groups.outer_round import OuterRound
+from replica_groups.parameter_store import LocalParameters
+
+SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40)
+COMPRESSION = CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=32, quantiser="levels")
+SETTINGS = OuterSettings(rounds=4, overlap=1, presumed=0.25, returned=0.5, compression=COMPRESSION)
+DECAY = COMPRESSION.error_feedback_decay
+
+
+class Far:
+    """An exchange, and what carries its rounds. Implements Contributions and Carrier."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[tuple[int, str, str], bytes] = {}
+        self.counts = "own"
+        self.is_suspended = False
+        self.given_up = 0
+
+    def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
+        self.blobs[address.round, address.replica, address.block] = data
+
+    def record(self, round_: int, member: str | None = None) -> RoundRecord:
+        if self.is_suspended:
+            raise Suspended("a neighbour is gone")
+        record = RoundRecord(round=round_)
+        entry = record.contributions.add(replica=self.counts, weight=1.0, epoch=1)
+        for (number, replica, block), data in self.blobs.items():
+            if (number, replica) == (round_, self.counts):
+                entry.blobs.add(block=block, sha256=hashlib.sha256(data).digest())
+        return record
+
+    def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
+        return self.blobs[round_, replica, block]
+
+    def confirm(self, member: str, round_: int, sha256: Mapping[str, bytes]) -> None: ...
+
+    def carry(self, member: str, round_: int, replica: str, blocks: Collection[str]) -> None: ...
+
+    def give_up(self) -> None:
+        self.given_up += 1
+
+    def sent(self, round_: int) -> dict[str, Tensor]:
+        """Of a round, dense."""
+        found: dict[str, Tensor] = {}
+        for block, shapes in shapes_by_block(shapes_of(START)).items():
+            address = BlobAddress("run", round_, "own", block)
+            for name, decoded in decode_blob(self.blobs[round_, "own", block], address, shapes, COMPRESSION).items():
+                found[name] = torch.zeros(shapes[name])
+                found[name].view(-1)[decoded.indices] = decoded.values
+        return found
+
+
+START = initial_snapshot(SHAPE, None, seed=1).parameters
+
+
+class Member:
+    def __init__(self, name: str = "own", far: Far | None = None) -> None:
+        self.far = far or Far()
+        self.parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in START.items()}
+        held = LocalParameters(self.parameters)
+        self.outer = OuterRound("run", name, name, held, dict(START), self.far, SETTINGS, carrier=self.far)
+
+    @torch.no_grad()
+    def train(self, round_: int) -> dict[str, Tensor]:
+        """A change at random; what the pseudo-gradient has to be."""
+        before = self.holds()
+        for number, parameter in enumerate(self.parameters.values()):
+            random = torch.Generator().manual_seed(100 * round_ + number)
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=random))
+        self.outer.end_inner_loop(round_)
+        return {name: before[name] - parameter.detach() for name, parameter in self.parameters.items()}
+
+    def holds(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+    def train_ahead(self, round_: int) -> dict[str, Tensor]:
+        self.outer.start_ahead()
+        return self.train(round_)
+
+    def break_off(self) -> None:
+        """In the middle of the round that is trained ahead."""
+        self.outer.start_ahead()
+        raise LinkClosed("a neighbour is gone")
+
+    def go_back(self) -> None:
+        self.outer.undo()
+        self.outer.restore()
+
+
+def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor), name
+
+
+def _rest(member: Member, trained: Mapping[str, Tensor], kept: float = 0.0) -> dict[str, Tensor]:
+    """By hand, after a first round: e <- d - D, and a part of D back where it was not counted."""
+    sent = member.far.sent(1)
+    return {name: DECAY * 0 + tensor - sent[name] + kept * sent[name] for name, tensor in trained.items()}
+
+
+def test_the_next_round_starts_less_what_is_presumed_and_is_measured_from_there() -> None:
+    member = Member()
+    trained = [member.train(1)]
+    started: list[dict[str, Tensor]] = []
+
+    def meanwhile() -> None:
+        member.outer.start_ahead()
+        started.append(member.holds())
+        trained.append(member.train(2))
+
+    member.outer.synchronise(1, 1, 3, meanwhile)
+    sent = member.far.sent(1)
+    _assert_equal(started[0], {name: START[name] - 0.25 * sent[name] for name in START})
+    _assert_equal(member.holds(), {name: START[name] - sent[name] for name in START})  # alone, and at rate 1
+    assert member.outer.trained.keys() == {2}
+    _assert_equal(member.outer.trained[2], trained[1])
+
+
+@pytest.mark.parametrize("counts", ["own", "other"])
+def test_broken_off_ahead_and_decided_meanwhile(counts: str) -> None:
+    """Error feedback is as if the member had waited, and its next round is measured from where it starts."""
+    member = Member()
+    other = Member("other", member.far)
+    other.train(1)
+    other.outer.contribute(1, 1, 3)
+    trained = member.train(1)
+    with pytest.raises(LinkClosed):
+        member.outer.synchronise(1, 1, 3, member.break_off)
+    member.go_back()
+    assert member.far.given_up == 1
+    member.far.counts = counts
+    member.outer.catch_up(range(1, 2), range(1, 2))
+    expected = _rest(member, trained, 0.0 if counts == "own" else SETTINGS.returned)
+    for name, error in member.outer.error.items():
+        torch.testing.assert_close(error, expected[name], atol=1e-7, rtol=0)
+    assert not member.outer.trained
+    _assert_equal(member.train(2), member.outer.trained[2])
+
+
+def test_broken_off_and_contributed_again() -> None:
+    """With what it came to, which is at hand; and what was trained ahead of that is dropped."""
+    member, undisturbed = Member(), Member()
+    for one in (member, undisturbed):
+        one.train(1)
+    member.far.is_suspended = True
+    with pytest.raises(Suspended):
+        member.outer.synchronise(1, 1, 3, lambda: member.train_ahead(2))
+    assert member.outer.trained.keys() == {1, 2}
+    member.go_back()
+    assert member.outer.trained.keys() == {1}
+    member.far.is_suspended = False
+    for one in (member, undisturbed):
+        one.outer.synchronise(1, 1, 3, lambda one=one: one.train_ahead(2))  # type: ignore[misc]
+    _assert_equal(member.outer.error, undisturbed.outer.error)
+    _assert_equal(member.holds(), undisturbed.holds())
+    _assert_equal(member.outer.trained[2], undisturbed.outer.trained[2])
