@@ -73,3 +73,15 @@ def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> N
     assert run.counted(1) == {"dc": 1, "home": 2}
     found = [waits[one].result(TIMEOUT) for one in HOMES]
     assert [(work.round, work.epoch, work.ahead) for work in found] == [(2, 3, False)] * 2
+
+
+def test_nobody_is_called_back_from_the_last_round(run: Run) -> None:
+    """There is no other to be trained: who has contributed to it waits for its record."""
+    for round_ in range(1, 9):
+        run.deposit(round_, "dc", *HOMES)
+        run.assign(round_)
+    run.deposit(9, *HOMES)
+    run.exchange.died("home.1", "killed by a test")
+    assert run.exchange.beat("home.0", 9, 2, term=1).suspended is None
+    run.deposit(9, "dc")
+    assert run.exchange.record(9, "home.0", 1).round == 9
