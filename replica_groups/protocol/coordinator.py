@@ -213,12 +213,14 @@ class Coordinator:
             yield from self._adopt(place, round_)
         elif replica.round is not None or place.asked is not None:
             return  # it has returned since, and this was said before
-        elif self._trains_ahead_of(round_):
+        elif self._trains_ahead_of(round_) or not self._has_contributed(replica, round_, epoch):
             yield e.Suspended(place.name, place.term, epoch, "its replica has to be formed anew")
-        elif round_ == self.last_round and self._in_step.get(replica.name) == epoch:
-            return  # it has contributed since: to evaluate, a place needs no other that has nothing more to do
-        elif self.open is None or round_ != self.open.number or not self._is_whole(replica):
-            yield e.Suspended(place.name, place.term, epoch, "its replica has to be formed anew")
+
+    def _has_contributed(self, replica: Replica, round_: int, epoch: int) -> bool:
+        """Whole: to wait for the record, and to evaluate, a place needs no other that has nothing more to do."""
+        if round_ == self.last_round and self._in_step.get(replica.name) == epoch:
+            return True
+        return self.open is not None and round_ == self.open.number and self._is_whole(replica)
 
     def _trains_ahead_of(self, round_: int) -> bool:
         """Whether who has contributed to a round trains the next one."""

@@ -67,7 +67,12 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         Edit(Coordinator, "_not_recorded", "self.open.writing, self.open.retry_at = False", "_ = False"),
     ),
     "does not say again what to train": (
-        Edit(Coordinator, "_asked", "yield e.Assign(place.name, place.term, replica.round, replica.epoch)", "pass"),
+        Edit(
+            Coordinator,
+            "_asked",
+            "yield e.Assign(place.name, place.term, replica.round, replica.epoch, ahead=",
+            "_ = (",
+        ),
     ),
     "does not learn of later terms": (Edit(Coordinator, "_noted", "if event.term > place.term:", "if False:"),),
     "does not notice silence": (Edit(Place, "ends_at", "silent = self", "silent = 1e9 + self"),),
