@@ -243,6 +243,8 @@ class TrainingLoop:
         round_, ahead, terms = work.round, self._ahead, self._terms(work.round, spec)
         self._ahead = None
         if work.ahead and self._trained_with.get(round_) == repr(terms):
+            if ahead is None:  # it is from a saved state, or was returned to: there is nothing to undo it by
+                self.member.remember(ahead=True)
             self._under_way = True
             self.seat.pulse.trains(round_, work.epoch)
             return ahead or _InnerLoop(spec.config.inner.require_steps("rounds overlap"), 0.0, 0.0)
