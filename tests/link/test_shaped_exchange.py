@@ -177,7 +177,7 @@ def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> N
     shaped.exchange.confirm("home.0", 4, {"norm.weight": b"x"})
     shaped.exchange.report(reports)
     joined = [("home.0", "{}", "of a text"), "changes", ("home.0", "here", held, "me"), "newest snapshot"]
-    works = [("home.0", 4, "here"), ("home.0", 5, 2, 9, True), ("home.0", 2, "a cause"), "last round"]
+    works = [("home.0", 4, "here", True), ("home.0", 5, 2, 9, True), ("home.0", 2, "a cause"), "last round"]
     asked = [*joined, *works, (4, "home.0"), ("home.0", 4, {"norm.weight": b"x"}), reports]
     assert shaped.far.asked == [(100.0, what) for what in asked]
     assert shaped.counts(0) == shaped.counts(4) == [NOTHING, NOTHING]
