@@ -33,19 +33,19 @@ def run_outer_round(spec: RunSpec, fleets: Fleets, communicates: bool) -> float:
     return closed
 
 
-def run_overlapped_round(spec: RunSpec, fleets: Fleets, communicates: bool, train: Callable[[], None]) -> float:
-    """The same where members train the next round, by `train`, while what they contributed is carried; when this one
-    closed. Both have all of every line, so a round may be shorter than what a line has to carry in it takes.
+def run_overlapped_round(spec: RunSpec, fleets: Fleets, communicates: bool, train: Callable[[], None]) -> None:
+    """The same where members train the next round, by `train`, while what they contributed is carried.
+
+    Both have all of every line, so a round may be shorter than what a line has to carry in it takes.
     """
     for fleet, clock in fleets:
         _until(clock, "contribute", clock.free + fleet.contribute)
     carried = [(fleet, _beside(clock)) for fleet, clock in fleets]
-    closed = _carry(spec, carried, communicates)
+    _carry(spec, carried, communicates)
     train()
     for (fleet, clock), (_, line) in zip(fleets, carried, strict=True):
         _until(clock, "wait", np.maximum(clock.free, line.free))
         _until(clock, "apply", clock.free + fleet.apply)
-    return closed
 
 
 def _beside(clock: GroupClock) -> GroupClock:

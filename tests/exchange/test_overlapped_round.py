@@ -22,7 +22,6 @@ from replica_groups.parameter_store import LocalParameters
 SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=40)
 COMPRESSION = CompressionSettings(density=1 / 8, tile=(8, 8), value_bits=32, quantiser="levels")
 SETTINGS = OuterSettings(rounds=4, overlap=1, presumed=0.25, returned=0.5, compression=COMPRESSION)
-DECAY = COMPRESSION.error_feedback_decay
 
 
 class Far:
@@ -114,7 +113,7 @@ def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 def _rest(member: Member, trained: Mapping[str, Tensor], kept: float = 0.0) -> dict[str, Tensor]:
     """By hand, after a first round: e <- d - D, and a part of D back where it was not counted."""
     sent = member.far.sent(1)
-    return {name: DECAY * 0 + tensor - sent[name] + kept * sent[name] for name, tensor in trained.items()}
+    return {name: tensor - sent[name] + kept * sent[name] for name, tensor in trained.items()}
 
 
 def test_the_next_round_starts_less_what_is_presumed_and_is_measured_from_there() -> None:
