@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from hetero_pp.data.batches import load_position, save_position
+from hetero_pp.data.batches import load_position
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
@@ -36,10 +35,6 @@ class DatacenterMember:
         self.batches = batches
         self.validation = validation
         self._keeps_moments = keeps_moments
-        self._is_ahead = False
-        """Whether the last round was trained ahead: a state is then from before that, should it be trained again."""
-        self._positions: list[Any] = []
-        """Of the text, where the last round began, and the one before if that was not decided."""
         self._compute_seconds = 0.0
 
     def follow(self, rates: LearningRates) -> None:
@@ -76,14 +71,13 @@ class DatacenterMember:
     def remember(self, ahead: bool = False) -> None:
         """See TrainingMember."""
         self.engine.remember(self._keeps_moments)
-        self._is_ahead = ahead
-        self._positions = [*(self._positions[-1:] if ahead else ()), self.batches.state()]
+        self.batches.remember(ahead)
 
     def undo(self, outer: OuterRound) -> None:
         """See TrainingMember."""
         outer.restore()
         self.engine.undo()
-        self.batches.load(self._positions[0])
+        self.batches.undo()
         self.start_round(outer)
 
     def relink(self, ends: LinkEnds) -> None:
@@ -96,7 +90,7 @@ class DatacenterMember:
     def save(self, folder: Path) -> None:
         """See TrainingMember. Ranks all write the same position."""
         self.engine.save(folder / "engine")
-        save_position(self._positions[-1] if self._is_ahead else self.batches.state(), folder)
+        self.batches.save(folder)
 
     def load(self, folder: Path) -> None:
         """See TrainingMember."""

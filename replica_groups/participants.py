@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetero_pp.data.batches import load_position, save_position
+from hetero_pp.data.batches import load_position
 from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
@@ -47,10 +46,6 @@ class StageMember:
         self.validation_count = count
         self.parameters = LocalParameters(worker.stage.parameters)
         self._moments, self._keeps_moments = Moments(worker.stage.optimizers), keeps_moments
-        self._is_ahead = False
-        """Whether the last round was trained ahead: a state is then from before that, should it be trained again."""
-        self._positions: list[Any] = []
-        """Of the text, where the last round began, and the one before if that was not decided."""
 
     def follow(self, rates: LearningRates) -> None:
         """See TrainingMember."""
@@ -94,9 +89,8 @@ class StageMember:
         self._moments.remember(self._keeps_moments)
         if self._keeps_moments and (anchors := self.worker.stage.anchors) is not None:
             anchors.remember()
-        self._is_ahead = ahead
         if self.batches is not None:
-            self._positions = [*(self._positions[-1:] if ahead else ()), self.batches.state()]
+            self.batches.remember(ahead)
 
     def undo(self, outer: OuterRound) -> None:
         """See TrainingMember. Links are not what they were: `relink` comes next."""
@@ -106,7 +100,7 @@ class StageMember:
         if (anchors := self.worker.stage.anchors) is not None:
             anchors.restore()
         if self.batches is not None:
-            self.batches.load(self._positions[0])
+            self.batches.undo()
         self.start_round(outer)
 
     def relink(self, ends: LinkEnds) -> None:
@@ -123,7 +117,7 @@ class StageMember:
         """See TrainingMember."""
         torch.save(self.worker.stage.state(), folder / _STATE)
         if self.batches is not None:
-            save_position(self._positions[-1] if self._is_ahead else self.batches.state(), folder)
+            self.batches.save(folder)
 
     def load(self, folder: Path) -> None:
         """See TrainingMember."""

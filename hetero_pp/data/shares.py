@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hetero_pp.data.batches import Batches
+from hetero_pp.data.batches import Batches, save_position
 from hetero_pp.seeds import seed_of
 
 _SHARE = "share"
@@ -42,6 +43,10 @@ class SharedBatches:
     def __init__(self, share: Share, batches_of: Callable[[Share], Batches]) -> None:
         """`batches_of`: what the replica trains on while it has a share, from step 0 on."""
         self._batches_of = batches_of
+        self._began: list[Any] = []
+        """Where the last round began, and the one before if that was not decided then."""
+        self._is_ahead = False
+        """Whether the last round was trained ahead of that."""
         self._take(share, share.first_step or 0)
 
     def take(self, share: Share, step: int) -> None:
@@ -64,6 +69,18 @@ class SharedBatches:
     def read_ahead(self, steps: range) -> None:
         """See Batches."""
         self._batches.read_ahead(range(steps.start - self._first, steps.stop - self._first))
+
+    def remember(self, ahead: bool = False) -> None:
+        """A round begins here; `ahead`: while the one before may have to be read again."""
+        self._began, self._is_ahead = [*(self._began[-1:] if ahead else ()), self.state()], ahead
+
+    def undo(self) -> None:
+        """Go back to where the first round began that may have to be read again."""
+        self.load(self._began[0])
+
+    def save(self, folder: Path) -> None:
+        """Write where to go on from: before a round that was trained ahead, which may have to be read again."""
+        save_position(self._began[-1] if self._is_ahead else self.state(), folder)
 
     def state(self) -> Any:
         """See Batches."""

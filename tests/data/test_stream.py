@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_pp.data.batches import load_position
 from hetero_pp.data.order import Order, Position, go_on_with
 from hetero_pp.data.parts import Part, deal, epoch_of
+from hetero_pp.data.shares import Share, SharedBatches
 from hetero_pp.data.stream import StreamBatches, TokenStream
 from hetero_pp.errors import ConfigError
 
@@ -253,6 +256,26 @@ def test_going_on_reads_one_block() -> None:
     before = shards.read
     fresh.train(150)
     assert 0 < shards.read - before <= 20
+
+
+@pytest.mark.parametrize("undone", [False, True], ids=["from a saved state", "undone"])
+def test_a_round_that_was_trained_ahead_can_be_read_again(undone: bool, tmp_path: Path) -> None:
+    """Of three steps each: what was saved is from before round 2, and what is undone is both rounds."""
+    whole = batches_of(SHARDS)
+    expected = [whole.train(step) for step in range(6)]
+    batches = SharedBatches(Share(0, 1), lambda share: batches_of(SHARDS))
+    for round_ in range(2):
+        batches.remember(ahead=round_ > 0)
+        for step in range(3 * round_, 3 * round_ + 3):
+            batches.train(step)
+    if undone:
+        batches.undo()
+    else:
+        batches.save(tmp_path)
+        batches = SharedBatches(Share(0, 1), lambda share: batches_of(SHARDS))
+        load_position(batches, tmp_path)
+    for step in range(0 if undone else 3, 6):
+        assert batches.train(step).equal(expected[step])
 
 
 def test_no_text_is_one_line() -> None:
