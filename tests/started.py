@@ -26,6 +26,9 @@ from torch.distributed import TCPStore
 
 from hetero_pp.program.launch.crew import PRELOADED
 
+TIMEOUT = 240.0
+"""Seconds in which a program of a test has ended, however busy the machine is."""
+
 LAUNCHERS = ["hetero_pp.program.launch.command", "torch.utils.tensorboard", "matplotlib.figure"]
 """What a launcher imports besides, at once and as it records and draws."""
 
@@ -65,7 +68,7 @@ class Started:
             raise subprocess.TimeoutExpired(self._process.name, timeout)
         return self._process.exitcode
 
-    def communicate(self, timeout: float = 240) -> tuple[str, str]:
+    def communicate(self, timeout: float = TIMEOUT) -> tuple[str, str]:
         """What it wrote to stdout and to stderr until its end. Raises subprocess.TimeoutExpired."""
         self.wait(timeout)
         stdout, stderr = (path.read_text() if path.exists() else "" for path in self._files)
@@ -96,15 +99,15 @@ def run_program(*arguments: str) -> subprocess.CompletedProcess[str]:
     return _run("hetero_pp", arguments)
 
 
-def run_script(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(script: Path, *arguments: str, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
     """`python SCRIPT` with these arguments, to its end."""
-    return _run(script, arguments)
+    return _run(script, arguments, timeout)
 
 
-def _run(what: str | Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run(what: str | Path, arguments: Sequence[str], timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
     program = Started(what, arguments)
     try:
-        stdout, stderr = program.communicate()
+        stdout, stderr = program.communicate(timeout)
         return subprocess.CompletedProcess(arguments, program.wait(0), stdout, stderr)
     finally:
         program.kill()

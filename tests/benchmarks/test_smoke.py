@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from started import run_script
+from started import TIMEOUT, run_script
 
 pytestmark = pytest.mark.starts_processes
 
@@ -46,10 +46,11 @@ PRINTED = {
 """Patterns of each."""
 
 
+@pytest.mark.timeout(2 * TIMEOUT + 60)
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_it_runs_at_its_smallest(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run_script(FOLDER / f"{name}.py", "--smoke")
+    done = run_script(FOLDER / f"{name}.py", "--smoke", timeout=2 * TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert name in PRINTED, "say here what it prints"
     for pattern in PRINTED[name]:
