@@ -35,6 +35,8 @@ from replica_groups.saved_parts import read_part, write_part
 
 _TRAINED = "trained:"
 """In saved states, before the round and the name of a pseudo-gradient that waits to be contributed."""
+_LOCAL = "local:"
+"""In saved states, before the name of a parameter as the replica trains on from it."""
 
 
 class Contributions(Protocol):
@@ -113,6 +115,8 @@ class OuterRound:
         """Seconds that it stood still for the exchange, until somebody sets them to 0."""
         self.trained: dict[int, dict[str, Tensor]] = {}
         """With overlap, by round: the pseudo-gradients (this rank's rows) of rounds trained and not decided."""
+        self.local: dict[str, Tensor] = {}
+        """With keep_local, after a round that did not count this replica: its own parameters (this rank's rows)."""
 
     def synchronise(
         self,
@@ -132,9 +136,33 @@ class OuterRound:
             self._carrier.carry(self.member, round_, self.replica, shapes_by_block(self.optimizer.needs(self.theta)))
         on_contributed()
         record = self._await_record(round_, own, epoch, steps)
-        is_counted = self._take_back_uncounted(record, own, epoch)
+        if self.settings.keep_local and not self._is_in(record) and self.replica not in record.left_out:
+            self._keep_local()
+            is_counted = False
+        else:
+            self.local = {}
+            is_counted = self._take_back_uncounted(record, own, epoch)
         self.apply(record, own if is_counted else None)
         return record
+
+    def _is_in(self, record: RoundRecord) -> bool:
+        """Whether it counts this replica."""
+        return any(one.replica == self.replica for one in record.contributions)
+
+    @torch.no_grad()
+    def _keep_local(self) -> None:
+        """As if the round had not been: its way goes on, and error feedback holds what it held."""
+        self.local = {
+            name: self.parameters.read(name, self.rows[name]).to(error.device, copy=True)
+            for name, error in self.error.items()
+        }
+        self._take_back_undecided()
+
+    @torch.no_grad()
+    def start_local(self) -> None:
+        """Have this member's parameters start a round where they were, if the round before did not count them."""
+        if self.local:
+            self._write(self.local)
 
     def _await_record(self, round_: int, own: Mapping[str, bytes], epoch: int | None, steps: int) -> RoundRecord:
         """Once the round is closed. An exchange that was gone for a while may have to be told again."""
@@ -169,8 +197,12 @@ class OuterRound:
     @torch.no_grad()
     def start_ahead(self) -> None:
         """Have this member's parameters start the next round, while what it contributed to this one is on its way."""
+        self._write(self.starts)
+
+    def _write(self, rows: Mapping[str, Tensor]) -> None:
+        """Overwrite this member's parameters, of which each rank has rows."""
         for name in self.parameters.shapes:
-            self.parameters.write(name, self._gathered(self.starts[name], name))
+            self.parameters.write(name, self._gathered(rows[name], name))
         self.parameters.finish_writing()
 
     @torch.no_grad()
@@ -183,12 +215,11 @@ class OuterRound:
     @torch.no_grad()
     def restore(self) -> None:
         """Overwrite this member's parameters with theta."""
-        for name in self.parameters.shapes:
-            self.parameters.write(name, self._whole(name))
-        self.parameters.finish_writing()
+        self._write(self.theta)
 
     def reset(self, start: Mapping[str, Tensor], momentum: Mapping[str, Tensor], round_: int) -> None:
         """Take theta after a round, whole, from a snapshot, with the outer optimizer's state; see `restore`."""
+        self.local = {}
         for name, theta in self.theta.items():
             theta.copy_(_cut(start[name], self.rows[name]))
         rows = {name: self.rows.get(parameter_of(name)) for name in momentum}
@@ -203,6 +234,8 @@ class OuterRound:
         """
         for round_ in sorted({*rounds, *stale}):
             record = self._await_record(round_, {}, None, 0)
+            if self._is_in(record):
+                self.local = {}
             if self._undecided is not None and self._undecided[0] == round_:
                 self._take_back_uncounted(record, self._undecided[2], self._undecided[1])
             elif round_ in stale:
@@ -242,7 +275,7 @@ class OuterRound:
 
     def _counted(self, record: RoundRecord, fetch: FetchBlob) -> Iterator[tuple[str, DecodedTensor]]:
         """What a record counts of this replica, of each parameter that is trained here: this rank's rows."""
-        if all(one.replica != self.replica for one in record.contributions):
+        if not self._is_in(record):
             return
         for block, shapes in shapes_by_block(self.parameters.shapes).items():
             address = BlobAddress(self.run, record.round, self.replica, block)
@@ -295,6 +328,7 @@ class OuterRound:
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
         for round_, trained in self.trained.items():
             tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in trained.items()}
+        tensors |= {f"{_LOCAL}{name}": tensor for name, tensor in self.local.items()}
         write_part(folder, self.ranks, tensors | {f"optimizer:{name}": t for name, t in self.optimizer.state.items()})
 
     def load(self, folder: Path, round_: int, snapshot: int | None = None) -> None:
@@ -308,6 +342,7 @@ class OuterRound:
         if snapshot in (None, round_):
             kept = {name.split(":")[1]: tensor for name, tensor in tensors.items() if name.startswith("optimizer:")}
             self.optimizer.load(kept, round_)
+        self.local = {key.removeprefix(_LOCAL): one for key, one in tensors.items() if key.startswith(_LOCAL)}
         for key, tensor in tensors.items():
             if key.startswith(_TRAINED):
                 number, name = key.removeprefix(_TRAINED).split(":")

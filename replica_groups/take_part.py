@@ -160,7 +160,7 @@ def _build(
         spec.config.outer,
         optimizer=round_optimizer(spec, start.basis),
         ranks=ranks,
-        keeps_undo=member.stage is not None or spec.config.states.undo,
+        keeps_undo=member.stage is not None or spec.config.states.undo or spec.config.outer.keep_local,
         carrier=carrier,
     )
     if round_ > 0:

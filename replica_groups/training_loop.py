@@ -251,6 +251,7 @@ class TrainingLoop:
         if ahead is not None:
             self.member.undo(self.outer)
         self.outer.trained.clear()
+        self.outer.start_local()
         self.member.remember()
         self._under_way = True
         self.seat.pulse.trains(round_, work.epoch)

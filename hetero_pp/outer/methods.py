@@ -121,6 +121,11 @@ class OuterSettings(Settings):
     returned: Annotated[Ratio, AddedLater()] = Field(
         0.5, ge=0, le=1, description="how much of a contribution that no round counted goes back into error feedback"
     )
+    keep_local: Annotated[bool, AddedLater()] = Field(
+        False,
+        description="a replica that a round does not count trains on from its own weights, and sends all of its way "
+        "once it is counted; `returned` then has nothing to say",
+    )
     overlap: Annotated[Literal[0, 1], AddedLater()] = Field(
         0,
         description="1: a replica trains the next round while its contribution is on its way",
@@ -226,6 +231,16 @@ class OuterSettings(Settings):
     def weight(self, tokens: int) -> float:
         """Of a contribution to a round that so many tokens came to; the mean divides by the sum of those counted."""
         return float(tokens) if self.weights == "tokens" else 1.0
+
+    @model_validator(mode="after")
+    def _what_is_kept_is_a_way(self) -> OuterSettings:
+        if self.keep_local and (self.source == "gradient" or self.overlap):
+            found = "averaged gradients" if self.source == "gradient" else "`overlap: 1`"
+            raise ValueError(
+                f"{self.method}: found `keep_local` with {found}, expected false, or parameter differences of rounds "
+                "that are over before the next begins"
+            )
+        return self
 
     @model_validator(mode="after")
     def _gradients_are_all_counted(self) -> OuterSettings:

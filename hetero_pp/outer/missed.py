@@ -1,7 +1,7 @@
 """Whose contributions a round is made without, drawn at random: what late and lost contributions cost.
 
-Source: DiLoCo (Douillard et al. 2023), Figure 8. There a replica that is missed trains on from its own parameters;
-here it takes those of all, as every member of a run does after a round.
+Source: DiLoCo (Douillard et al. 2023), Figure 8. There a replica that is missed trains on from its own parameters,
+which is `outer.keep_local`; without that it takes those of all, and what it has sent goes back into error feedback.
 """
 
 from __future__ import annotations

@@ -110,6 +110,8 @@ class RunConfig(Settings):
             self._require_no_adamw()
         if self.outer.overlap:
             self._require_rounds_that_overlap()
+        if self.outer.keep_local:
+            self._require_whole_boundaries()
 
     def _require_no_adamw(self) -> None:
         """Raise ConfigError for parts that are AdamW's, or have none but that."""
@@ -135,6 +137,13 @@ class RunConfig(Settings):
             if isinstance(replica, ParticipantsReplica) and replica.boundary.ablations.adaptation == "discarded":
                 here = ("replicas", index, "boundary", "ablations", "adaptation")
                 raise ConfigError(here, "found `discarded` with `outer.overlap: 1`, expected `on` or `stale`")
+
+    def _require_whole_boundaries(self) -> None:
+        """Raise ConfigError for a subspace: an embedding is split as all replicas hold it, not as one has it."""
+        for index, replica in enumerate(self.replicas):
+            if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full":
+                here = ("replicas", index, "boundary", "rank")
+                raise ConfigError(here, f"found {replica.boundary.rank:g} with `outer.keep_local`, expected `full`")
 
     @property
     def states_every(self) -> int:

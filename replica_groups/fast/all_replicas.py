@@ -79,8 +79,13 @@ class AllReplicas:
         self.bias: list[tuple[int, float]] = []
         self.ahead: list[dict[str, Tensor]] = []
         """With overlap, between rounds: the pseudo-gradient of the round that each replica has trained already."""
+        self.local: dict[int, dict[str, Tensor]] = {}
+        """With keep_local, between rounds: the parameters of each replica here that the last round did not count."""
         if bias_every is not None and spec.config.outer.overlap:
             raise ConfigError(("outer", "overlap"), "found 1, expected 0: the bias is of replicas that start together")
+        if bias_every is not None and spec.config.outer.keep_local:
+            told = "found true, expected false: the bias is of replicas that start together"
+            raise ConfigError(("outer", "keep_local"), told)
         self.own_embeddings: dict[int, Tensor] = {}
         """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
         self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
@@ -150,8 +155,10 @@ class AllReplicas:
         if self.outer.settings.overlap:
             return self._overlapped_round(round_)
         steps = self._steps(round_)
-        for replica in self.replicas:
+        for index, replica in enumerate(self.replicas):
             replica.enter_round(round_)
+            if index in self.local:
+                _copy(self.local[index], replica.parameters)
         measures = self.bias_every is not None and round_ % self.bias_every == 0
         meter = self._meter(steps) if measures else None
         if not all(self.ranks.gather(self._inner_steps(steps))):
@@ -237,9 +244,13 @@ class AllReplicas:
         outer = self.outer.settings
         missed, counted = self._missed_in(round_)
         self.outer.begin(round_)
+        apart = [i for i, own in enumerate(self.settings) if outer.keep_local and own.name in missed]
+        self.local = {index: _copied(self.replicas[index].parameters) for index in apart}
         for name, start in self.theta.items():
             mean = WeightedMean(tuple(start.shape), outer.divides_by, start.device)
             for index, replica in enumerate(self.replicas):
+                if index in self.local:
+                    continue
                 own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
                 self._send(round_, index, name, own_start - replica.parameters[name], mean, missed)
             self.outer.take(self.theta, name, self._finish(mean, counted))
@@ -356,6 +367,7 @@ class AllReplicas:
             "momentum": self.outer.momentum,
             "own_embeddings": self.own_embeddings,
             "ahead": self.ahead,
+            "local": self.local,
             "bias": self.bias,
             "replicas": [replica.state() for replica in self.replicas],
             "batches": [batches.state() for batches in self.batches],
@@ -373,6 +385,10 @@ class AllReplicas:
         self.outer.momentum = {name: tensor.to(device) for name, tensor in state["momentum"].items()}
         self.own_embeddings = {index: tensor.to(device) for index, tensor in state["own_embeddings"].items()}
         self.ahead = [{name: one.to(device) for name, one in ahead.items()} for ahead in state.get("ahead", ())]
+        self.local = {
+            index: {name: one.to(device) for name, one in local.items()}
+            for index, local in state.get("local", {}).items()
+        }
         self.bias = state["bias"]
         for replica, saved in zip(self.replicas, state["replicas"], strict=True):
             replica.load(saved)
@@ -483,6 +499,10 @@ def build_whole(spec: RunSpec, member: MemberSpec, snapshot: Snapshot, device: t
         anchors=anchors,
         peer=peer,
     )
+
+
+def _copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in parameters.items()}
 
 
 @torch.no_grad()

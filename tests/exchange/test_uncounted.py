@@ -31,11 +31,13 @@ DECAY = SETTINGS.compression.error_feedback_decay
 class Member:
     """A replica of one place, whose training is a change at random that follows from its name and the round."""
 
-    def __init__(self, run: Run, name: str, returned: float = 1.0, keeps_undo: bool = True) -> None:
+    def __init__(
+        self, run: Run, name: str, returned: float = 1.0, keeps_undo: bool = True, keep_local: bool = False
+    ) -> None:
         self.run, self.name = run, name
         self.start = run.snapshot.parameters
         self.parameters = {key: nn.Parameter(tensor.clone()) for key, tensor in self.start.items()}
-        settings = SETTINGS.model_copy(update={"returned": returned})
+        settings = SETTINGS.model_copy(update={"returned": returned, "keep_local": keep_local})
         held = LocalParameters(self.parameters)
         self.outer = OuterRound(
             "run", name, name, held, dict(self.start), run.exchange, settings, keeps_undo=keeps_undo
@@ -111,11 +113,6 @@ def test_what_was_not_counted_goes_back(run: Run, returned: float) -> None:
     before = b.errors()
     run.assign(1)
     moved = b.train(2)
-    a.train(2)
-    counted = in_thread(lambda: a.outer.synchronise(2))
-    run.exchange.decisions.wait_until(lambda: "a" in (run.exchange.coordinator.open or _NONE).whole)
-    run.passes(GRACE.most)
-    counted.result(TIMEOUT)
     contributed: dict[str, bytes] = {}
     contribute = b.outer.contribute
 
@@ -124,8 +121,7 @@ def test_what_was_not_counted_goes_back(run: Run, returned: float) -> None:
         return contributed
 
     b.outer.contribute = noted  # type: ignore[method-assign]
-    record = b.outer.synchronise(2)
-    assert ([one.replica for one in record.contributions], list(record.late)) == (["a"], ["b"])
+    _late(run, a, b, 2)
     for key, sent in b.sent(2, contributed).items():
         kept = before[key] * DECAY + moved[key] - sent
         expected = kept + returned * sent
@@ -134,6 +130,71 @@ def test_what_was_not_counted_goes_back(run: Run, returned: float) -> None:
     _assert_equal(b.holds(), a.holds())
     _round(3, a, b)
     _assert_equal(b.holds(), a.holds())
+
+
+def _late(run: Run, a: Member, b: Member, round_: int) -> None:
+    """Both train; the round closes without what b contributes."""
+    a.train(round_)
+    counted = in_thread(lambda: a.outer.synchronise(round_))
+    run.exchange.decisions.wait_until(lambda: "a" in (run.exchange.coordinator.open or _NONE).whole)
+    run.passes(GRACE.most)
+    counted.result(TIMEOUT)
+    record = b.outer.synchronise(round_)
+    assert ([one.replica for one in record.contributions], list(record.late)) == (["a"], ["b"])
+
+
+def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path: Path) -> None:
+    """It holds theta in between; its way and what it has not sent are what they were, also once read again."""
+    a, b = Member(run, "a"), Member(run, "b", keep_local=True)
+    _round(1, a, b)
+    before = b.errors()
+    run.assign(1)
+    b.train(2)
+    way = b.holds()
+    _late(run, a, b, 2)
+    _assert_equal(b.errors(), before)
+    _assert_equal(b.holds(), a.holds())
+    for _ in range(2):
+        b.outer.start_local()
+        _assert_equal(b.holds(), way)
+        b.outer.undo()
+        b.outer.restore()
+        _assert_equal(b.holds(), a.holds())
+    b.outer.save(tmp_path)
+    b.outer.local = {}
+    b.outer.load(tmp_path, 2)
+    run.assign(2)
+    b.outer.start_local()
+    _assert_equal(b.holds(), way)
+    moved = b.train(3)
+    a.train(3)
+    ends = [in_thread(partial(one.outer.synchronise, 3)) for one in (a, b)]
+    counted, _ = (end.result(TIMEOUT).contributions for end in ends)
+    assert [one.replica for one in counted] == ["a", "b"]
+    sent = b.logged(3, counted[1].epoch)
+    for key, error in b.errors().items():
+        torch.testing.assert_close(error, DECAY * before[key] + moved[key] - sent[key], rtol=0, atol=1e-7, msg=key)
+    _assert_equal(b.holds(), a.holds())
+    b.outer.start_local()
+    _assert_equal(b.holds(), a.holds())
+
+
+def test_its_own_parameters_are_void_once_they_were_counted(run: Run, tmp_path: Path) -> None:
+    """Of a state that was saved before."""
+    a, b = Member(run, "a"), Member(run, "b", keep_local=True)
+    _round(1, a, b)
+    run.assign(1)
+    b.train(2)
+    _late(run, a, b, 2)
+    b.outer.save(tmp_path)
+    b.outer.start_local()
+    _round(3, a, b)
+    late = Member(run, "b", keep_local=True)
+    late.outer.load(tmp_path, 2, snapshot=0)
+    assert late.outer.local.keys() == late.start.keys()
+    late.outer.catch_up(range(1, 4), range(3, 4))
+    late.outer.start_local()
+    _assert_equal(late.holds(), a.holds())
 
 
 class _NoRound:

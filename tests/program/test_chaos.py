@@ -158,12 +158,14 @@ GRACE = 'exchange.grace={"factor": 1, "least": "6 s", "most": "6 s"}'
 
 
 @pytest.mark.starts_processes
-def test_missed_rounds_have_the_same_bits_over_the_network(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cells", [[], ["outer.keep_local=true", "replicas.1.boundary.rank=full"]])
+def test_missed_rounds_have_the_same_bits_over_the_network(cells: list[str], corpus: Path, tmp_path: Path) -> None:
     chaos = tmp_path / "chaos.yaml"
     chaos.write_text("faults: [{miss: home, rounds: [1]}, {miss: dc, rounds: [3]}]")
     found = {}
     for way, flags in (("threads", ["--in-process"]), ("processes", []), ("whole", ["--in-process"])):
         command = ["launch", str(MIXED), "--runs", str(tmp_path / way), *flags, "--set", f"data.corpus={corpus}"]
+        command += [part for cell in cells for part in ("--set", cell)]
         command += [] if way == "whole" else ["--set", GRACE, "--chaos", str(chaos)]
         done = run_program(*command)
         assert done.returncode == 0, done.stdout + done.stderr

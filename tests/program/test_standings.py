@@ -158,6 +158,11 @@ def test_what_becomes_of_a_late_contribution(returned: float, told: str) -> None
     assert said([late], outer={"rounds": 2, "returned": returned}) == [f"dc was late for round 3: {told}"]
 
 
+def test_with_keep_local_a_late_replica_trains_on() -> None:
+    late, outer = standing(START, LATE, replica="dc", round=3), {"rounds": 2, "keep_local": True}
+    assert said([late], outer=outer) == ["dc was late for round 3: it trains on from its own parameters"]
+
+
 def test_pauses_and_what_is_healed_or_given_up() -> None:
     reports = [
         standing(START, PAUSED, round=2, cause="0 of 2 replicas are there, 1 are needed"),

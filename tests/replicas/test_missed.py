@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from torch import Tensor
 
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError
+from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.missed import missed_in
+from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import require_launchable
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.fast.all_replicas import AllReplicas
+from replica_groups.fast.train import train_fast
 
 NAMES = ["a", "b", "c"]
 DENSITY, DECAY = 1 / 4, 0.9
@@ -30,7 +35,7 @@ DILOCO: dict[str, Any] = {"method": "diloco"}
 MISSED, ROUNDS, SEED = 0.5, 5, 3
 
 
-def _config(corpus: Path, outer: dict[str, Any]) -> RunConfig:
+def _config(corpus: Path, outer: dict[str, Any], exchange: dict[str, Any] | None = None) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "t",
@@ -39,6 +44,7 @@ def _config(corpus: Path, outer: dict[str, Any]) -> RunConfig:
             "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
             "inner": {"steps": 2, "warmup_steps": 0, "learning_rate": 0.01},
             "outer": {"rounds": ROUNDS, **outer},
+            "exchange": exchange or {},
             "replicas": [{"name": name, "kind": "datacenter", "batch_size": 2} for name in NAMES],
         }
     )
@@ -51,11 +57,16 @@ def _group(corpus: Path, folder: Path, outer: dict[str, Any]) -> AllReplicas:
     return AllReplicas(spec, store)
 
 
-def _deltas(group: AllReplicas, round_: int) -> list[dict[str, Tensor]]:
-    """How far copies of the replicas get in the round."""
+def _deltas(
+    group: AllReplicas, round_: int, starts: Sequence[dict[str, Tensor]] | None = None
+) -> list[dict[str, Tensor]]:
+    """How far copies of the replicas get from theta in the round, from theta or from where each of them starts."""
     found = []
-    for replica, batches in zip(group.replicas, group.batches, strict=True):
+    for index, (replica, batches) in enumerate(zip(group.replicas, group.batches, strict=True)):
         twin = copy.deepcopy(replica)
+        with torch.no_grad():
+            for name, start in starts[index].items() if starts is not None else ():
+                twin.parameters[name].copy_(start)
         for step in ((round_ - 1) * 2, (round_ - 1) * 2 + 1):
             twin.inner_step(batches.train(step), step)
         found.append({name: group.theta[name] - twin.parameters[name].detach() for name in group.theta})
@@ -115,6 +126,71 @@ def test_without_error_feedback_what_is_missed_is_gone(returned: float, corpus: 
             torch.testing.assert_close(group.theta[name], theta[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("outer", [SPARSE, DILOCO])
+def test_who_is_missed_trains_on_from_its_own_parameters(outer: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
+    """Delta is from theta of all to where a replica has come on its own, once it is counted; e is as it was till then.
+
+    DiLoCo, algorithm 1 and figure 8: a replica that is dropped starts its next round from its own parameters.
+    """
+    group = _group(corpus, tmp_path, {**outer, "missed": MISSED, "keep_local": True})
+    compression = group.outer.settings.compression
+    theta = {name: tensor.clone() for name, tensor in group.theta.items()}
+    starts = [dict(theta) for _ in NAMES]
+    errors = [{name: torch.zeros_like(tensor) for name, tensor in theta.items()} for _ in NAMES]
+    momentum = {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
+    apart = 0
+    for round_ in range(1, ROUNDS + 1):
+        deltas, missed = _deltas(group, round_, starts), _who_is_missed(round_)
+        before = [dict(one) for one in errors]
+        assert group.round(round_)
+        after = {}
+        for name in theta:
+            total = torch.zeros_like(theta[name])
+            for index, is_missed in enumerate(missed):
+                if is_missed:
+                    continue
+                carried = (compression.error_feedback_decay * before[index][name] + deltas[index][name]).flatten()
+                kept = max(1, int(compression.density * carried.numel() + 0.5))
+                sent = torch.zeros_like(carried)
+                where = carried.abs().argsort(descending=True, stable=True)[:kept]
+                sent[where] = carried[where]
+                errors[index][name] = (carried - sent).view_as(total)
+                total += sent.view_as(total)
+            mean = total / missed.count(False)
+            momentum[name] = group.outer.settings.momentum * momentum[name] + mean
+            direction = mean + group.outer.settings.momentum * momentum[name]
+            after[name] = theta[name] - group.outer.settings.learning_rate * direction
+            torch.testing.assert_close(group.theta[name], after[name], rtol=0, atol=5e-6)
+            for found, error in zip(group.errors, errors, strict=True):
+                torch.testing.assert_close(found[name], error[name], rtol=0, atol=5e-6)
+        for replica in group.replicas:  # what is evaluated is what all hold
+            assert all(replica.parameters[name].equal(group.theta[name]) for name in theta)
+        own = [{name: theta[name] - delta[name] for name in theta} for delta in deltas]
+        starts = [own[index] if is_missed else after for index, is_missed in enumerate(missed)]
+        theta = after
+        apart += sum(missed)
+    assert apart > 2
+
+
+@pytest.mark.parametrize("outer", [SPARSE, DILOCO])
+def test_without_a_group_it_has_the_bits_of_the_run_in_process(
+    outer: dict[str, Any], corpus: Path, tmp_path: Path
+) -> None:
+    """Who is missed comes late there."""
+    exchange = {"quorum": 0.3, "grace": {"factor": 1, "least": "3 s", "most": "3 s"}}
+    config = _config(corpus, {**outer, "missed": MISSED, "keep_local": True}, exchange)
+    spec = RunSpec(config, 256)
+    fast = train_fast(spec, prepare_tokens(config.data, tmp_path))
+    late = {
+        name: frozenset(r for r in range(1, ROUNDS + 1) if name in missed_in(r, NAMES, MISSED, SEED)) for name in NAMES
+    }
+    reports: list[Report] = []
+    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append, missed=late)
+    told = [r.evaluation for r in reports if r.HasField("evaluation") and r.evaluation.round > 0]
+    losses = [sum(one.loss for one in told if one.round == round_) / 3 for round_ in range(1, ROUNDS + 1)]
+    assert fast.validation_loss == losses
+
+
 def test_a_mean_over_senders_is_over_those_that_count(corpus: Path, tmp_path: Path) -> None:
     """Dense, all that count are senders."""
     ends = []
@@ -151,6 +227,22 @@ def test_draws_are_of_the_seed_and_the_round() -> None:
     names = [f"r{index}" for index in range(60)]
     assert missed_in(1, names, 0.5, seed=1) == missed_in(1, names[::-1], 0.5, seed=1)
     assert len({missed_in(round_, names, 0.5, seed) for round_ in (1, 2) for seed in (1, 2)}) == 4
+
+
+@pytest.mark.parametrize("outer", [{"method": "adamw_ddp"}, {"overlap": 1}])
+def test_nothing_local_is_kept_of_gradients_or_of_rounds_that_overlap(outer: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"found `keep_local` with (averaged gradients|`overlap: 1`), expected false"):
+        OuterSettings.model_validate({"rounds": 1, "keep_local": True, **outer})
+
+
+def test_nothing_local_is_kept_in_a_subspace(corpus: Path) -> None:
+    config = _config(corpus, {"keep_local": True}).model_dump(mode="json")
+    config["replicas"][1] = {"name": "b", "kind": "participants", "stages": 1, "boundary": {"rank": "1/4"}}
+    RunConfig.model_validate(config).check()
+    config["model"]["layers"] = config["replicas"][1]["stages"] = 2
+    with pytest.raises(ConfigError, match=r"found 0\.25 with `outer\.keep_local`, expected `full`") as error:
+        RunConfig.model_validate(config).check()
+    assert error.value.key == ("replicas", 1, "boundary", "rank")
 
 
 def test_what_cannot_be_missed_is_refused(corpus: Path) -> None:

@@ -30,7 +30,7 @@ class Happenings:
 
     def __init__(self, spec: RunSpec) -> None:
         self._members = spec.members
-        self._returned = spec.config.outer.returned
+        self._returned, self._keeps_local = spec.config.outer.returned, spec.config.outer.keep_local
         self._has_begun = False
         self._told_of: dict[str, str] = {}
         """By place, what was said last of why it is gone."""
@@ -85,6 +85,8 @@ class Happenings:
             yield f"{cause}; its place is vacant"
 
     def _what_becomes_of_it(self) -> str:
+        if self._keeps_local:
+            return "it trains on from its own parameters"
         if self._returned == 0:
             return "what it trained is not counted"
         share = "what" if self._returned == 1 else f"{100 * self._returned:.3g} % of what"
