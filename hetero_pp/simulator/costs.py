@@ -19,6 +19,9 @@ BYTES_PER_PARAMETER = {"weights": 4, "gradients": 4, "optimizer": 8, "error feed
 AHEAD_BYTES = 12
 """A parameter, with `outer.overlap`: what two rounds have come to, and where the later one started; fp32."""
 
+LOCAL_BYTES = 4
+"""A parameter, with `outer.keep_local`: where a replica trains on that the last round did not count; fp32."""
+
 UPDATE_BYTES = 28
 """Read and written a parameter by AdamW: weight, gradient, two moments read; weight, two moments written."""
 

@@ -22,7 +22,7 @@ from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, Li
 from hetero_pp.model import EMBEDDING, block_of
 from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import AHEAD_BYTES, NOTHING, Part, beside, cost_on, memory_of
+from hetero_pp.simulator.costs import AHEAD_BYTES, LOCAL_BYTES, NOTHING, Part, beside, cost_on, memory_of
 from hetero_pp.simulator.fluid import INFINITY
 from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
@@ -219,7 +219,11 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, bytes_per_value: int = 2
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
     part = part_of(spec, member)
     held = memory_of(spec.shape, part, rows, length, in_flight, bytes_per_value)
-    return held | {"rounds ahead": float(AHEAD_BYTES * part.parameters)} if spec.config.outer.overlap else held
+    if spec.config.outer.overlap:
+        held["rounds ahead"] = float(AHEAD_BYTES * part.parameters)
+    if spec.config.outer.keep_local:
+        held["own parameters"] = float(LOCAL_BYTES * part.parameters)
+    return held
 
 
 def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: np.random.Generator) -> Array | None:

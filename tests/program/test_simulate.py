@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from hetero_pp.link.in_process import in_process_pair
 from hetero_pp.model import EMBEDDING
 from hetero_pp.program.calibrate import load_calibration
 from hetero_pp.program.cli import app
+from hetero_pp.run.config import RunConfig
 from hetero_pp.run.read import spec_of
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import UPDATE_BYTES, Part, beside, forward_flops, memory_of
 from hetero_pp.simulator.fleets import memory_of_member
@@ -202,6 +205,17 @@ def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
     held = memory_of(shape, Part(3, False, False, 1000), 2, 2048, in_flight=5)
     assert sum(held.values()) - held["activations"] == 24_000
     assert held["activations"] == 5 * 2 * 2048 * 3 * (8 * 1536 + 3 * 5440) * 2
+
+
+@pytest.mark.parametrize(("cell", "each"), [({"overlap": 1}, 12), ({"keep_local": True}, 4)])
+def test_what_a_round_keeps_beside_is_so_many_bytes_a_parameter(cell: dict[str, Any], each: int) -> None:
+    replica = {"name": "a", "kind": "datacenter"}
+    held = []
+    for outer in ({}, cell):
+        config = RunConfig.model_validate({"name": "a", "outer": {"rounds": 2, **outer}, "replicas": [replica]})
+        spec = RunSpec(config, 256)
+        held.append(sum(memory_of_member(spec, spec.members["a"]).values()))
+    assert held[1] - held[0] == each * sum(prod(shape) for shape in spec.parameter_shapes.values())
 
 
 @pytest.mark.parametrize("anchors", [None, 4, "full"])
