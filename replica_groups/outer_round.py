@@ -234,7 +234,7 @@ class OuterRound:
         """
         for round_ in sorted({*rounds, *stale}):
             record = self._await_record(round_, {}, None, 0)
-            if self._is_in(record):
+            if round_ in stale and self._is_in(record):
                 self.local = {}
             if self._undecided is not None and self._undecided[0] == round_:
                 self._take_back_uncounted(record, self._undecided[2], self._undecided[1])

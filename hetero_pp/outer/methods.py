@@ -124,7 +124,7 @@ class OuterSettings(Settings):
     keep_local: Annotated[bool, AddedLater()] = Field(
         False,
         description="a replica that a round does not count trains on from its own weights, and sends all of its way "
-        "once it is counted; `returned` then has nothing to say",
+        "once it is counted; `returned` is then of contributions that were left out as too large",
     )
     overlap: Annotated[Literal[0, 1], AddedLater()] = Field(
         0,

@@ -197,6 +197,23 @@ def test_its_own_parameters_are_void_once_they_were_counted(run: Run, tmp_path: 
     _assert_equal(late.holds(), a.holds())
 
 
+def test_its_own_parameters_outlive_rounds_before_its_state(run: Run, tmp_path: Path) -> None:
+    """Who is back replays from an older snapshot rounds that counted it, before the one that did not."""
+    a, b = Member(run, "a"), Member(run, "b", keep_local=True)
+    _round(1, a, b)
+    run.assign(1)
+    b.train(2)
+    way = b.holds()
+    _late(run, a, b, 2)
+    b.outer.save(tmp_path)
+    back = Member(run, "b", keep_local=True)
+    back.outer.load(tmp_path, 2, snapshot=0)
+    back.outer.catch_up(range(1, 3), range(3, 3))
+    _assert_equal(back.holds(), a.holds())
+    back.outer.start_local()
+    _assert_equal(back.holds(), way)
+
+
 class _NoRound:
     whole: tuple[str, ...] = ()
 

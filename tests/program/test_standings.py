@@ -30,6 +30,7 @@ from hetero_pp.messages.messages_pb2 import (
     HEALED,
     INJECTED,
     LATE,
+    LEFT_OUT,
     PAUSED,
     RESTARTED,
     SILENT,
@@ -161,6 +162,8 @@ def test_what_becomes_of_a_late_contribution(returned: float, told: str) -> None
 def test_with_keep_local_a_late_replica_trains_on() -> None:
     late, outer = standing(START, LATE, replica="dc", round=3), {"rounds": 2, "keep_local": True}
     assert said([late], outer=outer) == ["dc was late for round 3: it trains on from its own parameters"]
+    (told,) = said([standing(START, LEFT_OUT, replica="dc", round=3)], outer=outer)
+    assert told.endswith("for round 3: 50 % of what it trained goes back into its error feedback")
 
 
 def test_pauses_and_what_is_healed_or_given_up() -> None:

@@ -62,7 +62,8 @@ class Happenings:
                 place = self._lost.pop(told.replica)
                 yield f"{told.replica} goes back to the start of the round, until {place} is back"
             case what if what == LATE:
-                yield f"{told.replica} was late for round {told.round}: {self._what_becomes_of_it()}"
+                became = "it trains on from its own parameters" if self._keeps_local else self._what_becomes_of_it()
+                yield f"{told.replica} was late for round {told.round}: {became}"
             case what if what == LEFT_OUT:
                 became = self._what_becomes_of_it()
                 yield f"{told.replica} sent far larger values than others for round {told.round}: {became}"
@@ -85,8 +86,6 @@ class Happenings:
             yield f"{cause}; its place is vacant"
 
     def _what_becomes_of_it(self) -> str:
-        if self._keeps_local:
-            return "it trains on from its own parameters"
         if self._returned == 0:
             return "what it trained is not counted"
         share = "what" if self._returned == 1 else f"{100 * self._returned:.3g} % of what"
