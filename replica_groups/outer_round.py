@@ -152,6 +152,7 @@ class OuterRound:
     @torch.no_grad()
     def _keep_local(self) -> None:
         """As if the round had not been: its way goes on, and error feedback holds what it held."""
+        self.local = {}  # first, or two copies would be held at once
         self.local = {
             name: self.parameters.read(name, self.rows[name]).to(error.device, copy=True)
             for name, error in self.error.items()

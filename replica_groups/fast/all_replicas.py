@@ -155,10 +155,11 @@ class AllReplicas:
         if self.outer.settings.overlap:
             return self._overlapped_round(round_)
         steps = self._steps(round_)
-        for index, replica in enumerate(self.replicas):
+        for replica in self.replicas:
             replica.enter_round(round_)
-            if index in self.local:
-                _copy(self.local[index], replica.parameters)
+        for index, local in self.local.items():
+            _copy(local, self.replicas[index].parameters)
+        self.local = {}
         measures = self.bias_every is not None and round_ % self.bias_every == 0
         meter = self._meter(steps) if measures else None
         if not all(self.ranks.gather(self._inner_steps(steps))):

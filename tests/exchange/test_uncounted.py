@@ -105,6 +105,36 @@ def _round(round_: int, *members: Member) -> dict[str, dict[str, Tensor]]:
     return moved
 
 
+class _NoRound:
+    whole: tuple[str, ...] = ()
+
+
+_NONE = _NoRound()
+
+
+def _late(run: Run, a: Member, b: Member, round_: int) -> None:
+    """a trains, and the round closes without what b, which has trained it, contributes."""
+    a.train(round_)
+    counted = in_thread(lambda: a.outer.synchronise(round_))
+    run.exchange.decisions.wait_until(lambda: "a" in (run.exchange.coordinator.open or _NONE).whole)
+    run.passes(GRACE.most)
+    counted.result(TIMEOUT)
+    record = b.outer.synchronise(round_)
+    assert ([one.replica for one in record.contributions], list(record.late)) == (["a"], ["b"])
+
+
+def _saved_uncounted(run: Run, folder: Path) -> tuple[Member, Member, dict[str, Tensor]]:
+    """a; b, of which round 1 was counted and round 2 was not, and which was saved then; and where it had come to."""
+    a, b = Member(run, "a"), Member(run, "b", keep_local=True)
+    _round(1, a, b)
+    run.assign(1)
+    b.train(2)
+    way = b.holds()
+    _late(run, a, b, 2)
+    b.outer.save(folder)
+    return a, b, way
+
+
 @pytest.mark.parametrize("returned", [1.0, 0.5, 0.0])
 def test_what_was_not_counted_goes_back(run: Run, returned: float) -> None:
     """e <- decay e + d - D as if it were counted, then e <- e + r D; theta is what the others came to."""
@@ -130,17 +160,6 @@ def test_what_was_not_counted_goes_back(run: Run, returned: float) -> None:
     _assert_equal(b.holds(), a.holds())
     _round(3, a, b)
     _assert_equal(b.holds(), a.holds())
-
-
-def _late(run: Run, a: Member, b: Member, round_: int) -> None:
-    """Both train; the round closes without what b contributes."""
-    a.train(round_)
-    counted = in_thread(lambda: a.outer.synchronise(round_))
-    run.exchange.decisions.wait_until(lambda: "a" in (run.exchange.coordinator.open or _NONE).whole)
-    run.passes(GRACE.most)
-    counted.result(TIMEOUT)
-    record = b.outer.synchronise(round_)
-    assert ([one.replica for one in record.contributions], list(record.late)) == (["a"], ["b"])
 
 
 def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path: Path) -> None:
@@ -181,12 +200,7 @@ def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path:
 
 def test_its_own_parameters_are_void_once_they_were_counted(run: Run, tmp_path: Path) -> None:
     """Of a state that was saved before."""
-    a, b = Member(run, "a"), Member(run, "b", keep_local=True)
-    _round(1, a, b)
-    run.assign(1)
-    b.train(2)
-    _late(run, a, b, 2)
-    b.outer.save(tmp_path)
+    a, b, _ = _saved_uncounted(run, tmp_path)
     b.outer.start_local()
     _round(3, a, b)
     late = Member(run, "b", keep_local=True)
@@ -199,26 +213,13 @@ def test_its_own_parameters_are_void_once_they_were_counted(run: Run, tmp_path: 
 
 def test_its_own_parameters_outlive_rounds_before_its_state(run: Run, tmp_path: Path) -> None:
     """Who is back replays from an older snapshot rounds that counted it, before the one that did not."""
-    a, b = Member(run, "a"), Member(run, "b", keep_local=True)
-    _round(1, a, b)
-    run.assign(1)
-    b.train(2)
-    way = b.holds()
-    _late(run, a, b, 2)
-    b.outer.save(tmp_path)
+    a, _, way = _saved_uncounted(run, tmp_path)
     back = Member(run, "b", keep_local=True)
     back.outer.load(tmp_path, 2, snapshot=0)
     back.outer.catch_up(range(1, 3), range(3, 3))
     _assert_equal(back.holds(), a.holds())
     back.outer.start_local()
     _assert_equal(back.holds(), way)
-
-
-class _NoRound:
-    whole: tuple[str, ...] = ()
-
-
-_NONE = _NoRound()
 
 
 def test_a_round_that_is_undone_and_trained_again_has_the_same_bits(run: Run) -> None:
