@@ -36,7 +36,10 @@ from replica_groups.saved_parts import read_part, write_part
 _TRAINED = "trained:"
 """In saved states, before the round and the name of a pseudo-gradient that waits to be contributed."""
 _LOCAL = "local:"
-"""In saved states, before the name of a parameter as the replica trains on from it."""
+"""In saved states, before a round and the name of a parameter as the replica trains on from it after that."""
+
+LOCAL_LASTS = 2
+"""Rounds: who is late skips one as a rule; who is away for longer would pull theta back to where it was then."""
 
 
 class Contributions(Protocol):
@@ -117,6 +120,8 @@ class OuterRound:
         """With overlap, by round: the pseudo-gradients (this rank's rows) of rounds trained and not decided."""
         self.local: dict[str, Tensor] = {}
         """With keep_local, after a round that did not count this replica: its own parameters (this rank's rows)."""
+        self._local_of = 0
+        """That round."""
 
     def synchronise(
         self,
@@ -137,10 +142,10 @@ class OuterRound:
         on_contributed()
         record = self._await_record(round_, own, epoch, steps)
         if self.settings.keep_local and not self._is_in(record) and self.replica not in record.left_out:
-            self._keep_local()
+            self._keep_local(round_)
             is_counted = False
         else:
-            self.local = {}
+            self._drop_local()
             is_counted = self._take_back_uncounted(record, own, epoch)
         self.apply(record, own if is_counted else None)
         return record
@@ -150,20 +155,32 @@ class OuterRound:
         return any(one.replica == self.replica for one in record.contributions)
 
     @torch.no_grad()
-    def _keep_local(self) -> None:
+    def _keep_local(self, round_: int) -> None:
         """As if the round had not been: its way goes on, and error feedback holds what it held."""
-        self.local = {}  # first, or two copies would be held at once
+        self._drop_local()  # first, or two copies would be held at once
+        self._local_of = round_
         self.local = {
             name: self.parameters.read(name, self.rows[name]).to(error.device, copy=True)
             for name, error in self.error.items()
         }
         self._take_back_undecided()
 
+    def _drop_local(self) -> None:
+        self.local, self._local_of = {}, 0
+
+    def trained_beyond(self, round_: int) -> int:
+        """The last round whose training is here and not in theta, which is that after `round_`; 0 if there is none."""
+        return round_ + 1 if round_ + 1 in self.trained else self._local_of
+
     @torch.no_grad()
-    def start_local(self) -> None:
-        """Have this member's parameters start a round where they were, if the round before did not count them."""
-        if self.local:
+    def start_local(self, round_: int, trained: int) -> None:
+        """Have this member's parameters start a round where they were, if the last one did not count them, and if all
+        of the replica kept them after that: after round `trained`.
+        """
+        if self.local and trained == self._local_of and round_ - trained <= LOCAL_LASTS:
             self._write(self.local)
+        else:
+            self._drop_local()
 
     def _await_record(self, round_: int, own: Mapping[str, bytes], epoch: int | None, steps: int) -> RoundRecord:
         """Once the round is closed. An exchange that was gone for a while may have to be told again."""
@@ -220,7 +237,7 @@ class OuterRound:
 
     def reset(self, start: Mapping[str, Tensor], momentum: Mapping[str, Tensor], round_: int) -> None:
         """Take theta after a round, whole, from a snapshot, with the outer optimizer's state; see `restore`."""
-        self.local = {}
+        self._drop_local()
         for name, theta in self.theta.items():
             theta.copy_(_cut(start[name], self.rows[name]))
         rows = {name: self.rows.get(parameter_of(name)) for name in momentum}
@@ -236,7 +253,7 @@ class OuterRound:
         for round_ in sorted({*rounds, *stale}):
             record = self._await_record(round_, {}, None, 0)
             if round_ in stale and self._is_in(record):
-                self.local = {}
+                self._drop_local()
             if self._undecided is not None and self._undecided[0] == round_:
                 self._take_back_uncounted(record, self._undecided[2], self._undecided[1])
             elif round_ in stale:
@@ -329,7 +346,7 @@ class OuterRound:
         tensors = {f"error:{name}": tensor for name, tensor in self.error.items()}
         for round_, trained in self.trained.items():
             tensors |= {f"{_TRAINED}{round_}:{name}": tensor for name, tensor in trained.items()}
-        tensors |= {f"{_LOCAL}{name}": tensor for name, tensor in self.local.items()}
+        tensors |= {f"{_LOCAL}{self._local_of}:{name}": tensor for name, tensor in self.local.items()}
         write_part(folder, self.ranks, tensors | {f"optimizer:{name}": t for name, t in self.optimizer.state.items()})
 
     def load(self, folder: Path, round_: int, snapshot: int | None = None) -> None:
@@ -343,8 +360,11 @@ class OuterRound:
         if snapshot in (None, round_):
             kept = {name.split(":")[1]: tensor for name, tensor in tensors.items() if name.startswith("optimizer:")}
             self.optimizer.load(kept, round_)
-        self.local = {key.removeprefix(_LOCAL): one for key, one in tensors.items() if key.startswith(_LOCAL)}
+        self._drop_local()
         for key, tensor in tensors.items():
+            if key.startswith(_LOCAL):
+                number, name = key.removeprefix(_LOCAL).split(":")
+                self._local_of, self.local[name] = int(number), tensor
             if key.startswith(_TRAINED):
                 number, name = key.removeprefix(_TRAINED).split(":")
                 self.trained.setdefault(int(number), {})[name] = tensor

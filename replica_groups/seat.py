@@ -53,13 +53,13 @@ class Seat:
     def _join(self) -> None:
         self.exchange.join(self.member, self._address, self._available)
 
-    def ask(self, holds: int, ahead: bool = False) -> Assignment:
-        """What to do next, with theta after a round, and `ahead` the next one trained; takes the place again if it was
-        lost.
+    def ask(self, holds: int, trained: int = 0) -> Assignment:
+        """What to do next, with theta after a round, and another one trained beyond it (0: none); takes the place again
+        if it was lost. See ExchangeService.assign.
         """
         while True:
             try:
-                return self.exchange.assign(self.member, holds, self._address, ahead)
+                return self.exchange.assign(self.member, holds, self._address, trained)
             except TermOver:
                 self._epoch = None
                 self._join()

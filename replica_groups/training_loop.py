@@ -139,7 +139,7 @@ class TrainingLoop:
     def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
         """Train until the run is over, from theta after round `holds`; what else it has is from after round `saved`."""
         self.holds, self._saved = holds, saved
-        while (work := self.seat.ask(self.holds, self.holds + 1 in self.outer.trained)).round:
+        while (work := self.seat.ask(self.holds, self.outer.trained_beyond(self.holds))).round:
             try:
                 if work.changed != spec.changes.mark:
                     spec = spec.with_changes(self.seat.exchange.changes())
@@ -242,7 +242,7 @@ class TrainingLoop:
         """That of the assigned round: trained now, unless all of the replica has trained it ahead, as it is due now."""
         round_, ahead, terms = work.round, self._ahead, self._terms(work.round, spec)
         self._ahead = None
-        if work.ahead and self._trained_with.get(round_) == repr(terms):
+        if work.trained == round_ and self._trained_with.get(round_) == repr(terms):
             if ahead is None:  # it is from a saved state, or was returned to: there is nothing to undo it by
                 self.member.remember(ahead=True)
             self._under_way = True
@@ -251,7 +251,7 @@ class TrainingLoop:
         if ahead is not None:
             self.member.undo(self.outer)
         self.outer.trained.clear()
-        self.outer.start_local()
+        self.outer.start_local(round_, work.trained)
         self.member.remember()
         self._under_way = True
         self.seat.pulse.trains(round_, work.epoch)

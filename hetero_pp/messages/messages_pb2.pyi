@@ -331,17 +331,17 @@ class LastRoundReply(_message.Message):
     def __init__(self, last_round: _Optional[int] = ...) -> None: ...
 
 class AssignRequest(_message.Message):
-    __slots__ = ("holds", "address", "ahead")
+    __slots__ = ("holds", "address", "trained")
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
     holds: int
     address: str
-    ahead: bool
-    def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., ahead: _Optional[bool] = ...) -> None: ...
+    trained: int
+    def __init__(self, holds: _Optional[int] = ..., address: _Optional[str] = ..., trained: _Optional[int] = ...) -> None: ...
 
 class AssignReply(_message.Message):
-    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "ahead", "changed")
+    __slots__ = ("round", "epoch", "downstream", "heals", "is_first", "elapsed", "upstream", "trained", "changed")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DOWNSTREAM_FIELD_NUMBER: _ClassVar[int]
@@ -349,7 +349,7 @@ class AssignReply(_message.Message):
     IS_FIRST_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_FIELD_NUMBER: _ClassVar[int]
     UPSTREAM_FIELD_NUMBER: _ClassVar[int]
-    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     round: int
     epoch: int
@@ -358,9 +358,9 @@ class AssignReply(_message.Message):
     is_first: bool
     elapsed: float
     upstream: str
-    ahead: bool
+    trained: int
     changed: int
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., ahead: _Optional[bool] = ..., changed: _Optional[int] = ...) -> None: ...
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., downstream: _Optional[str] = ..., heals: _Optional[bool] = ..., is_first: _Optional[bool] = ..., elapsed: _Optional[float] = ..., upstream: _Optional[str] = ..., trained: _Optional[int] = ..., changed: _Optional[int] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
     __slots__ = ("round", "epoch", "progress", "computes")

@@ -45,8 +45,8 @@ class Assignment:
     """Seconds since the round opened."""
     upstream: str = ""
     """Where the stage before is to be dialled, likewise."""
-    ahead: bool = False
-    """Whether all of the replica has trained the round already, and need not train it again."""
+    trained: int = 0
+    """The round that all of the replica has trained beyond theta, each place of it; 0: there is none."""
     changed: int = 0
     """Changes.mark of those that the run has, of which the member may not have heard."""
 
@@ -98,9 +98,10 @@ class ExchangeService(Protocol):
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
         """Tensors of a snapshot, by default the newest: parameters by name, the basis, the outer momentum."""
 
-    def assign(self, member: str, holds: int, address: str = "", ahead: bool = False) -> Assignment:
+    def assign(self, member: str, holds: int, address: str = "", trained: int = 0) -> Assignment:
         """What to do next, for a member that holds theta after round `holds`, and listens at an address for the stage
-        before; waits until all of its replica asks. `ahead`: it has trained the next round already.
+        before; waits until all of its replica asks. `trained`: the last round whose training it has, though no record
+        has it (it was trained ahead, or was not counted): of use to it only if all of its replica have that; 0: none.
         """
 
     def beat(

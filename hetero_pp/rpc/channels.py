@@ -10,7 +10,7 @@ import grpc
 
 from hetero_pp.rpc.certificates import Identity
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Of calls and frames alike. Members with different versions do not talk to each other."""
 
 Options = list[tuple[str, int | str]]

@@ -103,7 +103,7 @@ class WatchedExchange(Protocol):
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]: ...
 
     def assign(
-        self, member: str, holds: int, address: str, ahead: bool, term: int | None, is_asked: IsAsked
+        self, member: str, holds: int, address: str, trained: int, term: int | None, is_asked: IsAsked
     ) -> Assignment: ...
 
     def beat(
@@ -313,7 +313,7 @@ class _Servicer(ExchangeServicer):
     def Assign(self, request: pb.AssignRequest, context: grpc.ServicerContext) -> pb.AssignReply:
         member, is_asked = self._member(context), self._is_asked(context)
         address = self._listens(context, request.address)
-        work = self.exchange.assign(member, request.holds, address, request.ahead, self._term(context), is_asked)
+        work = self.exchange.assign(member, request.holds, address, request.trained, self._term(context), is_asked)
         return pb.AssignReply(
             round=work.round,
             epoch=work.epoch,
@@ -322,7 +322,7 @@ class _Servicer(ExchangeServicer):
             is_first=work.is_first,
             elapsed=work.elapsed,
             upstream=work.upstream,
-            ahead=work.ahead,
+            trained=work.trained,
             changed=work.changed,
         )
 

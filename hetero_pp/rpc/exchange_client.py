@@ -157,9 +157,9 @@ class ExchangeClient:
         reply = self._ask(lambda calls: calls.NewestSnapshot, pb.NewestSnapshotRequest())
         return reply.round, list(reply.names)
 
-    def assign(self, member: str, holds: int, address: str = "", ahead: bool = False) -> Assignment:
+    def assign(self, member: str, holds: int, address: str = "", trained: int = 0) -> Assignment:
         """See ExchangeService."""
-        reply = self._ask(lambda calls: calls.Assign, pb.AssignRequest(holds=holds, address=address, ahead=ahead))
+        reply = self._ask(lambda calls: calls.Assign, pb.AssignRequest(holds=holds, address=address, trained=trained))
         return Assignment(
             reply.round,
             reply.epoch,
@@ -168,7 +168,7 @@ class ExchangeClient:
             is_first=reply.is_first,
             elapsed=reply.elapsed,
             upstream=reply.upstream,
-            ahead=reply.ahead,
+            trained=reply.trained,
             changed=reply.changed,
         )
 

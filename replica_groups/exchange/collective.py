@@ -63,9 +63,11 @@ class CollectiveExchange:
     def _tensor(self, name: str, round_: int | None) -> Tensor:
         return load(self._ask(lambda exchange: save(exchange.snapshot([name], round_))))[name]
 
-    def assign(self, member: str, holds: int, address: str = "", ahead: bool = False) -> Assignment:
+    def assign(self, member: str, holds: int, address: str = "", trained: int = 0) -> Assignment:
         """See ExchangeService."""
-        answer = self._ask(lambda exchange: json.dumps(asdict(exchange.assign(member, holds, address, ahead))).encode())
+        answer = self._ask(
+            lambda exchange: json.dumps(asdict(exchange.assign(member, holds, address, trained))).encode()
+        )
         return Assignment(**json.loads(answer))
 
     def beat(

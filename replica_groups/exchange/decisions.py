@@ -56,11 +56,12 @@ class Decisions:
         goes_on: bool = False,
         tokens_a_step: Mapping[str, int] | None = None,
         magnitudes: MagnitudeSettings | None = None,
+        trains_on: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_effect` is told of every effect, in order, with the lock held. `goes_on`: see Coordinator.
 
-        Without `magnitudes` contributions may be as large as they like.
+        Without `magnitudes` contributions may be as large as they like; for those and `trains_on` see there.
         """
         self.log = log
         self.changed = threading.Condition()
@@ -68,7 +69,7 @@ class Decisions:
         terms = {place: term for place, term in log.terms().items() if place in rules.places}
         self.coordinator = Coordinator(rules, clock(), terms, goes_on)
         self._clock, self._on_effect = clock, on_effect
-        self._tokens_a_step, self._magnitudes = tokens_a_step or {}, magnitudes
+        self._tokens_a_step, self._magnitudes, self._trains_on = tokens_a_step or {}, magnitudes, trains_on
         self._welcomed: dict[tuple[str, str], int] = {}
         self._assigned: dict[tuple[str, int], e.Assign] = {}
         self._suspended: dict[tuple[str, int], e.Suspended] = {}
@@ -154,7 +155,7 @@ class Decisions:
         try:
             message = to_message(record, self._tokens_a_step)
             if self._magnitudes is not None:
-                bound(message, self._before(record.round), self._magnitudes)
+                bound(message, self._before(record.round), self._magnitudes, self._trains_on)
             kept = self.log.create_record(message)
         except (HeteroPPError, OSError):
             return e.NotRecorded(record.round)

@@ -101,7 +101,16 @@ class Exchange:
         self.watchers = Watchers()
         self._refusals = Refusals(self._tell_refusal)
         rules = rules or Rules(roster.members, roster.blocks)
-        self.decisions = Decisions(rules, log, self._told, goes_on, tokens_a_step, magnitudes, clock)
+        self.decisions = Decisions(
+            rules,
+            log,
+            self._told,
+            goes_on,
+            tokens_a_step,
+            magnitudes=magnitudes,
+            trains_on=settings.keep_local,
+            clock=clock,
+        )
         self.coordinator = self.decisions.coordinator
         self._deposits = Deposits(run, roster, settings.compression, self.decisions, self._refused)
         self._agreement = agreement
@@ -393,7 +402,7 @@ class Exchange:
         member: str,
         holds: int,
         address: str = "",
-        ahead: bool = False,
+        trained: int = 0,
         term: int | None = None,
         is_asked: IsAsked = always,
     ) -> Assignment:
@@ -403,7 +412,7 @@ class Exchange:
             if self.coordinator.holds(member, term):
                 self._addresses[member] = address
         self.decisions.asks(member, term)
-        self.decisions.tell(e.Asked(member, term, holds, ahead))
+        self.decisions.tell(e.Asked(member, term, holds, trained))
         work = self.decisions.wait_for_work(member, term, is_asked)
         upstream, downstream = self._ways(member)
         with self._changed:
@@ -415,7 +424,7 @@ class Exchange:
                 is_first=work.round == self._begun_after + 1,
                 elapsed=self.decisions.elapsed(work.round),
                 upstream=upstream,
-                ahead=work.ahead,
+                trained=work.trained,
                 changed=self._changes.mark,
             )
 

@@ -26,14 +26,17 @@ Sizes = Mapping[tuple[str, str], float]
 """(block, what of it) -> the norm of its values, or the largest"""
 
 
-def bound(record: RoundRecord, before: Iterable[RoundRecord], settings: MagnitudeSettings) -> None:
-    """Scale down, or leave out, what is too large in a record that nobody has seen yet. `before`: the last records.
+def bound(
+    record: RoundRecord, before: Iterable[RoundRecord], settings: MagnitudeSettings, trains_on: bool = False
+) -> None:
+    """Scale down, or leave out, what is too large in a record that nobody has seen yet. `before`: the last records,
+    by round. `trains_on`: who was not counted does, and sends all of its way once it is.
 
     Where fewer than three contribute the smaller is the measure of the larger, until each has a history of its own, and
     nothing is left out for that; nor is what would leave nothing to be counted.
     """
-    earlier = list(before)
-    excess = {one.replica: _excess(one, record, earlier) for one in record.contributions}
+    *earlier, measured = _with_all_steps([*before, record]) if trains_on else [*before, record]
+    excess = {one.replica: _excess(one, measured, earlier) for one in measured.contributions}
     left_out = [replica for replica, ratio in excess.items() if ratio > settings.leave_out]
     if len(record.contributions) < _LEAST_REPLICAS:
         left_out = [replica for replica in left_out if len(_own(replica, earlier)) >= _LEAST_ROUNDS]
@@ -45,6 +48,19 @@ def bound(record: RoundRecord, before: Iterable[RoundRecord], settings: Magnitud
     for one in record.contributions:
         if excess[one.replica] > settings.scale:
             one.scale = settings.scale / excess[one.replica]
+
+
+def _with_all_steps(records: Iterable[RoundRecord]) -> list[RoundRecord]:
+    """Copies, with as many steps as a replica may have taken since the round that counted it before, or left it out."""
+    found, last = [], dict[str, int]()
+    for record in records:
+        copy = RoundRecord()
+        copy.CopyFrom(record)
+        for one in copy.contributions:
+            one.steps *= record.round - last.get(one.replica, record.round - 1)
+        last |= dict.fromkeys([*(one.replica for one in copy.contributions), *copy.left_out], record.round)
+        found.append(copy)
+    return found
 
 
 def _excess(one: ContributionEntry, record: RoundRecord, earlier: Iterable[RoundRecord]) -> float:

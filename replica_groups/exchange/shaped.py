@@ -61,9 +61,9 @@ class ShapedExchange:
         _carry(self._down, self.backward, 0, size)
         return tensors
 
-    def assign(self, member: str, holds: int, address: str = "", ahead: bool = False) -> Assignment:
+    def assign(self, member: str, holds: int, address: str = "", trained: int = 0) -> Assignment:
         """See ExchangeService."""
-        return self._exchange.assign(member, holds, address, ahead)
+        return self._exchange.assign(member, holds, address, trained)
 
     def beat(
         self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False

@@ -245,7 +245,7 @@ class Coordinator:
         replica = self.replicas[place.replica]
         if not replica.alive or self._is_whole(replica) or round_ <= max(self.last_round, replica.round or 0):
             return
-        replica.round, replica.ahead = round_, self.rules.overlap  # as far as who asks has trained it, too
+        replica.round, replica.trained = round_, None
         if self.open is not None and round_ == self.open.number:
             self.open.taking_part.add(replica.name)
         elif self.open is not None:
@@ -253,7 +253,7 @@ class Coordinator:
         for other in replica.places:
             if other.asked is not None and other.asked < round_ and not (has_trained and other is place):
                 other.asked = None
-                yield e.Assign(other.name, other.term, round_, replica.epoch, ahead=other.ahead)
+                yield e.Assign(other.name, other.term, round_, replica.epoch, trained=other.trained)
 
     def _lost(self, event: e.Lost, now: float) -> Iterator[e.Effect]:
         place = self.places[event.place]
@@ -306,9 +306,10 @@ class Coordinator:
         place.rests(now)
         if replica.round is not None and event.holds < replica.round and not self._is_whole(replica):
             # it was told, and has not heard
-            yield e.Assign(place.name, place.term, replica.round, replica.epoch, ahead=replica.ahead and event.ahead)
+            trained = event.trained if replica.trained in (None, event.trained) else 0
+            yield e.Assign(place.name, place.term, replica.round, replica.epoch, trained=trained)
             return
-        place.asked, place.ahead = event.holds, event.ahead
+        place.asked, place.trained = event.holds, event.trained
         if event.holds > self.last_round:
             yield e.Look(self.last_round + 1)
         yield from self._form(replica, now)
@@ -344,10 +345,11 @@ class Coordinator:
 
     def _assign(self, replica: Replica, round_: int) -> Iterator[e.Effect]:
         replica.round = round_
-        replica.ahead = all(place.ahead and place.asked == round_ - 1 for place in replica.places)
+        trained = {0 if place.differs else place.trained for place in replica.places}
+        replica.trained = trained.pop() if len(trained) == 1 else 0
         for place in replica.places:
             place.asked = None
-            yield e.Assign(place.name, place.term, round_, replica.epoch, place.differs, replica.ahead)
+            yield e.Assign(place.name, place.term, round_, replica.epoch, place.differs, replica.trained)
             place.differs = False
 
     def _open_next(self, now: float, taking_part: set[str]) -> Iterator[e.Effect]:

@@ -120,8 +120,8 @@ class Asked:
     place: str
     term: int
     holds: int
-    ahead: bool = False
-    """Whether it has trained the next round already, while that was on its way."""
+    trained: int = 0
+    """The last round whose training it has, and no record: it was trained ahead, or not counted; 0 if there is none."""
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,8 @@ class Assign:
     epoch: int
     heal: bool = False
     """Whether it has to take theta from the log again, as it holds other bits than replay gives."""
-    ahead: bool = False
-    """Whether all of the replica has trained the round already."""
+    trained: int = 0
+    """What all of the replica has asked with, if that is the same; 0 else."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class Place:
     """When to try again, if the store has failed."""
     asked: int | None = None
     """The round after which it holds theta, while it waits for work."""
-    ahead: bool = False
-    """Whether it has trained the round after that, too."""
+    trained: int = 0
+    """The last round whose training it has then, and no record; 0 if there is none."""
     lost: bool = False
     silence: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
     stillness: Silence = field(default_factory=lambda: Silence(_NO_WINDOW, 0.0))
@@ -95,8 +95,8 @@ class Replica:
     round: int | None = None
     """The one it trains, or has contributed to; None while it is formed anew, or waits for a round to open."""
 
-    ahead: bool = False
-    """Whether all of it had trained that round already when it was given it."""
+    trained: int | None = 0
+    """What all of its places had asked with when it was given that round; None if another coordinator knows."""
 
     @property
     def epoch(self) -> int:

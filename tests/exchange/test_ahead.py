@@ -1,4 +1,4 @@
-"""Rounds that overlap, as the exchange sees them: who has trained a round ahead, and who is called back from it."""
+"""What members have trained beyond theta, as the exchange sees it: of use only if all of a replica have it."""
 
 from __future__ import annotations
 
@@ -22,42 +22,43 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def _ask(run: Run, holds: int, ahead: dict[str, bool]) -> dict[str, tuple[int, bool]]:
-    """What members get that hold theta after a round and have trained the next one, or not: a round, and whether it is
-    trained already.
+def _ask(run: Run, holds: int, trained: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """What members get that hold theta after a round and have trained another one, or none: a round, and which of them
+    all have trained.
     """
-    asked = {one: in_thread(partial(run.exchange.assign, one, holds, ahead=is_so)) for one, is_so in ahead.items()}
+    asked = {one: in_thread(partial(run.exchange.assign, one, holds, trained=has)) for one, has in trained.items()}
     found = {one: waits.result(TIMEOUT) for one, waits in asked.items()}
-    return {one: (work.round, work.ahead) for one, work in found.items()}
+    return {one: (work.round, work.trained) for one, work in found.items()}
 
 
 def test_a_round_is_trained_already_if_all_of_a_replica_have_trained_it(run: Run) -> None:
     run.deposit(1, "dc", *HOMES)
-    assert _ask(run, 1, {"dc": True, "home.0": True, "home.1": False}) == {
-        "dc": (2, True),
-        "home.0": (2, False),
-        "home.1": (2, False),
+    assert _ask(run, 1, {"dc": 2, "home.0": 2, "home.1": 0}) == {
+        "dc": (2, 2),
+        "home.0": (2, 0),
+        "home.1": (2, 0),
     }
     run.deposit(2, "dc", *HOMES)
-    assert _ask(run, 2, dict.fromkeys(HOMES, True)) == dict.fromkeys(HOMES, (3, True))
+    assert _ask(run, 2, dict.fromkeys(HOMES, 3)) == dict.fromkeys(HOMES, (3, 3))
 
 
 def test_who_has_not_heard_it_is_told_again(run: Run) -> None:
     run.deposit(1, "dc", *HOMES)
     for _ in range(2):
-        assert _ask(run, 1, dict.fromkeys(HOMES, True)) == dict.fromkeys(HOMES, (2, True))
-    assert _ask(run, 1, {"home.1": True}) == {"home.1": (2, True)}
+        assert _ask(run, 1, dict.fromkeys(HOMES, 2)) == dict.fromkeys(HOMES, (2, 2))
+    assert _ask(run, 1, {"home.1": 2}) == {"home.1": (2, 2)}
+    assert _ask(run, 1, {"home.1": 0}) == {"home.1": (2, 0)}
 
 
-def test_what_was_trained_ahead_of_a_round_that_others_closed_is_not_of_the_next(run: Run) -> None:
-    """It holds theta after round 1 and has trained round 2, which was closed without it."""
+def test_who_has_trained_a_round_that_others_closed_is_told_that(run: Run) -> None:
+    """It holds theta after round 1 and has trained round 2, which was closed without it: not the one that is due."""
     run.deposit(1, "dc", *HOMES)
     run.assign(1, "dc")
     run.deposit(2, "dc")
     while closed(run) < 2:
         run.passes(1.0)
     assert run.counted(2) == {"dc": 1}
-    assert _ask(run, 1, dict.fromkeys(HOMES, True)) == dict.fromkeys(HOMES, (3, False))
+    assert _ask(run, 1, dict.fromkeys(HOMES, 2)) == dict.fromkeys(HOMES, (3, 2))
 
 
 def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> None:
@@ -68,11 +69,21 @@ def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> N
     with pytest.raises(Suspended, match="formed anew"):
         run.exchange.record(1, "home.0", 1)
     run.exchange.join("home.1", "")
-    waits = {one: in_thread(partial(run.exchange.assign, one, 0, ahead=True)) for one in HOMES}
+    waits = {one: in_thread(partial(run.exchange.assign, one, 0, trained=2)) for one in HOMES}
     run.deposit(1, "dc")
     assert run.counted(1) == {"dc": 1, "home": 2}
     found = [waits[one].result(TIMEOUT) for one in HOMES]
-    assert [(work.round, work.epoch, work.ahead) for work in found] == [(2, 3, False)] * 2
+    assert [(work.round, work.epoch, work.trained) for work in found] == [(2, 3, 2)] * 2
+
+
+def test_own_parameters_of_a_round_that_not_all_of_a_group_have_are_of_no_use(run: Run) -> None:
+    """As of one that was replaced, or was not there: the others' are those after round 2."""
+    run.deposit(1, "dc", *HOMES)
+    run.assign(1)
+    run.deposit(2, "dc", *HOMES)
+    assert _ask(run, 2, {"home.0": 2, "home.1": 1}) == dict.fromkeys(HOMES, (3, 0))
+    run.deposit(3, "dc", *HOMES)
+    assert _ask(run, 3, dict.fromkeys(HOMES, 2)) == dict.fromkeys(HOMES, (4, 2))
 
 
 def test_nobody_is_called_back_from_the_last_round(run: Run) -> None:

@@ -123,6 +123,27 @@ def test_more_steps_come_to_more() -> None:
 # ---- in a run ----
 
 
+def test_of_who_trains_on_all_of_its_way_is_expected() -> None:
+    """x was not counted in two rounds, and sends what it came to in three; nobody expects that of the others."""
+    past = [_record(*map(_entry, "xyz", (1.0,) * 3), round_=round_) for round_ in range(1, 7)]
+    past += [_record(*map(_entry, "yz", (1.0,) * 2), round_=round_) for round_ in (7, 8)]
+    for norms, scales in [((12.0, 1.0, 1.0), [1.0, 1.0, 1.0]), ((1.0, 12.0, 1.0), [1.0, 5 / 12, 1.0])]:
+        record = _record(*map(_entry, "xyz", norms), round_=9)
+        bound(record, past, SETTING, trains_on=True)
+        assert [scale_of(one) for one in record.contributions] == pytest.approx(scales)
+        assert [one.steps for one in record.contributions] == [10] * 3
+    assert _bounded(_record(*map(_entry, "xyz", (12.0, 1.0, 1.0)), round_=9), past)[0]["x"] == pytest.approx(5 / 12)
+
+
+def test_who_was_left_out_begins_anew() -> None:
+    past = [_record(*map(_entry, "xyz", (1.0,) * 3), round_=round_) for round_ in range(1, 7)]
+    past += [_record(*map(_entry, "yz", (1.0,) * 2), round_=round_) for round_ in (7, 8)]
+    past[-1].left_out.append("x")
+    record = _record(*map(_entry, "xyz", (12.0, 1.0, 1.0)), round_=9)
+    bound(record, past, SETTING, trains_on=True)
+    assert scale_of(record.contributions[0]) == pytest.approx(5 / 12)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path, {"a": 1, "b": 1, "c": 1}, quorum=1.0, magnitudes=SETTING)

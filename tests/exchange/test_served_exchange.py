@@ -48,7 +48,7 @@ CHANGES = Changes({"outer.rounds": {1: 2, 5: 9}, "inner.learning_rate": {1: 0.5,
 NORM = torch.arange(6.0).view(2, 3)
 TERM = 5
 WORK = Assignment(
-    round=8, epoch=7, downstream="127.0.0.1:7", heals=True, is_first=True, upstream="127.0.0.1:6", ahead=True
+    round=8, epoch=7, downstream="127.0.0.1:7", heals=True, is_first=True, upstream="127.0.0.1:6", trained=8
 )
 STANDING = Standing(is_over=True, suspended=7, cause="home.0: it ended")
 
@@ -113,9 +113,9 @@ class Recorder:
         return dict.fromkeys(names, NORM)
 
     def assign(
-        self, member: str, holds: int, address: str, ahead: bool, term: int | None, is_asked: IsAsked
+        self, member: str, holds: int, address: str, trained: int, term: int | None, is_asked: IsAsked
     ) -> Assignment:
-        self.asked.append(("assign", member, holds, address, ahead, term))
+        self.asked.append(("assign", member, holds, address, trained, term))
         return WORK
 
     def beat(
@@ -315,7 +315,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
     assert client.join("dc", "127.0.0.1:6", held) == TERM
     assert client.changes() == CHANGES
     assert client.last_round() == 7
-    assert client.assign("dc", 7, "127.0.0.1:6", ahead=True) == WORK
+    assert client.assign("dc", 7, "127.0.0.1:6", trained=8) == WORK
     assert client.beat("dc") == Standing()
     assert client.beat("dc", 8, 7, 6, True) == STANDING
     client.broken("dc", 7, "a cause")
@@ -340,7 +340,7 @@ def test_what_a_member_asks_arrives_and_is_answered(served: Served) -> None:
             ("join", "dc", "127.0.0.1:6", held),
             ("changes",),
             ("last_round",),
-            ("assign", "dc", 7, "127.0.0.1:6", True, TERM),
+            ("assign", "dc", 7, "127.0.0.1:6", 8, TERM),
             ("beat", "dc", None, 0, 0, False, TERM),
             ("beat", "dc", 8, 7, 6, True, TERM),
             ("broken", "dc", 7, "a cause", TERM),

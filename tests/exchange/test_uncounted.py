@@ -174,7 +174,7 @@ def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path:
     _assert_equal(b.errors(), before)
     _assert_equal(b.holds(), a.holds())
     for _ in range(2):
-        b.outer.start_local()
+        b.outer.start_local(3, b.outer.trained_beyond(2))
         _assert_equal(b.holds(), way)
         b.outer.undo()
         b.outer.restore()
@@ -183,7 +183,7 @@ def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path:
     b.outer.local = {}
     b.outer.load(tmp_path, 2)
     run.assign(2)
-    b.outer.start_local()
+    b.outer.start_local(3, b.outer.trained_beyond(2))
     _assert_equal(b.holds(), way)
     moved = b.train(3)
     a.train(3)
@@ -194,20 +194,21 @@ def test_who_was_not_counted_goes_on_from_its_own_parameters(run: Run, tmp_path:
     for key, error in b.errors().items():
         torch.testing.assert_close(error, DECAY * before[key] + moved[key] - sent[key], rtol=0, atol=1e-7, msg=key)
     _assert_equal(b.holds(), a.holds())
-    b.outer.start_local()
+    b.outer.start_local(4, b.outer.trained_beyond(3))
     _assert_equal(b.holds(), a.holds())
 
 
 def test_its_own_parameters_are_void_once_they_were_counted(run: Run, tmp_path: Path) -> None:
     """Of a state that was saved before."""
     a, b, _ = _saved_uncounted(run, tmp_path)
-    b.outer.start_local()
+    b.outer.start_local(3, 2)
     _round(3, a, b)
     late = Member(run, "b", keep_local=True)
     late.outer.load(tmp_path, 2, snapshot=0)
     assert late.outer.local.keys() == late.start.keys()
     late.outer.catch_up(range(1, 4), range(3, 4))
-    late.outer.start_local()
+    assert late.outer.trained_beyond(3) == 0
+    late.outer.start_local(4, 2)
     _assert_equal(late.holds(), a.holds())
 
 
@@ -218,8 +219,22 @@ def test_its_own_parameters_outlive_rounds_before_its_state(run: Run, tmp_path: 
     back.outer.load(tmp_path, 2, snapshot=0)
     back.outer.catch_up(range(1, 3), range(3, 3))
     _assert_equal(back.holds(), a.holds())
-    back.outer.start_local()
+    assert back.outer.trained_beyond(2) == 2
+    back.outer.start_local(3, 2)
     _assert_equal(back.holds(), way)
+
+
+@pytest.mark.parametrize(
+    ("round_", "trained", "is_of_use"), [(3, 2, True), (4, 2, True), (5, 2, False), (3, 0, False), (3, 1, False)]
+)
+def test_its_own_parameters_are_void_if_its_group_has_others_or_they_are_old(
+    run: Run, tmp_path: Path, round_: int, trained: int, is_of_use: bool
+) -> None:
+    """All of a group have to have them, after one round; who is away for more than one begins with those of all."""
+    a, b, way = _saved_uncounted(run, tmp_path)
+    b.outer.start_local(round_, trained)
+    _assert_equal(b.holds(), way if is_of_use else a.holds())
+    assert b.outer.trained_beyond(2) == (2 if is_of_use else 0)
 
 
 def test_a_round_that_is_undone_and_trained_again_has_the_same_bits(run: Run) -> None:

@@ -71,8 +71,8 @@ class Far:
         self._ask((round_, list(names)))
         return {name: torch.zeros(125) for name in names}
 
-    def assign(self, member: str, holds: int, address: str = "", ahead: bool = False) -> Assignment:
-        self._ask((member, holds, address, ahead))
+    def assign(self, member: str, holds: int, address: str = "", trained: int = 0) -> Assignment:
+        self._ask((member, holds, address, trained))
         return Assignment(5, 2)
 
     def beat(
@@ -169,7 +169,7 @@ def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> N
     assert shaped.exchange.changes() == NO_CHANGES
     assert shaped.exchange.join("home.0", "here", held, "me") == 2
     assert shaped.exchange.newest_snapshot() == (3, ["a"])
-    assert shaped.exchange.assign("home.0", 4, "here", ahead=True) == Assignment(5, 2)
+    assert shaped.exchange.assign("home.0", 4, "here", trained=5) == Assignment(5, 2)
     assert shaped.exchange.beat("home.0", 5, 2, 9, True) == Standing(is_over=True)
     shaped.exchange.broken("home.0", 2, "a cause")
     assert shaped.exchange.last_round() == 4
@@ -177,7 +177,7 @@ def test_what_is_small_is_passed_on_at_once_and_not_counted(shaped: Shaped) -> N
     shaped.exchange.confirm("home.0", 4, {"norm.weight": b"x"})
     shaped.exchange.report(reports)
     joined = [("home.0", "{}", "of a text"), "changes", ("home.0", "here", held, "me"), "newest snapshot"]
-    works = [("home.0", 4, "here", True), ("home.0", 5, 2, 9, True), ("home.0", 2, "a cause"), "last round"]
+    works = [("home.0", 4, "here", 5), ("home.0", 5, 2, 9, True), ("home.0", 2, "a cause"), "last round"]
     asked = [*joined, *works, (4, "home.0"), ("home.0", 4, {"norm.weight": b"x"}), reports]
     assert shaped.far.asked == [(100.0, what) for what in asked]
     assert shaped.counts(0) == shaped.counts(4) == [NOTHING, NOTHING]

@@ -70,7 +70,7 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         Edit(
             Coordinator,
             "_asked",
-            "yield e.Assign(place.name, place.term, replica.round, replica.epoch, ahead=",
+            "yield e.Assign(place.name, place.term, replica.round, replica.epoch, trained=",
             "_ = (",
         ),
     ),
