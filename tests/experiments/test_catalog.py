@@ -91,6 +91,10 @@ WRONG = {
         SMALLEST + "claims:\n  - {text: a, lower: [none, all]}\n  - {text: b}\n",
         "mine.yaml:10: claims[1]: expected exactly one of `lower`, `equal`, `grows`",
     ),
+    "a claim of what is not measured": (
+        SMALLEST + "claims: [{text: a, of: similarity, lower: [none, all]}]\n",
+        "found a claim of the similarity without `similarity_every`, expected how often it is measured",
+    ),
     "a name that leads elsewhere": (
         SMALLEST.replace("name: mine", "name: ../mine"),
         "mine.yaml:1: name: found `../mine`",

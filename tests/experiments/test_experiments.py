@@ -165,15 +165,24 @@ def test_tables(tmp_path: Path) -> None:
         title="Toy",
         paper="nowhere",
         baseline="none",
+        bias_every=1,
+        similarity_every=1,
         rows=[Row(name="none", paper=2.0), Row(name="all", compressed="all", rank=8, paper=2.2), Row(name="bad")],
         claims=[
             Claim(text="costs", lower=("none", "all"), why="because"),
             Claim(text="bias", of="bias", lower=("none", "all")),
+            Claim(text="alike", of="similarity", lower=("none", "all")),
         ],
     )
     outcomes = {
-        "none": {1: _outcome(4.0), 2: _outcome(4.2)},
-        "all": {seed: _outcome(loss) | {"bias": [(1, 0.2), (2, 0.4)]} for seed, loss in ((1, 4.4), (2, 4.62))},
+        "none": {
+            seed: _outcome(loss) | {"similarity": [(1, 0.2, 0.0), (2, 0.1 + 0.1 * seed, 0.1)]}
+            for seed, loss in ((1, 4.0), (2, 4.2))
+        },
+        "all": {
+            seed: _outcome(loss) | {"bias": [(1, 0.2), (2, 0.4)], "similarity": [(2, 0.3 + 0.05 * seed, 0.1)]}
+            for seed, loss in ((1, 4.4), (2, 4.62))
+        },
         "bad": {1: _outcome(7.0, diverged=True)},
     }
     result = result_of(Setting(SHIPPED.scale("micro"), experiment), None, outcomes)
@@ -185,16 +194,17 @@ def test_tables(tmp_path: Path) -> None:
     assert rows["bad"]["state"] == "diverged (seed: last finite loss {1: 7.0})"
     assert rows["all"]["bias"]["mean"] == pytest.approx(0.3)
     assert rows["all"]["k_over_d"] == pytest.approx(1 / 8)
-    assert [claim["verdict"] for claim in result["claims"]] == ["holds", "not run"]
+    assert [claim["verdict"] for claim in result["claims"]] == ["holds", "not run", "holds"]
     text = "\n".join(markdown(result))
-    assert "| all | 2.200 | +10.0 | 4.510 | 0.156 | 2 | +10.0 | 4.510 |  | 16.0 | 30.00 | done |" in text
+    assert "| alike | cosine | **holds** | +0.150 to +0.150 | 2 |" in text
+    assert "| all | 2.200 | +10.0 | 4.510 | 0.156 | 2 | +10.0 | 4.510 |  | 16.0 | 30.00 | 0.375 | done |" in text
     assert "| costs | own | **holds** |" in text
     path = tmp_path / "results" / "micro" / "toy" / "one.json"
     write_result(result, outcomes, path)
     assert json.loads(path.read_text())["claims"][0]["seeds"] == 2
     assert path.with_suffix(".png").stat().st_size > 10_000
     write_overview(tmp_path / "results", tmp_path / "results.md", tmp_path)
-    assert "| [toy/one](#toyone-toy) | micro | 1 | 0 | 0 | 1 |" in (tmp_path / "results.md").read_text()
+    assert "| [toy/one](#toyone-toy) | micro | 2 | 0 | 0 | 1 |" in (tmp_path / "results.md").read_text()
 
 
 def _rows(tmp_path: Path) -> Path:

@@ -33,11 +33,10 @@ def _corpus(digest: str, name: str = "docstrings") -> Corpus:
     return Corpus(DataSettings(corpus=name, tokenizer="its own.json"), store, Path("cache"))
 
 
-def _job(bias_every: int | None = None, tokens: Corpus | None = None, repeat: bool = False, **row: Any) -> Job:
+def _job(tokens: Corpus | None = None, repeat: bool = False, **row: Any) -> Job:
+    every = {key: row.pop(key, None) for key in ("bias_every", "similarity_every")}
     one = Row(name=row.pop("name", "one"), **{"compressed": "half", "rank": 8} | row)
-    experiment = Experiment(
-        name="toy/one", title="", paper="", bias_every=bias_every, baseline=one.name, rows=[one], claims=[]
-    )
+    experiment = Experiment(name="toy/one", title="", paper="", baseline=one.name, rows=[one], claims=[], **every)
     return make_job(Setting(MICRO, experiment, repeat=repeat), one, 1, tokens or _corpus("a"), Path(ROWS))
 
 
@@ -60,6 +59,7 @@ MATTERS: dict[str, dict[str, Any]] = {
     "which tokens": {"tokens": _corpus("b")},
     "what is measured beside it": {"bias_every": 5},
     "how often": {"bias_every": 6},
+    "another measurement": {"similarity_every": 5},
     "its rank": {"rank": 16},
     "no compression at the full rank": {"rank": 64},
     "none": {"rank": "full"},
@@ -160,7 +160,7 @@ KEPT = {scale: read_outcomes(RESULTS / scale / ROWS) for scale in ("micro", "mic
 @pytest.mark.parametrize("scale", KEPT)
 def test_kept_rows_are_known_by_what_they_say(scale: str) -> None:
     assert len(KEPT[scale]) >= {"micro": 802, "micro_long": 44, "ladder": 21}[scale]
-    parts = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "settings")
+    parts = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "similarity_every", "settings")
     for key, outcome in KEPT[scale].items():
         assert key_of({part: outcome[part] for part in parts if part in outcome}) == key
         assert outcome["settings"]["seed"] == outcome["seed"]

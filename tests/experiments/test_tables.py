@@ -74,6 +74,7 @@ def _experiment(*claims: Claim) -> Experiment:
         title="Toy",
         paper="nowhere",
         baseline="base",
+        bias_every=5 if any(claim.of == "bias" for claim in claims) else None,
         rows=[
             Row(name="few", compressed="all", rank=4, paper=3.0),
             Row(name="base", paper=2.0),

@@ -33,11 +33,12 @@ def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, 
 
 
 def known_values(outcomes: Outcomes) -> dict[str, Values]:
-    """The last loss of each row and seed, by forward; and the bias, where it was measured."""
+    """The last loss of each row and seed, by forward; and bias and similarity, where they were measured."""
     values: dict[str, Values] = {
         forward: {row: _losses(seeds, forward) for row, seeds in outcomes.items()} for forward in FORWARDS
     }
-    values["bias"] = {row: _biases(seeds) for row, seeds in outcomes.items()}
+    for measured in ("bias", "similarity"):
+        values[measured] = {row: _means(seeds, measured) for row, seeds in outcomes.items()}
     return values
 
 
@@ -48,9 +49,11 @@ def _losses(seeds: Mapping[int, Outcome], forward: Forward) -> dict[int, float]:
     return {seed: loss for seed, loss in found.items() if loss is not None}
 
 
-def _biases(seeds: Mapping[int, Outcome]) -> dict[int, float]:
-    """The mean over the measured rounds, by seed."""
-    return {seed: fmean(share for _, share in one["bias"]) for seed, one in seeds.items() if one.get("bias")}
+def _means(seeds: Mapping[int, Outcome], measured: str) -> dict[int, float]:
+    """Over the rounds in which it was measured, by seed: (round, value, ...)."""
+    return {
+        seed: fmean(one[1] for one in outcome[measured]) for seed, outcome in seeds.items() if outcome.get(measured)
+    }
 
 
 def _in_each_forward(claim: Claim, values: Mapping[str, Values], shares: Mapping[str, float]) -> dict[str, Any]:

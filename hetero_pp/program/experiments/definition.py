@@ -106,7 +106,7 @@ FORWARDS: tuple[Forward, ...] = get_args(Forward)
 
 
 class Claim(Settings):
-    """A statement about losses in one forward (or biases); exactly one of these is set.
+    """A statement about losses in one forward (or what was measured beside); exactly one of these is set.
 
     lower: [a, b] says that a's loss is lower than b's. equal: [a, b] says that they differ by less than `margin`.
     grows: [[a, b], [c, d], ...] says that b - a is smaller than d - c, and so on.
@@ -114,16 +114,16 @@ class Claim(Settings):
     """
 
     text: str
-    of: Forward | Literal["bias"] = Field(
+    of: Forward | Literal["bias", "similarity"] = Field(
         "own",
         description="whose loss: of each replica's own forward, averaged; of that of a compressed replica; of that "
-        "without boundaries; or the bias of equation 5, as the experiment measures it",
+        "without boundaries; or of the bias of equation 5 or the cosine of contributions, as it was measured",
     )
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None
     grows: list[tuple[str, str]] | None = None
     proportional: list[str] | None = Field(None, min_length=2)
-    margin: float = Field(0.03, gt=0, description="nats, or a share for a bias")
+    margin: float = Field(0.03, gt=0, description="nats; a share for a bias; a cosine")
     why: str = Field("", description="what we think, where the verdict is not the paper's")
 
     @model_validator(mode="after")
@@ -159,6 +159,9 @@ class Experiment(Definition):
     bring: str | None = Field(None, description="the corpus to bring to a scale of a paper, instead of the scale's")
     at: dict[str, Cells] = Field(default_factory=dict, description="changed cells of every row, by scale")
     bias_every: int | None = Field(None, ge=1, description="rounds between measurements of equation 5's bias")
+    similarity_every: int | None = Field(
+        None, ge=1, description="rounds between measurements of contributions' cosines"
+    )
     first_seed: int = Field(1, ge=1, description="another than 1 where seeds have to be fresh: what a search has found")
     baseline: str
     rows: list[Row] = Field(min_length=1)
@@ -174,6 +177,16 @@ class Experiment(Definition):
         wanted = wanted.union(*(claim.rows() for claim in self.claims), *(trend.rows for trend in self.trends))
         if unknown := sorted(wanted - set(names)):
             raise ValueError(f"found no row `{unknown[0]}`, expected one of {', '.join(f'`{name}`' for name in names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _is_measured(self) -> Experiment:
+        measured = {"bias": self.bias_every, "similarity": self.similarity_every}
+        for claim in self.claims:
+            if measured.get(claim.of, 1) is None:
+                raise ValueError(
+                    f"found a claim of the {claim.of} without `{claim.of}_every`, expected how often it is measured"
+                )
         return self
 
     def baseline_of(self, row: Row) -> str:

@@ -42,6 +42,7 @@ class Job:
     seed: int
     config: RunConfig
     bias_every: int | None
+    similarity_every: int | None
     cache: Path
     rows: Path
     """The file that outcomes are kept in."""
@@ -72,16 +73,28 @@ def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) 
     config = setting.config(row, seed)
     config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": corpus.data.tokenizer})})
     experiment = setting.experiment
-    identity = identity_of(config, experiment.bias_every, corpus)
-    return Job(experiment.name, row.name, seed, config, experiment.bias_every, corpus.cache, rows, identity)
+    return Job(
+        experiment.name,
+        row.name,
+        seed,
+        config,
+        bias_every=experiment.bias_every,
+        similarity_every=experiment.similarity_every,
+        cache=corpus.cache,
+        rows=rows,
+        identity=identity_of(config, corpus, experiment.bias_every, experiment.similarity_every),
+    )
 
 
-def identity_of(config: RunConfig, bias_every: int | None, corpus: Corpus) -> dict[str, Any]:
+def identity_of(
+    config: RunConfig, corpus: Corpus, bias_every: int | None = None, similarity_every: int | None = None
+) -> dict[str, Any]:
     """All that decides what a row comes to, as JSON, without what settings say by default."""
     settings = settings_of(config, corpus.source.vocabulary)
     tokenizer = corpus.tokenizer
     named = {} if tokenizer is None else {"tokenizer": {"sha256": tokenizer.identity, "ends": tokenizer.separator}}
     measured = {} if bias_every is None else {"bias_every": bias_every, "bias_of": "products of two replicas"}
+    measured |= {} if similarity_every is None else {"similarity_every": similarity_every}
     return {"version": OUTCOME_VERSION, "corpus": corpus.digest, **named, **measured, "settings": settings}
 
 
@@ -114,6 +127,7 @@ def train_job(
         on_round,
         compiles=training.compiles,
         bias_every=job.bias_every,
+        similarity_every=job.similarity_every,
         device=device,
         ranks=ranks,
         checkpoint=job.cache.parent / UNFINISHED / f"{job.key}.pt",

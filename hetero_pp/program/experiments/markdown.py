@@ -24,10 +24,11 @@ COLUMNS = {
     "CPU, s": "CPU seconds of training a row, all replicas, on the machine below; the mean over seeds",
     "bytes/token": "what crosses a compressed boundary for a token, in one direction; 0 without one",
     "bias, %": "how far equation 5's mean pseudo-gradient is from the unbiased one, as a share of the latter's norm",
+    "cosine": "of the angle between what two replicas contribute to a round; the mean over pairs and rounds",
     "state": "whether the row was trained, or why not",
 }
-"""What a table's columns say. Those of the paper, the bias and CPU seconds are left out where no row has any; M, tokens
-and what is sent where all rows have the same.
+"""What a table's columns say. Those of the paper, bias, cosine and CPU seconds are left out where no row has any; M,
+tokens and what is sent where all rows have the same.
 """
 
 
@@ -65,7 +66,7 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
     papers = {row["name"]: row["paper"] for row in result["rows"]}
     rows = [_cells(row, papers.get(row["baseline"])) for row in result["rows"]]
     shown = dict.fromkeys(COLUMNS, True)
-    shown |= {name: any(row[name] for row in rows) for name in ("paper", "paper, %", "bias, %", "CPU, s")}
+    shown |= {name: any(row[name] for row in rows) for name in ("paper", "paper, %", "bias, %", "cosine", "CPU, s")}
     shown |= {name: len({row[name] for row in rows} - {""}) > 1 for name in ("M", "tokens", "sent, MB")}
     columns = [name for name in COLUMNS if shown[name]]
     yield "| row | " + " | ".join(columns) + " |"
@@ -94,6 +95,7 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
         "CPU, s": number(row.get("cpu_seconds"), 0),
         "bytes/token": number(row.get("bytes_per_token"), 1),
         "bias, %": number(100 * row["bias"]["mean"], 2) if "bias" in row else "",
+        "cosine": number(row["similarity"]["mean"], 3) if "similarity" in row else "",
         "state": row["state"],
     }
 
@@ -107,7 +109,7 @@ def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
         columns = ("claim", "forward", "verdict", "95 % interval", "seeds", "as a family", "slices")
         yield from ("", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns))
     for claim in claims:
-        forward = "" if claim["of"] == "bias" else claim["of"]
+        forward = {"bias": "", "similarity": "cosine"}.get(claim["of"], claim["of"])
         verdict = f"**{claim['verdict']}** | {interval_cell(claim['interval'], claim['of'])} | {claim['seeds']}"
         yield f"| {claim['text']} | {forward} | {verdict} | {_family(claim)} | {_slices(claim)} |"
         for one in claim["others"]:
@@ -169,11 +171,11 @@ def _slices(claim: Mapping[str, Any]) -> str:
 
 
 def interval_cell(interval: Sequence[float] | None, of: str) -> str:
-    """The interval of the difference that a claim is about, with its unit; `of`: whose loss, or the bias."""
+    """The interval of the difference that a claim is about, with its unit; `of`: as in a claim."""
     if interval is None:
         return ""
-    scaled = [value * (100 if of == "bias" else 1) for value in interval]
-    return "{:+.3f} to {:+.3f} ".format(*scaled) + ("% points" if of == "bias" else "nats")
+    factor, unit = {"bias": (100, " % points"), "similarity": (1, "")}.get(of, (1, " nats"))
+    return "{:+.3f} to {:+.3f}".format(*(factor * value for value in interval)) + unit
 
 
 def number(value: float | None, digits: int) -> str:

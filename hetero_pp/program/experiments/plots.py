@@ -27,6 +27,8 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels: list[Callable[[Axes], None]] = [lambda axes: _draw_curves(axes, result, outcomes)]
+    if any(one.get("similarity") for seeds in outcomes.values() for one in seeds.values()):
+        panels.append(lambda axes: _draw_similarity(axes, result, outcomes))
     if result["trends"]:
         panels.append(lambda axes: _draw_trends(axes, result["trends"]))
     else:
@@ -65,6 +67,21 @@ def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> N
             rounds = range(1, len(losses) + 1)
             axes.plot(rounds, losses, **_style(number), markevery=[len(losses) - 1], label=row["name"])
     axes.set(xlabel="outer round", ylabel="validation loss, nats")
+
+
+def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
+    """Of the first seed of each row, with the standard deviation over pairs; the papers' Figures 10 and 11."""
+    for number, row in enumerate(result["rows"]):
+        seeds = outcomes.get(row["name"])
+        if seeds and (measured := seeds[min(seeds)].get("similarity")):
+            rounds, means, spreads = zip(*measured, strict=True)
+            style = _style(number)
+            axes.plot(rounds, means, **style, markevery=[len(rounds) - 1])
+            low, high = (
+                [mean + sign * spread for mean, spread in zip(means, spreads, strict=True)] for sign in (-1, 1)
+            )
+            axes.fill_between(rounds, low, high, color=style["color"], alpha=0.15)
+    axes.set(xlabel="outer round", ylabel="cosine of two contributions")
 
 
 def _usual_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:

@@ -97,8 +97,9 @@ def _row_result(
         known = values[forward].get(row.name, {})
         result[forward] = fmean(known.values()) if known else None
         result[f"{forward}_seeds"] = {str(seed): known[seed] for seed in sorted(known)}
-    if biases := values["bias"].get(row.name, {}):
-        result["bias"] = _spread(biases)
+    for measured in ("bias", "similarity"):
+        if found := values[measured].get(row.name, {}):
+            result[measured] = _spread(found)
     return result
 
 
