@@ -159,27 +159,23 @@ KEPT = {scale: read_outcomes(RESULTS / scale / ROWS) for scale in ("micro", "mic
 
 @pytest.mark.parametrize("scale", KEPT)
 def test_kept_rows_are_known_by_what_they_say(scale: str) -> None:
-    assert len(KEPT[scale]) >= {"micro": 811, "micro_long": 44, "ladder": 21}[scale]
+    assert len(KEPT[scale]) >= {"micro": 811, "micro_long": 44, "ladder": 54}[scale]
     parts = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "similarity_every", "settings")
     for key, outcome in KEPT[scale].items():
         assert key_of({part: outcome[part] for part in parts if part in outcome}) == key
         assert outcome["settings"]["seed"] == outcome["seed"]
 
 
-NOT_RUN = {"diloco/table4"}
-"""Of which not every row was trained yet."""
-
-
-def test_what_was_not_run_has_no_table() -> None:
+def test_every_experiment_has_a_table() -> None:
     tables = {
         path.with_suffix("").relative_to(scale).as_posix()
         for scale in RESULTS.iterdir()
         for path in scale.glob("*/*.json")
     }
-    assert SHIPPED.experiments.keys() - tables == NOT_RUN
+    assert tables >= SHIPPED.experiments.keys()
 
 
-@pytest.mark.parametrize("name", sorted(SHIPPED.experiments.keys() - NOT_RUN))
+@pytest.mark.parametrize("name", sorted(SHIPPED.experiments))
 def test_tables_are_made_of_rows_that_are_kept(name: str) -> None:
     """Each loss in a table is the last one of a kept row, found by the key that its row has today."""
     experiment = SHIPPED.experiment(name)
