@@ -138,7 +138,7 @@ def compare(
             started = _now(device)
             runner.round(round_)
             seconds[name].append(_now(device) - started)
-    speeds = {name: eager.tokens_per_round / median(values) for name, values in seconds.items()}
+    speeds = {name: eager.tokens_in(1) / median(values) for name, values in seconds.items()}
     weights = sum(tensor.numel() for tensor in eager.theta.values()) * 4
     expected = weights * (4 * len(eager.replicas) + 1)
     return {

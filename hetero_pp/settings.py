@@ -59,8 +59,8 @@ def _without(marked: NotPartOf, defaults: bool, value: Any, dumped: Any) -> Any:
             and ((defaults and not _is_added_later(field)) or not _is_default(field, getattr(value, name), marked))
         }
     if isinstance(value, dict):
-        parts = zip(value.items(), dumped.values(), strict=True)
-        return {key: _without(marked, defaults, part, as_json) for (key, part), as_json in parts}
+        parts = zip(value.values(), dumped.items(), strict=True)
+        return {key: _without(marked, defaults, part, as_json) for part, (key, as_json) in parts}
     if isinstance(value, list | tuple):
         return [_without(marked, defaults, part, as_json) for part, as_json in zip(value, dumped, strict=True)]
     return dumped

@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from hetero_pp.learning_rates import BySteps
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -138,6 +138,11 @@ class OuterSettings(Settings):
     missed: Annotated[Ratio, AddedLater()] = Field(
         0.0, ge=0, lt=1, description="share of the contributions that `reproduce` does not count, drawn at random"
     )
+    taking_part: Annotated[dict[PositiveInt, PositiveInt], AddedLater()] = Field(
+        {},
+        description="from which round on how many replicas take part, the first ones of the list; the others wait "
+        "(DiLoCo, figure 7). Empty: all of them, in every round",
+    )
     compression: CompressionSettings = CompressionSettings()
 
     @model_validator(mode="before")
@@ -214,6 +219,11 @@ class OuterSettings(Settings):
             raise ValueError(f"found weights `{self.weights}` with averaged gradients, expected `equal`")
         return self
 
+    def taking_part_in(self, round_: int) -> int | None:
+        """How many replicas take part in a round, the first ones of the list; None: all."""
+        sinces = [since for since in self.taking_part if since <= max(round_, 1)]
+        return self.taking_part[max(sinces)] if sinces else None
+
     @property
     def presumes(self) -> float:
         """See `presumed`: with few values, a replica's own are divided by the number of replicas, and others' add to
@@ -248,4 +258,26 @@ class OuterSettings(Settings):
             raise ValueError(
                 f"found missed {self.missed:g} with averaged gradients, expected 0 or averaged differences"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _who_takes_part_begins_with_the_round(self) -> OuterSettings:
+        if not self.taking_part:
+            return self
+        if 1 not in self.taking_part:
+            first = min(self.taking_part)
+            raise ValueError(
+                f"found `taking_part` from round {first} on, expected a number of replicas from round 1 on"
+            )
+        parts = {
+            "averaged gradients": self.source == "gradient",
+            "`overlap: 1`": self.overlap > 0,
+            "`keep_local`": self.keep_local,
+        }
+        for found, is_so in parts.items():
+            if is_so:
+                raise ValueError(
+                    f"{self.method}: found {found} with `taking_part`, expected parameter differences of replicas that "
+                    "start each round of theirs from what all hold"
+                )
         return self

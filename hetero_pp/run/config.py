@@ -112,6 +112,8 @@ class RunConfig(Settings):
             self._require_rounds_that_overlap()
         if self.outer.keep_local:
             self._require_whole_boundaries()
+        if self.outer.taking_part:
+            self._require_who_can_wait()
 
     def _require_no_adamw(self) -> None:
         """Raise ConfigError for parts that are AdamW's, or have none but that."""
@@ -144,6 +146,18 @@ class RunConfig(Settings):
             if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full":
                 here = ("replicas", index, "boundary", "rank")
                 raise ConfigError(here, f"found {replica.boundary.rank:g} with `outer.keep_local`, expected `full`")
+
+    def _require_who_can_wait(self) -> None:
+        """Raise ConfigError for more replicas than there are, and for parts that all of them have to keep equal."""
+        for since, count in self.outer.taking_part.items():
+            if count > len(self.replicas):
+                found = f"found {count}, expected at most the {len(self.replicas)} replicas that there are"
+                raise ConfigError(("outer", "taking_part", since), found)
+        for index, replica in enumerate(self.replicas):
+            ablations = replica.boundary.ablations if isinstance(replica, ParticipantsReplica) else None
+            if ablations is not None and (ablations.peer is not None or ablations.grassmann_every is not None):
+                here = ("replicas", index, "boundary", "ablations", "peer" if ablations.peer else "grassmann_every")
+                raise ConfigError(here, "found it with `outer.taking_part`, expected neither, or all replicas")
 
     @property
     def states_every(self) -> int:

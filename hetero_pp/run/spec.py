@@ -13,6 +13,7 @@ import torch
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
 from hetero_pp.data.shares import Share
+from hetero_pp.errors import ConfigError
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.lines import LineSpec, line_specs
 from hetero_pp.links import DIRECTIONS, LinkSpec
@@ -99,6 +100,9 @@ class RunSpec:
         self.config = config = first.model_copy(update={"replicas": latest.replicas})
         """What it began with, and the replicas that there are now."""
         self.changes = changes
+        if config.outer.taking_part and len(changes.replicas_since) > 1:
+            told = f"found other replicas from round {changes.replicas_since[1]} on, expected the same"
+            raise ConfigError(("replicas",), f"{told}: `outer.taking_part` counts them by their order")
         self.shape: ModelShape = config.model.resolve(vocabulary)
         self.agreed = json.dumps(meaning(first, NotPartOf.RUN), sort_keys=True)
         """What all hosts agree on, as JSON."""
@@ -158,7 +162,8 @@ class RunSpec:
 
     def replicas_in(self, round_: int) -> Sequence[ReplicaSettings]:
         """Those that take part in a round, if they are there."""
-        return self._replicas_since[max(since for since in self._replicas_since if since <= max(round_, 1))]
+        found = self._replicas_since[max(since for since in self._replicas_since if since <= max(round_, 1))]
+        return found[: self.config.outer.taking_part_in(round_)]
 
     def at(self, round_: int) -> RunConfig:
         """The configuration that holds in a round."""

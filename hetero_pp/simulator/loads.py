@@ -92,6 +92,7 @@ def blob_sizes(spec: RunSpec) -> dict[str, dict[str, int]]:
     }
 
 
-def contribution_bytes(spec: RunSpec) -> int:
-    """Bytes of all replicas' contributions to one round."""
-    return sum(sum(blobs.values()) for blobs in blob_sizes(spec).values())
+def contribution_bytes(spec: RunSpec, rounds: int) -> int:
+    """Bytes of all replicas' contributions to the first so many rounds."""
+    sizes = {replica: sum(blobs.values()) for replica, blobs in blob_sizes(spec).items()}
+    return sum(sizes[replica.name] for round_ in range(1, rounds + 1) for replica in spec.replicas_in(round_))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hetero_pp.errors import ConfigError
 from hetero_pp.lines import WAYS
 from hetero_pp.links import EXCHANGE, Direction, exchange_link_name, stage_link_name
 from hetero_pp.run.spec import RunSpec
@@ -161,9 +162,13 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
     """Time a run's topology. `watch` gives, for a replica's name, who is told what its members and links do. Without
     `stage_links` messages between stages cost nothing, and what takes time is the exchange.
 
-    Raises ConfigError for hardware that is not known, for members whose part does not fit their memory, and for
-    published numbers of what is not predicted.
+    Raises ConfigError for hardware that is not known, for members whose part does not fit their memory, for published
+    numbers of what is not predicted, and for rounds in which not all replicas take part.
     """
+    if spec.config.outer.taking_part:
+        raise ConfigError(
+            ("outer", "taking_part"), "found some replicas, expected all: a prediction is of equal rounds"
+        )
     simulate = spec.config.simulate
     fleets = list(fleets_of(spec, np.random.default_rng(simulate.seed)))
     if not stage_links:

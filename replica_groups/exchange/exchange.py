@@ -268,11 +268,12 @@ class Exchange:
                 left = [member for member in members if self.coordinator.places[member].held]
                 return Expected(FINISHING, self._rounds, left, len(left), heard, is_bounded=False)
             counted = {replica: own.blobs for replica, own in open_round.deposits.items()}
+            rules = self.coordinator.rules
+            awaited = rules.due(open_round.number) - rules.optional.difference(self.coordinator.alive)
             missing = [
                 member
                 for member, replica in members.items()
-                if replica not in self.coordinator.rules.optional.difference(self.coordinator.alive)
-                and not self.roster.blocks[member] <= counted.get(replica, {}).keys()
+                if replica in awaited and not self.roster.blocks[member] <= counted.get(replica, {}).keys()
             ]
             deposited = sum(map(len, counted.values()))
             progress = (open_round.number, deposited, None if deposited else self._steps_told)

@@ -75,6 +75,10 @@ def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
         tokens_a_step=tokens_a_step(spec) if spec.config.outer.weights == "tokens" else None,
         overlap=spec.config.outer.overlap > 0,
         optional=frozenset(replica.name for replica in spec.config.replicas if replica.optional),
+        due_since=tuple(
+            (since, frozenset(replica.name for replica in spec.replicas_in(since)))
+            for since in sorted(spec.config.outer.taking_part)
+        ),
     )
 
 

@@ -102,21 +102,33 @@ class AllReplicas:
         self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
         if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
             raise ConfigError(("boundary", "ablations", "peer"), "found one on several ranks, expected one process")
-        tokens = {
+        if bias_every is not None and spec.config.outer.taking_part:
+            raise ConfigError(("outer", "taking_part"), "found some replicas, expected all: the bias is of all of them")
+        self.tokens = {
             replica.name: self.inner_steps * replica.batch_size * spec.config.data.sequence_length
             for replica in spec.config.replicas
         }
-        self.tokens_per_round = sum(tokens.values())
-        """On all ranks."""
-        self.weights = {name: spec.config.outer.weight(own) for name, own in tokens.items()}
+        """Of a round, by replica, on all ranks."""
+        self.weights = {name: spec.config.outer.weight(own) for name, own in self.tokens.items()}
         """Of all replicas, by name."""
+        self.taking_part = self._taking_part_in(1)
+        """In the round that is trained, or was, of the replicas here."""
         self.stacks: list[Stack] = []
         self.loose = list(range(len(self.replicas)))
         """Replicas in no stack, which take their steps one after the other."""
         self._split()
-        can_stack_steps = bias_every is None and spec.config.inner.optimizer != "muon"  # whose matrices are one by one
-        if can_stack_steps and (stacks or (stacks is None and device.type == "cuda")):
+        is_one_by_one = spec.config.inner.optimizer == "muon" or spec.config.outer.taking_part
+        if bias_every is None and not is_one_by_one and (stacks or (stacks is None and device.type == "cuda")):
             self._stack(is_measured=stacks is None)
+
+    def _taking_part_in(self, round_: int) -> list[int]:
+        names = {replica.name for replica in self.spec.replicas_in(round_)}
+        return [index for index, own in enumerate(self.settings) if own.name in names]
+
+    def tokens_in(self, rounds: int) -> int:
+        """That all replicas, on all ranks, train on in the first so many rounds."""
+        counted = (self.spec.replicas_in(round_) for round_ in range(1, rounds + 1))
+        return sum(self.tokens[replica.name] for replicas in counted for replica in replicas)
 
     @property
     def is_stacked(self) -> bool:
@@ -148,8 +160,8 @@ class AllReplicas:
         last = min(round_ + overlap, self.spec.config.outer.rounds)
         first = round_ + 1 if self.ahead else round_
         try:
-            for batches in self.batches:
-                batches.read_ahead(range(self._steps(first).start, self._steps(last).stop))
+            for index in self._taking_part_in(round_):
+                self.batches[index].read_ahead(range(self._steps(first).start, self._steps(last).stop))
         except ConfigError as error:
             ended = error
         if any(self.ranks.gather(ended is not None)):
@@ -166,8 +178,9 @@ class AllReplicas:
         if self.outer.settings.overlap:
             return self._overlapped_round(round_)
         steps = self._steps(round_)
-        for replica in self.replicas:
-            replica.enter_round(round_)
+        self.taking_part = self._taking_part_in(round_)
+        for index in self.taking_part:
+            self.replicas[index].enter_round(round_)
         for index, local in self.local.items():
             _copy(local, self.replicas[index].parameters)
         self.local = {}
@@ -254,7 +267,7 @@ class AllReplicas:
                 for stack in self.stacks:
                     if not math.isfinite(stack.inner_step(step).sum().item()):
                         return False
-                for index in self.loose:
+                for index in (one for one in self.loose if one in self.taking_part):
                     _, norm, _ = self.replicas[index].inner_step(self.batches[index].train(step), step)
                     if not math.isfinite(norm):
                         return False
@@ -272,9 +285,10 @@ class AllReplicas:
         for name, start in self.theta.items():
             mean = WeightedMean(tuple(start.shape), outer.divides_by, start.device)
             sent = []
-            for index, replica in enumerate(self.replicas):
+            for index in self.taking_part:
                 if index in self.local:
                     continue
+                replica = self.replicas[index]
                 own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
                 delta = own_start - replica.parameters[name]
                 sent.append(self._send(round_, index, name, delta, mean, missed))
@@ -289,8 +303,9 @@ class AllReplicas:
 
     def _missed_in(self, round_: int) -> tuple[frozenset[str], float]:
         """Whose contributions a round does not count, and the weight of all others."""
-        missed = missed_in(round_, list(self.weights), self.outer.settings.missed, self.spec.config.seed)
-        return missed, sum(weight for name, weight in self.weights.items() if name not in missed)
+        names = [replica.name for replica in self.spec.replicas_in(round_)]
+        missed = missed_in(round_, names, self.outer.settings.missed, self.spec.config.seed)
+        return missed, sum(self.weights[name] for name in names if name not in missed)
 
     def _send(
         self, round_: int, index: int, name: str, delta: Tensor, mean: WeightedMean, missed: Collection[str]
@@ -429,18 +444,18 @@ class AllReplicas:
             stack.split_embedding()
 
     def evaluate(self, rows: Sequence[Tensor] | None = None) -> float:
-        """Mean over replicas of the loss in each one's own forward; equal forwards are run once a rank.
+        """Mean over the replicas that take part of the loss in each one's own forward; equal ones are run once a rank.
 
         `rows`: batches [b, L + 1]; the validation rows if None, as below.
         """
         losses: dict[object, float] = {}
         own = []
-        for replica, settings in zip(self.replicas, self.settings, strict=True):
-            key = _forward_of(settings)
+        for index in self.taking_part:
+            key = _forward_of(self.settings[index])
             if key not in losses:
-                losses[key] = replica.evaluate(rows or self.validation)
+                losses[key] = self.replicas[index].evaluate(rows or self.validation)
             own.append(losses[key])
-        return sum(self.ranks.gather(sum(own))) / self.count
+        return sum(self.ranks.gather(sum(own))) / sum(self.ranks.gather(len(own)))
 
     @torch.no_grad()
     def evaluate_uncompressed(self, rows: Sequence[Tensor] | None = None) -> float:

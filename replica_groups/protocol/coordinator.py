@@ -134,7 +134,9 @@ class Coordinator:
     @property
     def _needed(self) -> int:
         """How many replicas a quorum of the open round is: of those that come and go, who takes part counts."""
-        return self.rules.needed_of(() if self.open is None else {*self.open.taking_part, *self.open.whole})
+        if self.open is None:
+            return self.rules.needed_of(())
+        return self.rules.needed_of({*self.open.taking_part, *self.open.whole}, self.open.number)
 
     @property
     def is_through(self) -> bool:
@@ -337,6 +339,8 @@ class Coordinator:
     def _may_join(self, replica: str, now: float) -> bool:
         """Whether a replica takes part in the open round. Who comes late waits for the next, to stay in step."""
         assert self.open is not None
+        if replica not in self.rules.due(self.open.number):
+            return False
         if replica in self.open.taking_part or replica in self.open.whole:
             return replica not in self.open.whole
         there = len(self.open.whole) + len([one for one in self.waited_for if one != replica])
@@ -357,7 +361,8 @@ class Coordinator:
         assert self.rounds is not None
         self.open, self._look_at = None, None
         if self.last_round < self.rounds:
-            self.open = OpenRound(self.last_round + 1, now, taking_part)
+            number = self.last_round + 1
+            self.open = OpenRound(number, now, taking_part & self.rules.due(number))
             self._look_at = now + self.rules.limit
         for replica in self.replicas.values():
             yield from self._form(replica, now)
@@ -452,7 +457,8 @@ class Coordinator:
         """Say once that no round can close, and once that it can again."""
         if self.open is None:
             return
-        there, needed = tuple(sorted(set(self.alive) | self.open.whole.keys())), self._needed
+        alive = self.rules.due(self.open.number).intersection(self.alive)
+        there, needed = tuple(sorted(alive | self.open.whole.keys())), self._needed
         if not self._paused and len(there) < needed:
             self._paused = True
             yield e.Paused(self.open.number, there, needed)
@@ -487,7 +493,8 @@ class Coordinator:
         differing = self._differing.setdefault(round_, set())
         _keep_newest(self._differing, REMEMBERED_HASHES)
         differing.add(place.replica)
-        there = max(self.rules.expected({*self.alive, *differing}), min(FEW, len(self.replicas)))
+        expected = self.rules.expected({*self.alive, *differing}, round_)
+        there = max(expected, min(FEW, len(self.replicas)))
         if 2 * len(differing) > there:
             whom = ", ".join(sorted(differing))
             yield e.Stop(f"after round {round_} {whom} hold another {parameter} than the log's contributions give")

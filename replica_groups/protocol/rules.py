@@ -50,22 +50,38 @@ class Rules:
     optional: frozenset[str] = frozenset()
     """Replicas that come and go: a quorum is a share of the others, and of those that are there."""
 
+    due_since: tuple[tuple[int, frozenset[str]], ...] = ()
+    """First round -> the replicas that are to take part from there on, in order; empty: all of them, in every round."""
+
     @cached_property
     def replicas(self) -> list[str]:
         return sorted(set(self.places.values()))
 
     @cached_property
     def needed(self) -> int:
-        """How many replicas a quorum is at least."""
+        """How many replicas a quorum is at least, where all are to take part."""
         return self.needed_of(())
 
-    def expected(self, there: Iterable[str]) -> int:
-        """How many replicas a share is of, while these are there."""
-        return len(self.replicas) - len(self.optional.difference(there))
+    def due(self, round_: int) -> frozenset[str]:
+        """The replicas that are to take part in a round."""
+        found = [names for since, names in self.due_since if since <= round_]
+        return found[-1] if found else frozenset(self.replicas)
 
-    def needed_of(self, there: Iterable[str]) -> int:
-        """How many replicas a quorum is, while these are there."""
-        return max(1, math.ceil(self.quorum * self.expected(there) - 1e-9))
+    def expected(self, there: Iterable[str], round_: int | None = None) -> int:
+        """How many replicas a share is of, while these are there; of those that are due in a round, if it is told."""
+        due = self.replicas if round_ is None else self.due(round_)
+        return len(set(due) - self.optional.difference(there))
+
+    def needed_of(self, there: Iterable[str], round_: int | None = None) -> int:
+        """How many replicas a quorum is, while these are there; see `expected`."""
+        return max(1, math.ceil(self.quorum * self.expected(there, round_) - 1e-9))
+
+    def is_lost_without(self, replicas: Iterable[str]) -> bool:
+        """Whether there are rounds that no quorum is left for."""
+        lost, rounds = set(replicas) - self.optional, [since for since, _ in self.due_since] or [1]
+        return any(
+            self.expected((), since) - len(lost & self.due(since)) < self.needed_of((), since) for since in rounds
+        )
 
     def places_of(self, replica: str) -> list[str]:
         """In the order of the stages."""

@@ -86,8 +86,10 @@ class Invariants:
         names = [one.replica for one in record.contributions]
         if names != sorted(set(names)):
             raise Violation(2, f"round {record.round} counts {names}")
-        if len(names) < rules.needed:
-            raise Violation(6, f"round {record.round} counts {names}, fewer than {rules.needed}")
+        if len(names) < (least := rules.needed_of((), record.round)):
+            raise Violation(6, f"round {record.round} counts {names}, fewer than {least}")
+        if others := {*names, *record.late} - rules.due(record.round):
+            raise Violation(2, f"round {record.round} counts, or missed, {sorted(others)}, which are not to take part")
         for one in record.contributions:
             self._require_whole(record.round, one)
         if set(names) & set(record.late):
@@ -196,7 +198,8 @@ class Invariants:
         if isinstance(event, e.Deposited) and before is None:
             self._note_deposit(watched, event, effects, host)
         if coordinator.open is not None and coordinator.open.number == watched.number and watched.quorum_at is None:
-            needed = coordinator.rules.needed_of(coordinator.open.taking_part | watched.whole)
+            there = coordinator.open.taking_part | watched.whole
+            needed = coordinator.rules.needed_of(there, coordinator.open.number)
             watched.quorum_at = host.now if len(watched.whole) >= needed else None
         if isinstance(event, e.Left):
             watched.ended[event.place] = max(event.term, watched.ended.get(event.place, 0))
@@ -295,7 +298,7 @@ class Invariants:
             for name, places in watched.trains.items()
             if len(places) == len(self._world.places_of[name]) and coordinator.replicas[name].alive
         }
-        if len(others - {replica.name}) >= rules.needed_of(others - {replica.name}):
+        if len(others - {replica.name}) >= rules.needed_of(others - {replica.name}, effect.round):
             raise Violation(6, f"{replica.name} begins round {effect.round} long after the others")
 
     def _require_reason(self, host: Host, watched: Watched, event: e.Event, effect: e.Fenced) -> None:

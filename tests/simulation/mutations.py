@@ -59,6 +59,10 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         Edit(Coordinator, "_heard_training", "replica.round is not None or place.asked is not None", "False"),
     ),
     "assigns a round twice": (Edit(Coordinator, "_may_join", "return replica not in self.open.whole", "return True"),),
+    "lets in who is not to take part": (
+        Edit(Coordinator, "_may_join", "if replica not in self.rules.due(self.open.number):", "if False:"),
+    ),
+    "waits for who is not to take part": (Edit(Coordinator, "_open_next", " & self.rules.due(number)", ""),),
     "lets in out of phase": (Edit(Coordinator, "_may_join", "return self.rules.joins_at_once or", "return True or"),),
     "overwrites a record": (Edit(Store, "create", "if record.round not in self.records:", "if True:"),),
     "presumes nobody after a restart": (Edit(Coordinator, "__init__", "if goes_on:", "if False:"),),

@@ -185,11 +185,11 @@ def ranks_of(member: str, spec: RunSpec) -> int:
 def _require_quorum(chaos: Chaos, spec: RunSpec) -> None:
     """Raise ConfigError if a round could never close, as a contribution is held back until it has."""
     rules = rules_of(spec)
-    replicas, needed = rules.expected(()), rules.needed
     without = missed(chaos)
     for index, fault in enumerate(chaos.faults):
         for place, round_ in enumerate(fault.rounds if isinstance(fault, Miss) else ()):
-            left = replicas - sum(round_ in rounds for rounds in without.values())
+            replicas, needed = rules.expected((), round_), rules.needed_of((), round_)
+            left = replicas - sum(round_ in rounds for name, rounds in without.items() if name in rules.due(round_))
             if left < needed:
                 raise ConfigError(
                     ("faults", index, "rounds", place),

@@ -24,7 +24,7 @@ def facts(configs: Sequence[RunConfig], vocabulary: int) -> str:
 def _parts(specs: Sequence[RunSpec]) -> Iterator[str]:
     yield f"{_joined([_size(parameter_count(spec)) for spec in specs])} parameters"
     yield f"{_joined([rounded(token_count(spec)) for spec in specs])} tokens"
-    yield f"M = {_joined([str(len(spec.config.replicas)) for spec in specs])}"
+    yield f"M = {_joined([_replicas(spec.config) for spec in specs])}"
     with_rounds = [spec.config for spec in specs if spec.config.outer.source == "difference"]
     if len(with_rounds) < len(specs):
         yield "gradients averaged every step" + (" in some rows" if with_rounds else "")
@@ -36,6 +36,11 @@ def _parts(specs: Sequence[RunSpec]) -> Iterator[str]:
         differ = any(one.method == "sparseloco" and _sent(one.compression) != _sent(PAPERS) for one in outer)
         theirs = f" (SparseLoCo's paper: {_ratio(PAPERS.density)}, {_quantiser(PAPERS)})" if differ else ""
         yield _joined([_quantiser(one.compression) for one in outer]) + theirs
+
+
+def _replicas(config: RunConfig) -> str:
+    counts = list(dict.fromkeys(config.outer.taking_part.values())) or [len(config.replicas)]
+    return str(counts[0]) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
 
 
 def _sent(compression: CompressionSettings) -> tuple[float, str]:
@@ -55,9 +60,9 @@ def parameter_count(spec: RunSpec) -> int:
 
 def token_count(spec: RunSpec) -> int:
     """That all replicas train on."""
-    sequences = sum(replica.batch_size for replica in spec.config.replicas)
-    steps = spec.config.inner.require_steps("rows are compared after as many steps")
-    return sequences * spec.config.data.sequence_length * steps * spec.latest.outer.rounds
+    rounds = range(1, spec.latest.outer.rounds + 1)
+    sequences = sum(replica.batch_size for round_ in rounds for replica in spec.replicas_in(round_))
+    return sequences * spec.config.data.sequence_length * spec.inner_steps
 
 
 def _size(count: int) -> str:

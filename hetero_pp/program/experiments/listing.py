@@ -92,7 +92,7 @@ class Cost:
         spec = RunSpec(setting.config(row), setting.scale.vocabulary)
         parameters, tokens = parameter_count(spec), token_count(spec)
         flops = 6.0 * parameters * tokens
-        sent = contribution_bytes(spec) * spec.config.outer.rounds
+        sent = contribution_bytes(spec, spec.config.outer.rounds)
         hours = flops * SECONDS_PER_FLOP[setting.scale.hardware] / 3600
         return cls(parameters, tokens, flops, sent, hours)
 

@@ -21,8 +21,10 @@ SURE = 1.25
 
 def tokens_read(config: RunConfig) -> int:
     """How many tokens a run trains on, the last of each row of a batch among them."""
-    steps = config.outer.rounds * config.inner.require_steps("rows are compared after as many steps")
-    return steps * (config.data.sequence_length + 1) * sum(replica.batch_size for replica in config.replicas)
+    steps = config.inner.require_steps("rows are compared after as many steps")
+    counts = [config.outer.taking_part_in(round_) for round_ in range(1, config.outer.rounds + 1)]
+    sequences = sum(replica.batch_size for count in counts for replica in config.replicas[:count])
+    return steps * (config.data.sequence_length + 1) * sequences
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ class Crew:
         self._given_up.add(member)
         members, rules = self._spec.needed, rules_of(self._spec)
         lost = {members[name].replica.name for name in self._given_up if name in members}
-        if member == EXCHANGE or rules.expected(()) - len(lost) < rules.needed:
+        if member == EXCHANGE or rules.is_lost_without(lost):
             raise RunFailed(cause)
         self._say(GIVEN_UP, member, f"{cause}; the run goes on without it")
 

@@ -1,0 +1,206 @@
+"""Rounds in which some replicas take part and the others wait: the fast path against the rounds written out, and the
+run in process against the fast path.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.errors import ConfigError
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.program.experiments.facts import facts, token_count
+from hetero_pp.program.experiments.supply import tokens_read
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.loads import contribution_bytes
+from hetero_pp.simulator.prediction import predict
+from replica_groups.exchange.host import rules_of
+from replica_groups.fast.all_replicas import AllReplicas
+from replica_groups.fast.train import train_fast
+
+NAMES = ["a", "b", "c"]
+BATCHES = {"a": 2, "b": 2, "c": 3}
+ROUNDS, STEPS, LENGTH = 6, 2, 16
+TAKING_PART = {1: 2, 3: 1, 5: 3}
+COUNTS = [2, 2, 1, 1, 3, 3]
+SPARSE: dict[str, Any] = {
+    "compression": {"density": 1 / 4, "value_bits": 32, "error_feedback_decay": 0.9, "tile": [256, 64]}
+}
+"""Every tensor is one chunk."""
+
+
+def _config(
+    corpus: Path, outer: dict[str, Any], exchange: dict[str, Any] | None = None, batches: dict[str, int] = BATCHES
+) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "t",
+            "seed": 3,
+            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
+            "data": {
+                "corpus": str(corpus),
+                "sequence_length": LENGTH,
+                "validation_share": 0.2,
+                "validation_sequences": 4,
+            },
+            "inner": {"steps": STEPS, "warmup_steps": 0, "learning_rate": 0.01},
+            "outer": {"rounds": ROUNDS, "taking_part": TAKING_PART, **outer},
+            "exchange": exchange or {},
+            "replicas": [{"name": name, "kind": "datacenter", "batch_size": batches[name]} for name in NAMES],
+        }
+    )
+
+
+def _deltas(group: AllReplicas, round_: int) -> list[dict[str, Tensor]]:
+    """How far copies of those that take part get from theta in the round."""
+    found = []
+    for replica, batches in list(zip(group.replicas, group.batches, strict=True))[: COUNTS[round_ - 1]]:
+        twin = copy.deepcopy(replica)
+        for step in range((round_ - 1) * STEPS, round_ * STEPS):
+            twin.inner_step(batches.train(step), step)
+        found.append({name: group.theta[name] - twin.parameters[name].detach() for name in group.theta})
+    return found
+
+
+@pytest.mark.parametrize("weights", ["equal", "tokens"])
+def test_rounds_are_those_written_out(weights: str, corpus: Path, tmp_path: Path) -> None:
+    """e <- 0.9 e + Delta, D = TopK(e), e <- e - D; theta <- theta - mean of D over those that take part; the others'
+    e stays.
+    """
+    torch.set_num_threads(1)
+    spec = RunSpec(_config(corpus, {**SPARSE, "weights": weights}), 256)
+    group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path))
+    theta = {name: tensor.clone() for name, tensor in group.theta.items()}
+    errors = [{name: torch.zeros_like(tensor) for name, tensor in theta.items()} for _ in NAMES]
+    for round_, count in enumerate(COUNTS, start=1):
+        shares = [BATCHES[name] if weights == "tokens" else 1 for name in NAMES[:count]]
+        deltas = _deltas(group, round_)
+        assert group.round(round_)
+        for name in theta:
+            total = torch.zeros_like(theta[name])
+            for error, delta, share in zip(errors, deltas, shares, strict=False):
+                carried = (0.9 * error[name] + delta[name]).flatten()
+                sent = torch.zeros_like(carried)
+                where = carried.abs().argsort(descending=True, stable=True)[: max(1, int(carried.numel() / 4 + 0.5))]
+                sent[where] = carried[where]
+                error[name] = (carried - sent).view_as(total)
+                total += share * sent.view_as(total)
+            theta[name] -= total / sum(shares)
+            torch.testing.assert_close(group.theta[name], theta[name], rtol=0, atol=1e-6)
+            for found, error in zip(group.errors, errors, strict=True):
+                torch.testing.assert_close(found[name], error[name], rtol=0, atol=1e-6)
+        for replica in group.replicas:
+            assert all(replica.parameters[name].equal(group.theta[name]) for name in theta)
+
+
+@pytest.mark.parametrize("outer", [SPARSE, {"method": "diloco"}, {}])
+def test_it_has_the_bits_of_the_run_in_process(outer: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
+    """There who waits asks for work, and is told when a round is to count it."""
+    config = _config(corpus, outer, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
+    spec = RunSpec(config, 256)
+    fast = train_fast(spec, prepare_tokens(config.data, tmp_path))
+    reports: list[Report] = []
+    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
+    closed = {one.round_closed.round: one.round_closed for one in reports if one.HasField("round_closed")}
+    assert [[one.replica for one in closed[r].contributions] for r in sorted(closed)] == [NAMES[:n] for n in COUNTS]
+    assert not any(one.late for one in closed.values())
+    told = [one.evaluation for one in reports if one.HasField("evaluation") and one.evaluation.round > 0]
+    losses = [
+        sum(one.loss for one in told if one.round == round_) / count for round_, count in enumerate(COUNTS, start=1)
+    ]
+    assert fast.validation_loss == losses
+    assert fast.tokens == sum(one.tokens for record in closed.values() for one in record.contributions)
+
+
+def test_it_goes_on_from_a_checkpoint_to_the_same_bits(corpus: Path, tmp_path: Path) -> None:
+    spec = RunSpec(_config(corpus, SPARSE), 256)
+    store = prepare_tokens(spec.config.data, tmp_path)
+    whole = train_fast(spec, store)
+
+    def stop(round_: int, loss: float) -> None:
+        if round_ == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_fast(spec, store, stop, checkpoint=tmp_path / "kept", checkpoint_seconds=0.0)
+    again = train_fast(spec, store, checkpoint=tmp_path / "kept")
+    assert (again.validation_loss, again.uncompressed) == (whole.validation_loss, whole.uncompressed)
+
+
+def test_all_in_all_rounds_is_what_nobody_says(corpus: Path, tmp_path: Path) -> None:
+    store = prepare_tokens(_config(corpus, {}).data, tmp_path)
+    said, unsaid = (
+        train_fast(RunSpec(_config(corpus, {"taking_part": taking_part}), 256), store) for taking_part in ({1: 3}, {})
+    )
+    assert said.validation_loss == unsaid.validation_loss
+    assert said.tokens == unsaid.tokens == ROUNDS * STEPS * LENGTH * sum(BATCHES.values())
+
+
+def test_what_is_sent_is_what_those_that_take_part_send(corpus: Path) -> None:
+    some, every = (RunSpec(_config(corpus, {"taking_part": one}), 256) for one in (TAKING_PART, {}))
+    assert contribution_bytes(some, ROUNDS) * ROUNDS * len(NAMES) == contribution_bytes(every, ROUNDS) * sum(COUNTS)
+    trained = sum(BATCHES[name] for count in COUNTS for name in NAMES[:count])
+    assert token_count(some) == STEPS * LENGTH * trained
+    assert tokens_read(some.config) == STEPS * (LENGTH + 1) * trained
+    assert "M = 1 to 3," in facts([some.config], 256)
+
+
+def test_a_quorum_is_of_those_that_are_due(corpus: Path) -> None:
+    rules = rules_of(RunSpec(_config(corpus, {}, {"quorum": 0.6}), 256))
+    assert [sorted(rules.due(round_)) for round_ in range(1, ROUNDS + 1)] == [NAMES[:count] for count in COUNTS]
+    assert [rules.needed_of((), round_) for round_ in range(1, ROUNDS + 1)] == [2, 2, 1, 1, 2, 2]
+    assert [rules.is_lost_without([name]) for name in NAMES] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("outer", "told"),
+    [
+        ({"method": "adamw_ddp"}, "adamw_ddp: found averaged gradients with `taking_part`"),
+        ({"overlap": 1}, "sparseloco: found `overlap: 1` with `taking_part`"),
+        ({"keep_local": True}, "sparseloco: found `keep_local` with `taking_part`"),
+        ({"taking_part": {3: 1}}, "found `taking_part` from round 3 on, expected a number of replicas from round 1 on"),
+        ({"taking_part": {1: 0}}, "greater than 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(outer: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        OuterSettings.model_validate({"rounds": 1, "taking_part": {1: 1}, **outer})
+
+
+def test_no_more_replicas_take_part_than_there_are(corpus: Path) -> None:
+    with pytest.raises(ConfigError, match="found 4, expected at most the 3 replicas") as error:
+        _config(corpus, {"taking_part": {1: 1, 2: 4}}).check()
+    assert error.value.key == ("outer", "taking_part", 2)
+
+
+@pytest.mark.parametrize("ablation", [{"peer": {"method": "resbm"}}, {"grassmann_every": 2}])
+def test_what_all_replicas_keep_equal_needs_all_of_them(ablation: dict[str, Any], corpus: Path) -> None:
+    config = _config(corpus, {}).model_dump(mode="json")
+    config["model"]["layers"] = 2
+    config["replicas"][1] = {
+        "name": "b",
+        "kind": "participants",
+        "stages": 2,
+        "boundary": {"rank": "1/4", "ablations": ablation},
+    }
+    with pytest.raises(ConfigError, match=r"found it with `outer\.taking_part`, expected neither") as error:
+        RunConfig.model_validate(config).check()
+    assert error.value.key == ("replicas", 1, "boundary", "ablations", next(iter(ablation)))
+
+
+def test_a_bias_and_a_prediction_are_of_all_replicas(corpus: Path, tmp_path: Path) -> None:
+    spec = RunSpec(_config(corpus, {}), 256)
+    with pytest.raises(ConfigError, match="the bias is of all of them"):
+        AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), bias_every=1)
+    with pytest.raises(ConfigError, match="a prediction is of equal rounds"):
+        predict(spec)
