@@ -150,6 +150,11 @@ class OuterRound:
         self.apply(record, own if is_counted else None)
         return record
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing here depends on what the rounds came to that were closed without this member."""
+        return self._undecided is None and not self.local and not self.trained
+
     def _is_in(self, record: RoundRecord) -> bool:
         """Whether it counts this replica."""
         return any(one.replica == self.replica for one in record.contributions)

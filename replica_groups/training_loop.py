@@ -143,7 +143,7 @@ class TrainingLoop:
             try:
                 if work.changed != spec.changes.mark:
                     spec = spec.with_changes(self.seat.exchange.changes())
-                self._reach(work)
+                self._reach(work, spec.config.snapshots.every)
                 self._train_round(work, spec)
             except (Suspended, TermOver, LinkError) as error:
                 self._return(error)
@@ -154,7 +154,7 @@ class TrainingLoop:
 
     # ---- where a round starts ----
 
-    def _reach(self, work: Assignment) -> None:
+    def _reach(self, work: Assignment, snapshots_every: int) -> None:
         """Come to where the assigned round starts, with all of the replica."""
         self.length.begin(work.elapsed)
         if work.heals:
@@ -162,8 +162,8 @@ class TrainingLoop:
             if self.holds >= work.round:
                 raise Suspended(f"round {work.round} has closed meanwhile")
         before = work.round - 1
-        if before > self.holds and not self._has_started:
-            self._take_newer_snapshot(before)
+        if before > self.holds + self._has_started and self._saved is None:
+            self._take_newer_snapshot(before, snapshots_every if self._has_started else 1)
         missed = range(self.holds + 1, work.round)
         # What was taken back may have been counted nevertheless, if this member's term ended before it heard of that.
         self.outer.catch_up(missed, missed if self._saved is None else range(self._saved + 1, work.round))
@@ -180,9 +180,12 @@ class TrainingLoop:
             if before == 0:
                 self._report_links(0)
 
-    def _take_newer_snapshot(self, before: int) -> None:
-        """Rather than replay all rounds since it came, of one that has waited for its replica to be whole."""
-        if self._saved is None and self.holds < self.seat.exchange.newest_snapshot()[0] <= before:
+    def _take_newer_snapshot(self, before: int, least: int) -> None:
+        """One that is so many rounds newer, rather than replay them: of who has waited for its replica to be whole, or
+        for a round that is to count it. The log may have no more what they counted.
+        """
+        newest = self.seat.exchange.newest_snapshot()[0]
+        if self.holds + least <= newest <= before and self.outer.is_settled:
             self._heal()
 
     def _heal(self) -> None:

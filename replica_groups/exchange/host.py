@@ -9,6 +9,7 @@ from functools import partial
 from hetero_pp.changed_keys import REPLICAS, Values, read_changes, replicas_of, write_changes
 from hetero_pp.errors import DamagedFile, HeteroPPError
 from hetero_pp.faults import NO_FAULTS, Faults
+from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.progress import NowAndThen
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
@@ -20,7 +21,7 @@ from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import keep_configuration, open_log
-from replica_groups.exchange.restart import Restart, find_restart, newest_sound
+from replica_groups.exchange.restart import Restart, find_restart, lasting, newest_sound
 from replica_groups.exchange.retention import Retention
 from replica_groups.protocol.rules import Rules, Window
 
@@ -180,9 +181,14 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     available, rounds = exchange.wait_until_joined(), latest.outer.rounds
     if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
         raise HeteroPPError(f"the run is over: its log has the snapshot after round {rounds} of {rounds}")
-    before = {replica.name for replica in spec.replicas_in(exchange.log.last_record())}
-    members = {name for name, member in spec.members.items() if member.replica.name in before}
-    known = {name: states for name, states in available.items() if name in members}
+    last, due = exchange.log.last_record(), rules_of(spec).due
+    before = {replica.name for replica in spec.at(max(last, 1)).replicas}
+    known: dict[str, AvailableStates] = {}
+    for name, owner in ((name, member.replica.name) for name, member in spec.members.items()):
+        if owner in before and name in available:
+            known[name] = lasting(
+                available[name], [round_ for round_ in range(1, last + 1) if owner not in due(round_)]
+            )
     optimizer_for = partial(round_optimizer, spec)
     start = find_restart(exchange.log, spec.run, known or available, optimizer_for, latest.states_every)
     if start.snapshot.round > rounds:

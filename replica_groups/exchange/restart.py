@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +61,17 @@ class Restart:
     """The last that is decided, if that is a later one."""
     note: str = ""
     """What the run goes on without."""
+
+
+def lasting(states: AvailableStates, waited: Sequence[int]) -> AvailableStates:
+    """With the rounds after which a state was what it had been before: those, in order, in which its replica was not to
+    take part. Before its first it needs none.
+    """
+    rounds = set(states.rounds)
+    for round_ in waited:
+        if round_ == 1 or round_ - 1 in rounds:
+            rounds.add(round_)
+    return replace(states, rounds=frozenset(rounds))
 
 
 def find_restart(

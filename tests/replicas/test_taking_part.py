@@ -122,6 +122,18 @@ def test_it_has_the_bits_of_the_run_in_process(outer: dict[str, Any], corpus: Pa
     assert fast.tokens == sum(one.tokens for record in closed.values() for one in record.contributions)
 
 
+def test_who_has_waited_for_long_needs_no_rounds_that_the_log_has_forgotten(corpus: Path, tmp_path: Path) -> None:
+    """It takes a snapshot that is newer: to the same bits."""
+    config = _config(corpus, {"taking_part": {1: 3, 2: 1, 6: 3}}, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
+    kept = {"store": {"history": "recent"}, "snapshots": {"every": 1, "keep": 2}}
+    spec = RunSpec(RunConfig.model_validate(config.model_dump(mode="json") | kept), 256)
+    fast = train_fast(spec, prepare_tokens(config.data, tmp_path))
+    reports: list[Report] = []
+    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
+    told = [one.evaluation for one in reports if one.HasField("evaluation") and one.evaluation.round == ROUNDS]
+    assert [one.loss for one in told] == 3 * [fast.validation_loss[-1]]
+
+
 def test_it_goes_on_from_a_checkpoint_to_the_same_bits(corpus: Path, tmp_path: Path) -> None:
     spec = RunSpec(_config(corpus, SPARSE), 256)
     store = prepare_tokens(spec.config.data, tmp_path)
