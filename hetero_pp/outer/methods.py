@@ -143,6 +143,12 @@ class OuterSettings(Settings):
         description="from which round on how many replicas take part, the first ones of the list; the others wait "
         "(DiLoCo, figure 7). Empty: all of them, in every round",
     )
+    pretraining: Annotated[int, AddedLater()] = Field(
+        0,
+        ge=0,
+        description="rounds in which only the first replica trains, and theta becomes its parameters: the outer "
+        "optimizer begins after them (DiLoCo, figure 3)",
+    )
     compression: CompressionSettings = CompressionSettings()
 
     @model_validator(mode="before")
@@ -207,11 +213,14 @@ class OuterSettings(Settings):
         return self
 
     def learning_rate_in(self, round_: int) -> float:
-        """Of a round's step: linear warm-up, then a cosine down to the final share after the last round."""
+        """Of a round's step after pretraining: linear warm-up, then a cosine to the final share at the end."""
         if self.final_learning_rate_share == 1 and self.warmup_rounds == 0:
             return self.learning_rate
-        rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, self.rounds)
-        return float(f"{rates.at(round_ - 1):.6g}")  # the last bit of a cosine is not the same on all machines
+        rounds = max(1, self.rounds - self.pretraining)
+        rates = BySteps(self.learning_rate, self.final_learning_rate_share, self.warmup_rounds, rounds)
+        return float(
+            f"{rates.at(round_ - self.pretraining - 1):.6g}"
+        )  # the last bit of a cosine is not the same on all machines
 
     @model_validator(mode="after")
     def _gradients_weigh_the_same(self) -> OuterSettings:
@@ -219,10 +228,22 @@ class OuterSettings(Settings):
             raise ValueError(f"found weights `{self.weights}` with averaged gradients, expected `equal`")
         return self
 
+    @property
+    def counts(self) -> Mapping[int, int | None]:
+        """First round -> how many replicas take part from there on, the first ones of the list (None: all of them), in
+        pretraining, too; empty: all, always.
+        """
+        if self.pretraining == 0:
+            return self.taking_part
+        after = self.pretraining + 1
+        said = [since for since in self.taking_part if since <= after]
+        later = {since: count for since, count in self.taking_part.items() if since > after}
+        return {1: 1, after: self.taking_part[max(said)] if said else None, **later}
+
     def taking_part_in(self, round_: int) -> int | None:
         """How many replicas take part in a round, the first ones of the list; None: all."""
-        sinces = [since for since in self.taking_part if since <= max(round_, 1)]
-        return self.taking_part[max(sinces)] if sinces else None
+        counts = self.counts
+        return counts[max(since for since in counts if since <= max(round_, 1))] if counts else None
 
     @property
     def presumes(self) -> float:
@@ -262,9 +283,9 @@ class OuterSettings(Settings):
 
     @model_validator(mode="after")
     def _who_takes_part_begins_with_the_round(self) -> OuterSettings:
-        if not self.taking_part:
+        if not self.counts:
             return self
-        if 1 not in self.taking_part:
+        if self.taking_part and 1 not in self.taking_part:
             first = min(self.taking_part)
             raise ValueError(
                 f"found `taking_part` from round {first} on, expected a number of replicas from round 1 on"
@@ -276,8 +297,21 @@ class OuterSettings(Settings):
         }
         for found, is_so in parts.items():
             if is_so:
+                cell = "taking_part" if self.taking_part else "pretraining"
                 raise ValueError(
-                    f"{self.method}: found {found} with `taking_part`, expected parameter differences of replicas that "
+                    f"{self.method}: found {found} with `{cell}`, expected parameter differences of replicas that "
                     "start each round of theirs from what all hold"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _pretraining_is_sent_whole(self) -> OuterSettings:
+        own = self.compression
+        if self.pretraining and (own.density < 1 or own.value_bits < 32 or own.memory != "error_feedback"):
+            parts = {"density": own.density, "value_bits": own.value_bits, "memory": own.memory}
+            told = ", ".join(f"{name} {value}" for name, value in parts.items())
+            raise ValueError(
+                f"{self.method}: found {told} with `pretraining`, expected density 1, value_bits 32 and "
+                "`memory: error_feedback`: all of what the first replica has come to is sent"
+            )
         return self

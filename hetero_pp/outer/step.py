@@ -106,7 +106,7 @@ def parameter_of(state: str) -> str:
 class OuterOptimizer:
     """SGD with momentum, or Adam, over named parameters: torch.optim's arithmetic, one elementwise operation at a time.
 
-    Each round's step is taken once, so the number of steps that Adam has taken is that of the round.
+    Each round's step is taken once, so the number of steps that Adam has taken is that of the rounds since pretraining.
     """
 
     def __init__(self, settings: OuterSettings, settings_of: Callable[[int], OuterSettings] | None = None) -> None:
@@ -148,7 +148,9 @@ class OuterOptimizer:
         self.momentum = {name: tensor.clone() for name, tensor in state.items()}
 
     def step(self, name: str, start: Tensor, mean: Tensor) -> Tensor:
-        """theta_start - eta (mean, or its signs, or what momentum or Adam make of that)."""
+        """theta_start - eta (mean, or its signs, or what momentum or Adam make of that); mean alone in pretraining."""
+        if self._round <= self.settings.pretraining:
+            return outer_step(start, mean, 1.0)
         told = mean.sign() if self.settings.aggregation == "sign" else mean
         direction = self._adam(name, told) if self.settings.optimizer == "adam" else self._sgd(name, told)
         return outer_step(start, direction, self.settings.learning_rate_in(self._round))
@@ -163,14 +165,14 @@ class OuterOptimizer:
         return mean + buffer.mul(mu) if self.settings.nesterov else buffer
 
     def _adam(self, name: str, mean: Tensor) -> Tensor:
-        """m^ / (sqrt(v^) + epsilon); m^ and v^ are both moments over 1 - beta^round (Kingma and Ba)."""
+        """m^ / (sqrt(v^) + epsilon); m^ and v^ are both moments over 1 - beta^t, t rounds on (Kingma and Ba)."""
         powers = {EXP_AVG: mean, EXP_AVG_SQ: mean * mean}
         moments = []
         for (kind, power), beta in zip(powers.items(), self.settings.betas, strict=True):
             before = self.momentum.get(name + kind)
             now = power.mul(1 - beta) if before is None else before.mul(beta) + power.mul(1 - beta)
             self.momentum[name + kind] = now
-            moments.append(now / (1 - beta**self._round))
+            moments.append(now / (1 - beta ** (self._round - self.settings.pretraining)))
         return moments[0] / (moments[1].sqrt() + self.settings.epsilon)
 
 

@@ -112,7 +112,7 @@ class RunConfig(Settings):
             self._require_rounds_that_overlap()
         if self.outer.keep_local:
             self._require_whole_boundaries()
-        if self.outer.taking_part:
+        if self.outer.counts:
             self._require_who_can_wait()
 
     def _require_no_adamw(self) -> None:
@@ -157,7 +157,8 @@ class RunConfig(Settings):
             ablations = replica.boundary.ablations if isinstance(replica, ParticipantsReplica) else None
             if ablations is not None and (ablations.peer is not None or ablations.grassmann_every is not None):
                 here = ("replicas", index, "boundary", "ablations", "peer" if ablations.peer else "grassmann_every")
-                raise ConfigError(here, "found it with `outer.taking_part`, expected neither, or all replicas")
+                cell = "`outer.taking_part`" if self.outer.taking_part else "`outer.pretraining`"
+                raise ConfigError(here, f"found it with {cell}, expected neither, or all replicas")
 
     @property
     def states_every(self) -> int:

@@ -100,9 +100,11 @@ class RunSpec:
         self.config = config = first.model_copy(update={"replicas": latest.replicas})
         """What it began with, and the replicas that there are now."""
         self.changes = changes
-        if config.outer.taking_part and len(changes.replicas_since) > 1:
+        if config.outer.counts and len(changes.replicas_since) > 1:
             told = f"found other replicas from round {changes.replicas_since[1]} on, expected the same"
-            raise ConfigError(("replicas",), f"{told}: `outer.taking_part` counts them by their order")
+            raise ConfigError(
+                ("replicas",), f"{told}: `outer.taking_part` and `outer.pretraining` count them by their order"
+            )
         self.shape: ModelShape = config.model.resolve(vocabulary)
         self.agreed = json.dumps(meaning(first, NotPartOf.RUN), sort_keys=True)
         """What all hosts agree on, as JSON."""

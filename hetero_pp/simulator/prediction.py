@@ -165,10 +165,9 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
     Raises ConfigError for hardware that is not known, for members whose part does not fit their memory, for published
     numbers of what is not predicted, and for rounds in which not all replicas take part.
     """
-    if spec.config.outer.taking_part:
-        raise ConfigError(
-            ("outer", "taking_part"), "found some replicas, expected all: a prediction is of equal rounds"
-        )
+    if spec.config.outer.counts:
+        cell = "taking_part" if spec.config.outer.taking_part else "pretraining"
+        raise ConfigError(("outer", cell), "found some replicas, expected all: a prediction is of equal rounds")
     simulate = spec.config.simulate
     fleets = list(fleets_of(spec, np.random.default_rng(simulate.seed)))
     if not stage_links:

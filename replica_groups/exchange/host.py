@@ -78,7 +78,7 @@ def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
         optional=frozenset(replica.name for replica in spec.config.replicas if replica.optional),
         due_since=tuple(
             (since, frozenset(replica.name for replica in spec.replicas_in(since)))
-            for since in sorted(spec.config.outer.taking_part)
+            for since in sorted(spec.config.outer.counts)
         ),
     )
 

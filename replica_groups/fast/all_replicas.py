@@ -102,7 +102,7 @@ class AllReplicas:
         self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
         if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
             raise ConfigError(("boundary", "ablations", "peer"), "found one on several ranks, expected one process")
-        if bias_every is not None and spec.config.outer.taking_part:
+        if bias_every is not None and spec.config.outer.counts:
             raise ConfigError(("outer", "taking_part"), "found some replicas, expected all: the bias is of all of them")
         self.tokens = {
             replica.name: self.inner_steps * replica.batch_size * spec.config.data.sequence_length
@@ -117,7 +117,7 @@ class AllReplicas:
         self.loose = list(range(len(self.replicas)))
         """Replicas in no stack, which take their steps one after the other."""
         self._split()
-        is_one_by_one = spec.config.inner.optimizer == "muon" or spec.config.outer.taking_part
+        is_one_by_one = spec.config.inner.optimizer == "muon" or spec.config.outer.counts
         if bias_every is None and not is_one_by_one and (stacks or (stacks is None and device.type == "cuda")):
             self._stack(is_measured=stacks is None)
 

@@ -16,6 +16,7 @@ from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.outer.step import OuterOptimizer
 from hetero_pp.program.experiments.facts import facts, token_count
 from hetero_pp.program.experiments.supply import tokens_read
 from hetero_pp.program.launch.in_process import run_in_process
@@ -134,6 +135,54 @@ def test_who_has_waited_for_long_needs_no_rounds_that_the_log_has_forgotten(corp
     assert [one.loss for one in told] == 3 * [fast.validation_loss[-1]]
 
 
+ADAM = {"optimizer": "adam", "learning_rate": 0.3, "momentum": 0.0, "nesterov": False}
+BY_ROUND = {"final_learning_rate_share": 0.5, "warmup_rounds": 2}
+
+
+@pytest.mark.parametrize("cells", [{}, BY_ROUND, ADAM])
+def test_pretraining_is_the_first_replica_alone_and_the_outer_optimizer_begins_after_it(
+    cells: dict[str, Any], corpus: Path, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    dense = {"method": "diloco", "taking_part": {}, **cells}
+    spec = RunSpec(_config(corpus, {**dense, "pretraining": 2}), 256)
+    store = prepare_tokens(spec.config.data, tmp_path)
+    group = AllReplicas(spec, store)
+    alone = copy.deepcopy(group.replicas[0])
+    assert group.round(1)
+    assert group.round(2)
+    for step in range(2 * STEPS):
+        alone.inner_step(group.batches[0].train(step), step)
+    for name, tensor in group.theta.items():
+        torch.testing.assert_close(tensor, alone.parameters[name].detach(), rtol=0, atol=1e-6)
+    assert not group.outer.momentum
+    later = OuterOptimizer(_config(corpus, {**dense, "rounds": ROUNDS - 2}).outer)
+    for round_ in range(3, ROUNDS + 1):
+        before = {name: tensor.clone() for name, tensor in group.theta.items()}
+        twins = [copy.deepcopy(replica) for replica in group.replicas]
+        assert group.round(round_)
+        for twin, batches in zip(twins, group.batches, strict=True):
+            for step in range((round_ - 1) * STEPS, round_ * STEPS):
+                twin.inner_step(batches.train(step), step)
+        later.begin(round_ - 2)
+        for name, found in group.theta.items():
+            mean = torch.stack([before[name] - twin.parameters[name].detach() for twin in twins]).mean(0)
+            torch.testing.assert_close(found, later.step(name, before[name], mean), rtol=0, atol=2e-5)
+
+
+def test_pretraining_has_the_bits_of_the_run_in_process(corpus: Path, tmp_path: Path) -> None:
+    outer = {"method": "diloco", "taking_part": {1: 3, 5: 2}, "pretraining": 3}
+    config = _config(corpus, outer, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
+    spec = RunSpec(config, 256)
+    fast = train_fast(spec, prepare_tokens(config.data, tmp_path))
+    reports: list[Report] = []
+    run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
+    closed = [one.round_closed for one in reports if one.HasField("round_closed")]
+    assert [len(one.contributions) for one in closed] == [1, 1, 1, 3, 2, 2]
+    told = [one.evaluation for one in reports if one.HasField("evaluation") and one.evaluation.round == ROUNDS]
+    assert [one.loss for one in told] == 2 * [fast.validation_loss[-1]]
+
+
 def test_it_goes_on_from_a_checkpoint_to_the_same_bits(corpus: Path, tmp_path: Path) -> None:
     spec = RunSpec(_config(corpus, SPARSE), 256)
     store = prepare_tokens(spec.config.data, tmp_path)
@@ -182,6 +231,9 @@ def test_a_quorum_is_of_those_that_are_due(corpus: Path) -> None:
         ({"keep_local": True}, "sparseloco: found `keep_local` with `taking_part`"),
         ({"taking_part": {3: 1}}, "found `taking_part` from round 3 on, expected a number of replicas from round 1 on"),
         ({"taking_part": {1: 0}}, "greater than 0"),
+        ({"taking_part": {}, "pretraining": 1, "method": "adamw_ddp"}, "averaged gradients with `pretraining`"),
+        ({"pretraining": 1}, r"found density 0\.03125, value_bits 1, memory error_feedback with `pretraining`"),
+        ({"pretraining": 1, "method": "diloco_lom"}, "found density 1.0, value_bits 32, memory momentum with"),
     ],
 )
 def test_what_does_not_fit_is_refused(outer: dict[str, Any], told: str) -> None:

@@ -39,7 +39,8 @@ def _parts(specs: Sequence[RunSpec]) -> Iterator[str]:
 
 
 def _replicas(config: RunConfig) -> str:
-    counts = list(dict.fromkeys(config.outer.taking_part.values())) or [len(config.replicas)]
+    counts = list(dict.fromkeys(count or len(config.replicas) for count in config.outer.counts.values()))
+    counts = counts or [len(config.replicas)]
     return str(counts[0]) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
 
 

@@ -35,7 +35,7 @@ def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) 
     if not members:
         token = () if "--token-file" in resuming else ("--token-file", str(folder.token))
         return f"go on with (other hosts with their commands as before): {shlex.join([*resuming, *token])}"
-    suffice = any if prepared.spec.config.outer.taking_part else all  # who has only waited has nothing to save
+    suffice = any if prepared.spec.config.outer.counts else all  # who has only waited has nothing to save
     if suffice(_states(prepared, folder, member) for member in members):
         return f"go on with: {shlex.join(resuming)}"
     every = prepared.spec.latest.states_every
