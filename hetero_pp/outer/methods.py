@@ -49,6 +49,20 @@ METHODS: dict[str, Method] = {
         "SparseLoCo, section 2.2: of that momentum the largest quarter is dropped",
         {"learning_rate": 0.6, "compression": {**_LOCAL_MOMENTUM, "memory_drops": 0.25}},
     ),
+    "demo": Method(
+        "DeMo (Peng et al. 2024); SparseLoCo, table 1: with inner SGD and H = 1",
+        {
+            "aggregation": "sign",
+            "learning_rate": 1e-3,
+            "compression": {
+                "transform": "dct",
+                "density": 1 / 128,
+                "quantiser": "levels",
+                "value_bits": 8,
+                "error_feedback_decay": 0.999,
+            },
+        },
+    ),
     "adamw_ddp": Method(
         "Het-PP, table 4: gradients averaged every step, then clipped, for one AdamW",
         {"source": "gradient", "compression": _DENSE},
@@ -63,6 +77,7 @@ MethodName = Literal[
     "diloco",
     "diloco_lom",
     "diloco_lom_sub_k",
+    "demo",
     "adamw_ddp",
 ]
 
@@ -197,8 +212,13 @@ class OuterSettings(Settings):
 
     @model_validator(mode="after")
     def _gradients_are_averaged(self) -> OuterSettings:
-        parts = {"aggregation": self.aggregation, "optimizer": self.optimizer, "memory": self.compression.memory}
-        plain = {"aggregation": "mean", "optimizer": "sgd", "memory": "error_feedback"}
+        parts = {
+            "aggregation": self.aggregation,
+            "optimizer": self.optimizer,
+            "memory": self.compression.memory,
+            "transform": self.compression.transform,
+        }
+        plain = {"aggregation": "mean", "optimizer": "sgd", "memory": "error_feedback", "transform": "none"}
         if self.source == "gradient" and self.overlap:
             raise ValueError(
                 f"{self.method}: found overlap {self.overlap} with averaged gradients, without which no step can be "
@@ -253,6 +273,15 @@ class OuterSettings(Settings):
         if self.presumed is not None:
             return self.presumed
         return 1.0 if self.compression.density == 1 else 0.5
+
+    @model_validator(mode="after")
+    def _coefficients_wait_for_their_mean(self) -> OuterSettings:
+        if self.compression.transform == "dct" and self.overlap:
+            raise ValueError(
+                f"{self.method}: found `overlap: 1` with `compression.transform: dct`, expected 0, or `none`: a "
+                "replica goes ahead from what it has sent, which is coefficients then"
+            )
+        return self
 
     @property
     def given_back(self) -> float:

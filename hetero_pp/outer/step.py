@@ -16,6 +16,7 @@ from torch import Tensor
 from hetero_pp.model import Shapes
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.pseudo_gradient.cosines import restored
 
 DividesBy = Literal["replicas", "senders"]
 
@@ -149,6 +150,9 @@ class OuterOptimizer:
 
     def step(self, name: str, start: Tensor, mean: Tensor) -> Tensor:
         """theta_start - eta (mean, or its signs, or what momentum or Adam make of that); mean alone in pretraining."""
+        compression = self.settings.compression
+        if compression.transform == "dct":
+            mean = restored(mean, compression.tile)
         if self._round <= self.settings.pretraining:
             return outer_step(start, mean, 1.0)
         told = mean.sign() if self.settings.aggregation == "sign" else mean

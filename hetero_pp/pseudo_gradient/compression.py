@@ -16,6 +16,9 @@ class CompressionSettings(Settings):
 
     density: Ratio = Field(1 / 32, gt=0, le=1, description="share of each chunk that is kept, k / chunk")
     tile: tuple[int, int] = Field((64, 64), description="rows and columns of a chunk of a matrix")
+    transform: Annotated[Literal["none", "dct"], AddedLater()] = Field(
+        "none", description="dct: what is kept, sent and averaged are the coefficients of each chunk's cosine transform"
+    )
     selection: Literal["top_k", "random_k"] = Field("top_k", description="which values of a chunk are kept")
     quantiser: Literal["levels", "signs"] = Field(
         "signs", description="signs: 1 bit, and one magnitude a chunk; levels: 2^value_bits values a tensor"

@@ -8,6 +8,8 @@ A contribution that no round counted goes back, whole or a share r of it: e <- e
 With a momentum instead (DiLoCo-LOM, SparseLoCo section 2.2) nothing is subtracted but, of LOM-Sub-k, the largest:
 
     m <- beta m + Delta;  D = Q(Delta + beta m);  m <- m - TopK(m)
+
+With a transform (DeMo) Delta is that of the parameter, and so e, m and D are of coefficients: the outer step goes back.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 from hetero_pp.pseudo_gradient import fused, two_level
 from hetero_pp.pseudo_gradient.chunks import Group, as_matrix, groups_of
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.cosines import transformed
 from hetero_pp.pseudo_gradient.quantise import Quantised, SumOver, quantise_as
 from hetero_pp.pseudo_gradient.random_k import random_positions
 
@@ -57,8 +60,19 @@ def select(
     Or the shape of a part of it, whole rows of chunks, or none (pseudo_gradient.rows); then `sum_over` sums over parts.
     `generator`, on the CPU, is what random-k draws from.
     """
+    told = delta if settings.transform == "none" else transformed(delta, settings.tile)
     if settings.memory == "momentum":
-        return _select_with_momentum(error, delta, settings, sum_over)
+        return _select_with_momentum(error, told, settings, sum_over)
+    return _select(error, told, settings, sum_over, generator)
+
+
+def _select(
+    error: Tensor,
+    delta: Tensor,
+    settings: CompressionSettings,
+    sum_over: SumOver | None,
+    generator: torch.Generator | None,
+) -> Selection:
     flat = error.view(-1)
     groups = groups_of(tuple(error.shape), settings.tile) if error.numel() else ()
     found = [_advance(error, delta, group, settings, generator) for group in groups]
@@ -81,12 +95,12 @@ def _select_with_momentum(
     momentum.mul_(beta).add_(delta)
     told = momentum.mul(beta).add_(delta)
     forgets = settings.model_copy(update={"memory": "error_feedback", "error_feedback_decay": 0.0})
-    sent = select(torch.zeros_like(told), told, forgets, sum_over)
+    sent = _select(torch.zeros_like(told), told, forgets, sum_over, None)
     if settings.memory_drops > 0:
         largest = {"density": settings.memory_drops, "selection": "top_k", "error_feedback_decay": 1.0}
         as_they_are = {"quantiser": "levels", "value_bits": 32}
         dropped = forgets.model_copy(update=largest | as_they_are)
-        select(momentum, torch.zeros_like(momentum), dropped, sum_over)
+        _select(momentum, torch.zeros_like(momentum), dropped, sum_over, None)
     return sent
 
 

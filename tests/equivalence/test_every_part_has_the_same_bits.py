@@ -35,6 +35,10 @@ RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
     "LOM-Sub-k": (HERE / "mixed.yaml", ["outer={method: diloco_lom_sub_k, rounds: 2}"]),
     "inner Muon": (HERE / "mixed.yaml", ["inner.optimizer=muon", "outer.compression.value_bits=2"]),
     "outer Adam": (HERE / "mixed.yaml", [f"outer={ADAM}"]),
+    "DeMo": (
+        HERE / "mixed.yaml",
+        ["inner.optimizer=sgd", "inner.learning_rate=0.1", "outer={method: demo, rounds: 2}"],
+    ),
     "ablations": (HERE / "ablations.yaml", []),
 }
 """A YAML, and what is changed of it beside its rounds and its text."""

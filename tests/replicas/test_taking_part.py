@@ -5,11 +5,13 @@ run in process against the fast path.
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from started import run_program
 from torch import Tensor
 
 from hetero_pp.data.tokens import prepare_tokens
@@ -121,6 +123,25 @@ def test_it_has_the_bits_of_the_run_in_process(outer: dict[str, Any], corpus: Pa
     ]
     assert fast.validation_loss == losses
     assert fast.tokens == sum(one.tokens for record in closed.values() for one in record.contributions)
+
+
+@pytest.mark.starts_processes
+def test_it_has_the_same_bits_over_the_network(corpus: Path, tmp_path: Path) -> None:
+    """Also of who stops before the end."""
+    outer = {"method": "diloco", "taking_part": {1: 3, 4: 2}, "pretraining": 2, "rounds": 5}
+    config = _config(corpus, outer, {"quorum": 1.0}, dict.fromkeys(NAMES, 2))
+    fast = train_fast(RunSpec(config, 256), prepare_tokens(config.data, tmp_path))
+    (tmp_path / "run.yaml").write_text(config.model_dump_json())
+    done = run_program("launch", str(tmp_path / "run.yaml"), "--runs", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All replicas hold the same weights" in done.stdout
+    told = map(json.loads, (tmp_path / "t" / "metrics.jsonl").read_text().splitlines())
+    losses = {(one["round"], one["replica"]): one["loss"] for one in told if one["event"] == "evaluation"}
+    taking_part = [NAMES[:1], NAMES[:1], NAMES, NAMES[:2], NAMES[:2]]
+    due = [(round_, name) for round_, names in enumerate(taking_part, start=1) for name in names]
+    assert {key: loss for key, loss in losses.items() if key[0] > 0} == {
+        (round_, name): fast.validation_loss[round_ - 1] for round_, name in due
+    }
 
 
 def test_who_has_waited_for_long_needs_no_rounds_that_the_log_has_forgotten(corpus: Path, tmp_path: Path) -> None:

@@ -1,0 +1,67 @@
+"""DeMo's transform: the discrete cosine transform of each chunk, to the bit the same on every machine.
+
+    X^ = C_rows X C_columns^T,  C[k, n] = s_k cos(pi (2 n + 1) k / 2 N),  s_0 = sqrt(1 / N), else sqrt(2 / N)
+
+C is orthonormal: its transpose goes back, and norms stay. Sums are taken term by term, each one multiplication and one
+addition, as a matrix product takes them in another order on each machine. A vector is a chunk of one row. Source: DeMo
+(Peng et al. 2024); SparseLoCo, appendix D.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hetero_pp.pseudo_gradient.chunks import as_matrix, groups_of
+
+
+def transformed(tensor: Tensor, tile: tuple[int, int]) -> Tensor:
+    """The coefficients of every chunk of a tensor, where the chunk was: fp32, of the tensor's shape.
+
+    Or of a part of one, whole rows of chunks, or none (pseudo_gradient.rows).
+    """
+    return _by_chunks(tensor, tile, backwards=False)
+
+
+def restored(coefficients: Tensor, tile: tuple[int, int]) -> Tensor:
+    """What `transformed` gives these coefficients of, but for rounding."""
+    return _by_chunks(coefficients, tile, backwards=True)
+
+
+def _by_chunks(tensor: Tensor, tile: tuple[int, int], backwards: bool) -> Tensor:
+    found = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    for group in groups_of(tuple(tensor.shape), tile) if tensor.numel() else ():
+        by_row, by_column = (_cosines(size, tensor.device, backwards) for size in (group.rows, group.columns))
+        for band in group.bands(tensor.device):  # all of it while the band is in the cache
+            own, out = (
+                band.part(as_matrix(one)).unflatten(0, (-1, band.rows)).unflatten(2, (-1, band.columns))
+                for one in (tensor, found)
+            )
+            out.copy_(_product(by_column, _product(by_row, own, 1), 3))
+    return found
+
+
+def _product(matrix: Tensor, tiles: Tensor, dimension: int) -> Tensor:
+    """The matrix [N, N] times one dimension of tiles [rows, N, columns, N], term by term."""
+    if len(matrix) == 1:
+        return tiles
+    shape = [-1 if one == dimension else 1 for one in range(tiles.ndim)]
+    total = torch.zeros(tiles.shape, dtype=tiles.dtype, device=tiles.device)
+    for term in range(len(matrix)):
+        total += tiles.narrow(dimension, term, 1) * matrix[:, term].view(shape)
+    return total
+
+
+@lru_cache(maxsize=64)
+def _cosines(size: int, device: torch.device, backwards: bool) -> Tensor:
+    """C [size, size], or its transpose; nine decimals, as the last bits of a cosine are not the same everywhere."""
+    scales = [math.sqrt((1 if k == 0 else 2) / size) for k in range(size)]
+    rows = [
+        [round(scale * math.cos(math.pi * ((2 * n + 1) * k % (4 * size)) / (2 * size)), 9) for n in range(size)]
+        for k, scale in enumerate(scales)
+    ]
+    matrix = torch.tensor(rows, dtype=torch.float32, device=device)
+    return matrix.T.contiguous() if backwards else matrix
