@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from hetero_pp.data.sources import Source, open_source, tokens_digest
+from hetero_pp.data.sources import Source, open_source
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shaping import MonotonicClock
@@ -14,6 +14,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import exchange_link_name, stage_link_name
 from hetero_pp.model import EMBEDDING
 from hetero_pp.outer.exchange_service import Assignment, ExchangeService
+from hetero_pp.run.batches import text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
@@ -92,7 +93,7 @@ def take_part(
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
     source = open_source(config.data, folder.cache) if member.reads_data else None
-    run = exchange.agree(member.name, spec.agreed, tokens_digest(source))
+    run = exchange.agree(member.name, spec.agreed, text_digest(spec, source))
     copies = _copies(config, folder, member) if ranks.is_first else None
     states = SavedStates(folder.state(member.name), run, config.states_every, ranks, copies)
     available, address = states.find(), connections.listen()

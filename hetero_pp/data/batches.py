@@ -3,7 +3,8 @@
 Shapes: B sequences, L positions; a row holds L + 1 tokens, the inputs and, shifted by one, the targets.
 
 The train part of a store is cut into windows of L + 1 tokens. Window w belongs to replica w mod M for ever, so the
-replicas' shards are disjoint in every epoch; replicas that come and go take turns with theirs (see StoreBatches).
+replicas' shards are disjoint in every epoch; replicas that come and go take turns with theirs (see StoreBatches). With
+clusters a replica's shard is the windows of its own clusters instead (`hetero_pp/data/clusters.py`).
 Within a shard, each epoch has an order of its own: a keyed permutation that is computed for the wanted positions only,
 without a table.
 """
@@ -14,12 +15,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from hetero_pp.data.clusters import Clusters
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.errors import ConfigError
 from hetero_pp.seeds import seed_of
@@ -72,9 +75,12 @@ class StoreBatches:
     batch_size: int
     rotation: tuple[int, ...] = ()
     """Replicas that come and go, this one among them: they take turns with their shards, one further each epoch."""
+    clusters: Clusters | None = None
+    """Whose windows are shared out; without them any are, and with them none takes turns."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.replica < self.replicas
+        assert self.clusters is None or not self.rotation
         needed = self.replicas * self.batch_size * (self.sequence_length + 1)
         if len(self.store.train) < needed:
             raise ConfigError(
@@ -82,10 +88,23 @@ class StoreBatches:
                 f"found {len(self.store.train)} tokens to train on, expected at least {needed}: "
                 f"{self.replicas} replicas x {self.batch_size} sequences x {self.sequence_length + 1} tokens",
             )
+        if self.shard_size < self.batch_size:
+            raise ConfigError(
+                ("data", "clusters"),
+                f"found {self.shard_size} sequences in the clusters of replica {self.replica} of {self.replicas}, "
+                f"expected at least the {self.batch_size} of a batch: fewer clusters, or more text",
+            )
+
+    @cached_property
+    def _own(self) -> np.ndarray | None:
+        """The windows of this replica's clusters, if it has some."""
+        return None if self.clusters is None else self.clusters.windows(self.replica, self.replicas)
 
     @property
     def shard_size(self) -> int:
         """The windows that belong to this replica: an epoch. Shards that are taken in turns are all as long."""
+        if self._own is not None:
+            return len(self._own)
         windows = len(self.store.train) // (self.sequence_length + 1)
         return windows // self.replicas if self.rotation else len(range(self.replica, windows, self.replicas))
 
@@ -103,8 +122,12 @@ class StoreBatches:
             shard = self.shard(int(epoch))
             key = seed_of(self.seed, "data", shard, epoch)
             shuffled = permute(positions[epochs == epoch], self.shard_size, key)
-            positions[epochs == epoch] = shuffled * self.replicas + shard
+            positions[epochs == epoch] = self._window(shuffled, shard)
         return positions
+
+    def _window(self, places: np.ndarray, shard: int) -> np.ndarray:
+        """Those at some places of a shard."""
+        return places * self.replicas + shard if self._own is None else self._own[places]
 
     def train(self, step: int) -> torch.Tensor:
         """The batch of step `step` (from 0), int64 [B, L + 1]."""

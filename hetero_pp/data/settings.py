@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from hetero_pp.settings import NotPartOf, Ratio, Settings
+from hetero_pp.settings import AddedLater, NotPartOf, Ratio, Settings
 
 STANDARD_LIBRARY = "standard-library"
 DOCSTRINGS = "docstrings"
@@ -71,6 +71,22 @@ class DataSettings(Settings):
     repeat: Annotated[bool, NotPartOf.OUTCOME] = Field(
         True, description="whether training may read the corpus more than once"
     )
+    clusters: Annotated[int | None, AddedLater()] = Field(
+        None,
+        ge=1,
+        le=1 << 16,
+        description="into how many clusters of windows that are alike the text is put, which are then shared out among "
+        "replicas: their shards differ, as DiLoCo's non-i.i.d. ones do. By default a replica's windows are any",
+    )
+
+    @model_validator(mode="after")
+    def _a_stream_is_not_known(self) -> DataSettings:
+        if self.clusters is not None and self.streamed is not None:
+            raise ValueError(
+                f"found `clusters` with {self.corpus}, which is streamed, expected a corpus that is encoded once: "
+                "clusters are of all of its text"
+            )
+        return self
 
     @property
     def streamed(self) -> str | None:

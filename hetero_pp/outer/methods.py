@@ -130,8 +130,10 @@ class OuterSettings(Settings):
     divides_by: Literal["replicas", "senders"] = Field(
         "replicas", description="the mean of a coordinate is over all replicas, or over those that sent it"
     )
-    weights: Annotated[Literal["equal", "tokens"], AddedLater()] = Field(
-        "equal", description="of contributions in a round's mean; `tokens`: by how many a replica trained on in it"
+    weights: Annotated[Literal["equal", "tokens", "examples"], AddedLater()] = Field(
+        "equal",
+        description="of contributions in a round's mean; `tokens`: by how many a replica trained on in it; `examples`: "
+        "by how many sequences its shard of the text has (DiLoCo, section 6.1, of shards that differ)",
     )
     returned: Annotated[Ratio, AddedLater()] = Field(
         0.5, ge=0, le=1, description="how much of a contribution that no round counted goes back into error feedback"
@@ -288,9 +290,11 @@ class OuterSettings(Settings):
         """Share of what no round counted that goes back to what its replica keeps: a momentum has it already."""
         return self.returned if self.compression.memory == "error_feedback" else 0.0
 
-    def weight(self, tokens: int) -> float:
-        """Of a contribution to a round that so many tokens came to; the mean divides by the sum of those counted."""
-        return float(tokens) if self.weights == "tokens" else 1.0
+    def weight(self, tokens: int, examples: int) -> float:
+        """Of a contribution to a round that so many tokens came to, of a shard of so many examples; the mean divides by
+        the sum of those counted.
+        """
+        return float({"equal": 1, "tokens": tokens, "examples": examples}[self.weights])
 
     @model_validator(mode="after")
     def _what_is_kept_is_a_way(self) -> OuterSettings:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from hetero_pp.data.batches import Batches, StoreBatches, validation_batches
+from hetero_pp.data.clusters import Clusters, find_clusters
 from hetero_pp.data.shares import Share, SharedBatches
-from hetero_pp.data.sources import Source, StreamedCorpus
+from hetero_pp.data.sources import Source, StreamedCorpus, tokens_digest
+from hetero_pp.data.tokens import TokenStore
 from hetero_pp.errors import ConfigError
 from hetero_pp.run.spec import MemberSpec, RunSpec
 
@@ -24,20 +29,53 @@ def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[
     return batches, validation_batches(source, data.sequence_length, data.validation_sequences, rows)
 
 
-def _batches(spec: RunSpec, member: MemberSpec, source: Source, share: Share) -> Batches:
-    """Of one share."""
-    data, size, seed = spec.config.data, member.replica.batch_size, share.seed(spec.config.seed)
+def examples_of(spec: RunSpec, source: Source) -> Mapping[str, int]:
+    """How many windows there are in the shard of each replica: what contributions weigh with `outer.weights: examples`.
+
+    Raises ConfigError where that is not known.
+    """
     if isinstance(source, StreamedCorpus):
-        return source.batches(data.sequence_length, seed, share.replica, share.replicas, size)
-    batches = StoreBatches(
+        told = f"found `examples` with {spec.config.data.corpus}, which is streamed, expected a corpus encoded once"
+        raise ConfigError(("outer", "weights"), told)
+    shares = {replica.name: spec.share_of(replica.name, spec.latest.outer.rounds) for replica in spec.config.replicas}
+    return {name: _store_batches(spec, source, share, 1).shard_size for name, share in shares.items()}
+
+
+def text_digest(spec: RunSpec, source: Source | None) -> str:
+    """By which hosts tell whether they read the same tokens in the same clusters: see `tokens_digest`."""
+    clusters = None if source is None else _clusters(spec, source)
+    if clusters is None:
+        return tokens_digest(source)
+    return hashlib.sha256(f"{tokens_digest(source)}/{clusters.digest}".encode()).hexdigest()
+
+
+def _clusters(spec: RunSpec, source: Source) -> Clusters | None:
+    data = spec.config.data
+    if data.clusters is None or not isinstance(source, TokenStore):
+        return None
+    return find_clusters(source, data.sequence_length, data.clusters, spec.config.seed)
+
+
+def _store_batches(spec: RunSpec, source: TokenStore, share: Share, size: int) -> StoreBatches:
+    return StoreBatches(
         store=source,
-        sequence_length=data.sequence_length,
-        seed=seed,
+        sequence_length=spec.config.data.sequence_length,
+        seed=share.seed(spec.config.seed),
         replica=share.replica,
         replicas=share.replicas,
         batch_size=size,
         rotation=share.rotation,
+        clusters=_clusters(spec, source),
     )
+
+
+def _batches(spec: RunSpec, member: MemberSpec, source: Source, share: Share) -> Batches:
+    """Of one share."""
+    data, size = spec.config.data, member.replica.batch_size
+    if isinstance(source, StreamedCorpus):
+        seed = share.seed(spec.config.seed)
+        return source.batches(data.sequence_length, seed, share.replica, share.replicas, size)
+    batches = _store_batches(spec, source, share, size)
     if not data.repeat:
         if spec.total_steps is None:
             why = "how many steps a replica takes is not known beforehand"

@@ -114,6 +114,9 @@ class RunConfig(Settings):
             self._require_whole_boundaries()
         if self.outer.counts:
             self._require_who_can_wait()
+        if self.data.clusters is not None and self.data.clusters < len(self.replicas):
+            found = f"found {self.data.clusters}, expected at least one for each of {len(self.replicas)} replicas"
+            raise ConfigError(("data", "clusters"), found)
 
     def _require_no_adamw(self) -> None:
         """Raise ConfigError for parts that are AdamW's, or have none but that."""

@@ -143,15 +143,23 @@ class RunSpec:
     def share_of(self, replica: str, round_: int) -> Share:
         """Which part of the text a replica reads in a round; before it takes part, the one that it will then read
         from its start.
+
+        Where shards are clusters, all of the text is the first replica's while it trains alone (DiLoCo, section 3).
         """
         names = {since: [one.name for one in found] for since, found in self._replicas_since.items()}
         having = [since for since, found in names.items() if replica in found]
         since = max((one for one in having if one <= max(round_, 1)), default=min(having))
-        index, steps = names[since].index(replica), self.config.inner.steps
-        if steps is None:
-            return Share(index, len(names[since]), (), since, None)
+        index, count = names[since].index(replica), len(names[since])
         rotation = _in_turns(self._replicas_since[since], index)
-        return Share(index, len(names[since]), rotation, since, (min(since, max(round_, 1)) - 1) * steps)
+        if self.config.data.clusters is not None:
+            rotation, alone = (), self.config.outer.pretraining
+            if round_ <= alone and index == 0:
+                count = 1
+            elif alone:
+                since = alone + 1
+        if (steps := self.config.inner.steps) is None:
+            return Share(index, count, (), since, None)
+        return Share(index, count, rotation, since, (min(since, max(round_, 1)) - 1) * steps)
 
     @property
     def replicas_ever(self) -> Sequence[ReplicaSettings]:

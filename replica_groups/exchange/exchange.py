@@ -86,13 +86,14 @@ class Exchange:
         tokens_a_step: Mapping[str, int] | None = None,
         magnitudes: MagnitudeSettings | None = None,
         text: Path | None = None,
+        reads: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without a snapshot members can join, but nothing else can be asked until `begin` brings one.
 
         Without an agreement members are not asked what they were started with. `goes_on`: another process was this
         run's exchange a moment ago, and members may be there still. `text`: the file that says which text it is
-        trained on.
+        trained on. `reads`: the digest of the text that the exchange reads itself, if it does.
         """
         self.run = run
         self.roster = roster
@@ -114,7 +115,7 @@ class Exchange:
         self.coordinator = self.decisions.coordinator
         self._deposits = Deposits(run, roster, settings.compression, self.decisions, self._refused)
         self._agreement = agreement
-        self._text = Text(text, self._is_there, lambda: self.coordinator.last_round > 0)
+        self._text = Text(text, self._is_there, lambda: self.coordinator.last_round > 0, reads)
         self._tokens: dict[str, str] = {}
         """Of members that read a text, the digest that they have told."""
         self._taking = threading.Lock()

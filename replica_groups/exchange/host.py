@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from functools import partial
 
 from hetero_pp.changed_keys import REPLICAS, Values, read_changes, replicas_of, write_changes
+from hetero_pp.data.sources import open_source
 from hetero_pp.errors import DamagedFile, HeteroPPError
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.progress import NowAndThen
+from hetero_pp.run.batches import examples_of, text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.folder import RunFolder
@@ -44,7 +47,11 @@ def make_exchange(
     process, which cannot be gone without it.
     """
     agreement = Agreement(spec.first, spec.changes, resume or {})
-    log, rules = ContributionLog(faults.disk(open_log(spec.config, folder).store)), rules_of(spec, lonely)
+    log = ContributionLog(faults.disk(open_log(spec.config, folder).store))
+    rules, reads = rules_of(spec, lonely), ""
+    if spec.config.outer.weights == "examples":  # it counts them itself: a member could claim any number
+        source = open_source(spec.config.data, folder.cache)
+        rules, reads = replace(rules, examples=examples_of(spec, source)), text_digest(spec, source)
     return Exchange(
         spec.run,
         spec.roster,
@@ -57,6 +64,7 @@ def make_exchange(
         tokens_a_step=tokens_a_step(spec),
         magnitudes=spec.config.exchange.magnitudes,
         text=folder.text,
+        reads=reads,
     )
 
 

@@ -11,14 +11,15 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from hetero_pp.errors import DamagedFile
+from hetero_pp.errors import ConfigError, DamagedFile
 from hetero_pp.files import write_whole
+from hetero_pp.links import EXCHANGE
 
 _SHOWN = 12
 """Of a digest, digits that tell it from any other."""
@@ -40,25 +41,42 @@ def is_digest(text: str) -> bool:
 class Text:
     """The run's, as far as members have told it. Its callers take turns."""
 
-    def __init__(self, path: Path | None, is_there: Callable[[str], bool], has_trained: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        is_there: Callable[[str], bool],
+        has_trained: Callable[[], bool],
+        reads: str = "",
+    ) -> None:
         """`path`: where it is kept; what lies there is of the run before it went on, and stays.
 
-        `is_there`: whether a member holds its place; `has_trained`: whether a round is decided.
+        `is_there`: whether a member holds its place; `has_trained`: whether a round is decided. `reads`: what the
+        exchange reads itself, if it does: then no other is let in.
         """
         self._path, self._is_there, self._has_trained = path, is_there, has_trained
         self._told = None if path is None else _kept(path)
+        if reads:
+            self._told = self._told or _Told(reads, (EXCHANGE,))
+            if said := self._complaint(reads, self._told.by):
+                raise ConfigError(("data", "corpus"), f"the exchange {said}")
         self._stays = self._told is not None
 
     def complaint(self, member: str, tokens: str) -> str:
         """What keeps a member that reads these tokens from taking part; empty if nothing does."""
         told = self._told
-        if told is None or told.tokens == tokens:
+        if told is None:
             return ""
         others = [one for one in told.by if one != member and self._is_there(one)]
         if not (self._stays or self._has_trained() or others):
             return ""
-        found = f"found tokens whose sha256 begins with {tokens[:_SHOWN]}, expected {told.tokens[:_SHOWN]}"
-        return f"reads another text than the run: {found}, as {', '.join(others or told.by)} told"
+        return self._complaint(tokens, others or told.by)
+
+    def _complaint(self, tokens: str, by: Sequence[str]) -> str:
+        """What is told who reads these tokens, and not those that others have told; empty for the same."""
+        if self._told is None or self._told.tokens == tokens:
+            return ""
+        found = f"found tokens whose sha256 begins with {tokens[:_SHOWN]}, expected {self._told.tokens[:_SHOWN]}"
+        return f"reads another text than the run: {found}, as {', '.join(by)} told"
 
     def note(self, member: str, tokens: str) -> None:
         """A member that reads these tokens takes part."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.ablations import AblationSettings, grassmann_step
-from hetero_pp.data.batches import Batches
+from hetero_pp.data.shares import SharedBatches
 from hetero_pp.data.sources import Source
 from hetero_pp.errors import ConfigError
 from hetero_pp.model import EMBEDDING, build_filled
@@ -23,7 +23,7 @@ from hetero_pp.outer.step import OuterOptimizer, WeightedMean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
-from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.batches import examples_of, replica_batches
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.seeds import seed_of
@@ -68,7 +68,7 @@ class AllReplicas:
         everyone = [firsts[replica.name] for replica in spec.config.replicas]
         members = [everyone[index] for index in self.indices]
         self.settings: list[ReplicaSettings] = [member.replica for member in members]
-        self.batches: list[Batches] = [replica_batches(spec, member, source)[0] for member in members]
+        self.batches: list[SharedBatches] = [replica_batches(spec, member, source)[0] for member in members]
         self.validation = [tokens.to(device) for tokens in replica_batches(spec, everyone[0], source)[1]]
         self.replicas = [build_whole(spec, member, snapshot, device) for member in members]
         self.is_compiled = compiles and can_compile(device)
@@ -109,7 +109,8 @@ class AllReplicas:
             for replica in spec.config.replicas
         }
         """Of a round, by replica, on all ranks."""
-        self.weights = {name: spec.config.outer.weight(own) for name, own in self.tokens.items()}
+        examples = examples_of(spec, source) if spec.config.outer.weights == "examples" else {}
+        self.weights = {name: spec.config.outer.weight(own, examples.get(name, 0)) for name, own in self.tokens.items()}
         """Of all replicas, by name."""
         self.taking_part = self._taking_part_in(1)
         """In the round that is trained, or was, of the replicas here."""
@@ -181,6 +182,7 @@ class AllReplicas:
         self.taking_part = self._taking_part_in(round_)
         for index in self.taking_part:
             self.replicas[index].enter_round(round_)
+            self.batches[index].take(self.spec.share_of(self.settings[index].name, round_), steps.start)
         for index, local in self.local.items():
             _copy(local, self.replicas[index].parameters)
         self.local = {}

@@ -45,7 +45,10 @@ class Rules:
     overlap: bool = False
     """Whether replicas train the next round while what they have contributed is on its way."""
     tokens_a_step: Mapping[str, int] | None = None
-    """replica -> tokens, where contributions weigh by tokens; None: all weigh the same."""
+    """replica -> tokens, where contributions weigh by tokens; None: they do not."""
+
+    examples: Mapping[str, int] | None = None
+    """replica -> sequences in its shard, where contributions weigh by those; None: they do not."""
 
     optional: frozenset[str] = frozenset()
     """Replicas that come and go: a quorum is a share of the others, and of those that are there."""
@@ -93,4 +96,6 @@ class Rules:
 
     def weight(self, replica: str, steps: int) -> float:
         """Of a contribution that so many inner steps came to."""
+        if self.examples is not None:
+            return float(self.examples[replica])
         return 1.0 if self.tokens_a_step is None else float(steps * self.tokens_a_step[replica])

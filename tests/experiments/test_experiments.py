@@ -172,6 +172,7 @@ def test_tables(tmp_path: Path) -> None:
             Claim(text="costs", lower=("none", "all"), why="because"),
             Claim(text="bias", of="bias", lower=("none", "all")),
             Claim(text="alike", of="similarity", lower=("none", "all")),
+            Claim(text="early", lower=("none", "all"), after=0.4),
         ],
     )
     outcomes = {
@@ -180,7 +181,9 @@ def test_tables(tmp_path: Path) -> None:
             for seed, loss in ((1, 4.0), (2, 4.2))
         },
         "all": {
-            seed: _outcome(loss) | {"bias": [(1, 0.2), (2, 0.4)], "similarity": [(2, 0.3 + 0.05 * seed, 0.1)]}
+            seed: _outcome(loss)
+            | {"bias": [(1, 0.2), (2, 0.4)], "similarity": [(2, 0.3 + 0.05 * seed, 0.1)]}
+            | {"validation_loss": [3.3 + 0.2 * seed, loss]}
             for seed, loss in ((1, 4.4), (2, 4.62))
         },
         "bad": {1: _outcome(7.0, diverged=True)},
@@ -194,7 +197,10 @@ def test_tables(tmp_path: Path) -> None:
     assert rows["bad"]["state"] == "diverged (seed: last finite loss {1: 7.0})"
     assert rows["all"]["bias"]["mean"] == pytest.approx(0.3)
     assert rows["all"]["k_over_d"] == pytest.approx(1 / 8)
-    assert [claim["verdict"] for claim in result["claims"]] == ["holds", "not run", "holds"]
+    assert [claim["verdict"] for claim in result["claims"]] == ["holds", "not run", "holds", "does not hold"]
+    early = result["claims"][-1]
+    assert (early["others"], early["slices"]) == ([], None)
+    assert early["interval"] == pytest.approx((-1.5, -1.5))
     text = "\n".join(markdown(result))
     assert "| alike | cosine | **holds** | +0.150 to +0.150 | 2 |" in text
     assert "| all | 2.200 | +10.0 | 4.510 | 0.156 | 2 | +10.0 | 4.510 |  | 16.0 | 30.00 | 0.375 | done |" in text
@@ -204,7 +210,7 @@ def test_tables(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["claims"][0]["seeds"] == 2
     assert path.with_suffix(".png").stat().st_size > 10_000
     write_overview(tmp_path / "results", tmp_path / "results.md", tmp_path)
-    assert "| [toy/one](#toyone-toy) | micro | 2 | 0 | 0 | 1 |" in (tmp_path / "results.md").read_text()
+    assert "| [toy/one](#toyone-toy) | micro | 2 | 1 | 0 | 1 |" in (tmp_path / "results.md").read_text()
 
 
 def _rows(tmp_path: Path) -> Path:

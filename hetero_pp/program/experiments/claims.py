@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -19,15 +20,19 @@ def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, 
     verdict where the table's claims are judged as one family; `slices`, the interval over slices of the validation
     rows; and `about`, which is the same for claims of other tables that say the same of the same rows.
     """
-    values, shares = known_values(outcomes), {row.name: row.compressed_share for row in experiment.rows}
-    found = [_in_each_forward(claim, values, shares) for claim in experiment.claims]
-    p_values = [p_value(claim, values[claim.of], shares) for claim in experiment.claims]
-    of_family = zip(experiment.claims, found, p_values, holm(p_values), strict=True)
-    for claim, result, p, level in of_family:
+    shares = {row.name: row.compressed_share for row in experiment.rows}
+    known = [_values_of(claim, outcomes) for claim in experiment.claims]
+    found = [_in_each_forward(claim, values, shares) for claim, values in zip(experiment.claims, known, strict=True)]
+    p_values = [
+        p_value(claim, values[claim.of], shares) for claim, values in zip(experiment.claims, known, strict=True)
+    ]
+    of_family = zip(experiment.claims, known, found, p_values, holm(p_values), strict=True)
+    for claim, values, result, p, level in of_family:
         judged = None if level is None else judge(claim, values[claim.of], shares, level)
         result["p"] = p
         result["family"] = None if judged is None else {"verdict": judged.verdict, "interval": judged.interval}
-        result["slices"] = slices_interval(claim, _slices(outcomes, claim), values[claim.of], shares)
+        slices = _slices(outcomes, claim) if claim.after == 1 else ()
+        result["slices"] = slices_interval(claim, slices, values[claim.of], shares)
         result["about"] = _about(claim, outcomes)
     return found
 
@@ -40,6 +45,19 @@ def known_values(outcomes: Outcomes) -> dict[str, Values]:
     for measured in ("bias", "similarity"):
         values[measured] = {row: _means(seeds, measured) for row, seeds in outcomes.items()}
     return values
+
+
+def _values_of(claim: Claim, outcomes: Outcomes) -> dict[str, Values]:
+    """What a claim may be of: all that is known of the end, or what is known of an earlier round."""
+    if claim.after == 1:
+        return known_values(outcomes)
+    return {"own": {row: _losses_after(seeds, claim.after) for row, seeds in outcomes.items()}}
+
+
+def _losses_after(seeds: Mapping[int, Outcome], share: float) -> dict[int, float]:
+    """After the first of the rounds by which this share of them is over, by seed."""
+    known = {seed: one["validation_loss"] for seed, one in seeds.items() if not one["diverged"]}
+    return {seed: losses[math.ceil(share * len(losses) - 1e-9) - 1] for seed, losses in known.items()}
 
 
 def _losses(seeds: Mapping[int, Outcome], forward: Forward) -> dict[int, float]:
@@ -62,7 +80,7 @@ def _in_each_forward(claim: Claim, values: Mapping[str, Values], shares: Mapping
     """
     others, own = [], values[claim.of]
     for forward in FORWARDS if claim.of in FORWARDS else ():
-        theirs = values[forward]
+        theirs = values.get(forward, {})
         verdict = judge(claim, theirs, shares)
         if verdict.seeds and any(theirs.get(row) != own.get(row) for row in claim.rows()):
             others.append({"of": forward, **asdict(verdict)})
@@ -91,7 +109,7 @@ def _about(claim: Claim, outcomes: Outcomes) -> str | None:
         return None
     parts = claim.model_dump(include={"lower", "equal", "grows", "proportional"}, exclude_none=True)
     margin = None if claim.lower or claim.grows else claim.margin
-    said = [claim.of, margin, _with_keys(parts, keys)]
+    said = [claim.of, margin, _with_keys(parts, keys)] + ([claim.after] if claim.after < 1 else [])
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:24]
 
 

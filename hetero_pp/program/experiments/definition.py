@@ -123,6 +123,7 @@ class Claim(Settings):
     equal: tuple[str, str] | None = None
     grows: list[tuple[str, str]] | None = None
     proportional: list[str] | None = Field(None, min_length=2)
+    after: Ratio = Field(1.0, gt=0, le=1, description="of its loss when this share of its rounds is over; own forward")
     margin: float = Field(0.03, gt=0, description="nats; a share for a bias; a cosine")
     why: str = Field("", description="what we think, where the verdict is not the paper's")
 
@@ -130,6 +131,14 @@ class Claim(Settings):
     def _exactly_one(self) -> Claim:
         if sum(part is not None for part in (self.lower, self.equal, self.grows, self.proportional)) != 1:
             raise ValueError("expected exactly one of `lower`, `equal`, `grows`, `proportional`")
+        return self
+
+    @model_validator(mode="after")
+    def _is_known_by_round(self) -> Claim:
+        if self.after < 1 and self.of != "own":
+            raise ValueError(
+                f"found `after` with `of: {self.of}`, expected `own`, whose loss is known after every round"
+            )
         return self
 
     def rows(self) -> set[str]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.data.sources import tokens_digest
 from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, Refused
 from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place
@@ -19,6 +18,7 @@ from hetero_pp.rpc.admission_client import give
 from hetero_pp.rpc.credentials import InvitedKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.tickets import Ticket
+from hetero_pp.run.batches import text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import own_configuration, require_data
@@ -81,7 +81,7 @@ def _require_same_text(membership: Membership, prepared: Prepared) -> None:
 
     Its process asks again; so an exchange that does not answer now is waited for there.
     """
-    tokens = tokens_digest(prepared.source)
+    tokens = text_digest(prepared.spec, prepared.source)
     if not tokens:
         return
     client = ExchangeClient(membership.address, membership.credentials, timeout=_SECONDS_TO_ASK)

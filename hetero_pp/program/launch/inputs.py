@@ -15,7 +15,7 @@ from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.rendezvous import meeting_place
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
 from hetero_pp.progress import OnProgress, untold
-from hetero_pp.run.batches import replica_batches
+from hetero_pp.run.batches import examples_of, replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import require_weights
 from hetero_pp.run.folder import RunFolder
@@ -115,11 +115,14 @@ def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str |
 
 
 def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: OnProgress) -> Source | None:
-    """Encode or open the corpus, if one of these members reads it."""
+    """Encode or open the corpus, if one of these members reads it, or the exchange among them weighs by it."""
     readers = [spec.members[name] for name in names if name in spec.members and spec.members[name].reads_data]
-    if not readers:
+    weighs = EXCHANGE in names and spec.config.outer.weights == "examples"
+    if not readers and not weighs:
         return None
     source = open_source(spec.config.data, cache, on_progress)
+    if weighs:
+        examples_of(spec, source)
     for member in readers:
         replica_batches(spec, member, source)
     return source

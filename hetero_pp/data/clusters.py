@@ -1,0 +1,148 @@
+"""Windows of a corpus that are alike: shards that differ from each other, as DiLoCo's non-i.i.d. ones do.
+
+Source: DiLoCo (Douillard et al. 2023), section 3.1: k-means over the training set, by features of a pretrained model's
+last layer. What differs: a run from scratch has no such model, so that the features of a window are its tokens'
+frequencies (tf-idf), in as many dimensions as tell most windows apart (latent semantic analysis).
+
+Shapes: N windows of L + 1 tokens, F features, C clusters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hetero_pp.data.tokens import TokenStore
+from hetero_pp.errors import ConfigError
+from hetero_pp.files import whole
+from hetero_pp.seeds import seed_of
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+_FORMAT = 1
+_KEY = ("data", "clusters")
+_SAMPLED = 20_000
+"""Windows of which centers are found; of all others only the nearest is."""
+_AT_ONCE = 20_000
+"""Windows whose features are held at once."""
+_FEATURES = 64
+_ITERATIONS = 100
+
+Features = Callable[[np.ndarray], np.ndarray]
+"""Windows int64 [n, L + 1] -> fp64 [n, F], each of length 1."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Clusters:
+    """Which window of the train part is in which cluster."""
+
+    labels: np.ndarray
+    """The cluster of each window, uint16 [N]."""
+    count: int
+    """C."""
+
+    def windows(self, share: int, shares: int) -> np.ndarray:
+        """The windows, ascending, of one of so many shares: those of the clusters `share`, `share + shares`, ..."""
+        return np.flatnonzero(self.labels % shares == share)
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256 of the labels: the same where the same windows are in the same clusters."""
+        return hashlib.sha256(self.labels.astype("<u2").tobytes()).hexdigest()
+
+
+def find_clusters(store: TokenStore, sequence_length: int, count: int, seed: int) -> Clusters:
+    """The clusters of a store's windows, found once and kept beside it.
+
+    They are the same in every process that finds them, as long as rounding does not decide for a window between two
+    centers: their digest tells. Raises ConfigError if there are fewer different windows than clusters.
+    """
+    size = len(store.train) // (sequence_length + 1)
+    key = json.dumps([_FORMAT, store.digest, len(store.train), sequence_length, count, seed])
+    path = store.path.parent / f"clusters-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+    labels = _kept(path, size, count)
+    if labels is None:
+        windows = store.train[: size * (sequence_length + 1)].reshape(size, sequence_length + 1)
+        labels = _found(windows, store.vocabulary, count, seed)
+        with whole(path) as part, part.open("wb") as file:
+            np.save(file, labels)
+    return Clusters(labels=labels, count=count)
+
+
+def _kept(path: Path, size: int, count: int) -> np.ndarray | None:
+    """What was kept; None if there is nothing that can be read and fits."""
+    try:
+        labels: np.ndarray = np.load(path, allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+    is_whole = labels.shape == (size,) and labels.dtype == np.uint16 and int(labels.max(initial=0)) < count
+    return labels if is_whole else None
+
+
+def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.ndarray:
+    """The cluster of each window, uint16 [N]: the nearest of centers that k-means finds in a sample."""
+    from scipy.cluster.vq import ClusterError, kmeans2, vq
+
+    if count == 1:
+        return np.zeros(len(windows), np.uint16)
+    generator = np.random.default_rng(seed_of(seed, "clusters"))
+    picked = np.sort(generator.permutation(len(windows))[:_SAMPLED])
+    sample = windows[picked].astype(np.int64)
+    different = len(np.unique(np.sort(sample, axis=1), axis=0))
+    if different < count:
+        raise ConfigError(_KEY, f"found {count}, expected at most the {different} windows of text that differ")
+    features_of = _features(sample, vocabulary)
+    features = features_of(sample)
+    try:
+        centers, _ = kmeans2(features, count, iter=_ITERATIONS, minit="++", missing="raise", rng=generator)
+    except ClusterError:
+        raise ConfigError(_KEY, f"found {count}, of which one came to be empty, expected fewer, or more text") from None
+    labels = [vq(features_of(part), centers)[0] for part in _parts(windows)]
+    return np.concatenate(labels).astype(np.uint16)
+
+
+def _parts(windows: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, len(windows), _AT_ONCE):
+        yield windows[start : start + _AT_ONCE].astype(np.int64)
+
+
+def _features(sample: np.ndarray, vocabulary: int) -> Features:
+    """Features by what a sample int64 [n, L + 1] tells of tokens: how rare each is, and which occur together."""
+    from scipy.sparse import diags_array
+    from scipy.sparse.linalg import svds
+
+    counts = _counts(sample, vocabulary)
+    holders = np.bincount(counts.indices, minlength=vocabulary)
+    rarity = diags_array(1 + np.log((1 + len(sample)) / (1 + holders)))
+
+    def weighed(found: csr_matrix) -> Any:
+        found.data = 1 + np.log(found.data)
+        scaled = found @ rarity
+        lengths = np.sqrt(np.asarray(scaled.multiply(scaled).sum(axis=1)).ravel())
+        return diags_array(1 / np.maximum(lengths, np.finfo(float).tiny)) @ scaled
+
+    fewer = min(len(sample), vocabulary)
+    axes = svds(weighed(counts), k=min(_FEATURES, fewer - 1), v0=np.ones(fewer))[2].T
+
+    def features(windows: np.ndarray) -> np.ndarray:
+        found = np.asarray(weighed(_counts(windows, vocabulary)) @ axes)
+        return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.finfo(float).tiny)
+
+    return features
+
+
+def _counts(windows: np.ndarray, vocabulary: int) -> csr_matrix:
+    """How often each token occurs in each window [n, V]."""
+    from scipy.sparse import csr_matrix
+
+    rows = np.repeat(np.arange(len(windows)), windows.shape[1])
+    ones = np.ones(windows.size)
+    return csr_matrix((ones, (rows, windows.ravel())), shape=(len(windows), vocabulary))

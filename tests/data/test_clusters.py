@@ -1,0 +1,214 @@
+"""Clusters of windows: what is alike is together, each window is in one, and every process finds the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from hetero_pp.data.batches import StoreBatches
+from hetero_pp.data.clusters import find_clusters
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokens import TokenStore, prepare_tokens
+from hetero_pp.errors import ConfigError
+from hetero_pp.run.batches import examples_of, replica_batches, text_digest
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+
+TOPICS = ("abcdef", "ghijkl", "mnopqr")
+LENGTH = 31
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files each of one topic, which are letters that the others hardly use; the first topic has twice as many."""
+    folder, order = tmp_path_factory.mktemp("topics"), random.Random(1)
+    for number in range(80):
+        letters = TOPICS[0] if number % 4 == 3 else TOPICS[number % 4]
+        (folder / f"{number}.txt").write_text("".join(order.choices(letters + "xyz", k=799)))
+    return folder
+
+
+@pytest.fixture
+def store(text: Path, tmp_path: Path) -> TokenStore:
+    return prepare_tokens(DataSettings(corpus=str(text), validation_share=0.1), tmp_path)
+
+
+def _config(text: Path, **cells: Any) -> RunConfig:
+    replicas = cells.pop("replicas", 3)
+    data = {"corpus": str(text), "sequence_length": LENGTH, "validation_share": 0.1, "validation_sequences": 4}
+    return RunConfig.model_validate(
+        {
+            "name": "t",
+            "seed": 2,
+            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
+            "data": data | {"clusters": cells.pop("clusters", 3)},
+            "inner": {"steps": 2, "warmup_steps": 0},
+            "outer": {"rounds": 6, **cells},
+            "replicas": [{"name": f"r{i}", "kind": "datacenter", "batch_size": 4} for i in range(replicas)],
+        }
+    )
+
+
+def _topic(tokens: np.ndarray) -> int:
+    """Of a window: whose letters it has most of."""
+    counts = [sum(int((tokens == ord(letter)).sum()) for letter in topic) for topic in TOPICS]
+    return counts.index(max(counts))
+
+
+def test_windows_that_are_alike_are_together(store: TokenStore) -> None:
+    clusters = find_clusters(store, LENGTH, 3, seed=1)
+    rows = store.train[: len(store.train) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
+    whole = [_topic(row) if 0 not in row else None for row in rows]
+    for cluster in range(3):
+        found = [whole[window] for window in clusters.windows(cluster, 3)]
+        counts = [found.count(topic) for topic in range(3)]
+        assert max(counts) > 0.95 * sum(counts), counts
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3])
+def test_each_window_is_in_one_share(store: TokenStore, shares: int) -> None:
+    clusters = find_clusters(store, LENGTH, 3, seed=1)
+    found = np.concatenate([clusters.windows(share, shares) for share in range(shares)])
+    np.testing.assert_array_equal(np.sort(found), np.arange(len(store.train) // (LENGTH + 1)))
+
+
+def test_they_are_found_once_and_again_where_what_was_kept_is_damaged(store: TokenStore) -> None:
+    first = find_clusters(store, LENGTH, 3, seed=1)
+    [path] = store.path.parent.glob("clusters-*.npy")
+    np.save(path, 2 - first.labels)
+    kept = find_clusters(store, LENGTH, 3, seed=1)
+    np.testing.assert_array_equal(kept.labels, 2 - first.labels)
+    for damage in (path.read_bytes()[:40], path.read_bytes()[:-2], b""):
+        path.write_bytes(damage)
+        assert find_clusters(store, LENGTH, 3, seed=1).digest == first.digest
+    np.save(path, first.labels + np.uint16(1))
+    assert find_clusters(store, LENGTH, 3, seed=1).digest == first.digest
+
+
+def test_another_seed_another_length_or_number_are_other_clusters(store: TokenStore) -> None:
+    found = {find_clusters(store, *of).digest for of in ((LENGTH, 3, 1), (LENGTH, 3, 2), (LENGTH, 2, 1), (15, 3, 1))}
+    assert len(found) == 4
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_other_processes_find_the_same(threads: str, text: Path, store: TokenStore, tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from hetero_pp.data.clusters import find_clusters; "
+        "from hetero_pp.data.settings import DataSettings; from hetero_pp.data.tokens import prepare_tokens; "
+        "data = DataSettings(corpus=sys.argv[1], validation_share=0.1); "
+        f"print(find_clusters(prepare_tokens(data, Path(sys.argv[2])), {LENGTH}, 3, 1).digest)"
+    )
+    arguments = [sys.executable, "-c", script, str(text), str(tmp_path / "other")]
+    done = subprocess.run(
+        arguments, env=os.environ | {"OPENBLAS_NUM_THREADS": threads}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == find_clusters(store, LENGTH, 3, seed=1).digest
+
+
+def test_of_one_cluster_all_are_read_in_the_order_that_they_have_without(store: TokenStore) -> None:
+    of: dict[str, Any] = {"store": store, "sequence_length": LENGTH, "seed": 5, "replica": 0, "replicas": 1}
+    plain = StoreBatches(**of, batch_size=4)
+    whole = StoreBatches(**of, batch_size=4, clusters=find_clusters(store, LENGTH, 1, seed=1))
+    steps = range(2 * whole.shard_size // 4)
+    assert all(np.array_equal(plain.windows(step), whole.windows(step)) for step in steps)
+
+
+def test_an_epoch_reads_each_window_of_the_own_clusters_once(store: TokenStore) -> None:
+    clusters = find_clusters(store, LENGTH, 3, seed=1)
+    for replica in range(2):
+        batches = StoreBatches(
+            store=store, sequence_length=LENGTH, seed=5, replica=replica, replicas=2, batch_size=1, clusters=clusters
+        )
+        for epoch in range(2):
+            read = [batches.windows(epoch * batches.shard_size + place) for place in range(batches.shard_size)]
+            np.testing.assert_array_equal(np.sort(np.concatenate(read)), clusters.windows(replica, 2))
+
+
+def test_a_shard_has_to_fill_a_batch(store: TokenStore) -> None:
+    clusters = find_clusters(store, LENGTH, 3, seed=1)
+    smallest = min(len(clusters.windows(share, 3)) for share in range(3))
+    with pytest.raises(ConfigError, match=f"found {smallest} sequences in the clusters of replica . of 3") as error:
+        for replica in range(3):
+            StoreBatches(
+                store=store,
+                sequence_length=LENGTH,
+                seed=5,
+                replica=replica,
+                replicas=3,
+                batch_size=smallest + 1,
+                clusters=clusters,
+            )
+    assert error.value.key == ("data", "clusters")
+
+
+def test_text_that_is_all_the_same_has_no_clusters(tmp_path: Path) -> None:
+    (tmp_path / "same.txt").write_text("abcd" * 1000)
+    store = prepare_tokens(DataSettings(corpus=str(tmp_path / "same.txt"), validation_share=0.1), tmp_path / "cache")
+    with pytest.raises(ConfigError, match="found 2, expected at most the 1 windows of text that differ") as error:
+        find_clusters(store, 7, 2, seed=1)
+    assert error.value.key == ("data", "clusters")
+
+
+def test_examples_are_the_windows_of_the_shards(text: Path, store: TokenStore) -> None:
+    spec = RunSpec(_config(text), 256)
+    clusters = find_clusters(store, LENGTH, 3, spec.config.seed)
+    assert examples_of(spec, store) == {f"r{i}": len(clusters.windows(i, 3)) for i in range(3)}
+    largest = max(examples_of(spec, store).values())
+    assert largest > 1.5 * min(examples_of(spec, store).values())
+
+
+def test_while_the_first_replica_trains_alone_it_reads_all_of_the_text(text: Path, store: TokenStore) -> None:
+    spec = RunSpec(_config(text, method="diloco", pretraining=2), 256)
+    clusters = find_clusters(store, LENGTH, 3, spec.config.seed)
+    for index, member in enumerate(spec.members.values()):
+        batches, _ = replica_batches(spec, member, store)
+        for round_ in range(1, 6):
+            batches.take(spec.share_of(member.name, round_), (round_ - 1) * 2)
+            if index == 0 or round_ > 2:
+                alone = index == 0 and round_ <= 2
+                share = (0, 1) if alone else (index, 3)
+                rows = store.train[: len(clusters.labels) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
+                allowed = {rows[window].tobytes() for window in clusters.windows(*share)}
+                read = batches.train((round_ - 1) * 2).numpy().astype(store.train.dtype)
+                assert {row.tobytes() for row in read} <= allowed
+    assert spec.share_of("r0", 2).seed(9) == 9
+    assert spec.share_of("r0", 3).seed(9) != 9
+    assert {spec.share_of(name, 3).first_step for name in spec.members} == {4}
+
+
+def test_hosts_that_found_other_clusters_read_another_text(text: Path, store: TokenStore) -> None:
+    spec, plain = RunSpec(_config(text), 256), RunSpec(_config(text, clusters=None), 256)
+    digest = text_digest(spec, store)
+    assert text_digest(plain, store) == store.digest != digest
+    assert text_digest(spec, None) == ""
+    [path] = store.path.parent.glob("clusters-*.npy")
+    labels = np.load(path)
+    labels[7] = (labels[7] + 1) % 3
+    np.save(path, labels)
+    assert text_digest(spec, store) not in (digest, store.digest)
+
+
+def test_each_replica_needs_a_cluster(text: Path) -> None:
+    _config(text, clusters=3).check()
+    with pytest.raises(ConfigError, match="found 3, expected at least one for each of 4 replicas") as error:
+        _config(text, clusters=3, replicas=4).check()
+    assert error.value.key == ("data", "clusters")
+
+
+def test_a_stream_has_no_clusters() -> None:
+    with pytest.raises(ValidationError, match="found `clusters` with hf:a/b, which is streamed, expected a corpus"):
+        DataSettings(corpus="hf:a/b", clusters=2)
+
+
+def test_runs_without_clusters_keep_their_names(text: Path) -> None:
+    assert "clusters" not in RunSpec(_config(text, clusters=None), 256).agreed
+    assert RunSpec(_config(text), 256).run != RunSpec(_config(text, clusters=None), 256).run
