@@ -389,6 +389,20 @@ def replay(
 
 
 @app.command()
+def volume(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The folder of a run, or the URL of a log in a store of its own.")
+    ],
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write it by round to a file.")] = None,
+) -> None:
+    """Measure what a run's contributions come to on the wires: gathered, or in a ring, summed or not."""
+    with readable_errors():
+        from hetero_pp.program.volume import print_volume
+
+        print_volume(run, json_path)
+
+
+@app.command()
 def methods() -> None:
     """Print the methods there are: each a row of parts, with paper and section."""
     from hetero_pp.program.methods import print_methods

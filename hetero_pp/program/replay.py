@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from hetero_pp.errors import ConfigError, HeteroPPError
 from hetero_pp.files import write_whole
+from hetero_pp.program.open_run import open_run
 from hetero_pp.program.report.output import standard_output, tell
-from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.read import read_run
 from hetero_pp.run.round_optimizer import round_optimizer
-from hetero_pp.run.spec import RunSpec
 from hetero_pp.snapshot import save_snapshot
-from hetero_pp.store.opening import folder_of, open_store
 from replica_groups.exchange.check_log import CheckedRound, LogCheck
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.open_log import open_log
 
 
 def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | None) -> None:
@@ -29,7 +24,7 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
     """
     if to is not None and to.exists():
         raise ConfigError((), f"--to {to}: found a file there, expected none")
-    spec, log = _opened(run)
+    spec, log = open_run(run)
     last = _last(log, round_)
     check, found = LogCheck(log, spec.run, partial(round_optimizer, spec)), list[CheckedRound]()
     for one in check.rounds(last):
@@ -46,25 +41,6 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
         raise HeteroPPError(f"{log.store.url()}: {damaged} things are damaged, lost or not what they should be")
     written = f", written to {to}" if to is not None else ""
     tell(standard_output(), f"{spec.config.name} after round {last}: sha256 {found[-1].sha256}{written}")
-
-
-def _opened(run: str) -> tuple[RunSpec, ContributionLog]:
-    """A run and its log: by its folder, or by the URL of a log that says itself what run it is of."""
-    if folder_of(run) is not None:
-        folder = RunFolder(Path(run))
-        if not folder.config.is_file():
-            raise ConfigError((), f"{run}: found no config.yaml, expected the folder of a run, such as runs/quickstart")
-        spec = read_run(folder)
-        return spec, open_log(spec.config, folder)
-    log = ContributionLog(open_store(run))
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = RunFolder(Path(scratch))
-        for path in (folder.config, folder.changes):
-            if path.name in log.store.names():
-                log.store.get_to(path.name, path)
-        if not folder.config.is_file():
-            raise ConfigError((), f"{log.store.url()}: found no config.yaml, expected the log of a run")
-        return read_run(folder), log
 
 
 def _last(log: ContributionLog, wanted: int | None) -> int:

@@ -61,7 +61,7 @@ class PublishedNumber(Settings):
     )
 
 
-ExchangeKind = Literal["gather", "parameter_server", "ring_all_gather", "ring_all_reduce"]
+ExchangeKind = Literal["gather", "parameter_server", "ring_all_gather", "ring_all_reduce", "sparse_ring"]
 
 
 class SimulateSettings(Settings):

@@ -6,9 +6,11 @@ With R replicas, and a contribution of m bytes (N bytes if it is dense), each re
     parameter_server    sends m, receives one aggregate
     ring_all_gather     sends and receives (R - 1) m      own and others' are passed on
     ring_all_reduce     sends and receives 2 (R - 1) N / R
+    sparse_ring         sends and receives (s_1 + ... + s_R-1 + (R - 1) s_R) / R, where h contributions sum to s_h
 
 `gather` is what `launch` does and, with an object store as the exchange, the deployment of SparseLoCo's Appendix C; the
-others are the topologies of SparseLoCo's Figure 2.
+others are the topologies of SparseLoCo's Figure 2, and one that sums sparse contributions on their way. What replicas
+really sent is measured by `hetero_pp/outer/volume.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import fmean
 
 import numpy as np
 
@@ -24,10 +27,11 @@ from hetero_pp.lines import LineSpec
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.links import EXCHANGE, Direction, LinkShape, exchange_link_name
 from hetero_pp.model import EMBEDDING, block_of, shapes_by_block
+from hetero_pp.outer.volume import Volume
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, blob_bytes
 from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.loads import Messages, exchange_messages
+from hetero_pp.simulator.loads import Messages, blob_sizes, exchange_messages
 from hetero_pp.simulator.pipeline import Array
 
 
@@ -50,7 +54,7 @@ class Crossing:
 
 def is_ring(simulate: SimulateSettings) -> bool:
     """Whether replicas pass contributions on to each other, without an exchange."""
-    return simulate.exchange in ("ring_all_gather", "ring_all_reduce")
+    return simulate.exchange in ("ring_all_gather", "ring_all_reduce", "sparse_ring")
 
 
 def check_exchange(spec: RunSpec) -> None:
@@ -103,7 +107,7 @@ def _check_ring(spec: RunSpec) -> None:
         raise ConfigError(
             key,
             f"found `ring_all_reduce` at density {spec.config.outer.compression.density:.3g}, expected 1: sums of "
-            "sparse contributions grow on their way; `ring_all_gather` passes them on as they are",
+            "sparse contributions grow on their way, as in `sparse_ring`; `ring_all_gather` passes them on as they are",
         )
     shared = [line for line in spec.lines.values() if len(line.members) > 1 or EXCHANGE in line.members]
     if simulate.sites or shared or simulate.exchange_bandwidth is not None:
@@ -200,6 +204,9 @@ def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:
             passed_on = [(own, replicas - 1)]
         case "ring_all_reduce":
             passed_on = [(-(-own // replicas), 2 * (replicas - 1))]
+        case "sparse_ring":
+            parts = [-(-sum(sum_bytes(spec, count).values()) // replicas) for count in range(1, replicas + 1)]
+            passed_on = [*((part, 1) for part in parts[:-1]), (parts[-1], replicas - 1)]
     passed_on = [message for message in passed_on if message[1]]
     return {"forward": passed_on, "backward": passed_on}
 
@@ -219,19 +226,37 @@ def _aggregate(spec: RunSpec, member: MemberSpec) -> list[tuple[int, int]]:
     return [(sizes[block], 1) for block in sorted(blocks)]
 
 
-@lru_cache(maxsize=2)  # asked for by every member, in both directions
 def aggregate_bytes(spec: RunSpec) -> dict[str, int]:
     """Bytes by block of the mean of all contributions, in fp32, as the codec would write them.
 
     `union` is the most that it can be: no two replicas kept the same position.
     """
+    return sum_bytes(spec, replica_count(spec), is_dense=spec.config.simulate.aggregate == "dense")
+
+
+@lru_cache(maxsize=64)  # asked for by every member, in both directions
+def sum_bytes(spec: RunSpec, count: int, is_dense: bool = False) -> dict[str, int]:
+    """Bytes by block of a sum of so many contributions, in fp32, as the codec would write it: the most that it can be,
+    where no two replicas kept the same position.
+    """
     compression = spec.config.outer.compression
-    density = min(1.0, replica_count(spec) * compression.density)
-    if spec.config.simulate.aggregate == "dense":
-        density = 1.0
+    density = 1.0 if is_dense else min(1.0, count * compression.density)
     written = compression.model_copy(update={"density": density, "value_bits": 32, "quantiser": "levels"})
     blocks = shapes_by_block(spec.parameter_shapes)
     return {
         block: blob_bytes(BlobAddress(spec.run, 1, EXCHANGE, block), shapes, written)
         for block, shapes in blocks.items()
     }
+
+
+def expected_volume(spec: RunSpec, replicas: int) -> Volume:
+    """What contributions of so many replicas come to on the wires by the formulas above: from the settings alone."""
+    mean = fmean(sum(blobs.values()) for blobs in blob_sizes(spec).values())
+    sums = [sum(sum_bytes(spec, count).values()) for count in range(1, replicas + 1)]
+    is_dense = spec.config.outer.compression.density == 1
+    return Volume(
+        gather=mean,
+        ring_all_gather=(replicas - 1) * mean,
+        ring_all_reduce=2 * (replicas - 1) * mean / replicas if is_dense else None,
+        sparse_ring=(sum(sums[:-1]) + (replicas - 1) * sums[-1]) / replicas,
+    )

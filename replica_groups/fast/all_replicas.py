@@ -31,7 +31,7 @@ from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.fast.bias import BiasMeter
 from replica_groups.fast.compiler import can_compile, compile_layers
-from replica_groups.fast.similarity import Similarities
+from replica_groups.fast.measured import Measured
 from replica_groups.fast.stack import Stack, is_faster
 from replica_groups.ranks import ALONE, CPU, Ranks
 from replica_groups.whole import WholeReplica
@@ -56,6 +56,7 @@ class AllReplicas:
         ranks: Ranks = ALONE,
         stacks: bool | None = None,
         similarity_every: int | None = None,
+        volume_every: int | None = None,
     ) -> None:
         self.spec = spec
         self.ranks = ranks
@@ -79,19 +80,11 @@ class AllReplicas:
         self.outer = OuterOptimizer(spec.config.outer)
         self.bias_every = bias_every
         self.bias: list[tuple[int, float]] = []
-        self.similarity_every = similarity_every
-        self.similarity: list[tuple[int, float, float]] = []
+        self.measured = Measured(spec, similarity_every, volume_every, device, ranks.world)
         self.ahead: list[dict[str, Tensor]] = []
         """With overlap, between rounds: the pseudo-gradient of the round that each replica has trained already."""
         self.local: dict[int, dict[str, Tensor]] = {}
         """With keep_local, between rounds: the parameters of each replica here that the last round did not count."""
-        if similarity_every is not None and ranks.world > 1:
-            raise ConfigError(("similarity_every",), f"found it on {ranks.world} ranks, expected one process")
-        if similarity_every is not None and spec.config.outer.source == "gradient":
-            told = (
-                f"found {spec.config.outer.method} with `similarity_every`, expected one that contributes differences"
-            )
-            raise ConfigError(("outer", "method"), told)
         if bias_every is not None and spec.config.outer.overlap:
             raise ConfigError(("outer", "overlap"), "found 1, expected 0: the bias is of replicas that start together")
         if bias_every is not None and spec.config.outer.keep_local:
@@ -236,25 +229,18 @@ class AllReplicas:
     def _contribute(self, round_: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
         """The means of what replicas have trained ahead, and where each of them starts the next round."""
         missed, counted = self._missed_in(round_)
-        outer, means, alike = self.outer.settings, {}, Similarities()
+        outer, means = self.outer.settings, {}
+        self.measured.begin(round_)
         starts: list[dict[str, Tensor]] = [{} for _ in self.replicas]
         for name, theta in self.theta.items():
             mean = WeightedMean(tuple(theta.shape), outer.divides_by, theta.device)
             sent = [self._send(round_, i, name, own[name], mean, missed) for i, own in enumerate(self.ahead)]
             for start, own in zip(starts, sent, strict=True):
                 start[name] = start_before_mean(theta, own, outer)
-            if self._measures_similarity(round_):
-                alike.add(sent, theta.shape)
+            self.measured.parameter(name, sent)
             means[name] = self._finish(mean, counted)
-        self._keep_similarity(round_, alike)
+        self.measured.finish()
         return means, starts
-
-    def _measures_similarity(self, round_: int) -> bool:
-        return self.similarity_every is not None and round_ % self.similarity_every == 0
-
-    def _keep_similarity(self, round_: int, alike: Similarities) -> None:
-        if (found := alike.of_pairs()) is not None:
-            self.similarity.append((round_, *found))
 
     def _meter(self, steps: range) -> BiasMeter:
         beyond = self.inner_steps * self.spec.config.outer.rounds
@@ -280,7 +266,7 @@ class AllReplicas:
         """The outer round, parameter by parameter."""
         outer = self.outer.settings
         missed, counted = self._missed_in(round_)
-        alike = Similarities()
+        self.measured.begin(round_)
         self.outer.begin(round_)
         apart = [i for i, own in enumerate(self.settings) if outer.keep_local and own.name in missed]
         self.local = {index: _copied(self.replicas[index].parameters) for index in apart}
@@ -294,13 +280,12 @@ class AllReplicas:
                 own_start = self.own_embeddings.get(index, start) if name == EMBEDDING else start
                 delta = own_start - replica.parameters[name]
                 sent.append(self._send(round_, index, name, delta, mean, missed))
-            if self._measures_similarity(round_):
-                alike.add(sent, start.shape)
+            self.measured.parameter(name, sent)
             del sent
             self.outer.take(self.theta, name, self._finish(mean, counted))
             for replica in self.replicas:
                 replica.parameters[name].copy_(start)
-        self._keep_similarity(round_, alike)
+        self.measured.finish()
         self._average_peers()
 
     def _missed_in(self, round_: int) -> tuple[frozenset[str], float]:
@@ -316,6 +301,7 @@ class AllReplicas:
         outer, replica, error = self.outer.settings, self.settings[index].name, self.errors[index][name]
         generator = generator_of(self.spec.run, round_, replica, name)
         selection = select(error, delta, outer.compression, generator=generator)
+        self.measured.contribution(replica, name, selection)
         sent = DecodedTensor(selection.indices, selection.values)
         if replica in missed:
             give_back(error, sent.indices, sent.values, outer.given_back)
@@ -415,7 +401,7 @@ class AllReplicas:
             "ahead": self.ahead,
             "local": self.local,
             "bias": self.bias,
-            "similarity": self.similarity,
+            **self.measured.state(),
             "replicas": [replica.state() for replica in self.replicas],
             "batches": [batches.state() for batches in self.batches],
             "is_stacked": self.is_stacked,
@@ -436,7 +422,8 @@ class AllReplicas:
             index: {name: one.to(device) for name, one in local.items()}
             for index, local in state.get("local", {}).items()
         }
-        self.bias, self.similarity = state["bias"], state.get("similarity", [])
+        self.bias = state["bias"]
+        self.measured.load(state)
         for replica, saved in zip(self.replicas, state["replicas"], strict=True):
             replica.load(saved)
         for batches, saved in zip(self.batches, state["batches"], strict=True):

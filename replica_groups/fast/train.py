@@ -53,6 +53,8 @@ class FastResult:
     """Of equation 5, as a share of the unbiased pseudo-gradient: (round, share), where it was measured."""
     similarity: list[tuple[int, float, float]] = field(default_factory=list)
     """Of contributions: (round, mean of the cosines of all pairs, their standard deviation), where it was measured."""
+    volume: list[tuple[int, float, float, float | None, float]] = field(default_factory=list)
+    """What contributions come to on the wires: (round, bytes that a replica sends by each way of Volume), likewise."""
     compiled: bool = False
     """Whether layers were compiled."""
     stacked: bool = False
@@ -73,6 +75,7 @@ def train_fast(
     checkpoint_seconds: float = 300.0,
     stacks: bool | None = None,
     similarity_every: int | None = None,
+    volume_every: int | None = None,
 ) -> FastResult:
     """Train a whole topology in this thread. `on_round` is told each round's validation loss.
 
@@ -84,7 +87,8 @@ def train_fast(
     `stacks`: replicas of one kind take their inner steps together (losses differ by rounding), where they can and the
     bias is not measured. None: on a GPU, if that is faster by a measurement, which a checkpoint remembers.
 
-    `similarity_every`: rounds between measurements of how alike contributions are, in one process.
+    `similarity_every`: rounds between measurements of how alike contributions are, in one process. `volume_every`: of
+    what they come to on the wires.
 
     Raises ConfigError before the round in which a streamed corpus ends that may not be repeated. The state is saved
     then, and training goes on from it once the corpus may be.
@@ -94,7 +98,7 @@ def train_fast(
     saved = None if kept is None else kept.load()
     if saved is not None:
         stacks = saved["group"]["is_stacked"]
-    group = AllReplicas(spec, source, compiles, bias_every, device, ranks, stacks, similarity_every)
+    group = AllReplicas(spec, source, compiles, bias_every, device, ranks, stacks, similarity_every, volume_every)
     losses: list[float] = []
     if saved is not None:
         losses = saved["losses"]
@@ -134,7 +138,8 @@ def train_fast(
         boundary_bytes_per_token=max(boundary_bytes_per_token(replica, spec) for replica in spec.config.replicas),
         diverged=diverged,
         bias=group.bias,
-        similarity=group.similarity,
+        similarity=group.measured.similarity,
+        volume=group.measured.volume,
         compiled=group.is_compiled,
         stacked=group.is_stacked,
         slices={} if diverged else _slices(group),

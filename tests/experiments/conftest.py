@@ -93,4 +93,6 @@ def job(tmp_path: Path, corpus: Path) -> Job:
             "replicas": [{"name": "dc", "kind": "datacenter", "batch_size": 2}],
         }
     )
-    return Job("toy/one", "all", 2, config, None, None, tmp_path / "cache", tmp_path / "rows.jsonl", {"version": 1})
+    return Job(
+        "toy/one", "all", 2, config, None, None, None, tmp_path / "cache", tmp_path / "rows.jsonl", {"version": 1}
+    )

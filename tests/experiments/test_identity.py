@@ -16,7 +16,7 @@ from hetero_pp.data.tokens import TokenStore
 from hetero_pp.model import PRESETS
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Experiment, Row
-from hetero_pp.program.experiments.jobs import Job, key_of, make_job
+from hetero_pp.program.experiments.jobs import Job, key_of, known_outcomes, make_job
 from hetero_pp.program.experiments.outcomes import ROWS, read_outcomes
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.run.config import RunConfig
@@ -34,7 +34,7 @@ def _corpus(digest: str, name: str = "docstrings") -> Corpus:
 
 
 def _job(tokens: Corpus | None = None, repeat: bool = False, **row: Any) -> Job:
-    every = {key: row.pop(key, None) for key in ("bias_every", "similarity_every")}
+    every = {key: row.pop(key, None) for key in ("bias_every", "similarity_every", "volume_every")}
     one = Row(name=row.pop("name", "one"), **{"compressed": "half", "rank": 8} | row)
     experiment = Experiment(name="toy/one", title="", paper="", baseline=one.name, rows=[one], claims=[], **every)
     return make_job(Setting(MICRO, experiment, repeat=repeat), one, 1, tokens or _corpus("a"), Path(ROWS))
@@ -60,6 +60,7 @@ MATTERS: dict[str, dict[str, Any]] = {
     "what is measured beside it": {"bias_every": 5},
     "how often": {"bias_every": 6},
     "another measurement": {"similarity_every": 5},
+    "and another": {"volume_every": 5},
     "its rank": {"rank": 16},
     "no compression at the full rank": {"rank": 64},
     "none": {"rank": "full"},
@@ -157,13 +158,25 @@ def test_defaults_are_those_that_kept_rows_leave_out() -> None:
 KEPT = {scale: read_outcomes(RESULTS / scale / ROWS) for scale in ("micro", "micro_long", "ladder")}
 
 
+KNOWN = {scale: known_outcomes(kept) for scale, kept in KEPT.items()}
+
+
 @pytest.mark.parametrize("scale", KEPT)
 def test_kept_rows_are_known_by_what_they_say(scale: str) -> None:
     assert len(KEPT[scale]) >= {"micro": 868, "micro_long": 44, "ladder": 54}[scale]
-    parts = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "similarity_every", "settings")
+    parts = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "similarity_every", "volume_every", "settings")
     for key, outcome in KEPT[scale].items():
         assert key_of({part: outcome[part] for part in parts if part in outcome}) == key
         assert outcome["settings"]["seed"] == outcome["seed"]
+
+
+def test_a_row_that_was_measured_is_known_without_that_too() -> None:
+    plain, measured, biased = _job(), _job(volume_every=3), _job(bias_every=3)
+    kept = {job.key: {"key": job.key, **job.identity} for job in (measured, biased)}
+    assert known_outcomes(kept) == kept | {plain.key: kept[measured.key]}
+    assert _job(similarity_every=3).key not in known_outcomes(kept)
+    both = kept | {plain.key: {"key": plain.key, **plain.identity}}
+    assert known_outcomes(both) == both
 
 
 def test_every_experiment_has_a_table() -> None:
@@ -189,4 +202,4 @@ def test_tables_are_made_of_rows_that_are_kept(name: str) -> None:
     for row in known:
         for seed, loss in row["ours"]["seeds"].items():
             job = make_job(setting, rows[row["name"]], int(seed), tokens, Path(ROWS))
-            assert KEPT[scale.name][job.key]["validation_loss"][-1] == loss
+            assert KNOWN[scale.name][job.key]["validation_loss"][-1] == loss

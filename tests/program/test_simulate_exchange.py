@@ -21,7 +21,7 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sharing import all_sent, fair_ends
-from hetero_pp.simulator.volumes import aggregate_bytes
+from hetero_pp.simulator.volumes import aggregate_bytes, expected_volume
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 REPLICAS, CONTRIBUTE, APPLY = 5, 3.0, 4.0
@@ -117,6 +117,30 @@ def test_an_aggregate_is_what_the_encoder_would_write(tmp_path: Path) -> None:
     assert aggregate_bytes(dense) == pytest.approx(_contribution(dense, 1.0, 32), rel=0.1)
     many = _spec(tmp_path, WHOLE, "simulate.exchange=parameter_server", "simulate.fleets.dc.count=40")
     assert sum(aggregate_bytes(many).values()) == sum(aggregate_bytes(dense).values())
+
+
+def test_in_a_sparse_ring_sums_grow_on_their_way(tmp_path: Path) -> None:
+    """A fifth of sums of 1, 2, 3 and 4 contributions, and four times a fifth of that of all, as the encoder writes."""
+    spec, found = _whole(tmp_path, "simulate.exchange=sparse_ring")
+    sums = [sum(_contribution(spec, count / 32, 32).values()) for count in range(1, REPLICAS + 1)]
+    [replica] = found.replicas
+    assert replica.sent_bytes == pytest.approx((sum(sums[:-1]) + 4 * sums[-1]) / REPLICAS, rel=0.1)
+    assert replica.received_bytes == replica.sent_bytes
+    assert expected_volume(spec, REPLICAS).sparse_ring == pytest.approx(replica.sent_bytes, rel=0.01)  # without framing
+
+
+@pytest.mark.parametrize(
+    ("overrides", "way"),
+    [
+        (("simulate.exchange=ring_all_gather",), "ring_all_gather"),
+        (("outer.method=diloco", "simulate.exchange=ring_all_reduce"), "ring_all_reduce"),
+        (("simulate.exchange=parameter_server",), "gather"),
+    ],
+)
+def test_formulas_are_what_is_predicted(tmp_path: Path, overrides: tuple[str, ...], way: str) -> None:
+    spec, found = _whole(tmp_path, *overrides)
+    sent = getattr(expected_volume(spec, REPLICAS), way)
+    assert found.replicas[0].sent_bytes == pytest.approx(sent, rel=0.01)  # without framing
 
 
 def test_a_round_through_the_exchange_is_up_then_down(tmp_path: Path) -> None:

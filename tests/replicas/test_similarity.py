@@ -89,8 +89,8 @@ def test_dense_ones_are_of_where_replicas_have_come_to(corpus: Path, tmp_path: P
 
     group._synchronise = first  # type: ignore[method-assign]
     assert all(group.round(round_) for round_ in range(1, 5))
-    assert [round_ for round_, *_ in group.similarity] == [2, 4]
-    for measured, expected in zip(group.similarity, found[1::2], strict=True):
+    assert [round_ for round_, *_ in group.measured.similarity] == [2, 4]
+    for measured, expected in zip(group.measured.similarity, found[1::2], strict=True):
         assert measured == pytest.approx(expected, rel=1e-6)
         assert 0 < measured[1] < 1
 

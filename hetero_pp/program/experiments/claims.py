@@ -10,9 +10,13 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+from hetero_pp.outer.volume import Volume
 from hetero_pp.program.experiments.definition import FORWARDS, Claim, Experiment, Forward
 from hetero_pp.program.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.program.experiments.verdict import Values, holm, judge, p_value, slices_interval
+
+WAYS = ("gather", "ring", "sparse_ring")
+"""By which contributions cross, where that is measured."""
 
 
 def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, Any]]:
@@ -38,12 +42,14 @@ def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, 
 
 
 def known_values(outcomes: Outcomes) -> dict[str, Values]:
-    """The last loss of each row and seed, by forward; and bias and similarity, where they were measured."""
+    """The last loss of each row and seed, by forward; and what was measured beside: bias, similarity, megabytes."""
     values: dict[str, Values] = {
         forward: {row: _losses(seeds, forward) for row, seeds in outcomes.items()} for forward in FORWARDS
     }
     for measured in ("bias", "similarity"):
         values[measured] = {row: _means(seeds, measured) for row, seeds in outcomes.items()}
+    for way in WAYS:
+        values[way] = {row: _megabytes(seeds, way) for row, seeds in outcomes.items()}
     return values
 
 
@@ -72,6 +78,21 @@ def _means(seeds: Mapping[int, Outcome], measured: str) -> dict[int, float]:
     return {
         seed: fmean(one[1] for one in outcome[measured]) for seed, outcome in seeds.items() if outcome.get(measured)
     }
+
+
+def _megabytes(seeds: Mapping[int, Outcome], way: str) -> dict[int, float]:
+    """That a replica sends over the run, by seed, where it was measured: the mean over those rounds for all of them."""
+    return {
+        seed: len(outcome["validation_loss"]) * fmean(ways_of(Volume(*one[1:]))[way] for one in outcome["volume"]) / 1e6
+        for seed, outcome in seeds.items()
+        if outcome.get("volume")
+    }
+
+
+def ways_of(volume: Volume) -> dict[str, float]:
+    """Bytes by the ways that claims may be of: in a ring dense ones are summed, sparse ones passed on, as in papers."""
+    ring = volume.ring_all_gather if volume.ring_all_reduce is None else volume.ring_all_reduce
+    return {"gather": volume.gather, "ring": ring, "sparse_ring": volume.sparse_ring}
 
 
 def _in_each_forward(claim: Claim, values: Mapping[str, Values], shares: Mapping[str, float]) -> dict[str, Any]:

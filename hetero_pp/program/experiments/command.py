@@ -13,7 +13,7 @@ from rich.console import Console
 from hetero_pp.errors import RunFailed
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Row
-from hetero_pp.program.experiments.jobs import Job, make_job
+from hetero_pp.program.experiments.jobs import Job, known_outcomes, make_job
 from hetero_pp.program.experiments.listing import print_broken, print_supply
 from hetero_pp.program.experiments.outcomes import ROWS, Outcome, alone, read_outcomes
 from hetero_pp.program.experiments.report import print_result, result_of, write_result
@@ -32,7 +32,7 @@ def reproduce(request: Request) -> None:
     console = standard_output()
     settings, broken = request.settings()
     rows = request.results.absolute() / request.catalog.scale(request.scale).name / ROWS
-    outcomes = read_outcomes(rows)
+    outcomes = known_outcomes(read_outcomes(rows))
     tables = {setting.experiment.name: _Table(setting, request, rows, outcomes, console) for setting in settings}
     asked: dict[str, Job] = {}
     for _, job in chain.from_iterable(table.asked for table in tables.values()):
@@ -51,7 +51,7 @@ def reproduce(request: Request) -> None:
     if ranks.rank > 0:
         return
     with alone(rows):
-        outcomes = read_outcomes(rows)
+        outcomes = known_outcomes(read_outcomes(rows))
         for table in tables.values():
             table.write(request.results, outcomes, console)
     print_broken(console, broken)

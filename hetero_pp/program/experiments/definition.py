@@ -105,6 +105,18 @@ FORWARDS: tuple[Forward, ...] = get_args(Forward)
 """In which the synced model has a loss."""
 
 
+Measurement = Literal["bias", "similarity", "gather", "ring", "sparse_ring"]
+
+EVERY: dict[str, str] = {
+    "bias": "bias_every",
+    "similarity": "similarity_every",
+    "gather": "volume_every",
+    "ring": "volume_every",
+    "sparse_ring": "volume_every",
+}
+"""What an experiment says of how often each is measured."""
+
+
 class Claim(Settings):
     """A statement about losses in one forward (or what was measured beside); exactly one of these is set.
 
@@ -114,17 +126,18 @@ class Claim(Settings):
     """
 
     text: str
-    of: Forward | Literal["bias", "similarity"] = Field(
+    of: Forward | Measurement = Field(
         "own",
         description="whose loss: of each replica's own forward, averaged; of that of a compressed replica; of that "
-        "without boundaries; or of the bias of equation 5 or the cosine of contributions, as it was measured",
+        "without boundaries; or what was measured: the bias of equation 5, the cosine of contributions, or the "
+        "megabytes that a replica sends over the run if they are gathered, passed around a ring, or summed in it",
     )
     lower: tuple[str, str] | None = None
     equal: tuple[str, str] | None = None
     grows: list[tuple[str, str]] | None = None
     proportional: list[str] | None = Field(None, min_length=2)
     after: Ratio = Field(1.0, gt=0, le=1, description="of its loss when this share of its rounds is over; own forward")
-    margin: float = Field(0.03, gt=0, description="nats; a share for a bias; a cosine")
+    margin: float = Field(0.03, gt=0, description="nats; a share for a bias; a cosine; megabytes")
     why: str = Field("", description="what we think, where the verdict is not the paper's")
 
     @model_validator(mode="after")
@@ -171,6 +184,9 @@ class Experiment(Definition):
     similarity_every: int | None = Field(
         None, ge=1, description="rounds between measurements of contributions' cosines"
     )
+    volume_every: int | None = Field(
+        None, ge=1, description="rounds between measurements of what contributions come to on the wires"
+    )
     first_seed: int = Field(1, ge=1, description="another than 1 where seeds have to be fresh: what a search has found")
     baseline: str
     rows: list[Row] = Field(min_length=1)
@@ -190,11 +206,11 @@ class Experiment(Definition):
 
     @model_validator(mode="after")
     def _is_measured(self) -> Experiment:
-        measured = {"bias": self.bias_every, "similarity": self.similarity_every}
         for claim in self.claims:
-            if measured.get(claim.of, 1) is None:
+            every = EVERY.get(claim.of)
+            if every is not None and getattr(self, every) is None:
                 raise ValueError(
-                    f"found a claim of the {claim.of} without `{claim.of}_every`, expected how often it is measured"
+                    f"found a claim of the {claim.of} without `{every}`, expected how often it is measured"
                 )
         return self
 

@@ -43,6 +43,7 @@ class Job:
     config: RunConfig
     bias_every: int | None
     similarity_every: int | None
+    volume_every: int | None
     cache: Path
     rows: Path
     """The file that outcomes are kept in."""
@@ -80,14 +81,21 @@ def make_job(setting: Setting, row: Row, seed: int, corpus: Corpus, rows: Path) 
         config,
         bias_every=experiment.bias_every,
         similarity_every=experiment.similarity_every,
+        volume_every=experiment.volume_every,
         cache=corpus.cache,
         rows=rows,
-        identity=identity_of(config, corpus, experiment.bias_every, experiment.similarity_every),
+        identity=identity_of(
+            config, corpus, experiment.bias_every, experiment.similarity_every, experiment.volume_every
+        ),
     )
 
 
 def identity_of(
-    config: RunConfig, corpus: Corpus, bias_every: int | None = None, similarity_every: int | None = None
+    config: RunConfig,
+    corpus: Corpus,
+    bias_every: int | None = None,
+    similarity_every: int | None = None,
+    volume_every: int | None = None,
 ) -> dict[str, Any]:
     """All that decides what a row comes to, as JSON, without what settings say by default."""
     settings = settings_of(config, corpus.source.vocabulary)
@@ -95,12 +103,26 @@ def identity_of(
     named = {} if tokenizer is None else {"tokenizer": {"sha256": tokenizer.identity, "ends": tokenizer.separator}}
     measured = {} if bias_every is None else {"bias_every": bias_every, "bias_of": "products of two replicas"}
     measured |= {} if similarity_every is None else {"similarity_every": similarity_every}
+    measured |= {} if volume_every is None else {"volume_every": volume_every}
     return {"version": OUTCOME_VERSION, "corpus": corpus.digest, **named, **measured, "settings": settings}
 
 
 def key_of(identity: Mapping[str, Any]) -> str:
     """A hash of all that decides what a row comes to."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+
+
+_BESIDE = ("similarity_every", "volume_every")
+_IDENTITY = ("version", "corpus", "tokenizer", "bias_every", "bias_of", "settings")
+
+
+def known_outcomes(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
+    """Outcomes by key, and those that something was measured of by the key of a row without that, too: what is trained
+    does not depend on it.
+    """
+    measured = [one for one in outcomes.values() if any(part in one for part in _BESIDE)]
+    plain = {key_of({part: one[part] for part in _IDENTITY if part in one}): one for one in measured}
+    return plain | dict(outcomes)
 
 
 OnRound = Callable[[int, float], None]
@@ -128,6 +150,7 @@ def train_job(
         compiles=training.compiles,
         bias_every=job.bias_every,
         similarity_every=job.similarity_every,
+        volume_every=job.volume_every,
         device=device,
         ranks=ranks,
         checkpoint=job.cache.parent / UNFINISHED / f"{job.key}.pt",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from hetero_pp.program.experiments.claims import WAYS
 from hetero_pp.program.experiments.provenance import describe
 
 COLUMNS = {
@@ -21,15 +22,24 @@ COLUMNS = {
     "M": "replicas",
     "tokens": "what all of them trained on together",
     "sent, MB": "what a replica contributes to all rounds together",
+    "gathered, MB": "what a replica sends in all rounds if each sends its own contribution once, to an exchange or a "
+    "parameter server: measured, of what was encoded; in brackets by formula, from the settings alone",
+    "ring, MB": "the same in a ring: dense contributions are summed on their way, sparse ones passed on",
+    "sparse ring, MB": "the same where sparse ones are summed, too; by formula as if no two replicas kept one position",
     "CPU, s": "CPU seconds of training a row, all replicas, on the machine below; the mean over seeds",
     "bytes/token": "what crosses a compressed boundary for a token, in one direction; 0 without one",
     "bias, %": "how far equation 5's mean pseudo-gradient is from the unbiased one, as a share of the latter's norm",
     "cosine": "of the angle between what two replicas contribute to a round; the mean over pairs and rounds",
     "state": "whether the row was trained, or why not",
 }
-"""What a table's columns say. Those of the paper, bias, cosine and CPU seconds are left out where no row has any; M,
-tokens and what is sent where all rows have the same.
+"""What a table's columns say. Those of the paper, of CPU seconds and of what is measured are left out where no row has
+any; M, tokens and what is sent where all rows have the same.
 """
+
+_WHERE_KNOWN = (
+    *("paper", "paper, %", "bias, %", "cosine", "CPU, s"),
+    *("gathered, MB", "ring, MB", "sparse ring, MB"),
+)
 
 
 def markdown(result: Mapping[str, Any], picture: str | None = None) -> Iterator[str]:
@@ -66,7 +76,7 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
     papers = {row["name"]: row["paper"] for row in result["rows"]}
     rows = [_cells(row, papers.get(row["baseline"])) for row in result["rows"]]
     shown = dict.fromkeys(COLUMNS, True)
-    shown |= {name: any(row[name] for row in rows) for name in ("paper", "paper, %", "bias, %", "cosine", "CPU, s")}
+    shown |= {name: any(row[name] for row in rows) for name in _WHERE_KNOWN}
     shown |= {name: len({row[name] for row in rows} - {""}) > 1 for name in ("M", "tokens", "sent, MB")}
     columns = [name for name in COLUMNS if shown[name]]
     yield "| row | " + " | ".join(columns) + " |"
@@ -92,6 +102,9 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
         "M": number(row.get("replicas"), 0),
         "tokens": "" if row.get("tokens") is None else f"{row['tokens']:,}",
         "sent, MB": number(_millions(row.get("contribution_bytes")), 2),
+        "gathered, MB": _volume(row, "gather"),
+        "ring, MB": _volume(row, "ring"),
+        "sparse ring, MB": _volume(row, "sparse_ring"),
         "CPU, s": number(row.get("cpu_seconds"), 0),
         "bytes/token": number(row.get("bytes_per_token"), 1),
         "bias, %": number(100 * row["bias"]["mean"], 2) if "bias" in row else "",
@@ -100,8 +113,17 @@ def _cells(row: Mapping[str, Any], base: float | None) -> dict[str, str]:
     }
 
 
+def _volume(row: Mapping[str, Any], way: str) -> str:
+    """Measured, and by formula."""
+    return f"{row[way]['mean']:.2f} ({row['by_formula'][way]:.2f})" if way in row else ""
+
+
 def _millions(value: float | None) -> float | None:
     return None if value is None else value / 1e6
+
+
+_NAMED = {"bias": "", "similarity": "cosine", "gather": "gathered", "sparse_ring": "sparse ring"}
+"""What a claim is of, where that is no forward."""
 
 
 def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
@@ -109,7 +131,7 @@ def _claims(claims: list[Mapping[str, Any]]) -> Iterator[str]:
         columns = ("claim", "forward", "verdict", "95 % interval", "seeds", "as a family", "slices")
         yield from ("", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns))
     for claim in claims:
-        forward = {"bias": "", "similarity": "cosine"}.get(claim["of"], claim["of"])
+        forward = _NAMED.get(claim["of"], claim["of"])
         verdict = f"**{claim['verdict']}** | {interval_cell(claim['interval'], claim['of'])} | {claim['seeds']}"
         yield f"| {claim['text']} | {forward} | {verdict} | {_family(claim)} | {_slices(claim)} |"
         for one in claim["others"]:
@@ -174,7 +196,8 @@ def interval_cell(interval: Sequence[float] | None, of: str) -> str:
     """The interval of the difference that a claim is about, with its unit; `of`: as in a claim."""
     if interval is None:
         return ""
-    factor, unit = {"bias": (100, " % points"), "similarity": (1, "")}.get(of, (1, " nats"))
+    megabytes = dict.fromkeys(WAYS, (1, " MB"))
+    factor, unit = {"bias": (100, " % points"), "similarity": (1, ""), **megabytes}.get(of, (1, " nats"))
     return "{:+.3f} to {:+.3f}".format(*(factor * value for value in interval)) + unit
 
 

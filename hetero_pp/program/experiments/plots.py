@@ -31,6 +31,8 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
         panels.append(lambda axes: _draw_similarity(axes, result, outcomes))
     if result["trends"]:
         panels.append(lambda axes: _draw_trends(axes, result["trends"]))
+    elif any("gather" in row for row, _ in _known(result)):
+        panels += [lambda axes: _draw_volume(axes, result, "ring"), lambda axes: _draw_volume(axes, result, "gather")]
     else:
         panels += _swept_panels(result) or _usual_panels(result)
     figure = Figure(figsize=(6.5 * len(panels) + 2.5, 6), layout="constrained")
@@ -82,6 +84,25 @@ def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) 
             )
             axes.fill_between(rounds, low, high, color=style["color"], alpha=0.15)
     axes.set(xlabel="outer round", ylabel="cosine of two contributions")
+
+
+_WAYS = {"ring": "in a ring", "gather": "gathered, or to a parameter server"}
+
+
+def _draw_volume(axes: Axes, result: Mapping[str, Any], way: str) -> None:
+    """Final loss against what a replica sends over the run; the line is what no row is better than in both, the Pareto
+    frontier. SparseLoCo's Figure 2.
+    """
+    known = [(row[way]["mean"], row, style) for row, style in _known(result) if way in row]
+    for volume, row, style in known:
+        _draw_point(axes, (volume, row["ours"]["mean"], row["ours"]["spread"] or 0.0), style)
+    front: list[tuple[float, float]] = []
+    for volume, row, _ in sorted(known, key=lambda one: (one[0], one[1]["ours"]["mean"])):
+        if not front or row["ours"]["mean"] < front[-1][1]:
+            front.append((volume, row["ours"]["mean"]))
+    axes.plot(*zip(*front, strict=True), color="gray", linestyle=":", zorder=0)
+    lay_out(axes, [Place(volume, format_bytes(1e6 * volume)) for volume, _, _ in known])
+    axes.set(xlabel=f"a replica sends in all rounds, {_WAYS[way]}", ylabel="final loss, nats")
 
 
 def _usual_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:

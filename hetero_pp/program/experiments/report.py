@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
 from hetero_pp.files import whole, write_whole
-from hetero_pp.program.experiments.claims import claim_results, known_values
+from hetero_pp.program.experiments.claims import claim_results, known_values, ways_of
 from hetero_pp.program.experiments.corpus import Corpus
-from hetero_pp.program.experiments.definition import Row, SweptRow
+from hetero_pp.program.experiments.definition import Measurement, Row, SweptRow
 from hetero_pp.program.experiments.facts import facts
 from hetero_pp.program.experiments.markdown import interval_cell, markdown, number
 from hetero_pp.program.experiments.outcomes import Outcome, Outcomes
@@ -25,6 +25,8 @@ from hetero_pp.program.experiments.trends import trend_results
 from hetero_pp.program.experiments.verdict import Values
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.volumes import expected_volume
 
 
 def result_of(
@@ -97,10 +99,20 @@ def _row_result(
         known = values[forward].get(row.name, {})
         result[forward] = fmean(known.values()) if known else None
         result[f"{forward}_seeds"] = {str(seed): known[seed] for seed in sorted(known)}
-    for measured in ("bias", "similarity"):
+    for measured in get_args(Measurement):
         if found := values[measured].get(row.name, {}):
             result[measured] = _spread(found)
+    if "gather" in result:
+        result["by_formula"] = _volume_by_formula(setting, row)
     return result
+
+
+def _volume_by_formula(setting: Setting, row: Row) -> dict[str, float]:
+    """Megabytes that a replica sends over the run, from the settings alone, by the ways that are measured."""
+    spec = RunSpec(setting.config(row), setting.scale.vocabulary)
+    rounds = range(1, spec.config.outer.rounds + 1)
+    sent = [ways_of(expected_volume(spec, len(spec.replicas_in(round_)))) for round_ in rounds]
+    return {way: sum(one[way] for one in sent) / 1e6 for way in sent[0]}
 
 
 def _spread(values: Mapping[int, float]) -> dict[str, Any]:

@@ -1,0 +1,33 @@
+"""A run that is, or was, as a command names it: its folder, or the URL of its log in a store."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.store.opening import folder_of, open_store
+from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.open_log import open_log
+
+
+def open_run(run: str) -> tuple[RunSpec, ContributionLog]:
+    """A run and its log. A log in a store says itself what run it is of. Raises ConfigError if there is none."""
+    if folder_of(run) is not None:
+        folder = RunFolder(Path(run))
+        if not folder.config.is_file():
+            raise ConfigError((), f"{run}: found no config.yaml, expected the folder of a run, such as runs/quickstart")
+        spec = read_run(folder)
+        return spec, open_log(spec.config, folder)
+    log = ContributionLog(open_store(run))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = RunFolder(Path(scratch))
+        for path in (folder.config, folder.changes):
+            if path.name in log.store.names():
+                log.store.get_to(path.name, path)
+        if not folder.config.is_file():
+            raise ConfigError((), f"{log.store.url()}: found no config.yaml, expected the log of a run")
+        return read_run(folder), log

@@ -1,0 +1,106 @@
+"""`hetero-pp volume`: what a run's contributions came to on the wires, or would have, by how they are exchanged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.files import write_whole
+from hetero_pp.messages.messages_pb2 import RoundRecord
+from hetero_pp.model import shapes_by_block
+from hetero_pp.outer.volume import RoundVolume, Volume
+from hetero_pp.program.open_run import open_run
+from hetero_pp.program.report.output import say, standard_output
+from hetero_pp.program.report.tables import PlainTable
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.volumes import expected_volume
+from hetero_pp.units import format_bytes
+from replica_groups.exchange.log import ContributionLog
+
+WAYS = {
+    "gather": "to an exchange, a store, or a parameter server",
+    "ring_all_gather": "passed on as they are",
+    "ring_all_reduce": "sums of dense ones",
+    "sparse_ring": "sums of sparse ones, which grow",
+}
+
+
+@dataclass(frozen=True)
+class RoundSent:
+    """One round of the log."""
+
+    round: int
+    replicas: Sequence[str]
+    measured: Volume
+    by_formula: Volume
+
+
+def print_volume(run: str, json_path: Path | None) -> None:
+    """What a replica sends, over the rounds that a run's log has contributions of; beside it, what formulas say.
+
+    Raises ConfigError if there is no such run, or nothing in its log; HeteroPPError if what is there is damaged.
+    """
+    spec, log = open_run(run)
+    found = [one for round_ in sorted(log.records()) if (one := _round(spec, log, round_)) is not None]
+    if not found:
+        told = "found no round whose contributions are all there, expected at least one"
+        raise ConfigError((), f"{log.store.url()}: {told}")
+    if json_path is not None:
+        told_rounds = [asdict(one) for one in found]
+        write_whole(json_path, json.dumps({"run": spec.config.name, "rounds": told_rounds}, indent=1).encode())
+    _print(spec, found)
+
+
+def _round(spec: RunSpec, log: ContributionLog, round_: int) -> RoundSent | None:
+    """None of a round whose contributions are gone, as with `store.history: recent`."""
+    record = log.read_record(round_)
+    try:
+        measured = measured_volume(spec, log, record)
+    except FileNotFoundError:
+        return None
+    replicas = [entry.replica for entry in record.contributions]
+    return None if measured is None else RoundSent(round_, replicas, measured, expected_volume(spec, len(replicas)))
+
+
+def measured_volume(spec: RunSpec, log: ContributionLog, record: RoundRecord) -> Volume | None:
+    """Of the contributions that a record names; None if it names none.
+
+    Raises FileNotFoundError for one that is gone, DamagedFile or MalformedContribution for one that is not right.
+    """
+    volume, read = RoundVolume(), log.blobs_of(record)
+    replicas, compression = [entry.replica for entry in record.contributions], spec.config.outer.compression
+    for block, shapes in shapes_by_block(spec.parameter_shapes).items():
+        blobs = {replica: read(replica, block) for replica in replicas}
+        received = []
+        for replica, data in blobs.items():
+            volume.contribute(len(data))
+            received.append(
+                ReceivedBlob(data, BlobAddress(spec.run, record.round, replica, block), shapes, compression)
+            )
+        for name, shape in shapes.items():
+            if received:
+                volume.add(shape, [one.tensor(name) for one in received])
+    return volume.volume()
+
+
+def _print(spec: RunSpec, found: Sequence[RoundSent]) -> None:
+    console = standard_output()
+    counts = sorted({len(one.replicas) for one in found})
+    replicas = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    say(console, f"{spec.config.name}: what a replica sends, of {replicas}, the mean of {len(found)} rounds")
+    table = PlainTable(["exchanged by"], ["a round", "by formula", "ratio", "all rounds"], ["what is sent"])
+    for way, what in WAYS.items():
+        pairs = [(asdict(one.measured)[way], asdict(one.by_formula)[way]) for one in found]
+        known = [(own, formula) for own, formula in pairs if own is not None and formula is not None]
+        if not known:
+            table.add_row(way, "–", "–", "–", "–", what)
+            continue
+        own, formula = (fmean(side) for side in zip(*known, strict=True))
+        ratio = "–" if formula == 0 else f"{own / formula:.3f}"
+        table.add_row(way, format_bytes(own), format_bytes(formula), ratio, format_bytes(own * len(known)), what)
+    console.print(table)

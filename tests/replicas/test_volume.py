@@ -1,0 +1,182 @@
+"""What contributions come to on the wires: counted by hand, in the fast path, in a run's log, and by formula."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.errors import ConfigError
+from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.outer.volume import RoundVolume, Volume, bytes_of_sum
+from hetero_pp.program.cli import app
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.pseudo_gradient.contribution import DecodedTensor
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import save_config
+from hetero_pp.simulator.volumes import expected_volume
+from replica_groups.fast.all_replicas import AllReplicas
+from replica_groups.fast.measured import Measured
+from replica_groups.fast.train import train_fast
+
+ROUNDS = 4
+SPARSE: dict[str, Any] = {"compression": {"density": "1/16", "value_bits": 2, "quantiser": "levels"}}
+DENSE: dict[str, Any] = {"method": "diloco", "compression": {"value_bits": 8}}
+
+
+def _spec(corpus: Path, outer: dict[str, Any]) -> RunSpec:
+    torch.set_num_threads(1)
+    config = RunConfig.model_validate(
+        {
+            "name": "t",
+            "model": {"width": 64, "heads": 2, "feed_forward": 128, "layers": 2},
+            "data": {"corpus": str(corpus), "sequence_length": 32, "validation_share": 0.2, "validation_sequences": 8},
+            "inner": {"steps": 2, "warmup_steps": 2, "learning_rate": 0.01},
+            "outer": {"rounds": ROUNDS, **outer},
+            "exchange": {"quorum": 1.0},
+            "replicas": [{"name": f"r{index}", "kind": "datacenter", "batch_size": 2} for index in range(3)],
+        }
+    )
+    return RunSpec(config, 256)
+
+
+def _sparse(size: int, has: list[int]) -> DecodedTensor:
+    return DecodedTensor(torch.tensor(has), torch.arange(1.0, len(has) + 1))
+
+
+def _written(size: int, has: set[int], values: Tensor) -> int:
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[sorted(has)] = True
+    return bytes_of_sum(values, mask)
+
+
+def test_a_sparse_ring_sums_each_part_on_its_way() -> None:
+    """Parts [0, 4), [4, 8), [8, 12); that of the i-th begins with the replica after the i-th."""
+    has = [[0, 1, 5, 9], [1, 4, 5, 10], [2, 5, 9, 10, 11]]
+    sent = [_sparse(12, one) for one in has]
+    dense = []
+    for one in sent:
+        full = torch.zeros(12)
+        full[one.indices] = one.values
+        dense.append(full)
+    expected = 0
+    for part in range(3):
+        start = 4 * part
+        order = [(part + hop) % 3 for hop in (1, 2, 3)]
+        for hops in (1, 2, 3):
+            held = {one - start for index in order[:hops] for one in has[index] if start <= one < start + 4}
+            total = sum((dense[index][start : start + 4] for index in order[:hops]), torch.zeros(4))
+            expected += (2 if hops == 3 else 1) * _written(4, held, total)
+    volume = RoundVolume()
+    for size in (10, 20, 30):
+        volume.contribute(size)
+    volume.add((3, 4), sent)
+    assert volume.volume() == Volume(20.0, 40.0, None, expected / 3)
+
+
+def test_a_sum_is_written_as_positions_and_values() -> None:
+    has = torch.tensor([True, False, False, True])
+    assert bytes_of_sum(torch.zeros(4), torch.zeros(4, dtype=torch.bool)) == 0
+    two = bytes_of_sum(torch.tensor([1.5, 0.0, 0.0, -2.25]), has)
+    assert 8 < two <= 8 + 5 + 8  # values, the heads of two streams, positions
+    every = bytes_of_sum(torch.tensor([1.5, 3.0, 0.5, -2.25]), torch.ones(4, dtype=torch.bool))
+    assert every == 16 + 5  # no positions
+
+
+def test_of_dense_ones_a_ring_sends_all_twice_but_for_its_own_parts() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(3000, generator=generator) for _ in range(4)]
+    volume = RoundVolume()
+    for _ in values:
+        volume.contribute(12_000)
+    volume.add((3000,), [DecodedTensor(torch.arange(3000), one) for one in values])
+    found = volume.volume()
+    assert found is not None
+    assert (found.gather, found.ring_all_gather, found.ring_all_reduce) == (12_000, 36_000, 2 * 3 / 4 * 12_000)
+    assert found.sparse_ring == pytest.approx(2 * 3 / 4 * 12_000, rel=0.1)  # fp32, through an entropy coder
+
+
+def _logged(spec: RunSpec, folder: RunFolder) -> list[float]:
+    """Bytes that a replica sends by the record of each round."""
+    reports: list[Report] = []
+    run_in_process(spec, folder, reports.append)
+    closed = [one.round_closed for one in reports if one.HasField("round_closed")]
+    sizes = [[sum(blob.size for blob in entry.blobs) for entry in record.contributions] for record in closed]
+    return [sum(own) / len(own) for own in sizes]
+
+
+@pytest.mark.parametrize("outer", [SPARSE, DENSE, {}], ids=["codes", "dense", "signs"])
+def test_the_fast_path_a_log_and_its_command_count_the_same(
+    outer: dict[str, Any], corpus: Path, tmp_path: Path
+) -> None:
+    """To the byte, as their contributions have the same bits; and formulas come near."""
+    spec = _spec(corpus, outer)
+    fast = train_fast(spec, prepare_tokens(spec.config.data, tmp_path / "cache"), volume_every=1)
+    folder = RunFolder(tmp_path / "run")
+    assert [one[1] for one in fast.volume] == _logged(spec, folder)
+    save_config(spec.config, folder.config)
+    done = CliRunner().invoke(app, ["volume", str(tmp_path / "run"), "--json", str(tmp_path / "volume.json")])
+    assert done.exit_code == 0, done.output
+    rounds = json.loads((tmp_path / "volume.json").read_text())["rounds"]
+    assert [(one["round"], *one["measured"].values()) for one in rounds] == fast.volume
+    assert [one["replicas"] for one in rounds] == ROUNDS * [["r0", "r1", "r2"]]
+    formula = expected_volume(spec, 3)
+    assert [Volume(**one["by_formula"]) for one in rounds] == ROUNDS * [formula]
+    assert fast.volume[-1][1] == pytest.approx(formula.gather, rel=0.1)
+    assert (fast.volume[-1][3] is None) == (formula.ring_all_reduce is None) == (outer is not DENSE)
+    assert fast.volume[-1][4] < 1.05 * formula.sparse_ring
+    assert "of 3, the mean of 4 rounds" in done.output
+
+
+def test_who_is_dropped_sends_nothing(corpus: Path, tmp_path: Path) -> None:
+    spec = _spec(corpus, {**SPARSE, "missed": 0.5, "keep_local": True})
+    group = AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), volume_every=1)
+    for round_ in range(1, ROUNDS + 1):
+        assert group.round(round_)
+    assert [one[0] for one in group.measured.volume] == [1, 2, 3, 4]
+    counts = [round(ring / gather) + 1 for _, gather, ring, *_ in group.measured.volume]
+    assert min(counts) < 3
+
+
+def test_nothing_depends_on_it_and_a_row_that_goes_on_keeps_it(corpus: Path, tmp_path: Path) -> None:
+    spec, path = _spec(corpus, SPARSE), tmp_path / "checkpoint"
+    tokens = prepare_tokens(spec.config.data, tmp_path)
+
+    def interrupt(round_: int, loss: float) -> None:
+        if round_ == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_fast(spec, tokens, interrupt, checkpoint=path, checkpoint_seconds=0, volume_every=2)
+    went_on, plain = train_fast(spec, tokens, checkpoint=path, volume_every=2), train_fast(spec, tokens)
+    assert went_on.validation_loss == plain.validation_loss
+    assert plain.volume == []
+    assert [one[0] for one in went_on.volume] == [2, 4]
+
+
+@pytest.mark.parametrize("name", ["similarity_every", "volume_every"])
+def test_contributions_that_are_not_seen_are_not_measured(name: str, corpus: Path) -> None:
+    every = [1 if name == one else None for one in ("similarity_every", "volume_every")]
+    with pytest.raises(ConfigError, match="found it on 2 ranks, expected one process"):
+        Measured(_spec(corpus, SPARSE), every[0], every[1], world=2)
+    with pytest.raises(ConfigError, match=f"found adamw_ddp with `{name}`, expected one that contributes differences"):
+        Measured(_spec(corpus, {"method": "adamw_ddp"}), every[0], every[1])
+
+
+def test_what_a_gpu_holds_is_not_encoded(corpus: Path) -> None:
+    with pytest.raises(ConfigError, match="found it on cuda, expected a CPU"):
+        Measured(_spec(corpus, SPARSE), volume_every=1, device=torch.device("cuda"))
+
+
+def test_a_run_that_is_not_there_is_told(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["volume", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "found no config.yaml, expected the folder of a run" in done.output.replace("\n", " ")
