@@ -166,6 +166,11 @@ class OuterSettings(Settings):
         description="rounds in which only the first replica trains, and theta becomes its parameters: the outer "
         "optimizer begins after them (DiLoCo, figure 3)",
     )
+    averages_moments: Annotated[bool, AddedLater()] = Field(
+        False,
+        description="the moments of replicas' inner AdamW are averaged each round, too, which is three times as much "
+        "to send (DiLoCo, section 6.1); in `hetero-pp reproduce` alone",
+    )
     compression: CompressionSettings = CompressionSettings()
 
     @model_validator(mode="before")
@@ -334,6 +339,22 @@ class OuterSettings(Settings):
                 raise ValueError(
                     f"{self.method}: found {found} with `{cell}`, expected parameter differences of replicas that "
                     "start each round of theirs from what all hold"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _moments_are_of_all_replicas(self) -> OuterSettings:
+        parts = {
+            "averaged gradients": self.source == "gradient",
+            "`overlap: 1`": self.overlap > 0,
+            "`taking_part` or `pretraining`": len(self.counts) > 0,
+            "`missed`": self.missed > 0,
+        }
+        for found, is_so in parts.items():
+            if is_so and self.averages_moments:
+                raise ValueError(
+                    f"{self.method}: found {found} with `averages_moments`, expected parameter differences of all "
+                    "replicas in every round"
                 )
         return self
 

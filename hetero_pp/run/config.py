@@ -114,6 +114,8 @@ class RunConfig(Settings):
             self._require_whole_boundaries()
         if self.outer.counts:
             self._require_who_can_wait()
+        if self.outer.averages_moments:
+            self._require_moments()
         if self.data.clusters is not None and self.data.clusters < len(self.replicas):
             found = f"found {self.data.clusters}, expected at least one for each of {len(self.replicas)} replicas"
             raise ConfigError(("data", "clusters"), found)
@@ -131,6 +133,18 @@ class RunConfig(Settings):
             if isinstance(replica, ParticipantsReplica) and replica.boundary.ablations.modified_adamw:
                 here = ("replicas", index, "boundary", "ablations", "modified_adamw")
                 raise ConfigError(here, f"found it with `inner.optimizer: {self.inner.optimizer}`, expected `adamw`")
+
+    def _require_moments(self) -> None:
+        """Raise ConfigError where replicas do not all have two moments of each parameter."""
+        if self.inner.optimizer != "adamw":
+            told = f"found `{self.inner.optimizer}` with `outer.averages_moments`, expected `adamw`"
+            raise ConfigError(("inner", "optimizer"), told)
+        for index, replica in enumerate(self.replicas):
+            ablations = replica.boundary.ablations if isinstance(replica, ParticipantsReplica) else None
+            if ablations is not None and (ablations.modified_adamw or ablations.embedding == "coefficients"):
+                key = "modified_adamw" if ablations.modified_adamw else "embedding"
+                here = ("replicas", index, "boundary", "ablations", key)
+                raise ConfigError(here, "found it with `outer.averages_moments`, expected moments as AdamW has them")
 
     def _require_rounds_that_overlap(self) -> None:
         """Raise ConfigError for parts that a round has to be over for."""

@@ -93,6 +93,7 @@ def blob_sizes(spec: RunSpec) -> dict[str, dict[str, int]]:
 
 
 def contribution_bytes(spec: RunSpec, rounds: int) -> int:
-    """Bytes of all replicas' contributions to the first so many rounds."""
-    sizes = {replica: sum(blobs.values()) for replica, blobs in blob_sizes(spec).items()}
+    """Bytes of all replicas' contributions to the first so many rounds, with the moments that are averaged."""
+    moments = 8 * sum(map(math.prod, spec.parameter_shapes.values())) if spec.config.outer.averages_moments else 0
+    sizes = {replica: sum(blobs.values()) + moments for replica, blobs in blob_sizes(spec).items()}
     return sum(sizes[replica.name] for round_ in range(1, rounds + 1) for replica in spec.replicas_in(round_))

@@ -60,6 +60,8 @@ def is_ring(simulate: SimulateSettings) -> bool:
 def check_exchange(spec: RunSpec) -> None:
     """Raise ConfigError for a site or a ring that the run cannot have."""
     simulate = spec.config.simulate
+    if spec.config.outer.averages_moments:
+        raise ConfigError(("outer", "averages_moments"), "found true, expected false: members do not send moments")
     seen: set[str] = set()
     for name, site in simulate.sites.items():
         key = ("simulate", "sites", name)

@@ -32,6 +32,7 @@ from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from replica_groups.fast.bias import BiasMeter
 from replica_groups.fast.compiler import can_compile, compile_layers
 from replica_groups.fast.measured import Measured
+from replica_groups.fast.moments import average_moments
 from replica_groups.fast.stack import Stack, is_faster
 from replica_groups.ranks import ALONE, CPU, Ranks
 from replica_groups.whole import WholeReplica
@@ -111,7 +112,8 @@ class AllReplicas:
         self.loose = list(range(len(self.replicas)))
         """Replicas in no stack, which take their steps one after the other."""
         self._split()
-        is_one_by_one = spec.config.inner.optimizer == "muon" or spec.config.outer.counts
+        outer = spec.config.outer
+        is_one_by_one = spec.config.inner.optimizer == "muon" or outer.counts or outer.averages_moments
         if bias_every is None and not is_one_by_one and (stacks or (stacks is None and device.type == "cuda")):
             self._stack(is_measured=stacks is None)
 
@@ -187,6 +189,8 @@ class AllReplicas:
             self.bias.append((round_, meter.share(self.theta, self.ranks)))
         if self.outer.settings.source == "difference":
             self._synchronise(round_)
+        if self.outer.settings.averages_moments:
+            average_moments(self.replicas, self.weights, self.ranks)
         self._move_basis(round_)
         self._split()
         return True

@@ -27,7 +27,7 @@ from replica_groups.ranks import Ranks, init_ranks
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparseloco": ({"compression": {"density": 1 / 16}, "missed": 0.4}, {"anchors": {"rank": 4}}),
     "adamw_ddp": ({"method": "adamw_ddp"}, {}),
-    "grassmann": ({"method": "diloco"}, {"ablations": {"grassmann_every": 2}}),
+    "grassmann": ({"method": "diloco", "averages_moments": True}, {"ablations": {"grassmann_every": 2}}),
 }
 
 

@@ -144,6 +144,8 @@ def require_launchable(config: RunConfig) -> None:
             f"found {config.outer.missed:g}, expected 0: who is missed shows as contributions arrive; "
             "`hetero-pp reproduce` draws it",
         )
+    if config.outer.averages_moments:
+        raise ConfigError(("outer", "averages_moments"), f"found true, {expected}")
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch" and config.outer.source == "gradient":
             raise ConfigError(

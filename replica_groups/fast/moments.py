@@ -1,0 +1,37 @@
+"""The moments of replicas' inner AdamW, averaged: what DiLoCo tried beside its parameters (section 6.1).
+
+It is here alone: over the network it would be three times as much to send, and a moment has no place in a contribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from replica_groups.ranks import Ranks
+from replica_groups.whole import WholeReplica
+
+KINDS = ("exp_avg", "exp_avg_sq")
+
+
+@torch.no_grad()
+def average_moments(replicas: Sequence[WholeReplica], weights: Mapping[str, float], ranks: Ranks) -> None:
+    """Each moment of each parameter becomes the weighted mean over the replicas of all ranks, in all of them."""
+    states = [_states(replica) for replica in replicas]
+    for name in replicas[0].parameters:
+        for kind in KINDS:
+            total = torch.zeros_like(states[0][name][kind])
+            for replica, own in zip(replicas, states, strict=True):
+                total += own[name][kind] * weights[replica.name]
+            ranks.sum(total)
+            total /= sum(weights.values())
+            for own in states:
+                own[name][kind].copy_(total)
+
+
+def _states(replica: WholeReplica) -> dict[str, dict[str, Tensor]]:
+    """What the replica's optimizers keep of each parameter, by its name."""
+    kept = {id(tensor): state for one in replica.optimizer.optimizers for tensor, state in one.state.items()}
+    return {name: kept[id(parameter)] for name, parameter in replica.parameters.items()}

@@ -1,0 +1,140 @@
+"""Inner moments that are averaged in each round: the fast path against the mean written out, and what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.errors import ConfigError
+from hetero_pp.outer.methods import OuterSettings
+from hetero_pp.program.launch.inputs import require_launchable
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.loads import contribution_bytes
+from hetero_pp.simulator.prediction import predict
+from replica_groups.fast.all_replicas import AllReplicas
+from replica_groups.fast.moments import KINDS
+from replica_groups.fast.train import train_fast
+
+BATCHES = {"a": 2, "b": 6, "c": 4}
+HOME = {"name": "d", "kind": "participants", "stages": 2, "batch_size": 2, "boundary": {"rank": "1/4"}}
+
+
+def _config(corpus: Path, outer: dict[str, Any], inner: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+    replicas = [{"name": name, "kind": "datacenter", "batch_size": size} for name, size in BATCHES.items()]
+    return RunConfig.model_validate(
+        {
+            "name": "t",
+            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
+            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 4},
+            "inner": {"steps": 2, "warmup_steps": 0, "learning_rate": 0.01} | (inner or {}),
+            "outer": {"rounds": 3, "method": "diloco", "averages_moments": True, **outer},
+            "replicas": [*replicas, {**HOME, **more.get("home", {})}],
+        }
+    )
+
+
+def _moments(group: AllReplicas) -> list[dict[str, dict[str, torch.Tensor]]]:
+    found = []
+    for replica in group.replicas:
+        states = {id(one): kept for part in replica.optimizer.optimizers for one, kept in part.state.items()}
+        found.append({name: states[id(own)] for name, own in replica.parameters.items()})
+    return found
+
+
+@pytest.mark.parametrize("weights", ["equal", "tokens"])
+def test_each_is_the_mean_of_all_replicas(weights: str, corpus: Path, tmp_path: Path) -> None:
+    """Of groups and datacenters alike; parameters are as without, in the first round."""
+    torch.set_num_threads(1)
+    spec = RunSpec(_config(corpus, {"weights": weights}), 256)
+    plain = RunSpec(_config(corpus, {"weights": weights, "averages_moments": False}), 256)
+    store = prepare_tokens(spec.config.data, tmp_path)
+    averaged, own = AllReplicas(spec, store), AllReplicas(plain, store)
+    assert averaged.round(1)
+    assert own.round(1)
+    shares = [float(size) if weights == "tokens" else 1.0 for size in (*BATCHES.values(), 2)]
+    before, after = _moments(own), _moments(averaged)
+    for name, theta in averaged.theta.items():
+        assert theta.equal(own.theta[name])
+        for kind in KINDS:
+            mean = sum(share * one[name][kind] for share, one in zip(shares, before, strict=True)) / sum(shares)
+            assert not before[0][name][kind].equal(before[1][name][kind])
+            for found in after:
+                torch.testing.assert_close(found[name][kind], mean, rtol=1e-5, atol=1e-12)
+    assert averaged.round(2)
+    assert own.round(2)
+    assert any(not averaged.theta[name].equal(own.theta[name]) for name in own.theta)
+
+
+def test_they_are_sent_too(corpus: Path) -> None:
+    """Eight bytes a parameter, beside four."""
+    averaged, plain = (RunSpec(_config(corpus, {"averages_moments": one}), 256) for one in (True, False))
+    size = sum(torch.Size(shape).numel() for shape in plain.parameter_shapes.values())
+    assert contribution_bytes(averaged, 3) - contribution_bytes(plain, 3) == 3 * 4 * 8 * size
+
+
+def test_it_goes_on_from_a_checkpoint_to_the_same_bits(corpus: Path, tmp_path: Path) -> None:
+    spec, path = RunSpec(_config(corpus, {}), 256), tmp_path / "checkpoint"
+    store = prepare_tokens(spec.config.data, tmp_path)
+
+    def interrupt(round_: int, loss: float) -> None:
+        if round_ == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_fast(spec, store, interrupt, checkpoint=path, checkpoint_seconds=0)
+    went_on, whole = train_fast(spec, store, checkpoint=path), train_fast(spec, store)
+    assert went_on.validation_loss == whole.validation_loss
+
+
+def test_members_do_not_send_them(corpus: Path) -> None:
+    spec = RunSpec(_config(corpus, {}), 256)
+    for refuses in (lambda: require_launchable(spec.config), lambda: predict(spec)):
+        with pytest.raises(ConfigError, match="found true, expected") as error:
+            refuses()
+        assert error.value.key == ("outer", "averages_moments")
+
+
+@pytest.mark.parametrize(
+    ("outer", "told"),
+    [
+        ({"method": "adamw_ddp"}, "adamw_ddp: found averaged gradients with `averages_moments`, expected"),
+        ({"overlap": 1}, "diloco: found `overlap: 1` with `averages_moments`, expected"),
+        ({"taking_part": {1: 1}}, "diloco: found `taking_part` or `pretraining` with `averages_moments`"),
+        ({"pretraining": 1}, "diloco: found `taking_part` or `pretraining` with `averages_moments`"),
+        ({"missed": 0.1}, "diloco: found `missed` with `averages_moments`, expected"),
+    ],
+)
+def test_rounds_that_are_not_of_all_have_none(outer: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        OuterSettings.model_validate({"rounds": 2, "method": "diloco", "averages_moments": True} | outer)
+
+
+@pytest.mark.parametrize(
+    ("inner", "home", "key"),
+    [
+        ({"optimizer": "muon"}, {}, ("inner", "optimizer")),
+        ({"optimizer": "sgd"}, {}, ("inner", "optimizer")),
+        (
+            {},
+            {"boundary": {"rank": "1/4", "ablations": {"modified_adamw": True}}},
+            ("replicas", 3, "boundary", "ablations", "modified_adamw"),
+        ),
+        (
+            {},
+            {"boundary": {"rank": "1/4", "ablations": {"embedding": "coefficients"}}},
+            ("replicas", 3, "boundary", "ablations", "embedding"),
+        ),
+    ],
+)
+def test_other_moments_are_refused(
+    inner: dict[str, Any], home: dict[str, Any], key: tuple[Any, ...], corpus: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"with `outer\.averages_moments`, expected") as error:
+        _config(corpus, {}, inner, home=home).check()
+    assert error.value.key == key
