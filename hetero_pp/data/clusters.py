@@ -4,6 +4,10 @@ Source: DiLoCo (Douillard et al. 2023), section 3.1: k-means over the training s
 last layer. What differs: a run from scratch has no such model, so that the features of a window are its tokens'
 frequencies (tf-idf), in as many dimensions as tell most windows apart (latent semantic analysis).
 
+All processes have to find the same clusters, and rounding is not the same in all: it depends on how many threads add
+up. Where two centers are as near as each other, it would decide. So features and centers are whole multiples of a small
+unit, whose distances float64 holds exactly, in any order.
+
 Shapes: N windows of L + 1 tokens, F features, C clusters.
 """
 
@@ -34,10 +38,16 @@ _SAMPLED = 20_000
 _AT_ONCE = 20_000
 """Windows whose features are held at once."""
 _FEATURES = 64
+_LEAST = 1e-3
+"""Of the largest singular value: what is less is little but rounding."""
+_UNIT = 2.0**-20
+"""Of features and centers, which are at most 1: 64 products of two of them fit into the 53 bits of a float64."""
 _ITERATIONS = 100
+_TRIES = 10
+"""Until all clusters have windows."""
 
 Features = Callable[[np.ndarray], np.ndarray]
-"""Windows int64 [n, L + 1] -> fp64 [n, F], each of length 1."""
+"""Windows int64 [n, L + 1] -> fp64 [n, F], each of length 1 but for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,8 +72,7 @@ class Clusters:
 def find_clusters(store: TokenStore, sequence_length: int, count: int, seed: int) -> Clusters:
     """The clusters of a store's windows, found once and kept beside it.
 
-    They are the same in every process that finds them, as long as rounding does not decide for a window between two
-    centers: their digest tells. Raises ConfigError if there are fewer different windows than clusters.
+    Raises ConfigError if there are fewer different windows than clusters.
     """
     size = len(store.train) // (sequence_length + 1)
     key = json.dumps([_FORMAT, store.digest, len(store.train), sequence_length, count, seed])
@@ -89,7 +98,7 @@ def _kept(path: Path, size: int, count: int) -> np.ndarray | None:
 
 def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.ndarray:
     """The cluster of each window, uint16 [N]: the nearest of centers that k-means finds in a sample."""
-    from scipy.cluster.vq import ClusterError, kmeans2, vq
+    from scipy.cluster.vq import vq
 
     if count == 1:
         return np.zeros(len(windows), np.uint16)
@@ -100,13 +109,30 @@ def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.nd
     if different < count:
         raise ConfigError(_KEY, f"found {count}, expected at most the {different} windows of text that differ")
     features_of = _features(sample, vocabulary)
-    features = features_of(sample)
-    try:
-        centers, _ = kmeans2(features, count, iter=_ITERATIONS, minit="++", missing="raise", rng=generator)
-    except ClusterError:
-        raise ConfigError(_KEY, f"found {count}, of which one came to be empty, expected fewer, or more text") from None
-    labels = [vq(features_of(part), centers)[0] for part in _parts(windows)]
-    return np.concatenate(labels).astype(np.uint16)
+    centers = _centers(features_of(sample), count, generator)
+    return np.concatenate([vq(features_of(part), centers)[0] for part in _parts(windows)]).astype(np.uint16)
+
+
+def _centers(features: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+    """Centers [C, F] of features [n, F] by Lloyd's algorithm, from a start by k-means++."""
+    from scipy.cluster.vq import ClusterError, kmeans2
+
+    for _ in range(_TRIES):
+        try:
+            means, _ = kmeans2(features, count, iter=1, minit="++", missing="raise", rng=generator)
+            for _ in range(_ITERATIONS):
+                centers = _rounded(means)
+                means, _ = kmeans2(features, centers, iter=1, minit="matrix", missing="raise")
+                if np.array_equal(_rounded(means), centers):
+                    break
+            return _rounded(means)
+        except ClusterError:
+            continue
+    raise ConfigError(_KEY, f"found {count}, of which some came to be empty, expected fewer, or more text")
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    return np.round(values / _UNIT) * _UNIT
 
 
 def _parts(windows: np.ndarray) -> Iterator[np.ndarray]:
@@ -130,11 +156,12 @@ def _features(sample: np.ndarray, vocabulary: int) -> Features:
         return diags_array(1 / np.maximum(lengths, np.finfo(float).tiny)) @ scaled
 
     fewer = min(len(sample), vocabulary)
-    axes = svds(weighed(counts), k=min(_FEATURES, fewer - 1), v0=np.ones(fewer))[2].T
+    _, lengths, axes = svds(weighed(counts), k=min(_FEATURES, fewer - 1), v0=np.ones(fewer))
+    axes = axes[lengths > _LEAST * lengths.max()].T
 
     def features(windows: np.ndarray) -> np.ndarray:
         found = np.asarray(weighed(_counts(windows, vocabulary)) @ axes)
-        return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.finfo(float).tiny)
+        return _rounded(found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), np.finfo(float).tiny))
 
     return features
 
