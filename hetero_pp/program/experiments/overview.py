@@ -1,9 +1,10 @@
-"""docs/results.md: what was found, and every table of every scale, from the results that are kept."""
+"""docs/results.md: what was found and every table of every scale, by paper, from the results that are kept."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ from hetero_pp.files import write_whole
 from hetero_pp.program.experiments.figures import FOUND, distinct_claims, with_figures
 from hetero_pp.program.experiments.markdown import COLUMNS, markdown
 from hetero_pp.program.experiments.verdict import holm
+
+FAMILIES = {
+    "het-pp": "Het-PP",
+    "sparseloco": "SparseLoCo",
+    "diloco": "DiLoCo",
+    "beyond": "Beyond the papers",
+}
+"""Sections of the page, by what names of experiments begin with; any others follow under their own."""
 
 VERDICTS = ("holds", "does not hold", "within noise", "not run")
 
@@ -38,31 +47,63 @@ replicas can hide what the other two say."""
 
 
 def write_overview(folder: Path, path: Path, experiments: Path) -> None:
-    """Write the results of a folder to a page, below what the experiments' `found.md` says of them if it is there.
+    """Write the results of a folder to a page: a section a paper, with what the experiments' `found.md` says of it, if
+    that is there, above its tables.
 
     Raises ConfigError for a figure of that text that no result has.
     """
-    results = dict(_results(folder))
-    lines = ["# Results", ""]
-    if (experiments / FOUND).exists():
-        lines += [with_figures(experiments / FOUND, results).strip(), ""]
+    results = dict(sorted(_results(folder), key=_place))
+    said = _sections(with_figures(experiments / FOUND, results)) if (experiments / FOUND).exists() else {}
+    titles = dict.fromkeys(_title(result) for result in results.values())
+    lines = ["# Results"]
+    for title, text in said.items():
+        lines += [] if title in titles else ["", *([f"## {title}", ""] if title else []), text]
     lines += [
+        "",
         "## How to read the tables",
         "",
         INTRODUCTION,
         "",
         *_columns(),
         "",
-        "## The tables",
+        "## All verdicts",
         "",
         *_counts(results),
         "",
         *_together(results),
     ]
-    for name, result in results.items():
-        picture = (folder / name).with_suffix(".png")
-        lines += ["", *markdown(result, _from(path, picture) if picture.exists() else None)]
+    for title in titles:
+        lines += ["", f"## {title}", *(["", said[title]] if title in said else [])]
+        for name, result in results.items():
+            if _title(result) == title:
+                picture = (folder / name).with_suffix(".png")
+                lines += ["", *markdown(result, _from(path, picture) if picture.exists() else None)]
     write_whole(path, ("\n".join(lines) + "\n").encode())
+
+
+def _sections(text: str) -> dict[str, str]:
+    """A text by the headings of its sections; what comes before the first has none."""
+    before, *parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
+    found = {"": before.strip(), **{title: part.strip() for title, part in zip(parts[::2], parts[1::2], strict=True)}}
+    return {title: part for title, part in found.items() if part}
+
+
+def _title(result: dict[str, Any]) -> str:
+    """Of the section that an experiment is in."""
+    return FAMILIES.get(_family(result), _family(result) or "Other tables")
+
+
+def _family(result: dict[str, Any]) -> str:
+    """What an experiment's name begins with, if that is a folder."""
+    return str(result["name"].rpartition("/")[0])
+
+
+def _place(named: tuple[str, dict[str, Any]]) -> tuple[int, str, str, str]:
+    """Papers in the order of the sections, then by name, and at the smallest scale first."""
+    path, result = named
+    family = _family(result)
+    first = list(FAMILIES).index(family) if family in FAMILIES else len(FAMILIES)
+    return first, family, result["name"], path
 
 
 def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
