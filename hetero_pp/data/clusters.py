@@ -25,24 +25,25 @@ import numpy as np
 
 from hetero_pp.data.tokens import TokenStore
 from hetero_pp.errors import ConfigError
-from hetero_pp.files import whole
+from hetero_pp.files import write_whole
 from hetero_pp.seeds import seed_of
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 _FORMAT = 1
+_DIGEST = hashlib.sha256().digest_size
 _KEY = ("data", "clusters")
-_SAMPLED = 20_000
-"""Windows of which centers are found; of all others only the nearest is."""
-_AT_ONCE = 20_000
-"""Windows whose features are held at once."""
+_SAMPLED, _TOKENS = 20_000, 8 << 20
+"""Windows of which centers are found, and tokens that these have at most. For all others only the nearest one is, of as
+many at once.
+"""
 _FEATURES = 64
 _LEAST = 1e-3
 """Of the largest singular value: what is less is little but rounding."""
 _UNIT = 2.0**-20
 """Of features and centers, which are at most 1: 64 products of two of them fit into the 53 bits of a float64."""
-_ITERATIONS = 100
+_ITERATIONS = 300
 _TRIES = 10
 """Until all clusters have windows."""
 
@@ -76,24 +77,25 @@ def find_clusters(store: TokenStore, sequence_length: int, count: int, seed: int
     """
     size = len(store.train) // (sequence_length + 1)
     key = json.dumps([_FORMAT, store.digest, len(store.train), sequence_length, count, seed])
-    path = store.path.parent / f"clusters-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
-    labels = _kept(path, size, count)
-    if labels is None:
-        windows = store.train[: size * (sequence_length + 1)].reshape(size, sequence_length + 1)
-        labels = _found(windows, store.vocabulary, count, seed)
-        with whole(path) as part, part.open("wb") as file:
-            np.save(file, labels)
-    return Clusters(labels=labels, count=count)
+    path = store.path.parent / f"clusters-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    kept = Clusters(labels=_kept(path), count=count)
+    if len(kept.labels) == size and _is_signed(path, kept):
+        return kept
+    windows = store.train[: size * (sequence_length + 1)].reshape(size, sequence_length + 1)
+    found = Clusters(labels=_found(windows, store.vocabulary, count, seed), count=count)
+    write_whole(path, bytes.fromhex(found.digest) + found.labels.astype("<u2").tobytes())
+    return found
 
 
-def _kept(path: Path, size: int, count: int) -> np.ndarray | None:
-    """What was kept; None if there is nothing that can be read and fits."""
-    try:
-        labels: np.ndarray = np.load(path, allow_pickle=False)
-    except (FileNotFoundError, ValueError, EOFError):
-        return None
-    is_whole = labels.shape == (size,) and labels.dtype == np.uint16 and int(labels.max(initial=0)) < count
-    return labels if is_whole else None
+def _kept(path: Path) -> np.ndarray:
+    """The labels that a file has behind their digest; none if there is no such file."""
+    data = path.read_bytes()[_DIGEST:] if path.is_file() else b""
+    return np.frombuffer(data[: len(data) // 2 * 2], "<u2").astype(np.uint16)
+
+
+def _is_signed(path: Path, clusters: Clusters) -> bool:
+    """Whether they are what was written."""
+    return path.read_bytes()[:_DIGEST] == bytes.fromhex(clusters.digest)
 
 
 def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.ndarray:
@@ -103,23 +105,24 @@ def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.nd
     if count == 1:
         return np.zeros(len(windows), np.uint16)
     generator = np.random.default_rng(seed_of(seed, "clusters"))
-    picked = np.sort(generator.permutation(len(windows))[:_SAMPLED])
+    picked = np.sort(generator.permutation(len(windows))[: _at_once(windows)])
     sample = windows[picked].astype(np.int64)
     different = len(np.unique(np.sort(sample, axis=1), axis=0))
     if different < count:
-        raise ConfigError(_KEY, f"found {count}, expected at most the {different} windows of text that differ")
+        several = "windows of text" if len(sample) == len(windows) else f"of {len(sample)} windows of text"
+        raise ConfigError(_KEY, f"found {count}, expected at most the {different} {several} that differ")
     features_of = _features(sample, vocabulary)
     centers = _centers(features_of(sample), count, generator)
     return np.concatenate([vq(features_of(part), centers)[0] for part in _parts(windows)]).astype(np.uint16)
 
 
 def _centers(features: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Centers [C, F] of features [n, F] by Lloyd's algorithm, from a start by k-means++."""
+    """Centers [C, F] of features [n, F] by Lloyd's algorithm."""
     from scipy.cluster.vq import ClusterError, kmeans2
 
     for _ in range(_TRIES):
         try:
-            means, _ = kmeans2(features, count, iter=1, minit="++", missing="raise", rng=generator)
+            means = _start(features, count, generator)
             for _ in range(_ITERATIONS):
                 centers = _rounded(means)
                 means, _ = kmeans2(features, centers, iter=1, minit="matrix", missing="raise")
@@ -131,13 +134,34 @@ def _centers(features: np.ndarray, count: int, generator: np.random.Generator) -
     raise ConfigError(_KEY, f"found {count}, of which some came to be empty, expected fewer, or more text")
 
 
+def _start(features: np.ndarray, count: int, generator: np.random.Generator) -> np.ndarray:
+    """Features that are far from each other [C, F], by k-means++ (Arthur and Vassilvitskii 2007): scipy's compares all
+    with all again for each.
+    """
+    centers = np.empty((count, features.shape[1]))
+    nearest = np.full(len(features), np.inf)
+    for place in range(count):
+        if place == 0:
+            index = int(generator.integers(len(features)))
+        else:
+            index = int(np.searchsorted((nearest / nearest.sum()).cumsum(), generator.uniform()))
+        centers[place] = features[min(index, len(features) - 1)]
+        nearest = np.minimum(nearest, ((features - centers[place]) ** 2).sum(axis=1))
+    return centers
+
+
 def _rounded(values: np.ndarray) -> np.ndarray:
     return np.round(values / _UNIT) * _UNIT
 
 
+def _at_once(windows: np.ndarray) -> int:
+    return min(_SAMPLED, max(1, _TOKENS // windows.shape[1]))
+
+
 def _parts(windows: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, len(windows), _AT_ONCE):
-        yield windows[start : start + _AT_ONCE].astype(np.int64)
+    many = _at_once(windows)
+    for start in range(0, len(windows), many):
+        yield windows[start : start + many].astype(np.int64)
 
 
 def _features(sample: np.ndarray, vocabulary: int) -> Features:

@@ -74,7 +74,7 @@ class DataSettings(Settings):
     clusters: Annotated[int | None, AddedLater()] = Field(
         None,
         ge=1,
-        le=1 << 16,
+        le=1024,
         description="into how many clusters of windows that are alike the text is put, which are then shared out among "
         "replicas: their shards differ, as DiLoCo's non-i.i.d. ones do. By default a replica's windows are any",
     )

@@ -19,7 +19,7 @@ from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.run.batches import examples_of
+from hetero_pp.run.batches import examples_in
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -75,7 +75,9 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     if prepared.source is not None:
         say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
         if config.data.clusters is not None:
-            shards = ", ".join(f"{name} {count:,}" for name, count in examples_of(spec, prepared.source).items())
+            shards = ", ".join(
+                f"{name} {count:,}" for name, count in examples_in(spec, prepared.source, config.outer.rounds).items()
+            )
             clusters = format_count(config.data.clusters, "cluster")
             say(console, f"Shards: {clusters} of alike sequences, of which there are: {shards}.")
     for (what, chosen), names in _engines_and_boundaries(spec).items():

@@ -436,6 +436,8 @@ def readable_errors() -> Iterator[None]:
         _leave(str(error), BAD_INPUT)
     except HeteroPPError as error:
         _leave(str(error), FAILED)
+    except (IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        _leave(f"{error.filename}: {error.strerror}", BAD_INPUT)
     except KeyboardInterrupt:
         _leave("interrupted; every process of the run has ended", INTERRUPTED)
 

@@ -19,7 +19,7 @@ from hetero_pp.program.show_prediction import print_assumption
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 from hetero_pp.simulator.machines import assumed_in
-from hetero_pp.units import parse_fraction
+from hetero_pp.units import format_count, parse_fraction
 
 
 def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | None, write: Path | None) -> None:
@@ -51,7 +51,11 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
             f"{path}: a utilization of {share:.1%} cannot be reached: the best found is {result.utilization:.1%}, "
             f"limited by {result.limit}; nothing was written",
         )
-    result.config.check()
+    try:
+        result.config.check()
+    except ConfigError as error:
+        grouped = f"{error.message} (of the plan, which has {format_count(len(result.config.replicas), 'replica')})"
+        raise file.located(ConfigError(error.key, grouped)) from None
     reasons = (f"{one.what}: {one.chosen}: {one.why}" for one in result.choices)
     save_config(result.config, write, [*lines, *reasons])
     say(console, f"Written to {write}.")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.errors import ConfigError, DamagedFile
 from hetero_pp.files import write_whole
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.model import shapes_by_block
@@ -19,7 +19,7 @@ from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, ReceivedBlob
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.volumes import expected_volume
-from hetero_pp.units import format_bytes
+from hetero_pp.units import format_bytes, format_count
 from replica_groups.exchange.log import ContributionLog
 
 WAYS = {
@@ -46,23 +46,26 @@ def print_volume(run: str, json_path: Path | None) -> None:
     Raises ConfigError if there is no such run, or nothing in its log; HeteroPPError if what is there is damaged.
     """
     spec, log = open_run(run)
-    found = [one for round_ in sorted(log.records()) if (one := _round(spec, log, round_)) is not None]
+    rounds = sorted(log.records())
+    found = [one for round_ in rounds if (one := _round(spec, log, round_)) is not None]
     if not found:
         told = "found no round whose contributions are all there, expected at least one"
         raise ConfigError((), f"{log.store.url()}: {told}")
     if json_path is not None:
         told_rounds = [asdict(one) for one in found]
         write_whole(json_path, json.dumps({"run": spec.config.name, "rounds": told_rounds}, indent=1).encode())
-    _print(spec, found)
+    _print(spec, found, len(rounds))
 
 
 def _round(spec: RunSpec, log: ContributionLog, round_: int) -> RoundSent | None:
-    """None of a round whose contributions are gone, as with `store.history: recent`."""
+    """None of a round whose contributions are gone, with `store.history: recent`, and of one that counted none."""
     record = log.read_record(round_)
     try:
         measured = measured_volume(spec, log, record)
-    except FileNotFoundError:
-        return None
+    except FileNotFoundError as error:
+        if spec.latest.store.history == "recent":
+            return None
+        raise DamagedFile(f"{error.filename or error}: a contribution of round {round_} is lost") from None
     replicas = [entry.replica for entry in record.contributions]
     return None if measured is None else RoundSent(round_, replicas, measured, expected_volume(spec, len(replicas)))
 
@@ -88,11 +91,13 @@ def measured_volume(spec: RunSpec, log: ContributionLog, record: RoundRecord) ->
     return volume.volume()
 
 
-def _print(spec: RunSpec, found: Sequence[RoundSent]) -> None:
+def _print(spec: RunSpec, found: Sequence[RoundSent], rounds: int) -> None:
     console = standard_output()
     counts = sorted({len(one.replicas) for one in found})
     replicas = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    say(console, f"{spec.config.name}: what a replica sends, of {replicas}, the mean of {len(found)} rounds")
+    of_all = "" if len(found) == rounds else f" of {rounds}: of the others no contribution is left"
+    counted = format_count(len(found), "round")
+    say(console, f"{spec.config.name}: what a replica sends, of {replicas}, the mean of {counted}{of_all}")
     table = PlainTable(["exchanged by"], ["a round", "by formula", "ratio", "all rounds"], ["what is sent"])
     for way, what in WAYS.items():
         pairs = [(asdict(one.measured)[way], asdict(one.by_formula)[way]) for one in found]

@@ -22,6 +22,8 @@ def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[
     Raises ConfigError if the corpus is too small for them; where it is streamed, that is known of the validation rows.
     """
     data, replica = spec.config.data, member.replica
+    for round_ in spec.shared_out_since[1:] if data.clusters is not None else ():  # to be known before it begins
+        _batches(spec, member, source, spec.share_of(replica.name, round_))
     rows = replica.batch_size // replica.micro_batches
     batches = SharedBatches(spec.share_of(replica.name, 1), lambda share: _batches(spec, member, source, share))
     if isinstance(source, StreamedCorpus):
@@ -29,15 +31,16 @@ def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[
     return batches, validation_batches(source, data.sequence_length, data.validation_sequences, rows)
 
 
-def examples_of(spec: RunSpec, source: Source) -> Mapping[str, int]:
-    """How many windows there are in the shard of each replica: what contributions weigh with `outer.weights: examples`.
+def examples_in(spec: RunSpec, source: Source, round_: int) -> Mapping[str, int]:
+    """How many windows there are in the shard of each replica in a round: what contributions weigh with `outer.weights:
+    examples`.
 
     Raises ConfigError where that is not known.
     """
     if isinstance(source, StreamedCorpus):
         told = f"found `examples` with {spec.config.data.corpus}, which is streamed, expected a corpus encoded once"
         raise ConfigError(("outer", "weights"), told)
-    shares = {replica.name: spec.share_of(replica.name, spec.latest.outer.rounds) for replica in spec.config.replicas}
+    shares = {replica.name: spec.share_of(replica.name, round_) for replica in spec.at(round_).replicas}
     return {name: _store_batches(spec, source, share, 1).shard_size for name, share in shares.items()}
 
 
@@ -80,5 +83,5 @@ def _batches(spec: RunSpec, member: MemberSpec, source: Source, share: Share) ->
         if spec.total_steps is None:
             why = "how many steps a replica takes is not known beforehand"
             raise ConfigError(("data", "repeat"), f"found false, expected true with `inner.seconds`: {why}")
-        batches.require_one_epoch(spec.total_steps)
+        batches.require_one_epoch(spec.steps_on(share))
     return batches

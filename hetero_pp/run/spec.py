@@ -162,6 +162,21 @@ class RunSpec:
         return Share(index, count, rotation, since, (min(since, max(round_, 1)) - 1) * steps)
 
     @property
+    def shared_out_since(self) -> Sequence[int]:
+        """The rounds from which on the text is shared out anew, in order: the first, and those from which on others
+        take part or read clusters of their own.
+        """
+        pretraining = self.config.outer.pretraining if self.config.data.clusters is not None else 0
+        return sorted({*self._replicas_since, pretraining + 1})
+
+    def steps_on(self, share: Share) -> int:
+        """How many steps a replica takes on a share that it reads from its first round to its last."""
+        alone = self.config.outer.pretraining
+        reads_all = self.config.data.clusters is not None and share.replicas == 1 and alone > 0
+        last = alone if reads_all else self.latest.outer.rounds
+        return (last - share.round + 1) * self.inner_steps
+
+    @property
     def replicas_ever(self) -> Sequence[ReplicaSettings]:
         """All that take part, or did: those of now first."""
         before = (replica for since in sorted(self._replicas_since) for replica in self._replicas_since[since])

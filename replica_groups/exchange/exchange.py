@@ -171,10 +171,12 @@ class Exchange:
         spec: RunSpec | None = None,
         last_round: int | None = None,
         note: str = "",
+        examples_since: tuple[tuple[int, Mapping[str, int]], ...] = (),
     ) -> None:
         """Open the round after a snapshot's, or after a later one that is closed; `damaged` files were passed over.
 
         `note` says what the run goes on without; `spec` is the run's as it goes on, if something was changed.
+        `examples_since`: see Rules.
         """
         last_round = snapshot.round if last_round is None else last_round
         with self._changed:
@@ -183,7 +185,7 @@ class Exchange:
             if spec is not None:
                 self._rounds, self._changes = spec.latest.outer.rounds, spec.changes
             self._held, self._newest, self._begun_after = snapshot, snapshot.round, last_round
-        self.decisions.tell(e.Began(last_round, self._rounds))
+        self.decisions.tell(e.Began(last_round, self._rounds, examples_since))
         begun = Begun(last_round=last_round, damaged=damaged, changes=self._changes.to_json(), note=note)
         self.report([Report(time=time.time(), member=EXCHANGE, begun=begun)])
 

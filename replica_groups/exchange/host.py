@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 
 from hetero_pp.changed_keys import REPLICAS, Values, read_changes, replicas_of, write_changes
@@ -13,7 +13,7 @@ from hetero_pp.errors import DamagedFile, HeteroPPError
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.progress import NowAndThen
-from hetero_pp.run.batches import examples_of, text_digest
+from hetero_pp.run.batches import examples_in, text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.folder import RunFolder
@@ -49,9 +49,8 @@ def make_exchange(
     agreement = Agreement(spec.first, spec.changes, resume or {})
     log = ContributionLog(faults.disk(open_log(spec.config, folder).store))
     rules, reads = rules_of(spec, lonely), ""
-    if spec.config.outer.weights == "examples":  # it counts them itself: a member could claim any number
-        source = open_source(spec.config.data, folder.cache)
-        rules, reads = replace(rules, examples=examples_of(spec, source)), text_digest(spec, source)
+    if spec.config.outer.weights == "examples":
+        reads = text_digest(spec, open_source(spec.config.data, folder.cache))
     return Exchange(
         spec.run,
         spec.roster,
@@ -130,8 +129,17 @@ def begin_run(
     retention = Retention(exchange.log, now.snapshots.keep, now.store.history)
     auditor = Auditor(exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer, retention)
     auditor.start()
-    exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note)
+    examples = _examples(spec, folder)
+    exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note, examples)
     return auditor
+
+
+def _examples(spec: RunSpec, folder: RunFolder) -> tuple[tuple[int, Mapping[str, int]], ...]:
+    """See Rules.examples_since. It counts them itself, as a member could claim any number."""
+    if spec.config.outer.weights != "examples":
+        return ()
+    source = open_source(spec.config.data, folder.cache)
+    return tuple((since, examples_in(spec, source, since)) for since in spec.shared_out_since)
 
 
 def _require_unchanged(wanted: Values) -> None:

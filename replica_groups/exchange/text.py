@@ -57,7 +57,7 @@ class Text:
         self._told = None if path is None else _kept(path)
         if reads:
             self._told = self._told or _Told(reads, (EXCHANGE,))
-            if said := self._complaint(reads, self._told.by):
+            if said := self._complaint(reads, [one for one in self._told.by if one != EXCHANGE]):
                 raise ConfigError(("data", "corpus"), f"the exchange {said}")
         self._stays = self._told is not None
 
@@ -76,7 +76,7 @@ class Text:
         if self._told is None or self._told.tokens == tokens:
             return ""
         found = f"found tokens whose sha256 begins with {tokens[:_SHOWN]}, expected {self._told.tokens[:_SHOWN]}"
-        return f"reads another text than the run: {found}, as {', '.join(by)} told"
+        return f"reads another text than the run: {found}, as {', '.join(by) or 'was told'}{' told' if by else ''}"
 
     def note(self, member: str, tokens: str) -> None:
         """A member that reads these tokens takes part."""

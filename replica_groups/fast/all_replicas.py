@@ -23,7 +23,7 @@ from hetero_pp.outer.step import OuterOptimizer, WeightedMean
 from hetero_pp.pseudo_gradient.contribution import DecodedTensor
 from hetero_pp.pseudo_gradient.error_feedback import give_back, select
 from hetero_pp.pseudo_gradient.random_k import generator_of
-from hetero_pp.run.batches import examples_of, replica_batches
+from hetero_pp.run.batches import examples_in, replica_batches
 from hetero_pp.run.first_snapshot import first_snapshot
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.seeds import seed_of
@@ -103,9 +103,10 @@ class AllReplicas:
             for replica in spec.config.replicas
         }
         """Of a round, by replica, on all ranks."""
-        examples = examples_of(spec, source) if spec.config.outer.weights == "examples" else {}
-        self.weights = {name: spec.config.outer.weight(own, examples.get(name, 0)) for name, own in self.tokens.items()}
-        """Of all replicas, by name."""
+        is_weighed = spec.config.outer.weights == "examples"
+        self._examples = [(since, examples_in(spec, source, since)) for since in spec.shared_out_since if is_weighed]
+        self.weights = self._weights_in(1)
+        """Of all replicas, by name, in the round that is trained, or was."""
         self.taking_part = self._taking_part_in(1)
         """In the round that is trained, or was, of the replicas here."""
         self.stacks: list[Stack] = []
@@ -120,6 +121,11 @@ class AllReplicas:
     def _taking_part_in(self, round_: int) -> list[int]:
         names = {replica.name for replica in self.spec.replicas_in(round_)}
         return [index for index, own in enumerate(self.settings) if own.name in names]
+
+    def _weights_in(self, round_: int) -> dict[str, float]:
+        examples = [sizes for since, sizes in self._examples if since <= round_][-1] if self._examples else {}
+        weight = self.spec.config.outer.weight
+        return {name: weight(tokens, examples.get(name, 0)) for name, tokens in self.tokens.items()}
 
     def tokens_in(self, rounds: int) -> int:
         """That all replicas, on all ranks, train on in the first so many rounds."""
@@ -174,7 +180,7 @@ class AllReplicas:
         if self.outer.settings.overlap:
             return self._overlapped_round(round_)
         steps = self._steps(round_)
-        self.taking_part = self._taking_part_in(round_)
+        self.taking_part, self.weights = self._taking_part_in(round_), self._weights_in(round_)
         for index in self.taking_part:
             self.replicas[index].enter_round(round_)
             self.batches[index].take(self.spec.share_of(self.settings[index].name, round_), steps.start)

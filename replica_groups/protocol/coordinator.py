@@ -11,6 +11,7 @@ who is there from who is heard. So it may end at any instruction, begin anew, or
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from replica_groups.protocol import events as e
@@ -151,6 +152,7 @@ class Coordinator:
 
     def _began(self, event: e.Began, now: float) -> Iterator[e.Effect]:
         self.last_round, self.rounds = event.round, event.rounds
+        self.rules = replace(self.rules, examples_since=event.examples_since)
         yield from self._open_next(now, set(self.alive))
 
     # ---- places ----

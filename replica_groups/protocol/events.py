@@ -46,6 +46,8 @@ class Began:
     round: int
     rounds: int
     """The last round that there will be."""
+    examples_since: tuple[tuple[int, Mapping[str, int]], ...] = ()
+    """See Rules."""
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class OpenRound:
         for replica in sorted(self.whole):
             own = self.deposits[replica]
             blobs = {block: own.blobs[block] for block in sorted(own.blobs)}
-            counted.append(Contribution(replica, own.epoch, own.steps, rules.weight(replica, own.steps), blobs))
+            weight = rules.weight(replica, own.steps, self.number)
+            counted.append(Contribution(replica, own.epoch, own.steps, weight, blobs))
         late = tuple(sorted(self.taking_part - self.whole.keys()))
         return Record(self.number, tuple(counted), late)

@@ -47,8 +47,10 @@ class Rules:
     tokens_a_step: Mapping[str, int] | None = None
     """replica -> tokens, where contributions weigh by tokens; None: they do not."""
 
-    examples: Mapping[str, int] | None = None
-    """replica -> sequences in its shard, where contributions weigh by those; None: they do not."""
+    examples_since: tuple[tuple[int, Mapping[str, int]], ...] = ()
+    """First round -> (replica -> sequences in its shard) from there on, in order, where contributions weigh by those;
+    empty: they do not. Known once the run begins, as who takes part is.
+    """
 
     optional: frozenset[str] = frozenset()
     """Replicas that come and go: a quorum is a share of the others, and of those that are there."""
@@ -94,8 +96,9 @@ class Rules:
         """All that a whole contribution has."""
         return frozenset().union(*(self.blocks[place] for place in self.places_of(replica)))
 
-    def weight(self, replica: str, steps: int) -> float:
-        """Of a contribution that so many inner steps came to."""
-        if self.examples is not None:
-            return float(self.examples[replica])
+    def weight(self, replica: str, steps: int, round_: int) -> float:
+        """Of a contribution to a round that so many inner steps came to."""
+        if self.examples_since:
+            examples = [sizes for since, sizes in self.examples_since if since <= round_][-1]
+            return float(examples[replica])
         return 1.0 if self.tokens_a_step is None else float(steps * self.tokens_a_step[replica])

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+import hetero_pp.data.clusters as of_windows
 from hetero_pp.data.batches import StoreBatches
-from hetero_pp.data.clusters import find_clusters
+from hetero_pp.data.clusters import Clusters, find_clusters
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError
-from hetero_pp.run.batches import examples_of, replica_batches, text_digest
+from hetero_pp.run.batches import examples_in, replica_batches, text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 
@@ -82,15 +83,19 @@ def test_each_window_is_in_one_share(store: TokenStore, shares: int) -> None:
 
 def test_they_are_found_once_and_again_where_what_was_kept_is_damaged(store: TokenStore) -> None:
     first = find_clusters(store, LENGTH, 3, seed=1)
-    [path] = store.path.parent.glob("clusters-*.npy")
-    np.save(path, 2 - first.labels)
-    kept = find_clusters(store, LENGTH, 3, seed=1)
-    np.testing.assert_array_equal(kept.labels, 2 - first.labels)
-    for damage in (path.read_bytes()[:40], path.read_bytes()[:-2], b""):
+    [path] = store.path.parent.glob("clusters-*")
+    _keep(path, 2 - first.labels)
+    np.testing.assert_array_equal(find_clusters(store, LENGTH, 3, seed=1).labels, 2 - first.labels)
+    whole = path.read_bytes()
+    for damage in (whole[:40], whole[:-1], whole[:-2], whole[:-1] + b"x", b"PK" + whole, b""):
         path.write_bytes(damage)
         assert find_clusters(store, LENGTH, 3, seed=1).digest == first.digest
-    np.save(path, first.labels + np.uint16(1))
-    assert find_clusters(store, LENGTH, 3, seed=1).digest == first.digest
+        assert path.read_bytes()[32:] == first.labels.tobytes()
+
+
+def _keep(path: Path, labels: np.ndarray) -> None:
+    """Other labels, as if they had been found."""
+    path.write_bytes(bytes.fromhex(Clusters(labels=labels, count=3).digest) + labels.tobytes())
 
 
 def test_another_seed_another_length_or_number_are_other_clusters(store: TokenStore) -> None:
@@ -149,6 +154,15 @@ def test_a_shard_has_to_fill_a_batch(store: TokenStore) -> None:
     assert error.value.key == ("data", "clusters")
 
 
+def test_many_clusters_of_a_sample(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were not sampled are in the cluster of the nearest center, too; a sample differs in fewer."""
+    monkeypatch.setattr(of_windows, "_TOKENS", 500 * (LENGTH + 1))
+    found = find_clusters(store, LENGTH, 200, seed=1)
+    assert set(found.labels) == set(range(200))
+    with pytest.raises(ConfigError, match="found 501, expected at most the 500 of 500 windows of text that differ"):
+        find_clusters(store, LENGTH, 501, seed=1)
+
+
 def test_text_that_is_all_the_same_has_no_clusters(tmp_path: Path) -> None:
     (tmp_path / "same.txt").write_text("abcd" * 1000)
     store = prepare_tokens(DataSettings(corpus=str(tmp_path / "same.txt"), validation_share=0.1), tmp_path / "cache")
@@ -160,9 +174,9 @@ def test_text_that_is_all_the_same_has_no_clusters(tmp_path: Path) -> None:
 def test_examples_are_the_windows_of_the_shards(text: Path, store: TokenStore) -> None:
     spec = RunSpec(_config(text), 256)
     clusters = find_clusters(store, LENGTH, 3, spec.config.seed)
-    assert examples_of(spec, store) == {f"r{i}": len(clusters.windows(i, 3)) for i in range(3)}
-    largest = max(examples_of(spec, store).values())
-    assert largest > 1.5 * min(examples_of(spec, store).values())
+    found = examples_in(spec, store, 1)
+    assert found == {f"r{i}": len(clusters.windows(i, 3)) for i in range(3)}
+    assert max(found.values()) > 1.5 * min(found.values())
 
 
 def test_while_the_first_replica_trains_alone_it_reads_all_of_the_text(text: Path, store: TokenStore) -> None:
@@ -184,15 +198,44 @@ def test_while_the_first_replica_trains_alone_it_reads_all_of_the_text(text: Pat
     assert {spec.share_of(name, 3).first_step for name in spec.members} == {4}
 
 
+def test_what_a_replica_reads_once_the_others_join_has_to_be_enough_before_it_begins(
+    text: Path, store: TokenStore
+) -> None:
+    """And what it has read alone, of all of the text, is no part of that."""
+    settings: dict[str, Any] = {"method": "diloco", "pretraining": 2, "rounds": 20}
+    config = _config(text, **settings)
+    clusters = find_clusters(store, LENGTH, 3, config.seed)
+    smallest = min(range(3), key=lambda share: len(clusters.windows(share, 3)))
+    fits, windows = len(clusters.windows(smallest, 3)), len(clusters.labels)
+
+    def batches(steps: int, size: int, repeat: bool) -> None:
+        raw = config.model_dump(mode="json")
+        raw["inner"]["steps"], raw["data"]["repeat"] = steps, repeat
+        for replica in raw["replicas"]:
+            replica["batch_size"] = size
+        spec = RunSpec(RunConfig.model_validate(raw), 256)
+        member = list(spec.members.values())[smallest]
+        replica_batches(spec, member, store)
+
+    steps = fits // 18
+    assert windows > 20 * steps
+    batches(steps, 1, repeat=False)
+    with pytest.raises(ConfigError, match=f"found false and {18 * (steps + 1)} steps of 1 sequences") as error:
+        batches(steps + 1, 1, repeat=False)
+    assert error.value.key == ("data", "repeat")
+    with pytest.raises(ConfigError, match=f"found {fits} sequences in the clusters of replica {smallest} of 3"):
+        batches(1, fits + 1, repeat=True)
+
+
 def test_hosts_that_found_other_clusters_read_another_text(text: Path, store: TokenStore) -> None:
     spec, plain = RunSpec(_config(text), 256), RunSpec(_config(text, clusters=None), 256)
     digest = text_digest(spec, store)
     assert text_digest(plain, store) == store.digest != digest
     assert text_digest(spec, None) == ""
-    [path] = store.path.parent.glob("clusters-*.npy")
-    labels = np.load(path)
+    [path] = store.path.parent.glob("clusters-*")
+    labels = find_clusters(store, LENGTH, 3, spec.config.seed).labels.copy()
     labels[7] = (labels[7] + 1) % 3
-    np.save(path, labels)
+    _keep(path, labels)
     assert text_digest(spec, store) not in (digest, store.digest)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 from started import run_program
 
+from hetero_pp.data.clusters import find_clusters
 from hetero_pp.data.tokens import TokenStore, prepare_tokens
 from hetero_pp.errors import ConfigError, Refused
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.program.launch.in_process import run_in_process
-from hetero_pp.run.batches import examples_of, text_digest
+from hetero_pp.run.batches import examples_in, text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -65,7 +67,7 @@ def test_a_mean_weighs_by_examples(text: Path, tmp_path: Path) -> None:
     config = _config(text, learning_rate=1.0, momentum=0.0, nesterov=False)
     spec = RunSpec(config, 256)
     store = _store(config, tmp_path)
-    examples = examples_of(spec, store)
+    examples = examples_in(spec, store, 1)
     assert len(set(examples.values())) > 1
     group = AllReplicas(spec, store)
     assert group.weights == examples
@@ -92,9 +94,10 @@ def test_it_has_the_bits_of_the_run_in_process(pretraining: int, text: Path, tmp
     reports: list[Report] = []
     run_in_process(spec, RunFolder(tmp_path / "run"), reports.append)
     closed = [one.round_closed for one in reports if one.HasField("round_closed")]
-    examples = examples_of(spec, store)
+    early, late = (examples_in(spec, store, round_) for round_ in (1, ROUNDS))
+    assert (early["a"] == sum(late.values())) == (pretraining > 0)
     assert [{one.replica: one.weight for one in record.contributions} for record in closed] == [
-        {name: examples[name] for name in NAMES[: 1 if round_ <= pretraining else 3]} for round_ in range(1, ROUNDS + 1)
+        {"a": early["a"]} if round_ <= pretraining else late for round_ in range(1, ROUNDS + 1)
     ]
     told = [one.evaluation for one in reports if one.HasField("evaluation") and one.evaluation.round == ROUNDS]
     assert [one.loss for one in told] == 3 * [fast.validation_loss[-1]]
@@ -128,12 +131,11 @@ def test_it_goes_on_from_a_checkpoint_to_the_same_bits(text: Path, tmp_path: Pat
     assert train_fast(spec, store, checkpoint=tmp_path / "kept").validation_loss == whole.validation_loss
 
 
-def test_the_exchange_counts_examples_itself_and_lets_no_other_text_in(text: Path, tmp_path: Path) -> None:
+def test_an_exchange_that_counts_examples_lets_no_other_text_in(text: Path, tmp_path: Path) -> None:
     config = _config(text)
     spec, folder = RunSpec(config, 256), RunFolder(tmp_path / "run")
     exchange = make_exchange(spec, folder)
     store = _store(config, folder.cache)
-    assert exchange.coordinator.rules.examples == examples_of(spec, store)
     with pytest.raises(Refused, match=r"reads another text than the run: .*, as exchange told"):
         exchange.agree("a", spec.agreed, store.digest)
     assert exchange.agree("a", spec.agreed, text_digest(spec, store)) == spec.run
@@ -141,6 +143,52 @@ def test_the_exchange_counts_examples_itself_and_lets_no_other_text_in(text: Pat
     with pytest.raises(ConfigError, match=r"the exchange reads another text than the run: .*, as a told") as error:
         make_exchange(spec, folder)
     assert error.value.key == ("data", "corpus")
+
+
+def _weights(runs: Path) -> list[dict[str, float]]:
+    """By round, of its record."""
+    records = sorted((runs / "t" / "log").glob("round-*/record.json"))
+    told = [json.loads(path.read_text())["contributions"] for path in records]
+    return [{one["replica"]: one["weight"] for one in contributions} for contributions in told]
+
+
+@pytest.mark.starts_processes
+def test_who_comes_or_goes_changes_the_weights_from_that_round_on(text: Path, tmp_path: Path) -> None:
+    """The clusters are shared out anew then."""
+    config = _config(text)
+    clusters = find_clusters(_store(config, tmp_path), 15, 3, config.seed)
+
+    def launch(names: list[str], rounds: int, *arguments: str) -> None:
+        raw = config.model_dump(mode="json")
+        raw["snapshots"]["every"] = 1
+        raw["replicas"] = [one for one in raw["replicas"] if one["name"] in names]
+        (path := tmp_path / f"{rounds}.yaml").write_text(json.dumps(raw))
+        changed = ("--set", f"outer.rounds={rounds}", *arguments)
+        done = run_program("launch", str(path), "--runs", str(tmp_path), *changed)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    launch(["a", "b"], 2)
+    launch(["a", "b", "c"], 4, "--resume")
+    launch(["a", "c"], 6, "--resume")
+    launch(["a", "c"], 7, "--resume")
+    two, three = ([len(clusters.windows(share, shares)) for share in range(shares)] for shares in (2, 3))
+    of_three = dict(zip("abc", three, strict=True))
+    first, last = dict(zip("ab", two, strict=True)), dict(zip("ac", two, strict=True))
+    assert len({*two, *three}) > 3
+    assert _weights(tmp_path) == [first, first, of_three, of_three, last, last, last]
+
+
+@pytest.mark.starts_processes
+def test_text_that_was_changed_meanwhile_is_told_in_a_line(text: Path, tmp_path: Path) -> None:
+    shutil.copytree(text, tmp_path / "text")
+    (tmp_path / "run.yaml").write_text(_config(tmp_path / "text", rounds=2).model_dump_json())
+    assert run_program("launch", str(tmp_path / "run.yaml"), "--runs", str(tmp_path)).returncode == 0
+    (tmp_path / "text" / "0.txt").write_text("abcdefgh " * 50)
+    more = ("--resume", "--set", "outer.rounds=3")
+    done = run_program("launch", str(tmp_path / "run.yaml"), "--runs", str(tmp_path), *more)
+    assert done.returncode == 1
+    assert "data.corpus: the exchange reads another text than the run: found tokens" in done.stdout + done.stderr
+    assert "Error" not in done.stdout + done.stderr
 
 
 def test_averaged_gradients_weigh_the_same() -> None:

@@ -176,6 +176,33 @@ def test_what_a_gpu_holds_is_not_encoded(corpus: Path) -> None:
         Measured(_spec(corpus, SPARSE), volume_every=1, device=torch.device("cuda"))
 
 
+@pytest.fixture
+def finished(corpus: Path, tmp_path: Path) -> Path:
+    spec, folder = _spec(corpus, SPARSE), RunFolder(tmp_path / "run")
+    _logged(spec, folder)
+    save_config(spec.config, folder.config)
+    return tmp_path / "run"
+
+
+def test_a_contribution_that_is_lost_is_damage_unless_history_may_go(finished: Path) -> None:
+    next((finished / "log" / "round-000002").rglob("*.blob")).unlink()
+    done = CliRunner().invoke(app, ["volume", str(finished)])
+    assert done.exit_code == 1
+    assert "a contribution of round 2 is lost" in " ".join(done.output.split())
+    config = RunFolder(finished).config
+    config.write_text(config.read_text().replace("history: whole", "history: recent"))
+    done = CliRunner().invoke(app, ["volume", str(finished)])
+    assert done.exit_code == 0
+    assert "the mean of 3 rounds of 4: of the others no contribution is left" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("command", ["volume", "replay"])
+def test_a_folder_is_no_file_to_write(command: str, finished: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, [command, str(finished), "--json", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "Is a directory" in done.output
+
+
 def test_a_run_that_is_not_there_is_told(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["volume", str(tmp_path)])
     assert done.exit_code == 2

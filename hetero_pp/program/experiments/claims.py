@@ -11,12 +11,9 @@ from statistics import fmean
 from typing import Any
 
 from hetero_pp.outer.volume import Volume
-from hetero_pp.program.experiments.definition import FORWARDS, Claim, Experiment, Forward
+from hetero_pp.program.experiments.definition import FORWARDS, WAYS, Claim, Experiment, Forward
 from hetero_pp.program.experiments.outcomes import Outcome, Outcomes
 from hetero_pp.program.experiments.verdict import Values, holm, judge, p_value, slices_interval
-
-WAYS = ("gather", "ring", "sparse_ring")
-"""By which contributions cross, where that is measured."""
 
 
 def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, Any]]:

@@ -107,12 +107,13 @@ FORWARDS: tuple[Forward, ...] = get_args(Forward)
 
 Measurement = Literal["bias", "similarity", "gather", "ring", "sparse_ring"]
 
+WAYS = ("gather", "ring", "sparse_ring")
+"""By which contributions cross, where that is measured."""
+
 EVERY: dict[str, str] = {
     "bias": "bias_every",
     "similarity": "similarity_every",
-    "gather": "volume_every",
-    "ring": "volume_every",
-    "sparse_ring": "volume_every",
+    **dict.fromkeys(WAYS, "volume_every"),
 }
 """What an experiment says of how often each is measured."""
 

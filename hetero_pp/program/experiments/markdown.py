@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from hetero_pp.program.experiments.claims import WAYS
+from hetero_pp.program.experiments.definition import WAYS
 from hetero_pp.program.experiments.provenance import describe
 
 COLUMNS = {
@@ -24,7 +24,8 @@ COLUMNS = {
     "sent, MB": "what a replica contributes to all rounds together",
     "gathered, MB": "what a replica sends in all rounds if each sends its own contribution once, to an exchange or a "
     "parameter server: measured, of what was encoded; in brackets by formula, from the settings alone",
-    "ring, MB": "the same in a ring: dense contributions are summed on their way, sparse ones passed on",
+    "ring, MB": "the same in a ring: dense contributions are summed on their way, as if sums had codes as short, and "
+    "sparse ones are passed on",
     "sparse ring, MB": "the same where sparse ones are summed, too; by formula as if no two replicas kept one position",
     "CPU, s": "CPU seconds of training a row, all replicas, on the machine below; the mean over seeds",
     "bytes/token": "what crosses a compressed boundary for a token, in one direction; 0 without one",

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from hetero_pp.errors import ConfigError
 from hetero_pp.outer.methods import change_method
 from hetero_pp.program.experiments.blame import located
-from hetero_pp.program.experiments.definition import Cells, Experiment, Row, Scale
+from hetero_pp.program.experiments.definition import EVERY, Cells, Experiment, Row, Scale
 from hetero_pp.program.experiments.identity import settings_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.yaml_lines import complaint
@@ -59,7 +59,16 @@ class Setting:
             raise self._told(row, complaint(error, RunConfig)) from None
         except ConfigError as error:
             raise self._told(row, error) from None
+        self._require_measured(row, config)
         return config
+
+    def _require_measured(self, row: Row, config: RunConfig) -> None:
+        """Raise ConfigError for a measurement that a run is over before."""
+        for key in sorted(set(EVERY.values())):
+            every = getattr(self.experiment, key)
+            if every is not None and every > config.outer.rounds:
+                told = f"found {every}, expected at most the {config.outer.rounds} rounds of row `{row.name}`"
+                raise self.experiment.located(ConfigError((key,), f"{told} at scale {self.scale.name}"))
 
     def meaning(self, row: Row) -> Any:
         """All that decides what the row comes to but its seed and its tokens: equal for equal rows."""

@@ -15,7 +15,7 @@ from hetero_pp.program.launch.hosts import members_named, require_reachable
 from hetero_pp.program.launch.rendezvous import meeting_place
 from hetero_pp.program.launch.this_machine import Limit, limits_of, require_carried
 from hetero_pp.progress import OnProgress, untold
-from hetero_pp.run.batches import examples_of, replica_batches
+from hetero_pp.run.batches import examples_in, replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import require_weights
 from hetero_pp.run.folder import RunFolder
@@ -122,7 +122,7 @@ def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: 
         return None
     source = open_source(spec.config.data, cache, on_progress)
     if weighs:
-        examples_of(spec, source)
+        examples_in(spec, source, 1)
     for member in readers:
         replica_batches(spec, member, source)
     return source

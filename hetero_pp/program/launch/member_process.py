@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hetero_pp.errors import HeteroPPError, LinkError, Refused, RunFailed, WrongToken
+from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, Refused, RunFailed, WrongToken
 from hetero_pp.faults import Faults
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import EXCHANGE, exchange_link_name
@@ -101,7 +101,11 @@ def _send(launcher: Connection, **message: str) -> None:
 
 
 def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, Any], launcher: Connection, faults: Faults) -> int:
-    exchange = make_exchange(spec, job.folder, job.resume, job.again, faults=faults)
+    try:
+        exchange = make_exchange(spec, job.folder, job.resume, job.again, faults=faults)
+    except ConfigError as error:
+        _send(launcher, failure=str(error))
+        return FAILED
     listen = message.get("listen") or spec.config.exchange.listen
     try:
         secret, most_open = Secret(message["secret"]), MOST_OPEN + _further_nodes(spec)  # each stays, under one name
