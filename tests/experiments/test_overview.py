@@ -73,6 +73,7 @@ RESULT: dict[str, Any] = {
             "compressed_seeds": {"2": 5.25, "3": 6.5},
             "delta_percent": 12.34,
             "bias": {"mean": 0.1234},
+            "sparse_ring": {"mean": 1.239},
         },
     ],
     "claims": [
@@ -96,6 +97,7 @@ FIGURES = {
     "{s/t | paper | a - b}": "2.10",
     "{s/t | paper percent | a - b}": "5.0",
     "{s/t | bias | a - b}": "12",
+    "{s/t | sparse_ring | a - b}": "1.24",
     "{s/t | difference | base | a - b}": "0.30",  # at the seed 2, which both have
     "{s/t | difference | base | a - b | compressed}": "0.38",  # at the seeds 2 and 3
     "{s/t |\n  verdict | it\n  costs}": "holds",
@@ -118,6 +120,7 @@ def test_figures_are_filled_in(text: str, figure: str, tmp_path: Path) -> None:
         "{s/u | loss | base}",
         "{s/t | loss | c}",
         "{s/t | bias | base}",
+        "{s/t | ring | a - b}",
         "{s/t}",
         "{s/t | law | a | 128}",
         "{s/t | law | b | 64}",
@@ -130,6 +133,24 @@ def test_a_figure_that_is_not_known_is_told_by_its_line(text: str, tmp_path: Pat
     with pytest.raises(ConfigError) as error:
         with_figures(tmp_path / "found.md", {"s/t": RESULT})
     assert str(error.value).startswith(f"{tmp_path / 'found.md'}:3: found `{text}`")
+
+
+def test_each_paper_has_a_section_with_what_was_found_above_its_tables(tmp_path: Path) -> None:
+    """In the order of the papers, others after them; what is said of none of them stands first."""
+    for name in ("micro/diloco/figure5", "micro/het-pp/table1", "micro/sparseloco/table4", "ladder/diloco/table4"):
+        (path := tmp_path / "results" / f"{name}.json").parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(RESULTS / f"{name}.json", path)
+    mine = json.loads((RESULTS / "micro" / "het-pp" / "table1.json").read_text()) | {"name": "mine/rank", "claims": []}
+    (path := tmp_path / "results" / "micro" / "mine" / "rank.json").parent.mkdir()
+    path.write_text(json.dumps(mine))
+    (tmp_path / "found.md").write_text("All of it.\n\n## DiLoCo\n\n- So.\n\n## Elsewhere\n\n- Not.\n")
+    write_overview(tmp_path / "results", tmp_path / "page.md", tmp_path)
+    found = re.findall(r"^(All of it\.|- \w+\.|##? .*|### [^:]*)", (tmp_path / "page.md").read_text(), re.MULTILINE)
+    assert found == [
+        *("# Results", "All of it.", "## Elsewhere", "- Not.", "## How to read the tables", "## All verdicts"),
+        *("## Het-PP", "### het-pp/table1", "## SparseLoCo", "### sparseloco/table4"),
+        *("## DiLoCo", "- So.", "### diloco/figure5", "### diloco/table4", "## mine", "### mine/rank"),
+    ]
 
 
 # ---- who trained what ----

@@ -24,7 +24,7 @@ def with_figures(path: Path, results: Results) -> str:
 
     A figure is `{claims | VERDICT}`, how many distinct claims came to that (`all`: how many there are), or
     `{TABLE | WHAT | NAME...}`: what is `loss` (nats), `percent` (above the baseline), `paper` or `paper percent` (the
-    same of the paper), `bias` (percent) or `similarity` (a cosine) of a row, `difference` (nats) of the second row to
+    same of the paper), `bias` (percent), `similarity` (a cosine), `gather`, `ring` or `sparse_ring` (megabytes) of a row, `difference` (nats) of the second row to
     the first, `verdict` of a claim, or `law` (percent, and its interval) of a trend at a width. A last name
     `compressed` or `uncompressed` says that a difference or a verdict is of that forward.
     """
@@ -109,4 +109,7 @@ _OF_ROWS: dict[str, Callable[..., str]] = {
     "paper percent": lambda rows, row: f"{100 * (row['paper'] / rows[row['baseline']]['paper'] - 1):.1f}",
     "bias": lambda _, row: f"{100 * row['bias']['mean']:.0f}",
     "similarity": lambda _, row: f"{row['similarity']['mean']:.2f}",
+    "gather": lambda _, row: f"{row['gather']['mean']:.2f}",
+    "ring": lambda _, row: f"{row['ring']['mean']:.2f}",
+    "sparse_ring": lambda _, row: f"{row['sparse_ring']['mean']:.2f}",
 }
