@@ -24,9 +24,9 @@ def with_figures(path: Path, results: Results) -> str:
 
     A figure is `{claims | VERDICT}`, how many distinct claims came to that (`all`: how many there are), or
     `{TABLE | WHAT | NAME...}`: what is `loss` (nats), `percent` (above the baseline), `paper` or `paper percent` (the
-    same of the paper), `bias` (percent), `similarity` (a cosine), `gather`, `ring` or `sparse_ring` (megabytes) of a row, `difference` (nats) of the second row to
-    the first, `verdict` of a claim, or `law` (percent, and its interval) of a trend at a width. A last name
-    `compressed` or `uncompressed` says that a difference or a verdict is of that forward.
+    same of the paper), `bias` (percent), `similarity` (a cosine), `gather`, `ring`, `sparse_ring` (megabytes) of a row,
+    `difference` (nats) of the second row to the first, `verdict` of a claim, or `law` (percent, and its interval) of a
+    trend at a width. A last name `compressed` or `uncompressed` says that a difference or a verdict is of that forward.
     """
     text = path.read_text()
 
