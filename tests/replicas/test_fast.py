@@ -112,17 +112,23 @@ def test_adamw_ddp_is_one_model_on_the_joined_batch(corpus: Path, tmp_path: Path
     assert result.validation_loss == pytest.approx(losses, abs=2e-4)
 
 
+APART = {"sparseloco_paper": 3e-2, "inner muon": 3e-2}
+"""Nats between two CPUs, where rounding decides more than elsewhere: in which of four levels a value is, and what bf16
+makes of Muon's products. 0.018 and 0.013 were seen, with vectors of 16, 32 and 64 bytes.
+"""
+
+
 def test_every_method_has_a_golden_run() -> None:
     assert outer_methods.METHODS.keys() <= METHODS.keys()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_golden_run(method: str, corpus: Path, tmp_path: Path) -> None:
-    """Three rounds of one compressed and one uncompressed replica; differences between CPUs stay far below 1e-2."""
+    """Three rounds of one compressed and one uncompressed replica; all but two stay below 1e-2 apart between CPUs."""
     outer, boundary, *inner = METHODS[method]
     result, _, _ = _train(_config(corpus, outer, [DC, {**HOME, "boundary": boundary}], *inner), tmp_path)
     found = [*result.validation_loss, result.uncompressed, result.compressed]
-    assert found == pytest.approx(json.loads(GOLDEN.read_text())[method], abs=1e-2)
+    assert found == pytest.approx(json.loads(GOLDEN.read_text())[method], abs=APART.get(method, 1e-2))
     assert not result.diverged
     assert result.tokens == 3 * 4 * 2 * 4 * 32
 
