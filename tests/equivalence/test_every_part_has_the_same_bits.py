@@ -39,6 +39,11 @@ RUNS: Mapping[str, tuple[Path, Sequence[str]]] = {
         HERE / "mixed.yaml",
         ["inner.optimizer=sgd", "inner.learning_rate=0.1", "outer={method: demo, rounds: 2}"],
     ),
+    "DiLoCo-LOM": (HERE / "mixed.yaml", ["outer={method: diloco_lom, rounds: 2}"]),
+    "shards that differ": (
+        HERE / "mixed.yaml",
+        ["data.clusters=2", "outer={method: diloco, weights: examples, rounds: 2}"],
+    ),
     "ablations": (HERE / "ablations.yaml", []),
 }
 """A YAML, and what is changed of it beside its rounds and its text."""
