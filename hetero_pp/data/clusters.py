@@ -57,8 +57,6 @@ class Clusters:
 
     labels: np.ndarray
     """The cluster of each window, uint16 [N]."""
-    count: int
-    """C."""
 
     def windows(self, share: int, shares: int) -> np.ndarray:
         """The windows, ascending, of one of so many shares: those of the clusters `share`, `share + shares`, ..."""
@@ -78,24 +76,21 @@ def find_clusters(store: TokenStore, sequence_length: int, count: int, seed: int
     size = len(store.train) // (sequence_length + 1)
     key = json.dumps([_FORMAT, store.digest, len(store.train), sequence_length, count, seed])
     path = store.path.parent / f"clusters-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    kept = Clusters(labels=_kept(path), count=count)
-    if len(kept.labels) == size and _is_signed(path, kept):
+    kept = _kept(path)
+    if kept is not None and len(kept.labels) == size:
         return kept
     windows = store.train[: size * (sequence_length + 1)].reshape(size, sequence_length + 1)
-    found = Clusters(labels=_found(windows, store.vocabulary, count, seed), count=count)
+    found = Clusters(labels=_found(windows, store.vocabulary, count, seed))
     write_whole(path, bytes.fromhex(found.digest) + found.labels.astype("<u2").tobytes())
     return found
 
 
-def _kept(path: Path) -> np.ndarray:
-    """The labels that a file has behind their digest; none if there is no such file."""
-    data = path.read_bytes()[_DIGEST:] if path.is_file() else b""
-    return np.frombuffer(data[: len(data) // 2 * 2], "<u2").astype(np.uint16)
-
-
-def _is_signed(path: Path, clusters: Clusters) -> bool:
-    """Whether they are what was written."""
-    return path.read_bytes()[:_DIGEST] == bytes.fromhex(clusters.digest)
+def _kept(path: Path) -> Clusters | None:
+    """What a file has behind its digest; None if there is none, or it is not what was written."""
+    data = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
+        return None
+    return Clusters(labels=np.frombuffer(data[_DIGEST:], "<u2").astype(np.uint16))
 
 
 def _found(windows: np.ndarray, vocabulary: int, count: int, seed: int) -> np.ndarray:

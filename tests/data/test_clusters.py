@@ -95,7 +95,7 @@ def test_they_are_found_once_and_again_where_what_was_kept_is_damaged(store: Tok
 
 def _keep(path: Path, labels: np.ndarray) -> None:
     """Other labels, as if they had been found."""
-    path.write_bytes(bytes.fromhex(Clusters(labels=labels, count=3).digest) + labels.tobytes())
+    path.write_bytes(bytes.fromhex(Clusters(labels=labels).digest) + labels.tobytes())
 
 
 def test_another_seed_another_length_or_number_are_other_clusters(store: TokenStore) -> None:
