@@ -1,8 +1,9 @@
-"""DeMo's transform: the discrete cosine transform of each chunk, to the bit the same on every machine.
+"""DeMo's transform: the discrete cosine transform of each chunk, and back from it to the same bits on every machine.
 
     X^ = C_rows X C_columns^T,  C[k, n] = s_k cos(pi (2 n + 1) k / 2 N),  s_0 = sqrt(1 / N), else sqrt(2 / N)
 
-C is orthonormal: its transpose goes back, and norms stay. Sums are taken term by term, each one multiplication and one
+C is orthonormal: its transpose goes back, and norms stay. What a replica sends is its own affair, and made by matrix
+products; what all make of it is not. So going back, sums are taken term by term, each one multiplication and one
 addition, as a matrix product takes them in another order on each machine. A vector is a chunk of one row. Source: DeMo
 (Peng et al. 2024); SparseLoCo, appendix D.
 """
@@ -10,6 +11,7 @@ addition, as a matrix product takes them in another order on each machine. A vec
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -23,25 +25,35 @@ def transformed(tensor: Tensor, tile: tuple[int, int]) -> Tensor:
 
     Or of a part of one, whole rows of chunks, or none (pseudo_gradient.rows).
     """
-    return _by_chunks(tensor, tile, backwards=False)
+    return _by_chunks(tensor, tile, _matrix_products)
 
 
 def restored(coefficients: Tensor, tile: tuple[int, int]) -> Tensor:
     """What `transformed` gives these coefficients of, but for rounding."""
-    return _by_chunks(coefficients, tile, backwards=True)
+    return _by_chunks(coefficients, tile, _term_by_term)
 
 
-def _by_chunks(tensor: Tensor, tile: tuple[int, int], backwards: bool) -> Tensor:
+def _by_chunks(tensor: Tensor, tile: tuple[int, int], products: Callable[[Tensor], Tensor]) -> Tensor:
+    """`products` gives of tiles [rows, N, columns, N] all of them transformed."""
     found = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     for group in groups_of(tuple(tensor.shape), tile) if tensor.numel() else ():
-        by_row, by_column = (_cosines(size, tensor.device, backwards) for size in (group.rows, group.columns))
         for band in group.bands(tensor.device):  # all of it while the band is in the cache
             own, out = (
                 band.part(as_matrix(one)).unflatten(0, (-1, band.rows)).unflatten(2, (-1, band.columns))
                 for one in (tensor, found)
             )
-            out.copy_(_product(by_column, _product(by_row, own, 1), 3))
+            out.copy_(products(own))
     return found
+
+
+def _matrix_products(tiles: Tensor) -> Tensor:
+    by_row, by_column = (_cosines(tiles.shape[dimension], tiles.device, False) for dimension in (1, 3))
+    return (by_row @ tiles.transpose(1, 2) @ by_column.T).transpose(1, 2)
+
+
+def _term_by_term(tiles: Tensor) -> Tensor:
+    by_row, by_column = (_cosines(tiles.shape[dimension], tiles.device, True) for dimension in (1, 3))
+    return _product(by_column, _product(by_row, tiles, 1), 3)
 
 
 def _product(matrix: Tensor, tiles: Tensor, dimension: int) -> Tensor:
