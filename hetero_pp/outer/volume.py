@@ -8,10 +8,10 @@ With R replicas, contributions of m bytes, and sums of h of them of s_h bytes, e
     sparse_ring         (s_1 + ... + s_R-1 + (R - 1) s_R) / R    the same of sparse ones, whose sums grow on their way
 
 The first three are those of SparseLoCo's Figure 2; of the fourth its section 3 says that it could be: a position is
-sent once, however many have it. Of the dense ring it is taken that a sum is as long as
-what it is of, as the papers count it: of codes of few bits that would need a ring that codes each sum anew. In the
-sparse one a sum has no codes any more: its values go as fp32, through the entropy coder that all of a contribution goes
-through. What is left out: framing, and headers of the sums.
+sent once, however many have it. Of the dense ring it is taken that a sum is as long as what it is of, as the papers
+count it: of codes of few bits that would need a ring that codes each sum anew. In the sparse one a sum has no codes any
+more: its values go as fp32, through the entropy coder that all of a contribution goes through. What is left out:
+framing, and headers of the sums.
 """
 
 from __future__ import annotations

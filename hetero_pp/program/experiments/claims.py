@@ -22,7 +22,8 @@ def claim_results(experiment: Experiment, outcomes: Outcomes) -> list[dict[str, 
     rows; and `about`, which is the same for claims of other tables that say the same of the same rows.
     """
     shares = {row.name: row.compressed_share for row in experiment.rows}
-    known = [_values_of(claim, outcomes) for claim in experiment.claims]
+    at_the_end = known_values(outcomes)
+    known = [at_the_end if claim.after == 1 else _early_values(claim, outcomes) for claim in experiment.claims]
     found = [_in_each_forward(claim, values, shares) for claim, values in zip(experiment.claims, known, strict=True)]
     p_values = [
         p_value(claim, values[claim.of], shares) for claim, values in zip(experiment.claims, known, strict=True)
@@ -50,10 +51,8 @@ def known_values(outcomes: Outcomes) -> dict[str, Values]:
     return values
 
 
-def _values_of(claim: Claim, outcomes: Outcomes) -> dict[str, Values]:
-    """What a claim may be of: all that is known of the end, or what is known of an earlier round."""
-    if claim.after == 1:
-        return known_values(outcomes)
+def _early_values(claim: Claim, outcomes: Outcomes) -> dict[str, Values]:
+    """What is known of the round that a claim of an earlier one is about, as `known_values` has it of the end."""
     return {"own": {row: _losses_after(seeds, claim.after) for row, seeds in outcomes.items()}}
 
 
