@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
+import stat
 import sysconfig
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.data.prose import package_folders, prose_of
-from hetero_pp.data.settings import DOCSTRINGS, INSTALLED, PROSE, STANDARD_LIBRARY, DataSettings
+from hetero_pp.data.prose import package_folders
+from hetero_pp.data.readers import OnShare, readers_of
+from hetero_pp.data.settings import DOCSTRINGS, INSTALLED, PROSE, STREAMED, DataSettings
+from hetero_pp.data.walk import Listing, list_files
 from hetero_pp.errors import ConfigError
+from hetero_pp.units import format_count
 
 _KEY = ("data", "corpus")
-_LINES_BETWEEN = 1000
-"""Lines of a file after which it is told how far its reading is."""
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
-
-OnShare = Callable[[float], None]
-"""(share that was read, from 0 to 1)"""
-Reader = Callable[[Path, str, OnShare], Iterator[str]]
-"""(file, text field, what to tell how far it is) -> its documents."""
+_COMPRESSED = {".gz", ".zst", ".bz2", ".xz", ".zip"}
+_STREAMED_ONLY = {(".jsonl", ".gz"), (".jsonl", ".zst"), (".json", ".gz"), (".json", ".zst")}
+"""Endings of files that a streamed corpus can read and another one cannot."""
 
 
-def documents(settings: DataSettings, on_share: OnShare = lambda _: None) -> Iterator[str]:
-    """Every document of the corpus that is not blank, file by file in the order of their names."""
-    found = False
-    for text in _documents_of(_files(settings), settings, on_share):
+@dataclass
+class Rows:
+    """Counts the rows of a corpus that were read, and those whose text is null."""
+
+    read: int = 0
+    null: int = 0
+
+
+def documents(settings: DataSettings, on_share: OnShare = lambda _: None, rows: Rows | None = None) -> Iterator[str]:
+    """Every document of the corpus that is not blank, file by file in the order of their names.
+
+    Rows whose text is null are skipped, and counted in `rows`. Raises ConfigError for what cannot be read, for a file
+    whose rows are all null, and for a corpus without a document.
+    """
+    found, listing = False, _listing(settings)
+    for text in _documents_of(listing.files, settings, on_share, rows or Rows()):
         found = True
         yield text
     if not found:
-        raise ConfigError(_KEY, f"found no text in `{settings.corpus}`, expected at least one document")
+        skips = f" ({listing.skips()})" if listing.skips() else ""
+        raise ConfigError(_KEY, f"found no text in `{settings.corpus}`{skips}, expected at least one document")
 
 
 def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
@@ -41,14 +53,14 @@ def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
 
     They are about `size` bytes of files, or all if there are fewer; of one large file they are the first.
     """
-    files = _files(settings)
+    files = _listing(settings).files
     whole = _bytes_of(files)
     some = files[:: max(1, whole // size)]
     part = _bytes_of(some) / whole
     texts: list[str] = []
     read = [(0, 0.0)]
     """How many texts there were at a share of these files."""
-    for text in _documents_of(some, settings, lambda share: read.append((len(texts), share))):
+    for text in _documents_of(some, settings, lambda share: read.append((len(texts), share)), Rows()):
         if read[-1][1] * part * whole >= size:
             break
         texts.append(text)
@@ -56,20 +68,49 @@ def sample(settings: DataSettings, size: int) -> tuple[list[str], float]:
     return texts[:count], share * part
 
 
-def _documents_of(files: Sequence[Path], settings: DataSettings, on_share: OnShare) -> Iterator[str]:
+def _documents_of(files: Sequence[Path], settings: DataSettings, on_share: OnShare, rows: Rows) -> Iterator[str]:
     """The documents of files that are not blank; `on_share` is told between documents."""
-    readers = _readers(settings)
     before, whole = 0, _bytes_of(files)
     for path in files:
-        size = path.stat().st_size
+        size = _size(path)
         within = partial(_within, on_share, before / whole, size / whole)
-        yield from (text for text in readers[path.suffix](path, settings.text_field, within) if text.strip())
+        if size:
+            yield from (text for text in _rows_of(path, settings, within, rows) if text.strip())
         before += size
         on_share(before / whole)
 
 
+def _rows_of(path: Path, settings: DataSettings, on_share: OnShare, rows: Rows) -> Iterator[str]:
+    """The rows of a file that have text. Raises ConfigError if the file cannot be read, or if all its rows are null."""
+    read, null = rows.read, rows.null
+    try:
+        for text in readers_of(settings.corpus)[path.suffix](path, settings.text_field, on_share):
+            rows.read += 1
+            if text is None:
+                rows.null += 1
+            else:
+                yield text
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if rows.read - read == rows.null - null > 0:
+        found = f"only null in `{settings.text_field}` ({format_count(rows.null - null, 'row')})"
+        raise ConfigError(_KEY, f"{path}: found {found}, expected text")
+
+
 def _bytes_of(files: Sequence[Path]) -> int:
-    return max(1, sum(path.stat().st_size for path in files))
+    return max(1, sum(map(_size, files)))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or " ".join(str(error).split())
+    return ConfigError(_KEY, f"{path}: cannot be read ({reason}), expected a file that this user may read")
 
 
 def _within(on_share: OnShare, before: float, part: float, share: float) -> None:
@@ -78,146 +119,59 @@ def _within(on_share: OnShare, before: float, part: float, share: float) -> None
 
 def fingerprint(settings: DataSettings) -> str:
     """A digest of names, sizes and modification times: did the corpus change, told without reading it."""
-    listing = [(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in _files(settings)]
+    listing = [(str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in _listing(settings).files]
     is_docstrings = settings.corpus == DOCSTRINGS
     return hashlib.sha256(json.dumps([is_docstrings, settings.text_field, listing]).encode()).hexdigest()
 
 
-def _files(settings: DataSettings) -> list[Path]:
-    """The files of the corpus, sorted."""
-    corpus, suffixes = settings.corpus, _readers(settings).keys()
+def skipped_files(settings: DataSettings) -> str:
+    """Say in one line how many files are read, and what is skipped; empty if nothing is, or the corpus is installed."""
+    summary = "" if settings.corpus in INSTALLED else _listing(settings).summary()
+    return f"data.corpus: {settings.corpus}: {summary}" if summary else ""
+
+
+def _listing(settings: DataSettings) -> Listing:
+    """The files of the corpus, sorted. Raises ConfigError if there is none."""
+    corpus, suffixes = settings.corpus, readers_of(settings.corpus).keys()
     if settings.streamed is not None:
         raise ConfigError(
             _KEY, f"found `{corpus}`, expected a corpus that is not streamed: this one is read as a whole"
         )
-    if corpus == PROSE:
-        return sorted(path for folder in package_folders() for path in _below(folder, set()) if path.suffix in suffixes)
-    is_library = corpus in INSTALLED
-    root = Path(sysconfig.get_path("stdlib") if is_library else corpus).expanduser().resolve()
-    if not root.exists():
+    if corpus in INSTALLED:
+        # Some package managers store equal files as hard links, and some do not: every host has to read the same.
+        library = [Path(sysconfig.get_path("stdlib")).resolve()]
+        roots, skipped = (package_folders(), set[str]()) if corpus == PROSE else (library, _NOT_STANDARD)
+        found = [path for root in roots for path in list_files(root, suffixes, skipped, True).files]
+        listing = Listing(sorted(found))
+    else:
+        listing = _named(corpus, suffixes)
+    if not listing.files:
+        skips = f" ({listing.skips()})" if listing.skips() else ""
+        raise ConfigError(_KEY, f"found no usable file at `{corpus}`{skips}, expected {', '.join(suffixes)}")
+    return listing
+
+
+def _named(corpus: str, suffixes: Collection[str]) -> Listing:
+    """The files of a folder, or the one file, that the user names. Raises ConfigError if it is neither."""
+    path = Path(corpus).expanduser()
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
         choices = f"{', '.join(f'`{name}`' for name in INSTALLED)} or a path that exists"
-        raise ConfigError(_KEY, f"found `{corpus}`, expected {choices}")
-    found = _below(root, _NOT_STANDARD if is_library else set()) if root.is_dir() else [root]
-    files = [path for path in found if path.suffix in suffixes]
-    if not files:
-        raise ConfigError(_KEY, f"found no usable file at `{root}`, expected {', '.join(suffixes)}")
-    return sorted(files)
+        raise ConfigError(_KEY, f"found `{corpus}`, expected {choices}") from None
+    except OSError as error:
+        raise ConfigError(_KEY, f"{path}: cannot be read ({error.strerror}), expected a file or a folder") from None
+    if stat.S_ISDIR(mode):
+        return list_files(path.resolve(), suffixes)
+    if not stat.S_ISREG(mode):
+        raise ConfigError(_KEY, f"found a pipe, socket or device at `{corpus}`, expected a file or a folder")
+    if path.suffix not in suffixes:
+        raise ConfigError(_KEY, f"found no usable file at `{corpus}`, expected {', '.join(suffixes)}{_hint(path)}")
+    return Listing([path.parent.resolve() / path.name])  # a link's own suffix counts, not that of its target
 
 
-def _below(folder: Path, skip: set[str]) -> Iterator[Path]:
-    """The files below a folder; folders named in `skip` are not entered."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            if path.name not in skip:
-                yield from _below(path, skip)
-        elif path.is_file():
-            yield path
-
-
-def _readers(settings: DataSettings) -> dict[str, Reader]:
-    """Suffix of a file -> what reads it."""
-    if settings.corpus == STANDARD_LIBRARY:
-        return {".py": _source}
-    if settings.corpus == DOCSTRINGS:
-        return {".py": _docstrings}
-    if settings.corpus == PROSE:
-        return {".py": _prose}
-    return {".txt": _text, ".jsonl": _json_lines, ".parquet": _parquet}
-
-
-def _source(path: Path, _field: str, _on_share: OnShare) -> Iterator[str]:
-    """The text of a source file; nothing if it is not UTF-8, as some of the library's own tests are not."""
-    try:
-        yield path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return
-
-
-def _docstrings(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
-    """The docstrings of a source file, one a document; nothing if this Python cannot parse it."""
-    for source in _source(path, field, on_share):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in the library's own tests
-                tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError):
-            return
-        for node in _statements(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield ast.get_docstring(node) or ""
-
-
-def _prose(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
-    """The sentences of all docstrings of a source file as one document."""
-    texts = (prose_of(docstring) for docstring in _docstrings(path, field, on_share))
-    yield "\n\n".join(text for text in texts if text)
-
-
-def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """The module and every statement in it; `ast.walk` would spend most of its time inside expressions."""
-    pending: list[ast.AST] = [tree]
-    while pending:
-        node = pending.pop()
-        yield node
-        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
-            children = getattr(node, field, None)
-            if isinstance(children, list):
-                pending.extend(children)
-
-
-def _text(path: Path, _field: str, _on_share: OnShare) -> Iterator[str]:
-    try:
-        yield path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(_KEY, f"{path}: found a byte at {error.start} that is not UTF-8, expected text") from None
-
-
-def _json_lines(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
-    """The text field of every line; a line that is not an object with that field is an error."""
-    size = path.stat().st_size
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            yield text_of_line(line, f"{path}:{number}", field)
-            if number % _LINES_BETWEEN == 0:
-                on_share(lines.tell() / size)
-
-
-def text_of_line(line: str | bytes, where: str, field: str) -> str:
-    """The text field of a line of JSON; `where` says in errors which line. Raises ConfigError if there is none."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(_KEY, f"{where}: found no valid JSON ({error})") from None
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        found = f"`{field}` of type {type(text).__name__}" if isinstance(record, dict) else "no object"
-        raise ConfigError(_KEY, f"{where}: found {found}, expected an object with text in `{field}`")
-    return text.encode("utf-8", "replace").decode()  # JSON can spell half of a surrogate pair
-
-
-def _parquet(path: Path, field: str, on_share: OnShare) -> Iterator[str]:
-    """The text column, some rows at a time; nulls are skipped."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ConfigError(_KEY, f"{path}: found no valid parquet ({error})") from None
-    with file:
-        schema = file.schema_arrow
-        if field not in schema.names:
-            raise ConfigError(
-                ("data", "text_field"),
-                f"found `{field}`, expected a column of {path}: {', '.join(schema.names)}",
-            )
-        kind = schema.field(field).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise ConfigError(("data", "text_field"), f"found `{field}` of type {kind} in {path}, expected text")
-        done = 0
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
-            done += batch.num_rows
-            on_share(done / file.metadata.num_rows)
+def _hint(path: Path) -> str:
+    """How a compressed file can be read."""
+    if tuple(path.suffixes[-2:]) in _STREAMED_ONLY:
+        return f"; `corpus: {STREAMED}{path}` streams this file"
+    return "; unpack this file" if path.suffix in _COMPRESSED else ""

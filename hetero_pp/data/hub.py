@@ -8,15 +8,18 @@ schema of all fields in all files, which web corpora such as DCLM do not have.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.data.corpora import text_of_line
+from hetero_pp.data.readers import bad_utf8, holds_text, names_of, text_of_line, texts_of_column
 from hetero_pp.data.settings import STREAMED, DataSettings, is_on_the_hub
+from hetero_pp.data.walk import each_once
 from hetero_pp.errors import ConfigError
+from hetero_pp.units import format_count
 
 _KEY = ("data", "corpus")
 _ROWS = 256
@@ -29,14 +32,16 @@ _FORMATS = {".jsonl": "text", ".json": "text", ".parquet": "parquet"}
 class Shards:
     """The documents of one split, as numbered shards."""
 
-    def __init__(self, files: Sequence[str], dataset: Any, field: str) -> None:
+    def __init__(self, files: Sequence[str], dataset: Any, field: str, skips: str = "") -> None:
         self.count = len(files)
+        self.skips = skips
+        """How many files are read, and what is skipped, in words; empty if nothing is."""
         assert dataset.num_shards == self.count
         self._files = files
         self._dataset = dataset.with_format("arrow")
         self._field = field
         if dataset.column_names == []:  # datasets was asked for one column, and says no more
-            raise ConfigError(("data", "text_field"), f"found `{field}`, expected a column of {files[0]}")
+            raise ConfigError(("data", "text_field"), f"found `{field}`, expected a column of {_columns_of(files[0])}")
 
     @property
     def fingerprint(self) -> str:
@@ -46,8 +51,19 @@ class Shards:
     def documents(self, shard: int, start: int) -> Iterator[str]:
         """The texts of a shard from document `start` on; one that is null is empty.
 
-        Raises ConfigError if the file cannot be read or has no text in the field.
+        Raises ConfigError if the file cannot be read, has no text in the field, or has only null there.
         """
+        rows = nulls = 0
+        for text in self._rows(shard, start):
+            rows += 1
+            nulls += text is None
+            yield text or ""
+        if rows == nulls > start == 0:
+            found = f"only null in `{self._field}` ({format_count(rows, 'row')})"
+            raise ConfigError(_KEY, f"{self._files[shard]}: found {found}, expected text")
+
+    def _rows(self, shard: int, start: int) -> Iterator[str | None]:
+        """The texts of a shard from row `start` on, None for null. Raises ConfigError if the file cannot be read."""
         file = self._files[shard]
         read = _parquet if _format_of(file) == "parquet" else _json_lines
         number = 0
@@ -58,22 +74,42 @@ class Shards:
                 number += len(table)
         except ConfigError:
             raise
+        except UnicodeDecodeError:
+            raise _bad_line(file) from None
         except Exception as error:  # formats, compression and the network raise their own, with no common base
             raise ConfigError(_KEY, f"{file}: cannot be read ({_line(error)})") from error
 
 
-def _json_lines(table: Any, file: str, number: int, field: str) -> Iterator[str]:
+def _columns_of(file: str) -> str:
+    """The file and the names of its columns; of one that is compressed as a whole the file alone."""
+    if Path(file).suffix != ".parquet":
+        return file
+    import fsspec
+    from pyarrow import parquet
+
+    with fsspec.open(file, "rb") as opened:
+        return f"{file}: {names_of(parquet.read_schema(opened).names)}"
+
+
+def _json_lines(table: Any, file: str, number: int, field: str) -> Iterator[str | None]:
     for line in table.column("text").to_pylist():
         number += 1
         yield text_of_line(line, f"{file}:{number}", field) if line.strip() else ""
 
 
-def _parquet(table: Any, file: str, _number: int, field: str) -> Iterator[str]:
-    for text in table.column(field).to_pylist():
-        if not isinstance(text, str | None):
-            kind = table.schema.field(field).type
-            raise ConfigError(("data", "text_field"), f"found `{field}` of type {kind} in {file}, expected text")
-        yield text or ""
+def _parquet(table: Any, file: str, number: int, field: str) -> Iterator[str | None]:
+    column = table.column(field)
+    if not holds_text(column.type):
+        raise ConfigError(("data", "text_field"), f"found `{field}` of type {column.type} in {file}, expected text")
+    return texts_of_column(column, file, number)
+
+
+def _bad_line(file: str) -> ConfigError:
+    """The error for lines that are not UTF-8. `datasets` names no line, so the file is read again to find it."""
+    import fsspec
+
+    with fsspec.open(file, "rb", compression="infer") as opened:
+        return bad_utf8(file, io.BufferedReader(opened))
 
 
 def open_splits(settings: DataSettings) -> dict[str, Shards]:
@@ -89,7 +125,8 @@ def open_splits(settings: DataSettings) -> dict[str, Shards]:
         raise ConfigError(_KEY, f"found `{settings.corpus}`, {extra}") from None
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which members that just end would leak
     try:
-        files = _matching(settings) or load_dataset_builder(**_dataset(settings)).config.data_files
+        found = _matching(settings) or load_dataset_builder(**_dataset(settings)).config.data_files
+        files, skips = _each_once(found, settings)
         first = next(iter(files.values()))[0]
         columns = {"columns": [settings.text_field]} if _format_of(first) == "parquet" else {}
         splits = load_dataset(_format_of(first), data_files=files, streaming=True, **columns)
@@ -98,7 +135,23 @@ def open_splits(settings: DataSettings) -> dict[str, Shards]:
     except Exception as error:  # a dozen kinds, from a missing folder to no network
         expected = f"expected a dataset that can be opened ({_line(error)})"
         raise ConfigError(_KEY, f"found `{settings.corpus}`, {expected}") from error
-    return {str(name): Shards(files[name], splits[name], settings.text_field) for name in splits}
+    field = settings.text_field
+    return {str(name): Shards(files[name], splits[name], field, skips[name]) for name in splits}
+
+
+def _each_once(
+    found: Mapping[str, Sequence[str]], settings: DataSettings
+) -> tuple[Mapping[str, Sequence[str]], Mapping[str, str]]:
+    """The files of each split, each real file once, and in words what is skipped. Raises ConfigError if none is."""
+    assert settings.streamed is not None
+    kept = {split: each_once(files, settings.streamed) for split, files in found.items()}
+    for files, skips in kept.values():
+        if not files:
+            raise ConfigError(
+                _KEY, f"found no usable file at `{settings.corpus}` ({skips.partition('; ')[2]}), expected one to read"
+            )
+    skipped = {split: skips for split, (_, skips) in kept.items()}
+    return {split: files for split, (files, _) in kept.items()} if any(skipped.values()) else found, skipped
 
 
 def _dataset(settings: DataSettings) -> dict[str, Any]:

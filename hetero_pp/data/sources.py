@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hetero_pp.data.corpora import skipped_files
 from hetero_pp.data.hub import Shards, open_splits
 from hetero_pp.data.order import Order
 from hetero_pp.data.settings import DataSettings
@@ -37,6 +38,12 @@ class StreamedCorpus:
     def vocabulary(self) -> int:
         """The number of ids, the separator among them."""
         return self.tokenizer.vocabulary
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that the user has to see: of the tokenizer, and of files that are skipped."""
+        skips = [f"data.corpus: {self.settings.corpus}: {self._training.skips}"] if self._training.skips else []
+        return (*self.tokenizer.notes, *skips)
 
     def describe(self, tokens: int | None) -> str:
         """What there is to train `tokens` tokens on, in words; None where their number is not known."""
@@ -128,6 +135,14 @@ Source = TokenStore | StreamedCorpus
 def tokens_digest(source: Source | None) -> str:
     """By which hosts tell whether they read the same: see TokenStore. Empty for nothing, and for what is streamed."""
     return source.digest if isinstance(source, TokenStore) else ""
+
+
+def notes_on(settings: DataSettings, source: Source | None) -> tuple[str, ...]:
+    """Lines that the user has to see before training begins: what of the corpus is skipped, and the like."""
+    if source is None:
+        return ()
+    skipped = skipped_files(settings) if isinstance(source, TokenStore) else ""
+    return (*([skipped] if skipped else []), *source.notes)
 
 
 def open_source(settings: DataSettings, cache: Path, on_progress: OnProgress = untold) -> Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +12,13 @@ import numpy as np
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
+from hetero_pp.units import format_count
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 """Of a tokenizer; the second names its special tokens, and may be missing."""
 
 _KEY = ("data", "tokenizer")
+_RENUMBERED_SHOWN = 3
 _ENDS_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
@@ -42,6 +44,10 @@ class Tokenizer(Protocol):
     def identity(self) -> str:
         """A digest of what the tokenizer does: equal identities encode equally."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that the user has to see before a run uses the tokenizer."""
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """The ids of each text, without a separator."""
 
@@ -54,6 +60,7 @@ class ByteTokenizer:
 
     vocabulary = 256
     separator = 0
+    notes: tuple[str, ...] = ()
     identity = hashlib.sha256(b"utf-8 bytes, NUL separates").hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -90,6 +97,7 @@ class FileTokenizer:
         self.separator: int = next((ids[name] for name in names if name in ids), unused)
         self.vocabulary: int = max(unused, self.separator + 1)
         self.identity = hashlib.sha256(content).hexdigest()
+        self.notes = _renumbered(path, json.loads(content), ids)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -98,6 +106,18 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         kept = [int(index) for index in ids if index != self.separator]
         return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+
+def _renumbered(path: Path, content: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[str, ...]:
+    """Say which added tokens the library gives other ids than the file: those that follow its vocabulary."""
+    given = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+    changed = [f"{name} {given[name]} -> {ids[name]}" for name in given if ids.get(name, given[name]) != given[name]]
+    if not changed:
+        return ()
+    shown = ", ".join([*changed[:_RENUMBERED_SHOWN], *(["..."] if len(changed) > _RENUMBERED_SHOWN else [])])
+    count = f"{len(changed):,} of {format_count(len(ids), 'token')}"
+    why = "because the file's ids do not follow its vocabulary"
+    return (f"data.tokenizer: {path}: {count} get another id than in the file, {why}: {shown}",)
 
 
 def _configured_ends(path: Path) -> list[str]:

@@ -10,21 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from hetero_pp.data.corpora import documents, fingerprint
+from hetero_pp.data.corpora import Rows, documents, fingerprint
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import file_sha256, rename_whole, write_whole
 from hetero_pp.progress import OnProgress, untold
+from hetero_pp.units import format_count
 
 _FORMAT = 1
+_ROWS = ".rows.json"
 _BATCH_CHARACTERS = 1 << 20
 
 Span = tuple[bytes, int, int]
@@ -43,6 +45,8 @@ class TokenStore:
     vocabulary: int
     path: Path
     digest: str
+    notes: tuple[str, ...] = ()
+    """Lines that the user has to see: of the tokenizer, and of rows without text."""
 
     def describe(self, tokens: int | None) -> str:
         """What there is to train `tokens` tokens on, in words; None where their number is not known."""
@@ -64,8 +68,11 @@ def prepare_tokens(
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="encoding-", dir=cache) as scratch:
-            texts = documents(settings, partial(on_progress, "encoding the corpus"))
-            rename_whole(_write(Path(scratch), texts, tokenizer, on_progress), path)
+            rows = Rows()
+            texts = documents(settings, partial(on_progress, "encoding the corpus"), rows)
+            written = _write(Path(scratch), texts, tokenizer, on_progress)
+            _keep_rows(path, rows)
+            rename_whole(written, path)
     tokens = np.load(path, mmap_mode="r")
     held_out = round(len(tokens) * settings.validation_share)
     if not 0 < held_out < len(tokens):
@@ -79,7 +86,23 @@ def prepare_tokens(
         vocabulary=tokenizer.vocabulary,
         path=path,
         digest=_digest(path),
+        notes=(*tokenizer.notes, *_kept_rows(path, settings)),
     )
+
+
+def _keep_rows(path: Path, rows: Rows) -> None:
+    """Write beside the tokens how many rows have no text, for processes that find the tokens encoded."""
+    if rows.null:
+        write_whole(path.with_suffix(_ROWS), json.dumps(asdict(rows)).encode())
+
+
+def _kept_rows(path: Path, settings: DataSettings) -> Iterator[str]:
+    """Say in one line how many rows were skipped, if any were."""
+    beside = path.with_suffix(_ROWS)
+    if beside.is_file():
+        rows = Rows(**json.loads(beside.read_text()))
+        why = f"`{settings.text_field}` is null"
+        yield f"data.corpus: {settings.corpus}: skipped {rows.null:,} of {format_count(rows.read, 'row')}: {why}"
 
 
 def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progress: OnProgress) -> Path:

@@ -15,7 +15,7 @@ from hetero_pp.links import DIRECTIONS, Direction, LinkShape, exchange_link_name
 from hetero_pp.model import ModelShape
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
-from hetero_pp.program.report.output import say, standard_output
+from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
@@ -74,6 +74,8 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
     )
     if prepared.source is not None:
         say(console, f"Data: {config.data.corpus}, {prepared.source.describe(tokens)}.")
+        for note in prepared.notes:
+            tell(console, note)
         if config.data.clusters is not None:
             shards = ", ".join(
                 f"{name} {count:,}" for name, count in examples_in(spec, prepared.source, config.outer.rounds).items()

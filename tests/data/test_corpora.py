@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hetero_pp.data.corpora import documents, fingerprint
+from hetero_pp.data.corpora import Rows, documents, fingerprint
 from hetero_pp.data.prose import PACKAGES
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
@@ -22,7 +23,7 @@ def read(corpus: Path | str, **values: object) -> list[str]:
     return list(documents(DataSettings(corpus=str(corpus), **values)))
 
 
-def write_parquet(path: Path, **columns: list[object]) -> Path:
+def write_parquet(path: Path, **columns: object) -> Path:
     pq.write_table(pa.table(columns), path, row_group_size=2)
     return path
 
@@ -52,21 +53,30 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "found no valid JSON"),
-        ("3", "found no object, expected an object with text in `text`"),
-        ('{"txt": "a"}', "found `text` of type NoneType, expected an object with text in `text`"),
-        ('{"text": 1}', "found `text` of type int"),
-        ("\xff", "found no valid JSON"),
+        ("{", "data.corpus: FILE:3: found no valid JSON ("),
+        ("3", "data.corpus: FILE:3: found JSON of type int, expected an object with text in `text`"),
+        ("[" * 100_000, "data.corpus: FILE:3: found no valid JSON ("),
+        ('{"txt": "a", "url": ""}', "data.text_field: found `text`, expected a field of FILE:3: txt, url"),
+        ("{}", "data.text_field: found `text`, expected a field of FILE:3: it has none"),
+        ('{"text": 1}', "data.text_field: found `text` of type int in FILE:3, expected text"),
+        ("\xff", "data.corpus: FILE:3: found the byte 0xff, which is not UTF-8, expected UTF-8 text"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "good"}\n' + line.encode("latin-1") + b"\n")
+    path.write_bytes(b'{"text": "good"}\n\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(ConfigError) as caught:
         read(path)
-    assert caught.value.key == ("data", "corpus")
-    assert caught.value.message.startswith(f"{path}:2: {message}")
+    assert str(caught.value).startswith(message.replace("FILE", str(path)))
     assert "\n" not in caught.value.message
+
+
+def test_marks_of_byte_order_and_ends_of_lines(tmp_path: Path) -> None:
+    """A byte order mark may stand within a file, too, where files with one were joined."""
+    line = b'\xef\xbb\xbf{"text": "a"}\r\n'
+    (tmp_path / "a.jsonl").write_bytes(2 * line)
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
+    assert read(tmp_path) == ["a", "a", "one\ntwo"]
 
 
 def test_a_corpus_that_does_not_exist(tmp_path: Path) -> None:
@@ -83,8 +93,69 @@ def test_a_corpus_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_a_text_file_that_is_not_text(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"abc\xff")
-    with pytest.raises(ConfigError, match=r"a\.txt: found a byte at 3 that is not UTF-8"):
+    bad = {
+        b"abc\n\ncaf\xe9": r"a\.txt:3: found the byte 0xe9, which is not UTF-8, expected UTF-8 text$",
+        "a".encode("utf-16"): r"a\.txt:1: .*; this is UTF-16: `iconv -f UTF-16 -t UTF-8` converts it$",
+        gzip.compress(b"a"): r"a\.txt:1: .*; this is gzip: `gunzip` unpacks it$",
+    }
+    for content, message in bad.items():
+        (tmp_path / "a.txt").write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            read(tmp_path)
+
+
+def test_a_compressed_file_says_how_it_is_read(tmp_path: Path) -> None:
+    for name, how in {"a.jsonl.gz": "; `corpus: hf:FILE` streams this file", "a.txt.gz": "; unpack this file"}.items():
+        (tmp_path / name).write_bytes(gzip.compress(b"a"))
+        with pytest.raises(ConfigError) as caught:
+            read(tmp_path / name)
+        expected = f"expected .txt, .jsonl, .parquet{how.replace('FILE', str(tmp_path / name))}"
+        assert caught.value.message.endswith(expected)
+
+
+TEXTS = ["a", None, "é"]
+KINDS: dict[str, pa.DataType] = {
+    str(kind): kind
+    for kind in (
+        *(pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())),
+        *(pa.binary(), pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int8(), pa.binary())),
+    )
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_of_text_in_parquet(tmp_path: Path, kind: str) -> None:
+    of = KINDS[kind]
+    plain = of.value_type if pa.types.is_dictionary(of) else of
+    column = pa.array(TEXTS).cast(plain)
+    column = column.dictionary_encode() if plain is not of else column
+    path = write_parquet(tmp_path / "a.parquet", text=column)
+    rows = Rows()
+    assert list(documents(DataSettings(corpus=str(path)), rows=rows)) == ["a", "é"]
+    assert rows == Rows(read=3, null=1)
+
+
+@pytest.mark.parametrize("kind", ["binary", "string", "dictionary"])
+def test_bytes_of_parquet_that_are_not_text_are_named(tmp_path: Path, kind: str) -> None:
+    """The row counts from the start of the file, not of the part that is read at once."""
+    column: pa.Array = pa.array([b"a"] * 3000 + [b"\xff"])
+    if kind != "binary":  # what writers leave that do not check
+        column = pa.Array.from_buffers(pa.string(), len(column), column.buffers())
+    column = column.dictionary_encode() if kind == "dictionary" else column
+    path = write_parquet(tmp_path / "a.parquet", text=column)
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 3001: found the byte 0xff, which is not UTF-8"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "b.parquet"])
+def test_a_file_of_nulls_only(tmp_path: Path, name: str) -> None:
+    """Whether its column has a type or not; and though another file has text."""
+    if name == "a.jsonl":
+        (tmp_path / name).write_text('{"text": null}\n' * 2)
+    else:
+        write_parquet(tmp_path / name, text=pa.array([None, None], pa.string() if name == "a.parquet" else pa.null()))
+    (tmp_path / "c.txt").write_text("text")
+    with pytest.raises(ConfigError, match=rf"{name}: found only null in `text` \(2 rows\), expected text"):
         read(tmp_path)
 
 

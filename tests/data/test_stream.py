@@ -30,6 +30,7 @@ class Numbers:
     vocabulary = 1 << 20
     separator = SEPARATOR
     identity = "numbers"
+    notes = ()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [np.array(text.split(), dtype=np.int64) for text in texts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -150,6 +151,47 @@ def test_nulls_and_blanks_are_no_documents(tmp_path: Path) -> None:
         assert sorted(epoch(settings, 1)) == ["b", "c"]
 
 
+def test_the_same_text_is_read_as_from_files_that_are_not_streamed(tmp_path: Path) -> None:
+    """Nulls, byte order marks, and columns of bytes and of dictionaries."""
+    texts = ["a", None, "é"]
+    (tmp_path / "x.jsonl").write_bytes("\n".join(f"\ufeff{json.dumps({'text': text})}\r" for text in texts).encode())
+    for name, kind in {"b": pa.binary(), "l": pa.large_binary(), "v": pa.string_view()}.items():
+        pq.write_table(pa.table({"text": pa.array(texts).cast(kind)}), tmp_path / f"{name}.parquet")
+    pq.write_table(pa.table({"text": pa.array(texts).dictionary_encode()}), tmp_path / "d.parquet")
+    for path in tmp_path.iterdir():
+        [shards] = open_splits(settings_of(path)).values()
+        assert list(shards.documents(0, 0)) == ["a", "", "é"], path
+        assert list(documents(DataSettings(corpus=str(path)))) == ["a", "é"]
+
+
+@pytest.mark.parametrize("pattern", ["", "*.jsonl", "**/*.jsonl", ".hidden*/*.jsonl"])
+def test_each_real_file_is_streamed_once_and_no_hidden_one(tmp_path: Path, pattern: str) -> None:
+    """Whether datasets lists a folder or a pattern does; a pattern may ask for what is hidden."""
+    (tmp_path / "a.jsonl").write_bytes(lines(0))
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "c.jsonl").hardlink_to(tmp_path / "a.jsonl")
+    for name in ("._a.jsonl", ".hidden/a.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(lines("hidden"))
+    (tmp_path / "loop").symlink_to(".")
+    (tmp_path / "broken.jsonl").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    source = StreamedCorpus(settings_of(tmp_path / pattern, stream={"validation_documents": 1}))
+    asked = "hidden" if "hidden" in pattern else 0
+    assert sorted(epoch(source.settings)) == sorted(text_of(asked, i) for i in range(1, DOCUMENTS))
+    if not asked:
+        [note] = source.notes
+        assert note.startswith(f"data.corpus: {source.settings.corpus}: read 1 file; skipped ")
+        assert note.endswith("2 repeated links" if not pattern else "2 repeated links and 1 special file")
+        assert ("hidden" in note) == bool(pattern)
+
+
+def test_a_pattern_of_nothing_that_can_be_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match=r"found no usable file at `hf:.*` \(skipped 1 special file\), expected one"):
+        StreamedCorpus(settings_of(tmp_path / "*.jsonl"))
+
+
 def test_other_fields_do_not_matter(tmp_path: Path) -> None:
     """Those of DCLM differ from file to file, and from line to line."""
     metadata = [{"WARC-Truncated": None}, {"WARC-Truncated": "length", "x": 1}, None, {"x": ["1"]}]
@@ -254,10 +296,14 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no field": (
         "DCLM",
         {"text_field": "content"},
-        r"jsonl.zst:1: found `content` of type NoneType, expected an object",
+        r"found `content`, expected a field of .*jsonl.zst:1: text, timestamp, url, metadata, language",
     ),
-    "no column": ("PARQUET", {"text_field": "content"}, "data.text_field: found `content`, expected a column of"),
-    "no text": ("DCLM", {"text_field": "metadata"}, r"jsonl.zst:1: found `metadata` of type dict, expected an object"),
+    "no column": (
+        "PARQUET",
+        {"text_field": "content"},
+        r"data.text_field: found `content`, expected a column of .*parquet: text, timestamp, url, size",
+    ),
+    "no text": ("DCLM", {"text_field": "metadata"}, r"found `metadata` of type dict in .*jsonl.zst:1, expected text"),
     "a column of no text": ("PARQUET", {"text_field": "size"}, "data.text_field: found `size` of type int64 in"),
     "too little": (
         "DCLM",
@@ -283,7 +329,10 @@ def test_broken_files_are_one_line(tmp_path: Path) -> None:
         "a.jsonl.zst": (b"no zstd", "a.jsonl.zst: cannot be read"),
         "a.json.gz": (gzip.compress(lines(0))[:-60], "a.json.gz: cannot be read"),
         "b.jsonl": (lines(0) + b"{", "b.jsonl:41: found no valid JSON"),
-        "c.jsonl": (b"\xff\n", "c.jsonl: cannot be read .UnicodeDecodeError"),
+        "c.jsonl": (lines(0) + b"\xff\n", "c.jsonl:41: found the byte 0xff, which is not UTF-8, expected UTF-8 text"),
+        "c.jsonl.gz": (gzip.compress(lines(0) + b"\xff\n"), "c.jsonl.gz:41: found the byte 0xff, which is not UTF-8"),
+        "c.jsonl.zst": (zstandard.compress(b"{}\n\xff"), "c.jsonl.zst:2: found the byte 0xff, which is not UTF-8"),
+        "e.jsonl": (b'{"text": null}\n' * 20, r"e.jsonl: found only null in `text` \(20 rows\), expected text"),
         "d.parquet": (b"PAR1 not", "d.parquet"),
     }
     for name, (content, expected) in broken.items():

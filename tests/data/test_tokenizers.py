@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
+from hetero_pp.data.tokens import prepare_tokens
 from hetero_pp.errors import ConfigError
 
 
@@ -30,6 +31,31 @@ def train_tokenizer(special: list[str]) -> Any:
     )
     tokenizer.train_from_iterator(["the theme of these themes"] * 4, trainer)
     return tokenizer
+
+
+def test_added_tokens_beyond_the_vocabulary_are_mentioned(tmp_path: Path) -> None:
+    """The library numbers them anew, so that a file's own ids would not be found in the text."""
+    tokenizer = train_tokenizer(["</s>"])
+    tokenizer.add_tokens(["<a>", "<b>"])
+    path, size = tmp_path / "tokenizer.json", tokenizer.get_vocab_size()
+    content = json.loads(tokenizer.to_str())
+    path.write_text(json.dumps(content))
+    assert FileTokenizer(path).notes == ()
+    for token in content["added_tokens"][1:]:
+        token["id"] += 5000
+    path.write_text(json.dumps(content))
+    changed = FileTokenizer(path)
+    assert changed.encode_batch(["<a>"])[0].tolist() != []
+    assert changed.vocabulary == size
+    assert changed.notes == (
+        f"data.tokenizer: {path}: 2 of {size} tokens get another id than in the file, because the file's ids do not "
+        f"follow its vocabulary: <a> {size + 4998} -> {size - 2}, <b> {size + 4999} -> {size - 1}",
+    )
+    corpus = tmp_path / "a.txt"
+    corpus.write_text("the theme of <b> these themes")
+    store = prepare_tokens(DataSettings(corpus=str(corpus), tokenizer=str(path), validation_share=0.2), tmp_path)
+    assert size - 1 in [*store.train, *store.validation]
+    assert store.notes == changed.notes
 
 
 @given(st.text())

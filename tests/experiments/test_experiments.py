@@ -325,12 +325,15 @@ def test_more_seeds_than_asked_for_stay_in_the_table(tmp_path: Path, reproduce: 
 
 @pytest.mark.starts_processes
 def test_another_corpus_gets_a_table_of_its_own(tmp_path: Path, reproduce: Reproduce) -> None:
-    own = tmp_path / "mine.txt"
-    own.write_text("some other text " * 5000)
+    own = tmp_path / "mine"
+    own.mkdir()
+    (own / "a.txt").write_text("some other text " * 5000)
+    (own / "loop").symlink_to(".")
     assert reproduce("toy/one", "--seeds", "1")[0] == 0
     kept = (tmp_path / "results" / "tiny" / "toy" / "one.json").read_text()
-    code, _, errors = reproduce("toy/one", "--seeds", "1", "--corpus", str(own))
+    code, said, errors = reproduce("toy/one", "--seeds", "1", "--corpus", str(own))
     assert code == 0, errors
+    assert said.splitlines().count(f"data.corpus: {own}: read 1 file; skipped 1 repeated link") == 1
     assert (tmp_path / "results" / "tiny" / "toy" / "one.json").read_text() == kept
     other = json.loads((tmp_path / "results" / "tiny" / "toy" / "one-mine.json").read_text())
     assert other["corpus"]["name"] == str(own)

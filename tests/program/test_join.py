@@ -154,6 +154,9 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     run = Run(tmp_path, corpus, 3)
     runs.append(run)
     run.serve()
+    messy = Path(shutil.copytree(corpus, tmp_path / "messy"))
+    (messy / "._00.txt").write_text("is hidden")
+    (messy / "loop").symlink_to(".")
     tickets = {
         "anna": run.invite("--place", "home.1", "--address", run.address),
         "ben": run.invite(),
@@ -161,10 +164,12 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     }
     assert all(ticket.startswith("hpp1.") and "\n" not in ticket for ticket in tickets.values())
     for host, ticket in tickets.items():
-        run.join(host, ticket)
+        run.join(host, ticket, data=messy)
+    skipped = f"data.corpus: {messy}: read 20 files; skipped 1 hidden file and 1 repeated link"
     for host in tickets:
         code, said, errors = run.wait(host)
         assert (code, errors) == (0, ""), errors
+        assert said.splitlines().count(skipped) == (host != "anna")
         (place,) = re.findall(r"^homes: (\S+) is this host's$", said, re.MULTILINE)
         assert (place == "home.1") == (host == "anna")
         assert re.findall(rf"^round (\d)/3: {re.escape(place)}: ", said, re.MULTILINE) == ["1", "2", "3"]

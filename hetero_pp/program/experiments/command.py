@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain, count
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from hetero_pp.data.sources import notes_on
 from hetero_pp.errors import RunFailed
 from hetero_pp.program.experiments.corpus import Corpus, prepare_corpus
 from hetero_pp.program.experiments.definition import Row
@@ -41,6 +42,8 @@ def reproduce(request: Request) -> None:
     wanted = [(job, key not in outcomes) for key, job in asked.items()]
     failures: Mapping[str, str] = {}
     ranks = init_ranks(torch.device(request.training.device))
+    if ranks.rank == 0:
+        _tell_notes(tables.values(), console)
     if request.trains and ranks.world > 1:
         # Which rows are missing is for the first rank to say: the others may not see its files.
         agreed = [job for job, is_missing in wanted if ranks.gather(is_missing)[0]]
@@ -60,6 +63,13 @@ def reproduce(request: Request) -> None:
     if failures:
         missing = sum(is_missing for _, is_missing in wanted)
         raise RunFailed(f"{len(failures)} of {missing} rows were not trained to their end")
+
+
+def _tell_notes(tables: Iterable[_Table], console: Console) -> None:
+    """Print what of the corpora is skipped, each line once."""
+    found = (notes_on(table.corpus.data, table.corpus.source) for table in tables if table.corpus is not None)
+    for note in dict.fromkeys(chain.from_iterable(found)):
+        tell(console, note)
 
 
 class _Table:

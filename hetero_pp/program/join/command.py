@@ -73,7 +73,10 @@ def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared
     _configure(membership, here, folder)
     tell(standard_output(), f"{membership.run}: {membership.place} is this host's")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
-        return prepare(ConfigFile(folder.config), here.runs.absolute(), membership.place, on_progress=on_progress)
+        prepared = prepare(ConfigFile(folder.config), here.runs.absolute(), membership.place, on_progress=on_progress)
+    for note in prepared.notes:
+        tell(standard_output(), note)
+    return prepared
 
 
 def _require_same_text(membership: Membership, prepared: Prepared) -> None:

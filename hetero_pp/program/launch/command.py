@@ -170,6 +170,8 @@ def _prepare(path: Path, overrides: Sequence[str], runs: Path, only: str | None,
         prepared = prepare(file, runs.absolute(), only, resume, on_progress=on_progress)
     for limit in prepared.limits:
         tell(standard_output(), f"{file.config.name}: {limit.message}")
+    for note in prepared.notes:
+        tell(standard_output(), note)
     return prepared
 
 

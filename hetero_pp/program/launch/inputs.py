@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.data.sources import Source, open_source
+from hetero_pp.data.sources import Source, notes_on, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, HeteroPPError
 from hetero_pp.links import EXCHANGE
@@ -40,6 +40,11 @@ class Prepared:
     """Keys that were set beside the YAML."""
     located: Callable[[ConfigError], ConfigError] = lambda error: error
     """A complaint about a key, with file and line."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about the corpus that the user has to see before training begins."""
+        return notes_on(self.spec.config.data, self.source)
 
 
 def prepare(

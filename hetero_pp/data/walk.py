@@ -1,0 +1,183 @@
+"""Lists the files of a corpus folder: each real file once, in the order of the names, without hidden ones."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.units import format_count
+
+_KEY = ("data", "corpus")
+_HIDDEN_FILE, _HIDDEN_FOLDER = "hidden file", "hidden folder"
+_REPEATED, _BROKEN = "repeated link", "broken link"
+_SPECIAL = "special file"
+"""A named pipe, a socket or a device: reading one may never end."""
+_EMPTY, _OTHER = "empty file", "other file"
+_SUFFIXES_SHOWN = 5
+
+
+@dataclass
+class Listing:
+    """The files to read, and how many entries of each kind are skipped."""
+
+    files: list[Path] = field(default_factory=list)
+    """Sorted by name. An empty file is among them, because its name and time are part of the fingerprint."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    other_suffixes: set[str] = field(default_factory=set)
+    """Suffixes of the files of other kinds."""
+
+    def summary(self) -> str:
+        """Return `read 12 files; skipped 3 hidden files and 2 repeated links`, or "" if nothing is skipped."""
+        return _summary(len(self.files) - self.skipped[_EMPTY], self.skips())
+
+    def skips(self) -> str:
+        """Return `skipped 3 hidden files and 2 repeated links`, or "" if nothing is skipped."""
+        shown = sorted(self.other_suffixes)[:_SUFFIXES_SHOWN]
+        more = ["..."] if len(self.other_suffixes) > len(shown) else []
+        return _skips(self.skipped, f" ({', '.join([*shown, *more])})")
+
+
+def list_files(
+    root: Path, suffixes: Collection[str], skipped_folders: Collection[str] = (), hard_links_are_copies: bool = False
+) -> Listing:
+    """List the regular files below `root` that end in one of `suffixes`.
+
+    A link to a file or a folder is followed. A file or folder that several names reach is read under one of
+    them only, and so is a file with several hard links; `hard_links_are_copies` reads each hard link. A link to a
+    folder that holds the link is a loop and is skipped. Names alone decide which name counts, and the order, so both
+    are the same on every host.
+    Raises ConfigError if a folder cannot be listed.
+    """
+    walk = _Walk(suffixes, skipped_folders, hard_links_are_copies)
+    walk.below(root, root.resolve())
+    walk.listing.files.sort()
+    return walk.listing
+
+
+def each_once(files: Sequence[str], named: str) -> tuple[list[str], str]:
+    """Return each real file once out of those that a folder or a pattern `named` has, and in words what is skipped.
+
+    Hidden files and folders are skipped, unless a part of `named` begins with a dot, too, and matches. An address,
+    such as `hf://...`, is kept as it is.
+    """
+    kept: dict[object, str] = {}
+    skipped: Counter[str] = Counter()
+    asked = [part for part in Path(named).expanduser().absolute().parts if part.startswith(".")]
+    for file in files:
+        path = Path(file)
+        if "://" in file:
+            kept[file] = file
+        elif any(part.startswith(".") and not any(fnmatch(part, one) for one in asked) for part in path.parts):
+            skipped[_HIDDEN_FILE] += 1
+        elif not path.exists():
+            skipped[_BROKEN] += 1
+        elif not path.is_file():
+            skipped[_SPECIAL] += not path.is_dir()
+        elif (identity := _identity(path.stat(), path.resolve(), False)) in kept:
+            skipped[_REPEATED] += 1
+        else:
+            kept[identity] = file
+    return list(kept.values()), _summary(len(kept), _skips(skipped))
+
+
+class _Walk:
+    def __init__(self, suffixes: Collection[str], skipped_folders: Collection[str], hard_links_are_copies: bool):
+        self.listing = Listing()
+        self._suffixes, self._skipped_folders = suffixes, skipped_folders
+        self._hard_links_are_copies = hard_links_are_copies
+        self._seen: set[object] = set()
+
+    def below(self, root: Path, real_root: Path) -> None:
+        """Visit a folder and all folders below it, in the order of their names."""
+        pending = [(root, real_root)]
+        self._seen.add(real_root)
+        while pending:
+            folder, real = pending.pop()
+            found = [self._visit(path, real / path.name) for path in _entries(folder)]
+            pending += [one for one in reversed(found) if one is not None]
+
+    def _visit(self, path: Path, real: Path) -> tuple[Path, Path] | None:
+        """Add a file to the listing, or return a folder to enter and its real path."""
+        if path.name.startswith("."):
+            self._skip_hidden(path)
+            return None
+        try:
+            status = path.stat()
+        except PermissionError as error:
+            raise _unreadable(path, error) from None
+        except OSError:  # no target, or a link to itself
+            self.listing.skipped[_BROKEN] += 1
+            return None
+        holder, real = real.parent, real.resolve() if path.is_symlink() else real
+        if stat.S_ISDIR(status.st_mode):
+            return self._folder(path, real, holder)
+        self._file(path, real, status)
+        return None
+
+    def _folder(self, path: Path, real: Path, holder: Path) -> tuple[Path, Path] | None:
+        """Return the folder, unless it was visited or it holds the folder that the link to it is in."""
+        if path.name in self._skipped_folders:
+            return None
+        if real in self._seen or holder.is_relative_to(real):
+            self.listing.skipped[_REPEATED] += 1
+            return None
+        self._seen.add(real)
+        return path, real
+
+    def _file(self, path: Path, real: Path, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            self.listing.skipped[_SPECIAL] += 1
+        elif path.suffix not in self._suffixes:
+            self.listing.skipped[_OTHER] += 1
+            self.listing.other_suffixes.add(path.suffix or "no suffix")
+        elif (identity := _identity(status, real, self._hard_links_are_copies)) in self._seen:
+            self.listing.skipped[_REPEATED] += 1
+        else:
+            self._seen.add(identity)
+            self.listing.files.append(path)
+            self.listing.skipped[_EMPTY] += status.st_size == 0
+
+    def _skip_hidden(self, path: Path) -> None:
+        """Count a hidden entry if its text would be read without the dot."""
+        if path.suffix in self._suffixes:
+            self.listing.skipped[_HIDDEN_FILE] += 1
+        elif path.is_dir():
+            self.listing.skipped[_HIDDEN_FOLDER] += 1
+
+
+def _identity(status: os.stat_result, real: Path, hard_links_are_copies: bool) -> object:
+    """Return what equal files share. The inode counts for hard links only: some file systems number files anew."""
+    if status.st_nlink > 1 and status.st_ino and not hard_links_are_copies:
+        return status.st_dev, status.st_ino
+    return real
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(_KEY, f"{path}: cannot be read ({error.strerror}), expected files that this user may read")
+
+
+def _summary(read: int, skips: str) -> str:
+    return f"read {format_count(read, 'file')}; {skips}" if skips else ""
+
+
+def _skips(skipped: Mapping[str, int], of_others: str = "") -> str:
+    """What is skipped, in words; `of_others` is said of files of other kinds."""
+    parts = [
+        f"{format_count(count, kind)}{of_others if kind == _OTHER else ''}"
+        for kind, count in sorted(skipped.items())
+        if count
+    ]
+    return f"skipped {' and '.join([', '.join(parts[:-1]), parts[-1]][len(parts) == 1 :])}" if parts else ""
