@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError
+from hetero_pp.files import whole
 from hetero_pp.outer.step import parameter_of
 from hetero_pp.pseudo_gradient.rows import Shape, rows_of
 from replica_groups.ranks import Ranks
@@ -20,7 +21,8 @@ from replica_groups.ranks import Ranks
 def write_part(folder: Path, ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
     """Keep this rank's rows of tensors; names may have a prefix that ends in a colon."""
     file = folder / f"outer-{ranks.rank}-of-{ranks.world}.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    with whole(file) as part:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
 
 
 def read_part(folder: Path, ranks: Ranks, shapes: Mapping[str, Shape], tile: tuple[int, int]) -> dict[str, Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.sources import open_source
 from hetero_pp.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
+from hetero_pp.files import write_whole
 from hetero_pp.hugging_face.config_json import read_architecture
 from hetero_pp.hugging_face.names import halves_of_pairs, pairs_of_halves, ungrouped
 from hetero_pp.hugging_face.reading import read_parameters
@@ -445,3 +448,28 @@ def test_the_shape_of_the_folder_fills_what_is_not_given() -> None:
     assert ModelSettings(heads=4).filled_from(SHAPE).resolve(256) == SHAPE.model_copy(update={"heads": 4})
     preset = ModelSettings(preset="micro", layers=7).filled_from(SHAPE).resolve(256)
     assert (preset.width, preset.layers, preset.vocabulary) == (64, 7, 300)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007], ids=oct)
+def test_the_umask_decides_who_may_read_what_is_written(umask: int, corpus: Path, tmp_path: Path) -> None:
+    """Snapshots, states, pictures, the export with its weights, and the tokens of the corpus; but no locks."""
+    text = CONTINUED.replace("CORPUS", str(corpus)).replace("rounds: 2", "rounds: 1")
+    (tmp_path / "run.yaml").write_text(text)
+    before = os.umask(umask)
+    try:
+        assert _invoke("launch", "--in-process", tmp_path / "run.yaml", "--runs", tmp_path / "runs") == (0, "")
+        assert _invoke("export", tmp_path / "runs" / "second", "--to", tmp_path / "runs" / "exported") == (0, "")
+        options = ["--target-utilization", "0.1", "--write", tmp_path / "runs" / "plan.yaml"]
+        assert _invoke("plan", tmp_path / "run.yaml", *options) == (0, "")
+        write_whole(tmp_path / "key.pem", b"secret", is_secret=True)
+    finally:
+        os.umask(before)
+    modes: dict[int, set[str]] = {}
+    for path in (tmp_path / "runs").rglob("*"):
+        if path.is_file() and ".locks" not in path.parts:
+            modes.setdefault(stat.S_IMODE(path.stat().st_mode), set()).add(path.name)
+    assert set(modes) == {0o666 & ~umask}, modes
+    names = modes[0o666 & ~umask]
+    assert {"model.safetensors", "outer-0-of-1.safetensors", "snapshot-000001.safetensors", "loss.png"} <= names
+    assert {"config.yaml", "plan.yaml", "tokenizer.json", "summary.json"} <= names
+    assert stat.S_IMODE((tmp_path / "key.pem").stat().st_mode) == 0o600

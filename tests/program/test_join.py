@@ -174,6 +174,9 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
         assert (place == "home.1") == (host == "anna")
         assert re.findall(rf"^round (\d)/3: {re.escape(place)}: ", said, re.MULTILINE) == ["1", "2", "3"]
     assert run.wait("exchange")[0] == 0
+    for host in tickets:
+        secrets = {path.name: path.stat().st_mode & 0o777 for path in run.runs(host).rglob("*.pem")}
+        assert secrets == {"key.pem": 0o600, "certificate.pem": 0o600}, host
     alone = run_program("launch", "--in-process", str(tmp_path / "run.yaml"), "--runs", str(run.runs("alone")))
     assert alone.returncode == 0, alone.stderr
     for found in ("parameters_sha256", "validation_loss"):

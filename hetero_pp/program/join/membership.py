@@ -72,8 +72,8 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
         "configuration": reply.configuration,
     }
     keep_tokenizer(reply.tokenizer, folder)
-    write_whole(folder / _CERTIFICATE, identity.certificate.encode())
-    write_whole(folder / _ABOUT, json.dumps(about).encode())
+    write_whole(folder / _CERTIFICATE, identity.certificate.encode(), is_secret=True)
+    write_whole(folder / _ABOUT, json.dumps(about).encode(), is_secret=True)
     return read_membership(folder)
 
 
@@ -148,7 +148,7 @@ def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[
 def renew_once(membership: Membership) -> None:
     """Have a certificate that holds for longer. Raises Refused, or LinkTimeout if the exchange does not answer."""
     certificate = renew(membership.address, membership.identity)
-    write_whole(Path(membership.identity.kept_in), certificate.encode())
+    write_whole(Path(membership.identity.kept_in), certificate.encode(), is_secret=True)
 
 
 def _due_in(identity: Identity) -> float:
