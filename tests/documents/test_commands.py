@@ -38,6 +38,7 @@ STARTED_FROM = "tests/program/test_export.py::test_an_uncompressed_run_goes_on_w
 COUNTED = "tests/replicas/test_volume.py::test_the_fast_path_a_log_and_its_command_count_the_same"
 CALIBRATED = "tests/program/test_simulate.py::test_a_calibration_is_measured_and_used"
 TABLE = "tests/experiments/test_experiments.py::test_a_table_is_made_and_resumed"
+PATCHED = "tests/documents/test_python.py::test_the_blocks_of_a_page_run_once_its_patches_are_applied"
 BROUGHT = "tests/experiments/test_brought.py::test_a_streamed_corpus_and_a_tokenizer_make_a_table"
 OWN_TABLE = "tests/experiments/test_worked_example.py::test_the_example_makes_its_table"
 JOINED = "tests/program/test_join.py::test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process"
@@ -75,6 +76,9 @@ RUN_BY = {
     "hetero-pp serve hosts.yaml": JOINED,
     "hetero-pp invite three-hosts --address dc.example:47600": JOINED,
     "hetero-pp join hpp1.CMfx43ja...": JOINED,
+    "git apply root.patch": PATCHED,
+    "git apply float8.patch": PATCHED,
+    "git apply even.patch": PATCHED,
     "python benchmarks/link.py --smoke": "tests/benchmarks/test_smoke.py::test_it_runs_at_its_smallest",
 }
 """The test that runs such a command, with a configuration of its own or a shorter run."""

@@ -61,11 +61,14 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     elsewhere = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": str(folder)}
-    for patch in _blocks(page, "diff"):
-        command = ["git", "apply", "-p0", "--verbose", "-"]
-        done = subprocess.run(command, input=patch, cwd=folder, env=elsewhere, capture_output=True, text=True)
-        assert done.returncode == 0, f"{patch}\n{done.stderr}"
-        assert "Skipped" not in done.stderr
+    commands = [line for block in _blocks(page, "bash") for line in block.splitlines() if line.startswith("git apply")]
+    for patch, command in zip(_blocks(page, "diff"), commands, strict=True):
+        [name] = re.findall(r"\S+\.patch", command.partition("#")[0])
+        (folder / name).write_text(patch)
+        back = re.findall(r"`(git apply -R .*?)`", command)  # git skips what is beyond its folder, and says nothing
+        for line in (command, f"{back[0]} --check"):
+            done = subprocess.run(line, shell=True, cwd=folder, env=elsewhere, capture_output=True, text=True)
+            assert done.returncode == 0, f"{line}\n{patch}\n{done.stderr}"
     (folder / "page.py").write_text("\n".join(_blocks(page, "python")))
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=folder, env=elsewhere, capture_output=True, text=True, timeout=240
