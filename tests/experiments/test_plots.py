@@ -49,6 +49,39 @@ def test_what_is_not_compressed_is_a_line_and_no_point(picture: Figure) -> None:
     assert [[0.0, 4.0], [1.0, 4.0]] in [np.asarray(line.get_xydata()).tolist() for line in of_bytes.get_lines()]
 
 
+def test_rows_of_other_lengths_of_rounds_stand_along_inner_steps(
+    known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what they end at against the steps of a round, a line for rows that differ in nothing else."""
+    diloco = {"outer.method": "diloco", "outer.learning_rate": 0.7}
+    rows = [
+        Row.model_validate({"name": f"{name}, H = {steps}", "steps": steps, "cells": cells})
+        for name, cells in {"SparseLoCo": {}, "DiLoCo": diloco}.items()
+        for steps in (5, 10, 20)
+    ]
+    slower = {**diloco, "outer.learning_rate": 0.5}
+    rows.append(Row.model_validate({"name": "DiLoCo, H = 20, other rate", "steps": 20, "cells": slower}))
+    setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline=rows[-1].name, rows=rows))
+    assert all(setting.not_representable(row) is None for row in rows)
+    ends = {row.name: 4.0 + number / 10 for number, row in enumerate(rows)}
+    outcomes = {
+        row.name: {1: known(ends[row.name], validation_loss=[5.0] * (100 // (row.steps or 1) - 1) + [ends[row.name]])}
+        for row in rows
+    }
+    pictures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
+    draw(result_of(setting, None, outcomes), outcomes, tmp_path / "toy.png")
+    curves, of_steps = pictures[0].axes
+    assert (curves.get_xlabel(), of_steps.get_xlabel()) == ("inner step", "inner.steps")
+    for row, line in zip(rows, curves.get_lines(), strict=True):
+        assert np.asarray(line.get_xdata()).tolist() == list(range(row.steps or 1, 101, row.steps or 1))
+    lines = {str(one.get_label()): np.asarray(one[0].get_xydata()).tolist() for one in of_steps.containers}
+    assert lines == {
+        "SparseLoCo": [[5, 4.0], [10, pytest.approx(4.1)], [20, pytest.approx(4.2)]],
+        "DiLoCo": [[5, pytest.approx(4.3)], [10, pytest.approx(4.4)], [20, pytest.approx(4.5)]],
+    }
+
+
 def test_rows_that_differ_in_more_than_rank_are_on_lines_of_their_own(
     known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_pp.program.experiments.axis import Place, lay_out, places_of
 from hetero_pp.program.experiments.outcomes import Outcomes
-from hetero_pp.units import format_bytes
+from hetero_pp.units import format_bytes, format_ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,10 +32,10 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
         panels.append(lambda axes: _draw_similarity(axes, result, outcomes))
     if result["trends"]:
         panels.append(lambda axes: _draw_trends(axes, result["trends"]))
-    elif any("gather" in row for row, _ in _known(result)):
+    elif sum("gather" in row for row, _ in _known(result)) > 1:
         panels += [lambda axes: _draw_volume(axes, result, "ring"), lambda axes: _draw_volume(axes, result, "gather")]
     else:
-        panels += _swept_panels(result) or _usual_panels(result)
+        panels += _swept_panels(result) or [*_varied_panels(result), *_usual_panels(result)]
     figure = Figure(figsize=(6.5 * len(panels) + 2.5, 6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes)
@@ -66,9 +67,20 @@ def _draw_curves(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> N
     for number, row in enumerate(result["rows"]):
         if seeds := outcomes.get(row["name"]):
             losses = seeds[min(seeds)]["validation_loss"]
-            rounds = range(1, len(losses) + 1)
-            axes.plot(rounds, losses, **_style(number), markevery=[len(losses) - 1], label=row["name"])
-    axes.set(xlabel="outer round", ylabel="validation loss, nats")
+            along = [round_ * _steps_of(result, row) for round_ in range(1, len(losses) + 1)]
+            axes.plot(along, losses, **_style(number), markevery=[len(losses) - 1], label=row["name"])
+    axes.set(xlabel=_progress(result), ylabel="validation loss, nats")
+
+
+def _progress(result: Mapping[str, Any]) -> str:
+    """The axis along a run. Rounds of different lengths cannot stand beside each other, inner steps can."""
+    return "inner step" if "inner_steps" in result else "outer round"
+
+
+def _steps_of(result: Mapping[str, Any], row: Row) -> int:
+    """How far a round of the row goes along that axis."""
+    steps: Mapping[str, int] = result.get("inner_steps", {})
+    return steps.get(row["name"], 1)
 
 
 def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
@@ -78,12 +90,13 @@ def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) 
         if seeds and (measured := seeds[min(seeds)].get("similarity")):
             rounds, means, spreads = zip(*measured, strict=True)
             style = _style(number)
-            axes.plot(rounds, means, **style, markevery=[len(rounds) - 1])
+            along = [round_ * _steps_of(result, row) for round_ in rounds]
+            axes.plot(along, means, **style, markevery=[len(along) - 1])
             low, high = (
                 [mean + sign * spread for mean, spread in zip(means, spreads, strict=True)] for sign in (-1, 1)
             )
-            axes.fill_between(rounds, low, high, color=style["color"], alpha=0.15)
-    axes.set(xlabel="outer round", ylabel="cosine of two contributions")
+            axes.fill_between(along, low, high, color=style["color"], alpha=0.15)
+    axes.set(xlabel=_progress(result), ylabel="cosine of two contributions")
 
 
 _WAYS = {"ring": "in a ring", "gather": "gathered, or to a parameter server"}
@@ -157,9 +170,10 @@ def _kind(row: Row) -> str:
 
 
 def _words_of_all(rows: Sequence[Row]) -> str:
-    """What is in the names of all of them."""
+    """What is in the names of all of them, without a key whose values differ (`H =`)."""
     first, *others = (row["name"].replace(",", "").split() for row in rows)
-    return " ".join(word for word in first if all(word in other for other in others))
+    words = " ".join(word for word in first if all(word in other for other in others))
+    return re.sub(r"\S+ =(?=$| \S+ =)", "", words).strip()
 
 
 def _share(value: float) -> Place:
@@ -209,6 +223,37 @@ def _draw_trends(axes: Axes, trends: Sequence[Mapping[str, Any]]) -> None:
         axes.fill_between(widths, lows, highs, color=colour, alpha=0.1)
     axes.set(xscale="log", yscale="log", xlabel="width (stars: the paper)", ylabel="above no compression, %")
     _name_lines(axes)
+
+
+def _varied_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
+    """One for each numeric setting that rows vary alone."""
+    return [
+        lambda axes, key=key, lines=lines: _draw_varied(axes, result, key, lines)  # type: ignore[misc]
+        for key, lines in result.get("varied", {}).items()
+    ]
+
+
+def _draw_varied(axes: Axes, result: Mapping[str, Any], key: str, lines: Sequence[Sequence[tuple[str, float]]]) -> None:
+    """Final loss against a setting: a line for rows that differ in it alone. A baseline on no line is dashed."""
+    known = {row["name"]: row for row, _ in _known(result)}
+    named: dict[str, list[Point]] = {}
+    for line in lines:
+        rows = [(known[name], value) for name, value in line if name in known]
+        if len(rows) > 1:
+            words = _words_of_all([row for row, _ in rows]) or f"{rows[0][0]['name']} ... {rows[-1][0]['name']}"
+            words = words if words not in named else f"{words} ({len(named) + 1})"
+            named[words] = [_point(_place(key, value), row) for row, value in rows]
+    _draw_lines(axes, named)
+    baseline = result["baseline"]
+    if baseline in known and all(baseline != name for line in lines for name, _ in line):
+        axes.axhline(known[baseline]["ours"]["mean"], color="gray", linestyle="--", label=baseline)
+    axes.set(xlabel=key, ylabel="final loss, nats")
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        _name_lines(axes)
+
+
+def _place(key: str, value: float) -> Place:
+    return Place(value, format_ratio(value) if key.endswith(".density") else f"{value:g}")
 
 
 def _swept_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:

@@ -22,6 +22,7 @@ from hetero_pp.program.experiments.provenance import Trained, trained_by
 from hetero_pp.program.experiments.rows import Setting
 from hetero_pp.program.experiments.supply import counted
 from hetero_pp.program.experiments.trends import trend_results
+from hetero_pp.program.experiments.varied import lines_of
 from hetero_pp.program.experiments.verdict import Values
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable
@@ -52,7 +53,16 @@ def result_of(
         "claims": claim_results(experiment, outcomes),
         "trends": trend_results(setting, outcomes),
         "trained": trained_by(outcomes, earlier),
+        **_axes(setting),
     }
+
+
+def _axes(setting: Setting) -> dict[str, Any]:
+    """What the picture needs of rows that differ in steps between rounds, or in one numeric setting; empty without."""
+    rows = [row for row in setting.experiment.rows if setting.not_representable(row) is None]
+    steps = {row.name: setting.config(row).inner.steps for row in rows}
+    varied = lines_of(setting, rows)
+    return ({"inner_steps": steps} if len(set(steps.values())) > 1 else {}) | ({"varied": varied} if varied else {})
 
 
 def _facts(setting: Setting) -> str:
