@@ -61,7 +61,8 @@ def test_the_blocks_of_a_page_run_once_its_patches_are_applied(page: Path, folde
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     elsewhere = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent), "PYTHONPATH": str(folder)}
-    commands = [line for block in _blocks(page, "bash") for line in block.splitlines() if line.startswith("git apply")]
+    shown = [line for block in _blocks(page, "bash") for line in block.splitlines()]
+    commands = [line for line in shown if line.split()[:2] == ["git", "apply"]]
     for patch, command in zip(_blocks(page, "diff"), commands, strict=True):
         [name] = re.findall(r"\S+\.patch", command.partition("#")[0])
         (folder / name).write_text(patch)
