@@ -8,15 +8,22 @@ TORCH := torch==2.13.0
 TORCH_ARGS ?=
 CPU_BUILD := --index-url=https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test quick lint types proto schema clean
+.PHONY: demo test benchmarks-smoke quick lint types proto schema clean
 
 demo: $(READY)
 	$(BIN)/hetero-pp launch configs/quickstart.yaml
 
-# Three at a time, as most tests wait for processes to start; alone what has to end, or to arrive, within seconds.
+# Three workers on two cores, because most tests wait for processes to start. The last file kills launchers and counts the
+# processes that are left, so it runs when nothing else does.
+DEBRIS := tests/faults/test_no_debris.py
+SMOKE := tests/benchmarks/test_smoke.py
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/link
-	$(BIN)/python -m pytest tests/faults tests/link
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore $(DEBRIS) --ignore $(SMOKE)
+	$(BIN)/python -m pytest $(DEBRIS)
+
+# Runs every benchmark once, at its smallest sizes.
+benchmarks-smoke: $(READY)
+	$(BIN)/python -m pytest -n 3 --dist load $(SMOKE)
 
 # What starts no process, in about a minute: for while one works.
 quick: $(READY)

@@ -18,7 +18,8 @@ hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
 SLOW = (
-    "benchmarks/",
+    "faults/",
+    "link/test_cut",
     "documents/",
     "stages/test_undo",
     "program/test_join",

@@ -45,6 +45,7 @@ JOINED = "tests/program/test_join.py::test_three_hosts_join_by_tickets_and_come_
 RUN_BY = {
     "make demo": "tests/documents/test_commands.py::test_make_demo_is_a_launch_that_is_shown",
     "make test": ".ci/run",
+    "make benchmarks-smoke": ".ci/run",
     "make lint": ".ci/run",
     "make types": ".ci/run",
     "hetero-pp launch configs/mixed_engines.yaml": "tests/engines/test_mixed.py::test_engines_and_stages_are_one_run",
