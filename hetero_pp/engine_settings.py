@@ -9,6 +9,7 @@ from pydantic import Field
 from hetero_pp.settings import Settings
 
 EngineName = Literal["torch", "torchtitan", "deepspeed"]
+Checkpointing = Literal["none", "selective", "full"]
 
 DEEPSPEED_OWNED = (
     "train_batch_size",
@@ -26,7 +27,7 @@ class TorchtitanSettings(Settings):
     tensor_parallel: int = Field(1, ge=1, description="ranks that share every matrix product")
     data_parallel_replicate: int = Field(1, ge=1, description="copies of the sharded replica (HSDP)")
     compile: bool = Field(False, description="torch.compile on every layer")
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Checkpointing = "none"
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="of the layers' arithmetic; `auto`: bf16 on a GPU, fp32 on a CPU"
     )

@@ -117,3 +117,28 @@ def format_seconds(value: float) -> str:
     minutes, seconds = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def format_duration(value: float) -> str:
+    """Seconds in the unit that fits: 0.02 -> "20 ms", 90 -> "1.5 min", 6500 -> "1.81 h", 1e6 -> "11.6 days"."""
+    for seconds, least, unit in (
+        (86400 * 365.0, 2, "years"),
+        (86400.0, 2, "days"),
+        (3600.0, 1, "h"),
+        (60.0, 1, "min"),
+        (1.0, 1, "s"),
+    ):
+        if value >= 0.9995 * least * seconds:
+            return f"{format_number(value / seconds)} {unit}"
+    if value == 0:
+        return "0 s"
+    return f"{format_number(1e3 * value)} ms"
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """So many digits and never an exponent: 5123 -> "5,120", 14.25 -> "14.2", 0.00123 -> "0.00123"."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    places = digits - 1 - math.floor(math.log10(abs(value)))
+    shown = f"{round(value, places):,.{max(0, places)}f}"
+    return shown.rstrip("0").rstrip(".") if "." in shown else shown

@@ -23,7 +23,7 @@ from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import file_sha256, rename_whole, write_whole
 from hetero_pp.progress import OnProgress, untold
-from hetero_pp.units import format_count
+from hetero_pp.units import format_count, format_number
 
 _FORMAT = 1
 _ROWS = ".rows.json"
@@ -50,7 +50,7 @@ class TokenStore:
 
     def describe(self, tokens: int | None) -> str:
         """What there is to train `tokens` tokens on, in words; None where their number is not known."""
-        epochs = "" if tokens is None else f" ({tokens / len(self.train):.2g} epochs)"
+        epochs = "" if tokens is None else f" ({format_number(tokens / len(self.train), 2)} epochs)"
         return f"{len(self.train):,} tokens to train on{epochs}, {len(self.validation):,} to validate on"
 
 

@@ -130,13 +130,13 @@ def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Seque
     replica = config.replicas[index]
     if isinstance(replica, DatacenterReplica) or is_measured(config, replica):
         return [_schedule(config, vocabulary, replica)]
-    found = []
+    found, spec = [], RunSpec(config, vocabulary)
     for load in _loads(config, replica):
-        counts, seconds = best_split(stage_costs(config, vocabulary, index, load))
+        counts, seconds = best_split(stage_costs(spec, index, load))
         if np.isfinite(seconds):
             found.append(_schedule(config, vocabulary, _with(replica, load, counts)))
     if not found:
-        members = [one for one in RunSpec(config, vocabulary).members.values() if one.replica is replica]
+        members = [one for one in spec.members.values() if one.replica is replica]
         assumed = assumption(config.simulate, unnamed(members))
         raise ConfigError(
             ("replicas", index, "stages"),
@@ -151,10 +151,9 @@ def is_measured(config: RunConfig, replica: ReplicaSettings) -> bool:
     return any(member in config.simulate.measured for member in replica.members)
 
 
-def stage_costs(config: RunConfig, vocabulary: int | None, index: int, load: Load) -> list[Array]:
+def stage_costs(spec: RunSpec, index: int, load: Load) -> list[Array]:
     """[S][L + 1] seconds of a micro-batch on each stage's machine."""
-    spec = RunSpec(config, vocabulary)
-    replica, sizes = config.replicas[index], Sizes.of(spec.parameter_shapes)
+    replica, sizes = spec.config.replicas[index], Sizes.of(spec.parameter_shapes)
     return [
         stage_seconds(
             spec.shape, sizes, hardware_of(spec, spec.members[member]), replica.accelerators_of_member, stage, load
@@ -218,7 +217,7 @@ def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSetting
 def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | None, index: int) -> str:
     """A split beside the even one, in words."""
     load = load_of(config, replica)
-    costs = stage_costs(config, vocabulary, index, load)
+    costs = stage_costs(RunSpec(config, vocabulary), index, load)
     layers = len(costs[0]) - 1
     counts = [len(own) for own in replica.layer_ranges(layers)]
     even = [len(own) for own in replica.model_copy(update={"stages": replica.stage_count}).layer_ranges(layers)]

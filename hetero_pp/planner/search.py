@@ -20,6 +20,7 @@ from hetero_pp.planner.outer import OuterChoice, choose_outer, with_outer
 from hetero_pp.planner.participants import Grouped, group_participants
 from hetero_pp.planner.penalty import Penalty, Rung, ladder, penalty_of
 from hetero_pp.planner.schedules import Schedule, describe, is_measured, schedules_of
+from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
@@ -55,6 +56,10 @@ class Boundary:
     """The next one that would lose less."""
 
 
+Classes = Sequence[Sequence[int]]
+"""Replicas with equal settings, as places in `config.replicas`: all of a class are planned alike."""
+
+
 @dataclass(frozen=True)
 class Result:
     """A planned run, and why."""
@@ -81,14 +86,15 @@ def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
     before = _utilization_before(config, vocabulary)
     grouped = group_participants(config, vocabulary) if config.plan.participants else None
     asked = config if grouped is None else grouped.config
-    schedules = [schedules_of(asked, vocabulary, index) for index in range(len(asked.replicas))]
-    base = _with_replicas(asked, [_quickest(ways).replica for ways in schedules])
+    classes = _classes(asked, vocabulary)
+    schedules = [schedules_of(asked, vocabulary, indices[0]) for indices in classes]
+    base = _with_replicas(asked, classes, [_quickest(ways).replica for ways in schedules])
     outer, own_outer = choose_outer(base, vocabulary, (1 - target) / 2)
     asked = with_outer(asked, outer.length, outer.density)
-    schedules = [schedules_of(asked, vocabulary, index) for index in range(len(asked.replicas))]
+    schedules = [schedules_of(asked, vocabulary, indices[0]) for indices in classes]
     free = max(_quickest(ways).free_seconds for ways in schedules)
-    boundaries = _fit_boundaries(asked, vocabulary, schedules, outer, free, target)
-    planned = _with_boundaries(asked, boundaries)
+    boundaries = _fit_boundaries(asked, vocabulary, classes, schedules, outer, free, target)
+    planned = _with_boundaries(asked, classes, boundaries)
     prediction = predict(RunSpec(planned, vocabulary))
     utilization = _utilization(prediction, outer)
     share = _compressed_share(planned)
@@ -99,11 +105,11 @@ def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
         prediction=prediction,
         utilization=utilization,
         reached=utilization >= target,
-        limit=_limit(planned, vocabulary, boundaries, outer, free),
+        limit=_limit(boundaries, outer, free),
         choices=[
             *(_grouping_choices(grouped) if grouped is not None else ()),
             *_outer_choices(config, planned, vocabulary, outer, own_outer),
-            *_replica_choices(planned, vocabulary, boundaries, outer, free, share),
+            *_replica_choices(planned, vocabulary, classes, boundaries, outer, free, share),
         ],
         groups={} if grouped is None else dict(zip(grouped.names, grouped.members, strict=True)),
         left_out=[] if grouped is None else grouped.left_out,
@@ -115,18 +121,19 @@ def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
 def _fit_boundaries(
     config: RunConfig,
     vocabulary: int | None,
+    classes: Classes,
     schedules: Sequence[Sequence[Schedule]],
     outer: OuterChoice,
     free: float,
     target: float,
 ) -> list[Boundary]:
-    """The least lossy boundaries with which the whole run meets the target, or comes close to the best there is."""
+    """For each class the least lossy boundary with which the run meets the target, or comes close to it."""
     aim = outer.free_seconds / target
     left = aim - outer.free_seconds - outer.exchange_seconds
     allowed = free + (left if left > 0 else (aim - outer.free_seconds) / 2)
     for _ in range(ATTEMPTS):
         found = [_choose_boundary(ways, allowed, config.plan.few_bits) for ways in schedules]
-        prediction = predict(RunSpec(_with_boundaries(config, found), vocabulary))
+        prediction = predict(RunSpec(_with_boundaries(config, classes, found), vocabulary))
         if left <= 0 or _utilization(prediction, outer) >= target or any(one.seconds > allowed for one in found):
             break
         taken = prediction.round_seconds  # in as much time fewer steps were done: what as many would take
@@ -141,8 +148,8 @@ def _utilization(prediction: Prediction, outer: OuterChoice) -> float:
     return min(prediction.utilization["relative"], outer.free_seconds / prediction.round_seconds)
 
 
-def _with_boundaries(config: RunConfig, found: Sequence[Boundary]) -> RunConfig:
-    return _with_replicas(config, [one.schedule.with_boundary(one.rung) for one in found])
+def _with_boundaries(config: RunConfig, classes: Classes, found: Sequence[Boundary]) -> RunConfig:
+    return _with_replicas(config, classes, [one.schedule.with_boundary(one.rung) for one in found])
 
 
 def _utilization_before(config: RunConfig, vocabulary: int | None) -> float | None:
@@ -158,8 +165,19 @@ def _quickest(ways: Sequence[Schedule]) -> Schedule:
     return min(ways, key=lambda one: one.free_seconds)
 
 
-def _with_replicas(config: RunConfig, replicas: Sequence[ReplicaSettings]) -> RunConfig:
-    return config.model_copy(update={"replicas": list(replicas)})
+def _classes(config: RunConfig, vocabulary: int | None) -> Classes:
+    places = {replica.name: index for index, replica in enumerate(config.replicas)}
+    return [[places[one.name] for one in replicas] for replicas in alike(RunSpec(config, vocabulary))]
+
+
+def _with_replicas(config: RunConfig, classes: Classes, replicas: Sequence[ReplicaSettings]) -> RunConfig:
+    """The same run where all replicas of a class are as the one that was planned for it."""
+    found = list(config.replicas)
+    for indices, planned in zip(classes, replicas, strict=True):
+        for index in indices:
+            own = config.replicas[index]
+            found[index] = planned.model_copy(update={"name": own.name, "optional": own.optional})
+    return config.model_copy(update={"replicas": found})
 
 
 def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -> Boundary:
@@ -228,22 +246,25 @@ def _length(config: RunConfig, choice: OuterChoice) -> str:
 def _replica_choices(
     config: RunConfig,
     vocabulary: int | None,
+    classes: Classes,
     boundaries: Sequence[Boundary],
     outer: OuterChoice,
     free: float,
     share: float,
 ) -> Iterator[Choice]:
-    for index, (replica, found) in enumerate(zip(config.replicas, boundaries, strict=True)):
+    for indices, found in zip(classes, boundaries, strict=True):
+        index, replica = indices[0], config.replicas[indices[0]]
         if isinstance(replica, DatacenterReplica):
             continue
+        label = label_of([config.replicas[one] for one in indices])
         layers = "+".join(str(len(own)) for own in replica.layer_ranges(found.schedule.spec.shape.layers))
         if is_measured(config, replica):
-            yield Choice(replica.name, f"layers {layers}", "as it was: its costs were measured for this split")
+            yield Choice(label, f"layers {layers}", "as it was: its costs were measured for this split")
         else:
-            yield Choice(replica.name, f"layers {layers}", describe(replica, config, vocabulary, index))
-            yield Choice(replica.name, *_schedule_choice(replica))
+            yield Choice(label, f"layers {layers}", describe(replica, config, vocabulary, index))
+            yield Choice(label, *_schedule_choice(replica))
         if found.rung is not None:
-            yield _boundary_choice(config, vocabulary, replica, found, outer, free, share)
+            yield _boundary_choice(config, vocabulary, label, found, outer, free, share)
 
 
 def _schedule_choice(replica: ParticipantsReplica) -> tuple[str, str]:
@@ -255,7 +276,7 @@ def _schedule_choice(replica: ParticipantsReplica) -> tuple[str, str]:
 def _boundary_choice(
     config: RunConfig,
     vocabulary: int | None,
-    replica: ParticipantsReplica,
+    label: str,
     found: Boundary,
     outer: OuterChoice,
     free: float,
@@ -264,7 +285,7 @@ def _boundary_choice(
     assert found.rung is not None
     slowest = found.schedule.slowest(found.rung)
     if slowest is None:
-        return Choice(replica.name, str(found.rung), "links between its stages take no time")
+        return Choice(label, str(found.rung), "links between its stages take no time")
     why = f"{_described(slowest)} decides"
     if found.spurned is not None:
         later = max(0.0, found.schedule.seconds(found.spurned) - free)
@@ -272,7 +293,7 @@ def _boundary_choice(
         why += f"; {found.spurned} would leave {outer.free_seconds / lossier:.1%}"
     if found.rung.equivalent < 1:
         why += f"; {describe_penalty(penalty_of(found.rung.equivalent, share))}"
-    return Choice(replica.name, str(found.rung), why)
+    return Choice(label, str(found.rung), why)
 
 
 def describe_penalty(penalty: Penalty) -> str:
@@ -281,19 +302,17 @@ def describe_penalty(penalty: Penalty) -> str:
     return f"loss +{penalty.paper:.1%} (Het-PP Table 2, 512M; {ours})"
 
 
-def _limit(
-    config: RunConfig, vocabulary: int | None, boundaries: Sequence[Boundary], outer: OuterChoice, free: float
-) -> str:
+def _limit(boundaries: Sequence[Boundary], outer: OuterChoice, free: float) -> str:
     """What takes most of the time that free links would not."""
     exposed = [max(0.0, one.seconds - free) for one in boundaries]
     worst = max(range(len(exposed)), key=exposed.__getitem__)
     if outer.exchange_seconds >= exposed[worst]:
         seconds = format_seconds(outer.exchange_seconds)
         return f"the exchange, {seconds} of a round, by way of {exchange_link_name(outer.slowest)}"
-    replica, found = config.replicas[worst], boundaries[worst]
+    found = boundaries[worst]
     slowest = None if found.rung is None else found.schedule.slowest(found.rung)
     if slowest is None:
-        return f"the stages of {replica.name}"
+        return f"the stages of {found.schedule.replica.name}"
     return f"{_described(slowest, with_latency=True)}, which adds {format_seconds(exposed[worst])} to a round"
 
 

@@ -17,7 +17,7 @@ from hetero_pp.run.simulate_section import MeasuredCost
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import forward_flops
-from hetero_pp.simulator.fleets import part_of
+from hetero_pp.simulator.parts import part_of
 from hetero_pp.units import format_count, format_seconds
 from replica_groups.measure import measure_all, median_seconds
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,12 +18,15 @@ from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
-from hetero_pp.program.report.tables import PlainTable, format_bandwidth
+from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned
+from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.run.alike import alike, lines_alike, range_of
 from hetero_pp.run.batches import examples_in
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.loads import LinkLoad, blob_sizes, exchange_link_loads, stage_link_loads
 from hetero_pp.topology import AnchorSettings, DatacenterReplica, ParticipantsReplica
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_ratio, format_seconds
@@ -36,10 +40,13 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     console = standard_output()
     _print_run(console, path, prepared)
     _print_addresses(console, prepared.spec.config)
-    console.print(_members_table(prepared.spec))
-    console.print(_links_table(prepared.spec))
-    if prepared.spec.lines:
-        console.print(_lines_table(prepared.spec))
+    spec = prepared.spec
+    console.print(_members_table(spec))
+    loads = dict(_loads(spec))
+    console.print(_links_table(spec, loads))
+    if spec.lines:
+        console.print(_lines_table(spec, loads))
+    print_exchange(console, exchange_load(spec))
     for limit in prepared.limits:
         where = (
             f"this machine cannot carry all members: {dotted(limit.key)}: " if limit.is_final else "on this machine "
@@ -77,9 +84,8 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
         for note in prepared.notes:
             tell(console, note)
         if config.data.clusters is not None:
-            shards = ", ".join(
-                f"{name} {count:,}" for name, count in examples_in(spec, prepared.source, config.outer.rounds).items()
-            )
+            examples = examples_in(spec, prepared.source, config.outer.rounds)
+            shards = ", ".join(_examples(spec, examples))
             clusters = format_count(config.data.clusters, "cluster")
             say(console, f"Shards: {clusters} of alike sequences, of which there are: {shards}.")
     for (what, chosen), names in _engines_and_boundaries(spec).items():
@@ -107,17 +113,18 @@ def _values_of(compression: CompressionSettings) -> str:
 def _engines_and_boundaries(spec: RunSpec) -> dict[tuple[str, str], list[str]]:
     """What trains a datacenter replica, and what crosses between the stages of a group; of which replicas."""
     found: dict[tuple[str, str], list[str]] = {}
-    for replica in spec.config.replicas:
+    for replicas in alike(spec):
+        replica, names = replicas[0], range_of([one.name for one in replicas])
         if isinstance(replica, DatacenterReplica):
             ranks = f", {replica.world} ranks" if replica.world > 1 else ""
-            found.setdefault(("Engine", f"{replica.engine}{ranks}"), []).append(replica.name)
+            found.setdefault(("Engine", f"{replica.engine}{ranks}"), []).append(names)
         elif replica.stage_count > 1:
             boundary = replica.boundary
             rank = boundary.dimensions(spec.shape.width)
             crosses = "all dimensions" if rank is None else f"rank {rank} of {spec.shape.width}"
             values = f"{boundary.bits} bits" if boundary.bits else boundary.dtype
             learned = "" if boundary.anchors is None else f", {_anchors_of(boundary.anchors, spec.shape)}"
-            found.setdefault(("Boundaries", f"{crosses}, {values}{learned}"), []).append(replica.name)
+            found.setdefault(("Boundaries", f"{crosses}, {values}{learned}"), []).append(names)
     return found
 
 
@@ -130,7 +137,7 @@ def _anchors_of(anchors: AnchorSettings, shape: ModelShape) -> str:
 
 def _members_table(spec: RunSpec) -> PlainTable:
     table = PlainTable(["member", "kind", "owns"], ["parameters", "micro-batches"])
-    for member in spec.members.values():
+    for name, member in _first_members(spec):
         replica, stage = member.replica, member.stage
         if isinstance(replica, DatacenterReplica):
             kind, owns = "datacenter", "whole model"
@@ -141,7 +148,7 @@ def _members_table(spec: RunSpec) -> PlainTable:
             owns = ("embedding, " if stage.is_first else "") + owns + (", head" if stage.is_last else "")
         shapes = {name: spec.parameter_shapes[name] for name in member.owned}
         batches = f"{replica.micro_batches} x {replica.batch_size // replica.micro_batches}"
-        table.add_row(member.name, kind, owns, f"{_count(shapes):,}", batches)
+        table.add_row(name, kind, owns, f"{_count(shapes):,}", batches)
     return table
 
 
@@ -152,16 +159,16 @@ def _layers(layers: range) -> str:
 _LOADS = ("bandwidth", "latency", "a step", "a round", "takes")
 
 
-def _links_table(spec: RunSpec) -> PlainTable:
+def _links_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLoad]]) -> PlainTable:
     table = PlainTable(["link", ""], _LOADS)
     steps = spec.config.inner.steps or 0
-    for name, loads in _loads(spec):
-        link = spec.links[name]
+    for label, name in _first_links(spec):
+        link, loads = spec.links[name], loads_of[name]
         shapes: list[LinkShape] = [link.forward, link.backward]
         both = [loads["forward"], loads["backward"]]
         rounds = [steps * load.step + load.evaluation + load.outer_round for load in both]
         table.add_both(
-            name,
+            label,
             DIRECTIONS,
             [format_bandwidth(shape.bandwidth, link.has_lines) for shape in shapes],
             [format_seconds(shape.latency) for shape in shapes],
@@ -172,37 +179,66 @@ def _links_table(spec: RunSpec) -> PlainTable:
     return table
 
 
-def _lines_table(spec: RunSpec) -> PlainTable:
+def _lines_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLoad]]) -> PlainTable:
     """What all links that pass a line bring it."""
     table = PlainTable(["line", ""], [one for one in _LOADS if one != "latency"])
     steps = spec.config.inner.steps or 0
-    for line in spec.lines.values():
-        step: dict[Way, int] = dict.fromkeys(WAYS, 0)
-        round_ = step.copy()
-        for name, loads in _loads(spec):
-            for direction, load in loads.items():
-                for way, passed in zip(WAYS, spec.links[name].lines(direction), strict=True):
-                    if passed == line:
-                        step[way] += load.step
-                        round_[way] += steps * load.step + load.evaluation + load.outer_round
+    step, round_ = Counter[tuple[str, Way]](), Counter[tuple[str, Way]]()
+    for name, loads in loads_of.items():
+        for direction, load in loads.items():
+            for way, passed in zip(WAYS, spec.links[name].lines(direction), strict=True):
+                if passed is not None:
+                    step[passed.name, way] += load.step
+                    round_[passed.name, way] += steps * load.step + load.evaluation + load.outer_round
+    for same in lines_alike(spec, spec.lines.values()):
+        line = same[0]
+        a_step, a_round = ({way: found[line.name, way] for way in WAYS} for found in (step, round_))
         table.add_both(
-            f"{line.name} ({line.kind})",
+            f"{range_of([one.name for one in same])} ({line.kind})",
             WAYS,
             [format_bits_per_second(line.bandwidth(way)) for way in WAYS],
-            [format_bytes(step[way]) if step[way] else "" for way in WAYS],
-            [format_bytes(round_[way]) for way in WAYS],
-            [_least_time(line.bandwidth(way), round_[way]) for way in WAYS],
+            [format_bytes(a_step[way]) if a_step[way] else "" for way in WAYS],
+            [format_bytes(a_round[way]) for way in WAYS],
+            [_least_time(line.bandwidth(way), a_round[way]) for way in WAYS],
         )
     return table
+
+
+def _first_members(spec: RunSpec) -> Iterator[tuple[str, MemberSpec]]:
+    """The members of the first replica of each class of equal ones, and the names of all that are like them."""
+    for replicas in alike(spec):
+        for same in zip(*(replica.members for replica in replicas), strict=True):
+            yield range_of(same), spec.members[same[0]]
+
+
+def _first_links(spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """The links of the same replicas: the names of all that are alike, and the first of these."""
+    for replicas in alike(spec):
+        for hop in range(len(replicas[0].members) - 1):
+            names = [stage_link_name(replica.name, hop) for replica in replicas]
+            yield range_of(names), names[0]
+        for same in zip(*(replica.members for replica in replicas), strict=True):
+            names = [exchange_link_name(member) for member in same]
+            yield range_of(names), names[0]
+
+
+def _examples(spec: RunSpec, examples: Mapping[str, int]) -> Iterator[str]:
+    """How many sequences the shard of each replica has; of equal replicas from the smallest to the largest."""
+    for replicas in alike(spec):
+        yield f"{range_of([one.name for one in replicas])} " + spanned(
+            (examples[one.name] for one in replicas), lambda count: f"{count:,.0f}"
+        )
 
 
 def _loads(spec: RunSpec) -> list[tuple[str, dict[Direction, LinkLoad]]]:
     """Loads of every link, in the order of the run."""
     loads: dict[str, dict[Direction, LinkLoad]] = {}
-    for replica in spec.config.replicas:
-        if isinstance(replica, ParticipantsReplica):
-            for hop in range(replica.stage_count - 1):
-                loads[stage_link_name(replica.name, hop)] = stage_link_loads(spec, replica)
+    for replicas in alike(spec):
+        if isinstance(replicas[0], ParticipantsReplica):
+            of_each_hop = stage_link_loads(spec, replicas[0])
+            for replica in replicas:
+                for hop in range(len(replica.members) - 1):
+                    loads[stage_link_name(replica.name, hop)] = of_each_hop
     for member in spec.members.values():
         loads[exchange_link_name(member.name)] = exchange_link_loads(spec, member)
     return [(name, loads[name]) for name in spec.links]

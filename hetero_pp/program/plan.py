@@ -15,6 +15,7 @@ from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.planner.search import Result, describe_penalty, search
 from hetero_pp.program.report.output import say, standard_output
+from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.program.show_prediction import print_assumption
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
@@ -42,6 +43,7 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     for line in lines[1:]:
         say(console, line)
     _print_choices(console, result)
+    print_exchange(console, result.prediction.exchange)
     print_assumption(console, assumed_in(RunSpec(result.config, vocabulary)))
     if json_path is not None:
         json_path.write_text(json.dumps(_as_json(share, result, write), indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,21 +10,32 @@ from pathlib import Path
 from rich.console import Console
 
 from hetero_pp.lines import WAYS
-from hetero_pp.links import DIRECTIONS, Direction
+from hetero_pp.links import DIRECTIONS
 from hetero_pp.program.report.output import say
-from hetero_pp.program.report.tables import PlainTable, heads_of
+from hetero_pp.program.report.tables import PlainTable, heads_of, spanned
+from hetero_pp.program.show_exchange import print_exchange
+from hetero_pp.run.alike import alike, label_of, lines_alike, range_of
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.prediction import Prediction
+from hetero_pp.simulator.memory import MEMORY_KINDS, memory_assumptions
+from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
 from hetero_pp.simulator.published import Comparison
 from hetero_pp.simulator.sweep import Sweep
 from hetero_pp.sweeps import changes_nothing
-from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_percent, format_seconds
+from hetero_pp.units import (
+    format_bits_per_second,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_seconds,
+)
 
 
 def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Prediction) -> None:
-    """What it comes to, then members and links."""
+    """Print the times of a step and a round, then tables of replicas, members, links, lines and the exchange."""
     use = prediction.utilization
-    parameters = sum(_numbers(shape) for shape in spec.parameter_shapes.values())
+    parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
     replicas = format_count(sum(replica.count for replica in prediction.replicas), "replica")
     members = format_count(prediction.members, "member")
     say(console, f"{path}: {parameters:,} parameters, {replicas}, {members}.", bold=str(path))
@@ -38,74 +50,161 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     )
     say(
         console,
-        f"{prediction.tokens_per_second:,.0f} tokens a second: {prediction.tokens:,} tokens in {prediction.days:.3g} "
-        f"days, {prediction.accelerator_hours:,.3g} accelerator-hours.",
+        f"{prediction.tokens_per_second:,.0f} tokens a second: {prediction.tokens:,} tokens in "
+        f"{format_duration(prediction.days * 86400)}; {_accelerator_time(prediction.accelerator_hours)}.",
     )
     say(
         console,
         f"In {rounds} a replica sends {format_bytes(prediction.sent_bytes)} and receives "
         f"{format_bytes(prediction.received_bytes)}.",
     )
-    _print_replicas(console, prediction)
-    _print_members(console, prediction)
-    _print_links(console, spec, prediction)
+    classes = _classes(spec, prediction)
+    _print_replicas(console, classes)
+    _print_members(console, classes)
+    print_memory(console, spec, classes)
+    _print_links(console, spec, classes)
     if prediction.lines:
-        _print_lines(console, prediction)
+        _print_lines(console, spec, prediction)
+    print_exchange(console, prediction.exchange)
     _print_published(console, "", {"": prediction.published})
 
 
 def print_assumption(console: Console, assumed: str) -> None:
-    """What the prediction takes machines for that nobody named."""
+    """Print what hardware the prediction assumes for members that name none."""
     if assumed:
         say(console, f"Note: {assumed}.")
 
 
-def _numbers(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _accelerator_time(hours: float) -> str:
+    """`14.3 accelerator-hours`; shorter times in minutes or seconds."""
+    if hours >= 1:
+        return f"{format_number(hours)} accelerator-hours"
+    return f"{format_duration(3600 * hours)} of accelerators"
 
 
-def _print_replicas(console: Console, prediction: Prediction) -> None:
-    columns = ["count", "lost", "steps", "tokens", "a step", "inner loop", "of a round"]
-    table = PlainTable(["replica"], [*columns, "bubble", "exposed communication"])
-    for replica in prediction.replicas:
-        times = format_seconds(replica.step_seconds), format_seconds(replica.inner_seconds)
-        shares = map(format_percent, (replica.training, replica.bubble, replica.exposed_communication))
-        trained = f"{replica.steps:,.1f}".removesuffix(".0"), f"{replica.tokens:,.0f}"
-        table.add_row(replica.name, f"{replica.count:,}", f"{replica.lost:,}", *trained, *times, *shares)
+Alike = Sequence[ReplicaPrediction]
+"""Predictions of replicas that differ in their name alone."""
+
+
+def _classes(spec: RunSpec, prediction: Prediction) -> list[tuple[str, Alike]]:
+    """The label of every class of equal replicas, and their predictions."""
+    found = {replica.name: replica for replica in prediction.replicas}
+    classes: list[tuple[str, Alike]] = []
+    for replicas in alike(spec):
+        own = [found[replica.name] for replica in replicas]
+        behind = own[0].count if len(own) == 1 else 1
+        label = label_of(replicas)
+        classes.append((f"{label} ({behind:,} of them)" if behind > 1 else label, own))
+    return classes
+
+
+def _print_replicas(console: Console, classes: Sequence[tuple[str, Alike]]) -> None:
+    has_losses = any(replica.lost for _, own in classes for replica in own)
+    columns = [*(["lost"] if has_losses else []), "steps", "tokens", "a step", "inner loop", "of a round"]
+    table = PlainTable(["replica"], [*columns, "bubble", "waits"])
+    for label, own in classes:
+        lost = [f"{sum(replica.lost for replica in own):,}"] if has_losses else []
+        trained = [
+            spanned((replica.steps for replica in own), lambda steps: f"{steps:,.1f}".removesuffix(".0")),
+            spanned((replica.tokens for replica in own), lambda tokens: f"{tokens:,.0f}"),
+        ]
+        times = [
+            spanned((replica.step_seconds for replica in own), format_seconds),
+            spanned((replica.inner_seconds for replica in own), format_seconds),
+        ]
+        shares = [
+            spanned((replica.training for replica in own), format_percent),
+            spanned((replica.bubble for replica in own), format_percent),
+            spanned((replica.exposed_communication for replica in own), format_percent),
+        ]
+        table.add_row(label, *lost, *trained, *times, *shares)
     console.print(table)
+    explained = [
+        "steps, tokens: of one replica in a round",
+        "inner loop, of a round: time of a round's inner steps, and its share of the round",
+        "bubble: share of the inner loop in which stages wait for each other though links cost nothing",
+        "waits: share of the inner loop that links add (exposed communication)",
+    ]
+    explain(console, [*(["lost: replicas that a member leaves within the round"] if has_losses else []), *explained])
 
 
-def _print_members(console: Console, prediction: Prediction) -> None:
-    table = PlainTable(["member"], ["trains", "memory", "of", "sends", "in", "receives", "in"])
-    for replica in prediction.replicas:
-        for stage in replica.stages:
-            memory = format_bytes(sum(stage.memory_bytes.values())), format_bytes(stage.memory_capacity_bytes)
-            sent = format_bytes(stage.sent_bytes), format_seconds(stage.sent_seconds)
-            received = format_bytes(stage.received_bytes), format_seconds(stage.received_seconds)
-            table.add_row(stage.member, format_percent(stage.utilization), *memory, *sent, *received)
+def explain(console: Console, columns: Sequence[str]) -> None:
+    """Print what the columns of a table mean, a line each."""
+    for column in columns:
+        say(console, column, style="dim", indent="  ")
+
+
+def _print_members(console: Console, classes: Sequence[tuple[str, Alike]]) -> None:
+    table = PlainTable(["member"], ["trains", "sends", "in", "receives", "in"])
+    for _, own in classes:
+        for same in zip(*(replica.stages for replica in own), strict=True):
+            table.add_row(
+                range_of([stage.member for stage in same]),
+                spanned((stage.utilization for stage in same), format_percent),
+                spanned((stage.sent_bytes for stage in same), format_bytes),
+                spanned((stage.sent_seconds for stage in same), format_seconds),
+                spanned((stage.received_bytes for stage in same), format_bytes),
+                spanned((stage.received_seconds for stage in same), format_seconds),
+            )
     console.print(table)
+    explain(
+        console,
+        [
+            "trains: share of the round in forward, backward and optimizer",
+            "sends, receives: contributions of a round, and how long they occupy the member's link",
+        ],
+    )
 
 
-def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> None:
+def print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, Alike]]) -> None:
+    """Print the memory of every member by what for, and what is assumed of it."""
+    every = [stage.memory_bytes for _, own in classes for stage in own[0].stages]
+    kinds = [kind for kind in MEMORY_KINDS if any(_of_kind(held, kind) for held in every)]
+    table = PlainTable(["memory"], [*kinds, "sum", "of"])
+    for _, own in classes:
+        for same in zip(*(replica.stages for replica in own), strict=True):
+            held = same[0].memory_bytes
+            sizes = [_of_kind(held, kind) for kind in kinds] + [sum(held.values()), same[0].memory_capacity_bytes]
+            table.add_row(range_of([stage.member for stage in same]), *map(format_bytes, sizes))
+    console.print(table)
+    explain(console, memory_assumptions(spec.config))
+
+
+def _of_kind(held: Mapping[str, float], kind: str) -> float:
+    return sum(held.get(name, 0.0) for name in MEMORY_KINDS[kind])
+
+
+def _print_links(console: Console, spec: RunSpec, classes: Sequence[tuple[str, Alike]]) -> None:
     table = PlainTable(["link"], heads_of(DIRECTIONS, "a round", "busy"))
-    for replica in prediction.replicas:
-        for link in replica.links:
-            sizes = format_bytes(link.forward_bytes), format_bytes(link.backward_bytes)
-            ways: dict[Direction, float] = {"forward": link.forward_busy, "backward": link.backward_busy}
-            limits = [spec.links[link.name].shape(way).bandwidth for way in ways]
-            busy = [format_percent(share) if limit else "–" for share, limit in zip(ways.values(), limits, strict=True)]
-            table.add_row(link.name, *sizes, *busy)
+    for _, own in classes:
+        for same in zip(*(replica.links for replica in own), strict=True):
+            link = spec.links[same[0].name]
+            forward, backward = (link.shape(way).bandwidth is not None for way in DIRECTIONS)
+            table.add_row(
+                range_of([one.name for one in same]),
+                spanned((one.forward_bytes for one in same), format_bytes),
+                spanned((one.backward_bytes for one in same), format_bytes),
+                spanned((one.forward_busy for one in same), format_percent) if forward else "–",
+                spanned((one.backward_busy for one in same), format_percent) if backward else "–",
+            )
     console.print(table)
+    if any(link.has_lines for link in spec.links.values()):
+        explain(console, ["busy –: the link has no limit of its own; the lines that it passes follow"])
+    else:
+        explain(console, ["busy: share of the round in which the link carries bytes; –: it has no limit"])
 
 
-def _print_lines(console: Console, prediction: Prediction) -> None:
+def _print_lines(console: Console, spec: RunSpec, prediction: Prediction) -> None:
     table = PlainTable(["line", "kind"], heads_of(WAYS, "a round", "busy"))
-    for line in prediction.lines:
-        sizes = format_bytes(line.up_bytes), format_bytes(line.down_bytes)
-        table.add_row(line.name, line.kind, *sizes, format_percent(line.up_busy), format_percent(line.down_busy))
+    for same in lines_alike(spec, prediction.lines):
+        table.add_row(
+            range_of([line.name for line in same]),
+            same[0].kind,
+            spanned((line.up_bytes for line in same), format_bytes),
+            spanned((line.down_bytes for line in same), format_bytes),
+            spanned((line.up_busy for line in same), format_percent),
+            spanned((line.down_busy for line in same), format_percent),
+        )
     console.print(table)
 
 
@@ -116,13 +215,20 @@ def print_sweep(
     for curve, predictions in found.items():
         if curves is not None:
             say(console, title := f"{curves.key} = {curve}", bold=title)
-        columns = ["a step", "a round", "outer", "trains", "of the possible", "tokens/s", "days"]
+        columns = ["a step", "a round", "outer", "trains", "of the possible", "tokens/s", "in all"]
         table = PlainTable([sweep.key], [*columns, "sends", "receives"])
         for value, prediction in predictions.items():
             table.add_row(_short(value), *_row(prediction))
         console.print(table)
         _print_published(console, sweep.key, {_short(value): one.published for value, one in predictions.items()})
-    say(console, "`sends` and `receives`: a replica, in all outer rounds.", style="dim")
+    explain(
+        console,
+        [
+            "outer: the outer round, a part of the round",
+            "trains: share of the time in which members train; of the possible: of what free links would allow",
+            "in all: time of all rounds; sends, receives: a replica in all rounds",
+        ],
+    )
     _print_without_effect(console, sweep, curves, found)
 
 
@@ -130,7 +236,7 @@ def _row(prediction: Prediction) -> list[str]:
     use = prediction.utilization
     seconds = (prediction.step_seconds, prediction.round_seconds, prediction.outer_seconds)
     shares = format_percent(use["absolute"]), format_percent(use["relative"])
-    rate = f"{prediction.tokens_per_second:,.0f}", f"{prediction.days:.3g}"
+    rate = f"{prediction.tokens_per_second:,.0f}", format_duration(86400 * prediction.days)
     volume = format_bytes(prediction.sent_bytes), format_bytes(prediction.received_bytes)
     return [*map(format_seconds, seconds), *shares, *rate, *volume]
 

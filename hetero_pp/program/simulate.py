@@ -51,7 +51,7 @@ def simulate(path: Path, overrides: Sequence[str], sweep: str | None, curves: st
         timeline.write(outputs.timeline)
     _write_json(outputs.json, prediction.as_json())
     if outputs.chart is not None:
-        draw_prediction(prediction, outputs.chart)
+        draw_prediction(spec, prediction, outputs.chart)
 
 
 def _simulate_sweep(path: Path, overrides: Sequence[str], sweep: Sweep, curves: Sweep | None, outputs: Outputs) -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
+from hetero_pp.links import DIRECTIONS
+from hetero_pp.run.alike import alike, lines_alike, range_of
+from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.sweep import Sweep
+from hetero_pp.units import format_bits_per_second, format_bytes, format_duration, format_number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MARKERS: Mapping[str, dict[str, Any]] = {
     "equal": {"marker": "x"},
@@ -17,31 +27,138 @@ _MARKERS: Mapping[str, dict[str, Any]] = {
 """Of published numbers."""
 
 
-def draw_prediction(prediction: Prediction, path: Path) -> None:
-    """Share of a round that every member trains, and that every link and every line is busy."""
+MOST_ROWS = 32
+"""Members, and links with lines, that a picture shows at most; the rest is a number below them."""
+
+_ROW_INCHES, _EDGE_INCHES = 0.42, 1.8
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of bars: of what is equal in many replicas one for all of them."""
+
+    name: str
+    shares: Sequence[float]
+    """Of a round; nothing where there is no limit to have a share of."""
+    text: str = ""
+
+
+def draw_prediction(spec: RunSpec, prediction: Prediction, path: Path) -> None:
+    """Draw the share of a round that members train, and that links and lines are busy, with the bytes of a round."""
     from matplotlib.figure import Figure
 
-    stages = [stage for replica in prediction.replicas for stage in replica.stages]
-    links = [link for replica in prediction.replicas for link in replica.links]
-    busy = {link.name: (link.forward_busy, link.backward_busy) for link in links}
-    busy |= {f"line of {line.name}": (line.up_busy, line.down_busy) for line in prediction.lines}
-    height = 1.5 + 0.3 * max(len(stages), 2 * len(busy))
-    figure = Figure(figsize=(13, height), layout="constrained")
+    members, links = list(_member_rows(spec, prediction)), list(_link_rows(spec, prediction))
+    rows = max(min(len(one), MOST_ROWS) for one in (members, links))
+    figure = Figure(figsize=(15, _EDGE_INCHES + _ROW_INCHES * rows), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.barh([stage.member for stage in stages], [100 * stage.utilization for stage in stages], color="C0")
-    left.set(title="members", xlabel="share of a round that it trains, %", xlim=(0, 100))
-    rows = range(len(busy))
-    both = "forward, or up" if prediction.lines else "forward", "backward, or down" if prediction.lines else "backward"
-    right.barh([row - 0.2 for row in rows], [100 * first for first, _ in busy.values()], 0.4, label=both[0])
-    right.barh([row + 0.2 for row in rows], [100 * second for _, second in busy.values()], 0.4, label=both[1])
-    right.set_yticks(list(rows), list(busy))
-    right.set(title="links" + " and lines" * bool(prediction.lines), xlim=(0, 100))
-    right.set_xlabel("share of a round that it is busy, %")
-    right.legend()
-    for axes in (left, right):
-        axes.invert_yaxis()
-        axes.grid(axis="x", alpha=0.3)
+    _draw_bars(left, members, [""], rows)
+    left.set(title="members", xlabel="share of a round that it trains")
+    both = ("→ forward, ↑ up", "← backward, ↓ down") if prediction.lines else ("→ forward", "← backward")
+    _draw_bars(right, links, both, rows)
+    title = "links and lines" if prediction.lines else "links"
+    right.set(title=f"{title}: bytes of a round", xlabel="share of a round that it is busy")
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.9 / rows - 0.06), ncols=2, frameon=False)
     figure.savefig(path, dpi=90)
+
+
+def _member_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
+    found = {replica.name: replica for replica in prediction.replicas}
+    for replicas in alike(spec):
+        for same in zip(*(found[replica.name].stages for replica in replicas), strict=True):
+            share = fmean(stage.utilization for stage in same)
+            yield _Row(range_of([stage.member for stage in same]), [share], f"{share:.1%}")
+
+
+def _link_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
+    """Lines first, as they decide where there are any; then links, of which those without a limit have bytes alone."""
+    for lines in lines_alike(spec, prediction.lines):
+        sizes = f"↑ {_bytes(one.up_bytes for one in lines)}  ↓ {_bytes(one.down_bytes for one in lines)}"
+        busy = [fmean(one.up_busy for one in lines), fmean(one.down_busy for one in lines)]
+        yield _Row(f"line of {range_of([one.name for one in lines])}", busy, sizes)
+    found = {replica.name: replica for replica in prediction.replicas}
+    for replicas in alike(spec):
+        for same in zip(*(found[replica.name].links for replica in replicas), strict=True):
+            link = spec.links[same[0].name]
+            is_limited = any(link.shape(way).bandwidth is not None for way in DIRECTIONS)
+            sizes = f"→ {_bytes(one.forward_bytes for one in same)}  ← {_bytes(one.backward_bytes for one in same)}"
+            busy = [fmean(one.forward_busy for one in same), fmean(one.backward_busy for one in same)]
+            why = "limited by its lines" if link.has_lines else "no limit"
+            yield _Row(
+                range_of([one.name for one in same]), busy if is_limited else [], sizes + f" ({why})" * (not is_limited)
+            )
+
+
+def _bytes(sizes: Iterable[float]) -> str:
+    return format_bytes(fmean(sizes))
+
+
+def _draw_bars(axes: Axes, rows: Sequence[_Row], labels: Sequence[str], height_of_all: int) -> None:
+    """A bar for each label in every row, with the row's text behind the longest; `height_of_all` in rows."""
+    shown, height = rows[:MOST_ROWS], 0.76 / len(labels)
+    for number, label in enumerate(labels):
+        places = [place + (number - (len(labels) - 1) / 2) * height for place in range(len(shown))]
+        shares = [row.shares[number] if row.shares else 0.0 for row in shown]
+        axes.barh(places, shares, height, color=f"C{number}", label=label or None)
+    for place, row in enumerate(shown):
+        axes.annotate(row.text, (max(row.shares, default=0), place), (4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(shown)), [row.name for row in shown])
+    axes.set_xlim(0, 1.35)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
+    if len(rows) > MOST_ROWS:
+        axes.annotate(f"and {len(rows) - MOST_ROWS:,} more", (0, 0), (0, -34), "axes fraction", "offset points")
+    axes.set_ylim(height_of_all - 0.5, -0.6)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+_FORMATS: Mapping[str, Callable[[float], str]] = {
+    "bit/s": format_bits_per_second,
+    "s": format_duration,
+    "B": format_bytes,
+}
+"""By base unit."""
+
+
+def _scale(axis: Any, unit: str, values: Sequence[float]) -> None:
+    """Write the ticks of an axis as people write quantities; on a log scale the axis must have it already."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+    shown = _FORMATS.get(unit, format_number)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: shown(value)))
+    axis.set_minor_formatter(NullFormatter())
+    if unit == "s":
+        axis.set_major_locator(FixedLocator(_time_ticks(values, axis.get_scale() == "log")))
+        axis.set_minor_locator(NullLocator())
+        return
+    if axis.get_scale() != "log":
+        axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        return
+    decades = math.log10(max(values) / min(values)) if values and min(values) > 0 else 1.0
+    subs = (1.0,) if decades > 4 else (1.0, 3.0) if decades > 1.5 else (1.0, 2.0, 3.0, 5.0, 7.0)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
+    axis.set_minor_locator(NullLocator())
+
+
+_ROUND_TIMES = [
+    *(digit * 10.0**exponent for exponent in range(-6, 1) for digit in (1, 2, 5) if digit * 10.0**exponent <= 5),
+    *(10.0, 20.0, 30.0),
+    *(60.0 * minutes for minutes in (1, 2, 5, 10, 20, 30)),
+    *(3600.0 * hours for hours in (1, 2, 5, 10, 24)),
+    *(86400.0 * digit * 10**exponent for exponent in range(6) for digit in (2, 5, 10)),
+]
+"""Seconds, in the units in which people count time."""
+_MOST_TICKS = 6
+
+
+def _time_ticks(values: Sequence[float], is_log: bool) -> list[float]:
+    """Times to mark between the least and the largest value; from 0 on with equal steps, where the scale has none."""
+    low, high = min(values), max(values)
+    if not is_log:
+        step = next((one for one in _ROUND_TIMES if high / one < _MOST_TICKS), high)
+        return [step * number for number in range(_MOST_TICKS) if step * number <= high]
+    inside = [one for one in _ROUND_TIMES if low / 1.1 <= one <= high * 1.1]
+    return inside[:: -(-len(inside) // _MOST_TICKS)] if len(inside) > 1 else [low, high]
 
 
 def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]], path: Path) -> None:
@@ -73,11 +190,14 @@ def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[s
         right.plot(places, [one.round_seconds for one in predictions.values()], marker=".", label=name or None)
     left.set(ylabel="members train, % of what free links allow" if curves is not None else "members train, %")
     left.set_ylim(0, 105)
-    right.set(ylabel="a round, seconds", yscale="log")
+    right.set(ylabel="time of a round", yscale="log")
+    rounds = [one.round_seconds for of in found.values() for one in of.values()]
+    _scale(right.yaxis, "s", rounds)
     for axes in (left, right):
-        axes.set_xlabel(f"{sweep.key}, {unit}" if unit else sweep.key)
+        axes.set_xlabel(sweep.key)
         if unit:
             axes.set_xscale("log")
+            _scale(axes.xaxis, unit, [number[0] for value in sweep.values if (number := sweep.number(value))])
         axes.grid(alpha=0.3)
     for bound, where in published.items():
         left.plot([], [], color="black", linestyle="", label=f"{where}: {bound}", **_MARKERS[bound])
@@ -95,17 +215,23 @@ def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> Non
     has_published = any(one.published for one in predictions)
     figure = Figure(figsize=(18 if has_published else 15, 1.5 + 0.4 * len(rows)), layout="constrained")
     a_round, in_all, volumes, *others = figure.subplots(1, 4 if has_published else 3, sharey=True)
-    for axes, factors in (a_round, [1.0] * len(rows)), (in_all, [one.rounds / 3600 for one in predictions]):
+    for axes, factors in (a_round, [1.0] * len(rows)), (in_all, [one.rounds for one in predictions]):
         outer = [one.outer_seconds * factor for one, factor in zip(predictions, factors, strict=True)]
         whole = [one.round_seconds * factor for one, factor in zip(predictions, factors, strict=True)]
         axes.barh(places, whole, label="inner steps and evaluation")
         axes.barh(places, outer, left=[a - b for a, b in zip(whole, outer, strict=True)], label="outer round")
-    a_round.set(xlabel="a round, seconds")
-    in_all.set(xlabel="all rounds, hours")
+        for place, seconds in enumerate(whole):
+            text = (format_duration(seconds), (seconds, place), (3, 0), "data", "offset points")
+            axes.annotate(*text, va="center", fontsize="small")
+        _scale(axes.xaxis, "s", whole)
+        axes.set_xlim(0, 1.25 * max(whole))
+    a_round.set(xlabel="time of a round")
+    in_all.set(xlabel="time of all rounds")
     volumes.barh([row - 0.2 for row in places], [one.sent_bytes for one in predictions], 0.4, label="sent")
     volumes.barh([row + 0.2 for row in places], [one.received_bytes for one in predictions], 0.4, label="received")
     least = min(min(one.sent_bytes, one.received_bytes) for one in predictions)
-    volumes.set(xlabel="a replica in all rounds, bytes", xscale="log", xlim=(least / 3 or 1, None))
+    volumes.set(xlabel="a replica in all rounds", xscale="log", xlim=(least / 3 or 1, None))
+    _scale(volumes.xaxis, "B", [size for one in predictions for size in (one.sent_bytes, one.received_bytes) if size])
     for axes in others:
         _draw_ratios(axes, predictions)
     a_round.set_yticks(list(places), list(rows))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hetero_pp.engine_settings import Checkpointing
 from hetero_pp.model import ModelShape
 from hetero_pp.run.hardware import Hardware
-from hetero_pp.topology import BoundarySettings
+from hetero_pp.topology import BoundarySettings, DatacenterReplica, ReplicaSettings
 
 BYTES_PER_PARAMETER = {"weights": 4, "gradients": 4, "optimizer": 8, "error feedback": 4, "round start": 4}
 """fp32 throughout: weights, gradients, two moments of AdamW, error feedback, theta at the start of the round."""
@@ -96,28 +97,69 @@ def forward_flops(shape: ModelShape, part: Part, sequences: int, length: int) ->
     return (products + attention) * sequences * length
 
 
-def cost_on(shape: ModelShape, part: Part, hardware: Hardware, accelerators: int, sequences: int, length: int) -> Cost:
+def checkpointing_of(replica: ReplicaSettings) -> Checkpointing:
+    """What a replica's engine recomputes in the backward pass instead of keeping it."""
+    if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
+        return replica.torchtitan.activation_checkpointing
+    return "none"
+
+
+def recomputed_share(shape: ModelShape, part: Part, length: int, checkpointing: Checkpointing) -> float:
+    """Share of a forward pass that the backward pass repeats.
+
+    `full` repeats the layers. `selective` keeps the attention and every second matrix product of a layer (torchtitan's
+    SelectiveAC): of q, k, v, o, gate, up and down it repeats k, o and up.
+    """
+    width, feed_forward = shape.width, shape.feed_forward
+    products = 2 * (4 * width**2 + 3 * width * feed_forward)
+    attention = 2 * length * width
+    repeated = {"none": 0, "full": products + attention, "selective": 2 * (2 * width**2 + width * feed_forward)}
+    return part.layers * repeated[checkpointing] * length / forward_flops(shape, part, 1, length)
+
+
+def cost_on(
+    shape: ModelShape,
+    part: Part,
+    hardware: Hardware,
+    accelerators: int,
+    sequences: int,
+    length: int,
+    checkpointing: Checkpointing = "none",
+) -> Cost:
     """What a part costs on some accelerators that share it evenly."""
     forward = forward_flops(shape, part, sequences, length) / (hardware.achieved_flops * accelerators)
+    backward = forward * (2 + recomputed_share(shape, part, length, checkpointing))
     per_byte = 1 / (hardware.memory_bytes_per_second * accelerators)
     outer = OUTER_BYTES / 2 * part.parameters * per_byte
     update = UPDATE_BYTES * (part.parameters + part.beside.anchors) * per_byte
-    return Cost(forward, 2 * forward, update, outer, outer)
+    return Cost(forward, backward, update, outer, outer)
 
 
 def memory_of(
-    shape: ModelShape, part: Part, sequences: int, length: int, in_flight: int, bytes_per_value: int = 2
+    shape: ModelShape,
+    part: Part,
+    sequences: int,
+    length: int,
+    in_flight: int,
+    bytes_per_value: int = 2,
+    checkpointing: Checkpointing = "none",
 ) -> dict[str, float]:
-    """Bytes that a member holds, by what for, with so many micro-batches in flight and nothing recomputed.
+    """Bytes that a member holds, by what for, with so many micro-batches in flight.
 
     A layer keeps for backward: inputs of both norms and both blocks (4 D), q, k, v and the attention's output (4 D),
-    three of the feed-forward's width (3 F); the head keeps the logits in fp32.
+    three of the feed-forward's width (3 F); the head keeps the logits in fp32. With checkpointing a layer keeps its
+    input (D), if `selective` also q, v, the attention's output, gate and down (4 D + F); while its backward runs, one
+    layer at a time has all of its values.
     """
-    per_token = part.layers * (8 * shape.width + 3 * shape.feed_forward) * bytes_per_value
+    width, feed_forward = shape.width, shape.feed_forward
+    whole = 8 * width + 3 * feed_forward
+    kept = {"none": whole, "selective": 5 * width + feed_forward, "full": width}[checkpointing]
+    per_token = part.layers * kept * bytes_per_value
     per_token += 4 * shape.vocabulary if part.predicts else 0
+    recomputed = 0 if checkpointing == "none" or not part.layers else (whole - kept) * bytes_per_value
     held = {name: float(part.parameters * size) for name, size in BYTES_PER_PARAMETER.items()}
     own = part.beside
     tables = {"T_perp": 4 * own.perpendicular, "followed embedding": 4 * own.followed}
     tables["anchors"] = BYTES_PER_ANCHOR * own.anchors
     held |= {name: float(size) for name, size in tables.items() if size}
-    return held | {"activations": float(per_token * sequences * length * in_flight)}
+    return held | {"activations": float((per_token * in_flight + recomputed) * sequences * length)}

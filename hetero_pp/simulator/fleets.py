@@ -1,5 +1,7 @@
 """From a run's spec to arrays: every replica of the topology, or the many that stand for it, as groups with times.
 
+Replicas that differ in their name alone are one fleet, with a column for each, so that their schedule is timed once.
+
 Shapes: S stages (1 for a datacenter replica), G replicas of one kind.
 """
 
@@ -19,25 +21,28 @@ from hetero_pp.link.protocol import Message, sealed, wire_frames
 from hetero_pp.link.token_ids import packed_tokens_bytes
 from hetero_pp.links import Direction, stage_link_name
 from hetero_pp.messages.messages_pb2 import ACTIVATION, EVALUATION, GRADIENT, LinkHeader
-from hetero_pp.model import EMBEDDING, block_of
+from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.simulate_section import FleetSettings, MeasuredCost
 from hetero_pp.run.spec import MemberSpec, RunSpec
-from hetero_pp.simulator.costs import AHEAD_BYTES, LOCAL_BYTES, NOTHING, Part, beside, cost_on, memory_of
+from hetero_pp.simulator.costs import checkpointing_of, cost_on
 from hetero_pp.simulator.fluid import INFINITY
-from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
+from hetero_pp.simulator.machines import hardware_of
+from hetero_pp.simulator.memory import memory_of_member, require_memory
+from hetero_pp.simulator.parts import part_of
 from hetero_pp.simulator.pipeline import Array, Groups, Hops
 from hetero_pp.simulator.volumes import Crossing, check_exchange, crossing, is_beside_exchange, site_of
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
-from hetero_pp.units import format_bytes
 
 
 @dataclass(frozen=True)
 class Fleet:
     """Replicas of one kind."""
 
-    replica: ReplicaSettings
+    replicas: Sequence[ReplicaSettings]
+    """Replicas with equal settings and names of equal length, a column of `groups` each; or the one replica that
+    stands for a whole fleet of `simulate.fleets`."""
     members: Sequence[MemberSpec]
-    """Of the replica that the topology names, stage by stage."""
+    """Members of the first replica, stage by stage."""
     accelerators: Sequence[int]
     groups: Groups
     message_bytes: dict[str, float]
@@ -59,6 +64,11 @@ class Fleet:
     """[G]: whether all members were there to the end of the round."""
     memory: Sequence[dict[str, float]]
     memory_capacity: Sequence[float]
+
+    @property
+    def replica(self) -> ReplicaSettings:
+        """The first replica: all have its settings."""
+        return self.replicas[0]
 
     @property
     def count(self) -> int:
@@ -96,26 +106,16 @@ def fleets_of(spec: RunSpec, random: np.random.Generator) -> Iterator[Fleet]:
                 ("simulate", "measured", name), f"found no such member, expected one of {', '.join(spec.members)}"
             )
     check_exchange(spec)
-    for index, replica in enumerate(spec.config.replicas):
-        fleet = _fleet_of(spec, index, replica, random)
-        _require_memory(spec, fleet, index)
+    for replicas in equal_replicas(spec):
+        fleet = _fleet_of(spec, replicas, random)
+        for member, held, capacity in zip(fleet.members, fleet.memory, fleet.memory_capacity, strict=True):
+            require_memory(spec, member, held, capacity)
         yield fleet
 
 
-def _require_memory(spec: RunSpec, fleet: Fleet, index: int) -> None:
-    for stage, (member, held) in enumerate(zip(fleet.members, fleet.memory, strict=True)):
-        needed, there = sum(held.values()), fleet.memory_capacity[stage]
-        if needed > there:
-            assumed = assumption(spec.config.simulate, unnamed([member]))
-            raise ConfigError(
-                ("replicas", index),
-                f"{member.name} needs {format_bytes(needed)} of memory and has {format_bytes(there)}: "
-                f"{format_bytes(needed - there)} too much" + (f"; {assumed}" if assumed else ""),
-            )
-
-
-def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.random.Generator) -> Fleet:
-    settings = spec.config.simulate.fleets.get(replica.name, FleetSettings(count=1))
+def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings], random: np.random.Generator) -> Fleet:
+    replica = replicas[0]
+    settings = spec.config.simulate.fleets.get(replica.name, FleetSettings(count=len(replicas)))
     members = [member for member in spec.members.values() if member.replica is replica]
     costs = [_cost_of(spec, member) for member in members]
     shape = (len(members), settings.count)
@@ -130,7 +130,7 @@ def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.ra
     sizes = message_bytes(spec, replica)
     uplink = _drawn(settings.uplink, shape, random)
     return Fleet(
-        replica=replica,
+        replicas=replicas,
         members=members,
         accelerators=[replica.accelerators_of_member] * len(members),
         groups=Groups(
@@ -139,16 +139,16 @@ def _fleet_of(spec: RunSpec, index: int, replica: ReplicaSettings, random: np.ra
             seconds([cost.forward for cost in costs]),
             seconds([cost.backward for cost in costs]),
             seconds([cost.update for cost in costs]),
-            _hops(spec, replica, "forward", sizes["activation"], bandwidth),
-            _hops(spec, replica, "backward", sizes["gradient"], bandwidth),
+            _hops(spec, replica, "forward", sizes["activation"], bandwidth, settings.count),
+            _hops(spec, replica, "backward", sizes["gradient"], bandwidth, settings.count),
             tuple(line.bandwidth(way) or INFINITY for line, way in limited_lines(spec, replica)),
         ),
         message_bytes=sizes,
         evaluation_batches=batches,
         evaluation_forward=seconds([cost.evaluate for cost in costs]),
-        evaluation_hops=_hops(spec, replica, "forward", sizes["evaluation"], bandwidth),
-        up=crossing(spec, members, "forward", uplink),
-        down=crossing(spec, members, "backward", uplink),
+        evaluation_hops=_hops(spec, replica, "forward", sizes["evaluation"], bandwidth, settings.count),
+        up=crossing(spec, members, "forward", uplink, settings.count),
+        down=crossing(spec, members, "backward", uplink, settings.count),
         sites=[site_of(spec, member) for member in members],
         beside_exchange=np.array([is_beside_exchange(spec, member) for member in members]),
         contribute=seconds([cost.contribute for cost in costs]),
@@ -187,17 +187,6 @@ def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
     return found
 
 
-def part_of(spec: RunSpec, member: MemberSpec) -> Part:
-    """What a member owns of the model."""
-    parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
-    layers = len({block_of(name) for name in member.owned if name.startswith("layers.")})
-    predicts = any(name.startswith("lm_head") for name in member.owned)
-    own = NOTHING
-    if member.stage is not None and member.stage.count > 1 and isinstance(member.replica, ParticipantsReplica):
-        own = beside(spec.shape, member.replica.boundary, member.stage.is_first)
-    return Part(layers, EMBEDDING in member.owned, predicts, parameters, own)
-
-
 def _cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
     """Measured, or from what the member owns and its hardware can do."""
     if member.name in spec.config.simulate.measured:
@@ -205,25 +194,9 @@ def _cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
     replica = member.replica
     hardware = hardware_of(spec, member)
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
-    cost = cost_on(spec.shape, part_of(spec, member), hardware, replica.accelerators_of_member, rows, length)
+    part, checkpointing = part_of(spec, member), checkpointing_of(replica)
+    cost = cost_on(spec.shape, part, hardware, replica.accelerators_of_member, rows, length, checkpointing)
     return MeasuredCost.model_construct(**asdict(cost), evaluate=cost.forward)
-
-
-def memory_of_member(spec: RunSpec, member: MemberSpec, bytes_per_value: int = 2) -> dict[str, float]:
-    """Bytes that a member holds, by what for; activations have so many bytes a value."""
-    replica, stage = member.replica, member.stage
-    in_flight = 1
-    if stage is not None and isinstance(replica, ParticipantsReplica):
-        ahead = (stage.count - 1 - stage.index) * (1 + replica.extra_in_flight)
-        in_flight = min(replica.micro_batches, ahead + 1)
-    rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
-    part = part_of(spec, member)
-    held = memory_of(spec.shape, part, rows, length, in_flight, bytes_per_value)
-    if spec.config.outer.overlap:
-        held["rounds ahead"] = float(AHEAD_BYTES * part.parameters)
-    if spec.config.outer.keep_local:
-        held["own parameters"] = float(LOCAL_BYTES * part.parameters)
-    return held
 
 
 def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: np.random.Generator) -> Array | None:
@@ -235,13 +208,12 @@ def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: 
 
 
 def _hops(
-    spec: RunSpec, replica: ReplicaSettings, direction: Direction, n_bytes: float, bandwidth: Array | None
+    spec: RunSpec, replica: ReplicaSettings, direction: Direction, n_bytes: float, bandwidth: Array | None, count: int
 ) -> Hops:
-    """One direction of a group's links, for messages of so many bytes on the wire."""
+    """One direction of the links of `count` equal groups, for messages of so many bytes on the wire."""
     links = [spec.links[stage_link_name(replica.name, hop)] for hop in range(len(replica.members) - 1)]
     shapes = [link.shape(direction) for link in links]
     bits = 8.0 * n_bytes
-    count = spec.config.simulate.fleets.get(replica.name, FleetSettings(count=1)).count
 
     def rows(values: Sequence[float]) -> Array:
         return np.repeat(np.array(values, dtype=float).reshape(-1, 1), count, axis=1)

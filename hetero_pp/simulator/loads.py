@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -58,11 +59,24 @@ def exchange_messages(spec: RunSpec, member: MemberSpec, counts: Mapping[str, in
     wanted = blocks | ({block_of(EMBEDDING)} if member.follows_embedding else set())
     if spec.config.outer.source == "gradient":  # the norm of the whole averaged gradient is needed
         wanted = {block_of(name) for name in spec.parameter_shapes}
-    down = []
-    for name, blobs in sizes.items():
-        count = 1 if counts is None else counts.get(name, 1)
-        down += [(blobs[block], count - (name == own and block in blocks)) for block in wanted]
-    return {"forward": [(sizes[own][block], 1) for block in blocks], "backward": [one for one in down if one[1]]}
+    down = {block: Counter[int]() for block in wanted}
+    for blobs, count in _distinct_blobs(spec, tuple((counts or {}).items())):
+        for block in wanted:
+            down[block][blobs[block]] += count
+    for block in blocks & wanted:
+        down[block][sizes[own][block]] -= 1
+    received = [(size, count) for found in down.values() for size, count in found.items() if count]
+    return {"forward": [(sizes[own][block], 1) for block in blocks], "backward": received}
+
+
+@lru_cache(maxsize=4)  # asked for by every member, in both directions
+def _distinct_blobs(spec: RunSpec, counts: Sequence[tuple[str, int]]) -> Sequence[tuple[Mapping[str, int], int]]:
+    """Blob sizes by block, and how many replicas have them; `counts` as in `exchange_messages`."""
+    behind = dict(counts)
+    found = Counter[tuple[tuple[str, int], ...]]()
+    for name, blobs in blob_sizes(spec).items():
+        found[tuple(blobs.items())] += behind.get(name, 1)
+    return [(dict(blobs), count) for blobs, count in found.items()]
 
 
 def exchange_link_loads(spec: RunSpec, member: MemberSpec) -> dict[Direction, LinkLoad]:
@@ -83,13 +97,15 @@ def blob_sizes(spec: RunSpec) -> dict[str, dict[str, int]]:
     """Bytes of each replica's blobs by block."""
     blocks = shapes_by_block(spec.parameter_shapes)
     compression = spec.config.outer.compression
-    return {
-        replica.name: {
-            block: blob_bytes(BlobAddress(spec.run, 1, replica.name, block), shapes, compression)
-            for block, shapes in blocks.items()
-        }
-        for replica in spec.config.replicas
-    }
+    by_length: dict[int, dict[str, int]] = {}
+    """Of the name: nothing else of a replica is in the size of a blob."""
+    for name in (replica.name for replica in spec.config.replicas):
+        if len(name.encode()) not in by_length:
+            by_length[len(name.encode())] = {
+                block: blob_bytes(BlobAddress(spec.run, 1, name, block), shapes, compression)
+                for block, shapes in blocks.items()
+            }
+    return {replica.name: by_length[len(replica.name.encode())] for replica in spec.config.replicas}
 
 
 def contribution_bytes(spec: RunSpec, rounds: int) -> int:

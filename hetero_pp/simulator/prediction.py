@@ -17,13 +17,16 @@ import numpy as np
 from hetero_pp.errors import ConfigError
 from hetero_pp.lines import WAYS
 from hetero_pp.links import EXCHANGE, Direction, exchange_link_name, stage_link_name
+from hetero_pp.run.alike import alike, label_of
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.exchange_load import ExchangeLoad, exchange_load
 from hetero_pp.simulator.fleets import Fleet, fleets_of
 from hetero_pp.simulator.neighbours import inner_loops
 from hetero_pp.simulator.outer_round import run_outer_round, run_overlapped_round, seconds_to_contribute
 from hetero_pp.simulator.pipeline import Array, GroupClock, OnSpan
 from hetero_pp.simulator.published import Comparison, compared
 from hetero_pp.simulator.round_steps import RoundSteps, round_lengths
+from hetero_pp.topology import ReplicaSettings
 
 ROUNDS = 2
 """That are timed; the last one counts, as those after it are the same."""
@@ -120,6 +123,7 @@ class Prediction:
     received_bytes: float
     members: int
     replicas: list[ReplicaPrediction]
+    exchange: ExchangeLoad
     lines: Sequence[LinePrediction] = ()
     published: Sequence[Comparison] = ()
     """Numbers of papers beside these."""
@@ -186,7 +190,7 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
         float(_training_seconds(fleet, own.counts).sum()) for fleet, own in zip(fleets, timed.steps, strict=True)
     )
     ideal_tokens = _tokens(spec, fleets, ideal, only_counted=True)
-    replicas = [_replica(spec, fleet, timed, ideal, index) for index, fleet in enumerate(fleets)]
+    replicas = _replicas(spec, fleets, timed, ideal)
     rounds = total / all_tokens_per_round
     count = sum(replica.count for replica in replicas)
     found = Prediction(
@@ -206,7 +210,8 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
         received_bytes=rounds * sum(one.received_bytes * one.count for one in replicas) / count,
         members=members,
         replicas=replicas,
-        lines=list(_lines(spec, fleets, replicas, timed.round_seconds)),
+        exchange=exchange_load(spec, {replica.name: replica.steps for replica in replicas}),
+        lines=list(_lines(spec, replicas, timed.round_seconds)),
     )
     if not simulate.published:
         return found
@@ -215,8 +220,8 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
 
 def _within_lines(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Timed) -> _Timed:
     """No shorter than what each line has to carry in a round takes: links of stages and of the exchange at once."""
-    replicas = [_replica(spec, fleet, timed, ideal, index) for index, fleet in enumerate(fleets)]
-    full = [max(line.up_busy, line.down_busy) for line in _lines(spec, fleets, replicas, 1.0)]
+    replicas = _replicas(spec, fleets, timed, ideal)
+    full = [max(line.up_busy, line.down_busy) for line in _lines(spec, replicas, 1.0)]
     return replace(timed, round_seconds=max([timed.round_seconds, *full]))
 
 
@@ -284,13 +289,12 @@ def _last_of(clocks: Sequence[GroupClock]) -> float:
 def _clocks(
     spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None
 ) -> list[GroupClock]:
-    """All at 0."""
+    """All at 0. `watch` is told of one group of each class of equal replicas."""
     random = np.random.default_rng(spec.config.simulate.seed + 1) if communicates else None
+    shown = {} if watch is None else {replicas[0].name: watch(label_of(replicas)) for replicas in alike(spec)}
     return [
         GroupClock(
-            fleet.groups if communicates else fleet.without_communication(),
-            random,
-            None if watch is None else watch(fleet.replica.name),
+            fleet.groups if communicates else fleet.without_communication(), random, shown.get(fleet.replica.name)
         )
         for fleet in fleets
     ]
@@ -321,17 +325,31 @@ def _training_seconds(fleet: Fleet, steps: Array) -> Array:
     return steps * (groups.micro_batches * (groups.forward + groups.backward) + groups.update)
 
 
-def _replica(spec: RunSpec, fleet: Fleet, timed: _Timed, ideal: _Timed, index: int) -> ReplicaPrediction:
-    steps, free_steps = timed.steps[index].counts, ideal.steps[index].counts
-    trained, free_trained = _training_seconds(fleet, steps), _training_seconds(fleet, free_steps)
-    inner, free = timed.inner_seconds[index], ideal.inner_seconds[index]
+def _replicas(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Timed) -> list[ReplicaPrediction]:
+    """Every replica that the topology names, in its order."""
+    found: dict[str, ReplicaPrediction] = {}
+    for index, fleet in enumerate(fleets):
+        for column, replica in enumerate(fleet.replicas):
+            own = slice(column, column + 1) if len(fleet.replicas) > 1 else slice(None)
+            found[replica.name] = _replica(spec, fleet, replica, own, timed, ideal, index)
+    return [found[replica.name] for replica in spec.config.replicas]
+
+
+def _replica(
+    spec: RunSpec, fleet: Fleet, replica: ReplicaSettings, own: slice, timed: _Timed, ideal: _Timed, index: int
+) -> ReplicaPrediction:
+    """One replica: the mean of its own columns of the fleet."""
+    steps, free_steps = timed.steps[index].counts[own], ideal.steps[index].counts[own]
+    trained = _training_seconds(fleet, timed.steps[index].counts)[:, own]
+    free_trained = _training_seconds(fleet, ideal.steps[index].counts)[:, own]
+    inner, free = timed.inner_seconds[index][own], ideal.inner_seconds[index][own]
     return ReplicaPrediction(
-        name=fleet.replica.name,
-        count=fleet.count,
-        lost=fleet.count - int(fleet.stays.sum()),
+        name=replica.name,
+        count=len(inner),
+        lost=len(inner) - int(fleet.stays[own].sum()),
         steps=float(steps.mean()),
         tokens=float(steps.mean()) * _tokens_per_step(spec, fleet),
-        step_seconds=float(timed.step_seconds[index].mean()),
+        step_seconds=float(timed.step_seconds[index][own].mean()),
         inner_seconds=float(inner.mean()),
         training=float(inner.mean()) / timed.round_seconds,
         bubble=float((1 - free_trained.mean(axis=0) / free).mean()),
@@ -340,57 +358,58 @@ def _replica(spec: RunSpec, fleet: Fleet, timed: _Timed, ideal: _Timed, index: i
         received_bytes=float(fleet.down.n_bytes.sum()),
         stages=[
             StagePrediction(
-                member=member.name,
+                member=member,
                 utilization=float(trained[stage].mean()) / timed.round_seconds,
                 memory_bytes=fleet.memory[stage],
                 memory_capacity_bytes=fleet.memory_capacity[stage],
-                sent_seconds=float(fleet.up.alone[stage].mean()),
-                received_seconds=float(fleet.down.alone[stage].mean()),
+                sent_seconds=float(fleet.up.alone[stage, own].mean()),
+                received_seconds=float(fleet.down.alone[stage, own].mean()),
                 sent_bytes=float(fleet.up.n_bytes[stage]),
                 received_bytes=float(fleet.down.n_bytes[stage]),
             )
-            for stage, member in enumerate(fleet.members)
+            for stage, member in enumerate(replica.members)
         ],
-        links=list(_links(fleet, float(steps.mean()), timed.round_seconds)),
+        links=list(_links(fleet, replica, own, float(steps.mean()), timed.round_seconds)),
     )
 
 
-def _links(fleet: Fleet, steps: float, round_seconds: float) -> Iterator[LinkPrediction]:
+def _links(
+    fleet: Fleet, replica: ReplicaSettings, own: slice, steps: float, round_seconds: float
+) -> Iterator[LinkPrediction]:
     """Between neighbouring stages, in a round of so many steps, then to the exchange."""
     groups, size = fleet.groups, fleet.message_bytes
     messages = steps * groups.micro_batches
     for hop in range(groups.stages - 1):
-        evaluation = fleet.evaluation_batches * float(fleet.evaluation_hops.seconds[hop].mean())
+        evaluation = fleet.evaluation_batches * float(fleet.evaluation_hops.seconds[hop, own].mean())
         yield LinkPrediction(
-            name=stage_link_name(fleet.replica.name, hop),
+            name=stage_link_name(replica.name, hop),
             forward_bytes=messages * size["activation"] + fleet.evaluation_batches * size["evaluation"],
             backward_bytes=messages * size["gradient"],
-            forward_busy=(messages * float(groups.activations.seconds[hop].mean()) + evaluation) / round_seconds,
-            backward_busy=messages * float(groups.gradients.seconds[hop].mean()) / round_seconds,
+            forward_busy=(messages * float(groups.activations.seconds[hop, own].mean()) + evaluation) / round_seconds,
+            backward_busy=messages * float(groups.gradients.seconds[hop, own].mean()) / round_seconds,
         )
-    for stage, member in enumerate(fleet.members):
+    for stage, member in enumerate(replica.members):
         yield LinkPrediction(
-            name=exchange_link_name(member.name),
+            name=exchange_link_name(member),
             forward_bytes=float(fleet.up.n_bytes[stage]),
             backward_bytes=float(fleet.down.n_bytes[stage]),
-            forward_busy=float(fleet.up.alone[stage].mean()) / round_seconds,
-            backward_busy=float(fleet.down.alone[stage].mean()) / round_seconds,
+            forward_busy=float(fleet.up.alone[stage, own].mean()) / round_seconds,
+            backward_busy=float(fleet.down.alone[stage, own].mean()) / round_seconds,
         )
 
 
-def _lines(
-    spec: RunSpec, fleets: Sequence[Fleet], replicas: Sequence[ReplicaPrediction], round_seconds: float
-) -> Iterator[LinePrediction]:
+def _lines(spec: RunSpec, replicas: Sequence[ReplicaPrediction], round_seconds: float) -> Iterator[LinePrediction]:
     """What all links of each line carry together."""
-    links = [(link, fleet.count) for fleet, replica in zip(fleets, replicas, strict=True) for link in replica.links]
-    for line in spec.lines.values():
-        carried = dict.fromkeys(WAYS, 0.0)
-        for link, count in links:
+    every = {name: dict.fromkeys(WAYS, 0.0) for name in spec.lines}
+    for replica in replicas:
+        for link in replica.links:
             ways: dict[Direction, float] = {"forward": link.forward_bytes, "backward": link.backward_bytes}
             for direction, n_bytes in ways.items():
-                for way, passed in zip(WAYS, spec.links[link.name].lines(direction), strict=True):
-                    if passed == line:
-                        carried[way] += n_bytes * (count if EXCHANGE in line.members else 1)
+                for way, line in zip(WAYS, spec.links[link.name].lines(direction), strict=True):
+                    if line is not None:
+                        every[line.name][way] += n_bytes * (replica.count if EXCHANGE in line.members else 1)
+    for line in spec.lines.values():
+        carried = every[line.name]
         busy = {
             way: 0.0 if (rate := line.bandwidth(way)) is None else 8 * carried[way] / rate / round_seconds
             for way in WAYS

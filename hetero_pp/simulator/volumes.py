@@ -83,7 +83,7 @@ def check_exchange(spec: RunSpec) -> None:
                 ("simulate", "sites"), f"found {min(both)}, which has a line, expected it under the top-level `sites`"
             )
         _check_shared(spec, line)
-    if _line_of_exchange(spec) is not None and simulate.exchange_bandwidth is not None:
+    if line_of_exchange(spec) is not None and simulate.exchange_bandwidth is not None:
         raise ConfigError(("simulate", "exchange_bandwidth"), "found it beside exchange.line, expected one of both")
     if is_ring(simulate):
         _check_ring(spec)
@@ -119,13 +119,14 @@ def _check_ring(spec: RunSpec) -> None:
         )
 
 
-def crossing(spec: RunSpec, members: Sequence[MemberSpec], direction: Direction, bandwidth: Array | None) -> Crossing:
-    """What the members of one replica send (`forward`) or receive. `bandwidth` [S, G] replaces that of their links.
+def crossing(
+    spec: RunSpec, members: Sequence[MemberSpec], direction: Direction, bandwidth: Array | None, count: int
+) -> Crossing:
+    """What the members of each of `count` equal replicas send (`forward`) or receive. `bandwidth` [S, G] replaces that
+    of their links.
 
     Every message follows the one before, and waits for the latency.
     """
-    fleets = spec.config.simulate.fleets
-    count = fleets[members[0].replica.name].count if members[0].replica.name in fleets else 1
     sizes, seconds, delays = [], [], []
     for row, member in enumerate(members):
         shape = link_of(spec, member, direction)
@@ -169,7 +170,7 @@ def site_bandwidths(spec: RunSpec, direction: Direction) -> Iterator[tuple[str, 
 
 def exchange_bandwidth(spec: RunSpec, direction: Direction) -> float | None:
     """Bits per second that all members together get to the exchange (`forward`) or from it; None: unlimited."""
-    line = _line_of_exchange(spec)
+    line = line_of_exchange(spec)
     if line is None:
         return spec.config.simulate.exchange_bandwidth
     return line.bandwidth("down" if direction == "forward" else "up")
@@ -177,11 +178,12 @@ def exchange_bandwidth(spec: RunSpec, direction: Direction) -> float | None:
 
 def is_beside_exchange(spec: RunSpec, member: MemberSpec) -> bool:
     """Whether it stands at the exchange's own site, and reaches it without a line."""
-    line = _line_of_exchange(spec)
+    line = line_of_exchange(spec)
     return line is not None and member.name in line.members
 
 
-def _line_of_exchange(spec: RunSpec) -> LineSpec | None:
+def line_of_exchange(spec: RunSpec) -> LineSpec | None:
+    """Return the line that the YAML gives the exchange."""
     return next((line for line in spec.lines.values() if EXCHANGE in line.members), None)
 
 

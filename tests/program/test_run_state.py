@@ -137,8 +137,8 @@ def made_up_reports() -> list[Report]:
     return [*reports, *(finished(end, member) for member in ("dc", "home.0", "home.1"))]
 
 
-def state_of(reports: list[Report]) -> RunState:
-    state = RunState(made_up_spec())
+def state_of(reports: list[Report], spec: RunSpec | None = None) -> RunState:
+    state = RunState(made_up_spec() if spec is None else spec)
     for report in reports:
         state.apply(report)
     return state

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from stage_members import StageMembers, group_spec, links_of
 from typer.testing import CliRunner
@@ -22,7 +25,8 @@ from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.costs import UPDATE_BYTES, Part, beside, forward_flops, memory_of
-from hetero_pp.simulator.fleets import memory_of_member
+from hetero_pp.simulator.fleets import fleets_of
+from hetero_pp.simulator.memory import memory_of_member
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sweep import Sweep
 from hetero_pp.topology import BoundarySettings
@@ -205,6 +209,113 @@ def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
     held = memory_of(shape, Part(3, False, False, 1000), 2, 2048, in_flight=5)
     assert sum(held.values()) - held["activations"] == 24_000
     assert held["activations"] == 5 * 2 * 2048 * 3 * (8 * 1536 + 3 * 5440) * 2
+
+
+TITAN = """\
+name: t
+model: {preset: 1b, vocabulary: 32000}
+data: {sequence_length: 2048}
+outer: {rounds: 2}
+replicas:
+  - {name: east, kind: datacenter, engine: torchtitan, ranks: 8, batch_size: 1024, hardware: h100}
+  - {name: home, kind: participants, stages: 2, batch_size: 8, micro_batches: 4, hardware: rtx-4090}
+"""
+CHECKPOINTING = "replicas.0.torchtitan.activation_checkpointing"
+
+
+def test_activation_checkpointing_keeps_less_and_computes_more(tmp_path: Path) -> None:
+    """By torchtitan's meaning: a layer's input; with it the attention, and every second matrix product."""
+    path = tmp_path / "t.yaml"
+    path.write_text(TITAN)
+    kept, backward = {}, {}
+    for chosen in ("none", "selective", "full"):
+        spec = spec_of(ConfigFile(path, ["replicas.0.micro_batches=64", f"{CHECKPOINTING}={chosen}"]))
+        east = spec.members["east"]
+        logits = 4 * 32000 * 16 * 2048
+        kept[chosen] = (memory_of_member(spec, east)["activations"] - logits) / (2 * 16 * 2048)
+        fleet = next(fleets_of(spec, np.random.default_rng(0)))
+        backward[chosen] = float(fleet.groups.backward[0, 0] / fleet.groups.forward[0, 0])
+    width, feed_forward, layers = 2048, 8192, 16
+    whole = 8 * width + 3 * feed_forward
+    assert kept["none"] == layers * whole
+    assert kept["selective"] == layers * (5 * width + feed_forward) + whole - (5 * width + feed_forward)
+    assert kept["full"] == layers * width + whole - width
+    assert backward["none"] == 2
+    assert 2 < backward["selective"] < backward["full"] < 3  # the head is not computed again
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ((), ["east needs 3.05 TB of memory and has 640 GB: 2.41 TB too much (activations 3.02 TB, ",
+              "--set replicas.0.micro_batches=8 would save 2.64 TB"]),
+        (("replicas.0.micro_batches=128", "replicas.1.hardware=small"),
+         ["home.0 needs 22.5 GB of memory and has 20 GB",
+          "--set replicas.1.extra_in_flight=0 would save 2.68 GB"]),
+        (("replicas.0.micro_batches=1024", "replicas.0.hardware=small", "replicas.0.ranks=1"),
+         ["east needs 31.9 GB of memory and has 20 GB", "weights and gradients 9.64 GB, moments 9.64 GB",
+          "--set replicas.0.torchtitan.activation_checkpointing=full would save 2.39 GB, which is not enough"]),
+    ],
+)  # fmt: skip
+def test_too_little_memory_says_of_what_and_which_key_helps(
+    tmp_path: Path, changes: tuple[str, ...], told: list[str]
+) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(TITAN + "simulate:\n  hardware:\n    small: {flops: 1 TFLOP/s, memory: 20 GB, "
+                    "memory_bandwidth: 1 TB/s}\n")  # fmt: skip
+    code, _, errors = _invoke(str(path), *(word for one in changes for word in ("--set", one)))
+    assert code == 2
+    for words in told:
+        assert words in errors
+    if "would save" in told[-1] and "not enough" not in told[-1]:
+        change = told[-1].split()[1]
+        done = _invoke(str(path), *(word for one in (*changes, change) for word in ("--set", one)))
+        assert done[0] == 0, done[2]
+
+
+def test_what_memory_is_assumed_is_told_under_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(TITAN)
+    said = {}
+    for chosen in ("none", "full"):
+        code, out, errors = _invoke(
+            str(path), "--set", f"{CHECKPOINTING}={chosen}", "--set", "replicas.0.micro_batches=64"
+        )
+        assert code == 0, errors
+        said[chosen] = " ".join(out.split())
+    for words in ("fp32, 4 bytes a parameter each", "8 x width + 3 x feed-forward", "1 + extra_in_flight more"):
+        assert words in said["none"]
+    assert "activation_checkpointing: full keeps 1 x width" in said["full"]
+    assert "activation_checkpointing" not in said["none"]
+
+
+def test_columns_are_explained_and_times_have_the_unit_that_fits(yaml: Path, tmp_path: Path) -> None:
+    code, out, _ = _invoke(str(yaml))
+    said = " ".join(out.split())
+    assert code == 0
+    for column in ("bubble: share", "waits: share", "trains: share", "sends, receives:", "busy: share"):
+        assert column in said
+    assert re.search(r"tokens in [\d.]+ (min|h|s)\b", said)
+    assert not re.search(r"\de[-+]\d", said)
+
+
+def test_axes_of_a_sweep_are_written_as_people_write_quantities(
+    yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    save = Figure.savefig
+
+    def read_and_save(figure: Figure, *arguments: Any, **options: Any) -> None:
+        save(figure, *arguments, **options)
+        said.extend(label.get_text() for axes in figure.axes for label in axes.get_xticklabels())
+        said.extend(label.get_text() for axes in figure.axes for label in axes.get_yticklabels())
+
+    monkeypatch.setattr(Figure, "savefig", read_and_save)
+    sweep = "links.home.bandwidth=100kbit/s..100Mbit/s"
+    code, _, errors = _invoke(str(yaml), "--sweep", sweep, "--chart", str(tmp_path / "sweep.png"))
+    assert code == 0, errors
+    assert {"100 kbit/s", "10 Mbit/s", "100 Mbit/s"} <= set(said)
+    assert not any("10^" in text or "mathdefault" in text for text in said)
 
 
 @pytest.mark.parametrize(("cell", "each"), [({"overlap": 1}, 12), ({"keep_local": True}, 4)])

@@ -12,6 +12,7 @@ from started import run_program
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.exchange_load import exchange_load
 from hetero_pp.simulator.fleets import message_bytes
 from hetero_pp.simulator.loads import snapshot_bytes
 
@@ -73,3 +74,14 @@ def test_every_link_carries_what_was_predicted(run: tuple[RunSpec, dict[str, Any
             expected = before.get((name, direction), 0.0) + ROUNDS * predicted[name][f"{direction}_bytes"]
             tolerance = 0.1 if name.endswith("exchange") else 0.01  # a blob is as long as what it holds makes it
             assert link["wire_bytes"][direction] == pytest.approx(expected, rel=tolerance), (name, direction)
+
+
+def test_the_exchange_carries_what_was_predicted(run: tuple[RunSpec, dict[str, Any], dict[str, Any]]) -> None:
+    """In a round and at the start; a blob is as long as what it holds makes it."""
+    spec, _, measured = run
+    load = exchange_load(spec)
+    links = [link for name, link in measured.items() if name.endswith("-exchange")]
+    received, sent = (sum(link["wire_bytes"][way] for link in links) for way in ("forward", "backward"))
+    assert received == pytest.approx(ROUNDS * load.contributions.received, rel=0.1)
+    assert sent == pytest.approx(load.first_snapshot_bytes + ROUNDS * load.contributions.sent, rel=0.1)
+    assert load.relayed_links == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +10,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.links import EXCHANGE
 from hetero_pp.model import shapes_by_block
+from hetero_pp.program.cli import app
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.simulator.exchange_load import exchange_load
+from hetero_pp.simulator.fleets import message_bytes
+from hetero_pp.simulator.loads import blob_sizes, exchange_link_loads, snapshot_bytes
 from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sharing import all_sent, fair_ends
 from hetero_pp.simulator.volumes import aggregate_bytes, expected_volume
@@ -243,3 +249,97 @@ def test_seventy_billion_parameters_over_the_internet() -> None:
     assert found.replicas[0].sent_bytes == pytest.approx(contribution, rel=0.002)
     seconds = contribution * 8 / 110e6 + 19 * contribution * 8 / 500e6
     assert found.outer_seconds == pytest.approx(seconds, rel=0.005)
+
+
+RELAYED = """\
+exchange: {listen: "0.0.0.0:47600"}
+replicas:
+  - {name: home, kind: participants, count: 3, stages: 3, batch_size: 8, micro_batches: 4}
+  - {name: near, kind: participants, stages: [{layers: 2}, {layers: 2, listen: "10.0.0.2:47601"}], batch_size: 8}
+outer: {rounds: 4}
+"""
+
+
+def test_the_exchange_carries_what_all_its_links_carry(tmp_path: Path) -> None:
+    """In and out, to the byte; a group's stages fetch their own layers of all others."""
+    spec = _spec(tmp_path, AT_ONE_SITE)
+    found, load = predict(spec), exchange_load(spec)
+    links = [link for replica in found.replicas for link in replica.links if link.name.endswith("-exchange")]
+    assert load.contributions.received == sum(link.forward_bytes for link in links)
+    assert load.contributions.sent == sum(link.backward_bytes for link in links)
+    payload = [exchange_link_loads(spec, member) for member in spec.members.values()]
+    assert load.contributions.sent == pytest.approx(sum(one["backward"].outer_round for one in payload), rel=0.01)
+    assert load.contributions.received == pytest.approx(sum(map(_size, blob_sizes(spec).values())), rel=0.01)
+    assert load.first_snapshot_bytes == sum(snapshot_bytes(spec, member) for member in spec.members.values())
+    assert load.largest_snapshot_bytes == snapshot_bytes(spec, spec.members["dc"])
+    assert found.exchange == load
+    assert found.as_json()["exchange"]["contributions"] == {
+        "received": load.contributions.received,
+        "sent": load.contributions.sent,
+    }
+
+
+def _size(blobs: dict[str, int]) -> int:
+    return sum(blobs.values())
+
+
+def test_a_fleet_counts_as_often_as_there_are_replicas_behind_it(tmp_path: Path) -> None:
+    spec = _spec(tmp_path, WHOLE)
+    contribution = sum(wire_bytes(raw_frames(size)) for size in blob_sizes(spec)["dc"].values())
+    carried = exchange_load(spec).contributions
+    assert carried.received == REPLICAS * contribution
+    assert carried.sent == REPLICAS * (REPLICAS - 1) * contribution
+
+
+def test_stage_links_without_an_address_pass_the_exchange(tmp_path: Path) -> None:
+    spec = _spec(tmp_path, RELAYED)
+    load, sizes = exchange_load(spec), message_bytes(spec, spec.config.replicas[0])
+    a_link = 5 * 4 * (sizes["activation"] + sizes["gradient"]) + 4 * sizes["evaluation"]
+    assert load.relayed_links == 3 * 2  # not that of `near`
+    assert load.relayed is not None
+    assert load.relayed.received == load.relayed.sent == 6 * a_link
+    assert exchange_load(_spec(tmp_path, RELAYED, "exchange.listen=127.0.0.1:47600")).relayed_links == 0
+    timed = _spec(tmp_path, RELAYED, "inner={seconds: 60 s}")
+    assert exchange_load(timed).relayed is None
+    assert exchange_load(timed, {"home-1": 5.0}).relayed == load.relayed
+
+
+def test_a_store_carries_contributions_instead_of_the_exchange(tmp_path: Path) -> None:
+    """It reads each of them twice, and sends none."""
+    direct = exchange_load(_spec(tmp_path, WHOLE))
+    stored = exchange_load(_spec(tmp_path, WHOLE, "store.url=s3://bucket/runs"))
+    assert (stored.way, stored.contributions.sent) == ("store", 0)
+    assert stored.contributions.received == 2 * direct.contributions.received
+    assert exchange_load(_spec(tmp_path, WHOLE, f"store.url={tmp_path}")).contributions == direct.contributions
+
+
+@pytest.mark.parametrize("command", ["simulate", "check", "plan"])
+def test_a_missing_line_of_the_exchange_is_said(command: str, tmp_path: Path, corpus: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(MODEL.replace("{sequence", f"{{corpus: {corpus}, validation_share: 0.2, sequence") + RELAYED)
+
+    def said(*options: str) -> str:
+        planned = ["--target-utilization", "0.001", "--write", str(tmp_path / "plan.yaml")] if command == "plan" else []
+        sets = [word for one in options for word in ("--set", one)]
+        result = CliRunner().invoke(app, [command, str(path), *planned, *sets])
+        assert result.exit_code == 0, result.stderr
+        return " ".join(result.stdout.split())
+
+    without = said()
+    expected = r"exchange: no line given, so its bandwidth is taken as unlimited; it sends [\d.]+ [kM]B a round: at "
+    assert re.search(expected + r"1 Gbit/s that takes [\d.]+ m?s; give exchange.line", without)
+    assert "6 relayed stage links" in without
+    assert "to each member that joins" in without
+    assert "of memory (process 400 MB, parameters" in without
+    lined = said("lines={fibre: {bandwidth: 100 Mbit/s}}", "exchange.line=fibre")
+    assert "no line given" not in lined
+    assert "fibre: 100 Mbit/s down, 100 Mbit/s up" in lined
+
+
+def test_a_line_of_the_exchange_takes_its_bytes_over_its_rate(tmp_path: Path) -> None:
+    spec = _spec(tmp_path, WHOLE, "lines={dsl: {up: 1 Mbit/s, down: 8 Mbit/s}}", "exchange.line=dsl")
+    load = exchange_load(spec)
+    took = load.seconds(load.received_bits_a_second, load.sent_bits_a_second)
+    assert (load.line, load.received_bits_a_second, load.sent_bits_a_second) == ("dsl", 8e6, 1e6)
+    assert took.received == pytest.approx(load.contributions.received / 1e6)
+    assert took.sent == pytest.approx(8 * load.contributions.sent / 1e6)

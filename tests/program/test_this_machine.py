@@ -127,11 +127,11 @@ def test_a_step_that_takes_minutes_is_a_warning(yaml: Path, machine: pytest.Monk
     machine.setattr(psutil, "virtual_memory", lambda: _Memory(640e9, 640e9))
     [(is_final, message)] = _limits(yaml, only="dc")
     assert (is_final, message.startswith(minutes)) == (False, True)
-    assert f"{3000 * seconds / 86400:.2g} days" in message
-    both = f"on 2 CPU cores, and the run {3000 * 2 * seconds / 2 / 86400:.2g} days"
+    assert f"{3000 * seconds / 86400:.3g} days" in message
+    both = f"on 2 CPU cores, and the run {3000 * 2 * seconds / 2 / 86400:.3g} days"
     assert any(both in message for _, message in _limits(yaml))
     machine.setattr(this_machine, "usable_cores", lambda: 1)
-    assert any(f"{3000 * 2 * seconds / 86400:.2g} days" in message for _, message in _limits(yaml))
+    assert any(f"{3000 * 2 * seconds / 86400:.3g} days" in message for _, message in _limits(yaml))
     machine.setattr(torch.cuda, "is_available", lambda: True)
     machine.setattr(torch.cuda, "device_count", lambda: 1)
     assert _limits(yaml, only="dc") == []

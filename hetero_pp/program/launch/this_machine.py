@@ -14,9 +14,10 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.simulator.costs import forward_flops
-from hetero_pp.simulator.fleets import memory_of_member, part_of
+from hetero_pp.simulator.memory import memory_of_member
+from hetero_pp.simulator.parts import part_of
 from hetero_pp.topology import DatacenterReplica
-from hetero_pp.units import format_bytes, format_count, format_seconds
+from hetero_pp.units import format_bytes, format_count, format_duration, format_seconds
 from replica_groups.build_member import device_of
 
 LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
@@ -113,7 +114,7 @@ def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
         yield Limit(
             ("replicas",),
             f"a step would take about {format_seconds(step)} on {format_count(cores, 'CPU core')}, and the run "
-            f"{whole / 86400:,.2g} days, at {speed / 1e9:g} GFLOP/s a core (`hetero-pp calibrate` measures it)",
+            f"{format_duration(whole)}, at {speed / 1e9:g} GFLOP/s a core (`hetero-pp calibrate` measures it)",
             is_final=False,
         )
 

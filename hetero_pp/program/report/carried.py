@@ -113,6 +113,10 @@ class LinkState:
     directions: dict[Direction, DirectionState]
 
     @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
     def reaches_exchange(self) -> bool:
         return self.spec.target == EXCHANGE
 
@@ -127,6 +131,10 @@ class LineState:
 
     spec: LineSpec
     carried: Mapping[Way, Sequence[DirectionState]]
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     def wire_bytes(self, way: Way) -> int:
         return sum(direction.wire_bytes for direction in self.carried[way])

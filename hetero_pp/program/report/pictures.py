@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from hetero_pp.files import whole
@@ -15,6 +16,7 @@ from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.state import RunState, format_share
 from hetero_pp.program.report.tables import ARROWS
+from hetero_pp.run.alike import lines_alike, links_alike, range_of
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -49,6 +51,10 @@ STYLE: Any = {
     "legend.edgecolor": "none",
     "legend.framealpha": 0.9,
 }
+MOST_BARS = 64
+"""Two for each link or line: more are not shown."""
+MOST_NAMED = 12
+"""Replicas in a legend at most."""
 MOST_MARKS = 40
 """More outer rounds than this are marked by every second, fifth, tenth, ... line."""
 
@@ -69,12 +75,24 @@ def draw_losses(state: RunState, path: Path) -> None:
             axes.grid(axis="y")
             axes.set_ylabel("nats per token")
             if axes.lines:
-                axes.legend(loc="upper right", ncols=1 + (len(state.replicas) > 8))
+                _name_lines(axes)
             _mark_rounds(state, axes)
         marks = "" if (every := _marked_rounds(state)) == 1 else f", one line in {every} rounds"
         below.set_xlabel(f"{_what_is_below(state)}{marks}")
         below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         _save(figure, path)
+
+
+def _name_lines(axes: Axes) -> None:
+    """The legend: the mean and the first replicas; of the others how many there are."""
+    handles, labels = axes.get_legend_handles_labels()
+    last = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label == "mean"]
+    named = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label != "mean"]
+    if len(named) > MOST_NAMED:
+        more = axes.plot([], [], color="none", label=f"and {len(named) - MOST_NAMED:,} more")[0]
+        named = [*named[:MOST_NAMED], (more, f"and {len(named) - MOST_NAMED:,} more")]
+    shown, names = zip(*named, *last, strict=True)
+    axes.legend(shown, names, loc="upper right", ncols=1 + (len(names) > 9))
 
 
 def _what_is_below(state: RunState) -> str:
@@ -155,9 +173,9 @@ class _Bar:
     kind: str
     """One of KINDS."""
     way: Direction | Way
-    size: int
-    """Payload bytes since the first inner step."""
-    first: int
+    size: float
+    """Payload bytes since the first inner step; the mean of links that are alike."""
+    first: float
     """Payload bytes before it: the first snapshot and evaluation."""
     busy: float | None
 
@@ -174,18 +192,30 @@ class _Bar:
 
 def _bars(state: RunState) -> Iterator[_Bar]:
     seconds = state.training_seconds()
-    for link in sorted(state.links.values(), key=lambda link: link.reaches_exchange):
-        kind = "exchange link" if link.reaches_exchange else "stage link"
-        for direction, carried in link.directions.items():
-            first = carried.rounds[0].payload_bytes if 0 in carried.rounds else 0
-            size = carried.payload_bytes - first
-            yield _Bar(_link_label(link), kind, direction, size, first, carried.busy_share(seconds))
-    for line in state.lines.values():
-        label = f"{line.spec.name} ({line.spec.kind})\n{_both(line.spec.up, line.spec.down, '↑↓')}"
+    by_kind = sorted(links_alike(state.spec, state.links.values()), key=lambda links: links[0].reaches_exchange)
+    for links in by_kind:
+        kind = "exchange link" if links[0].reaches_exchange else "stage link"
+        for direction in DIRECTIONS:
+            carried = [link.directions[direction] for link in links]
+            firsts = [one.rounds[0].payload_bytes if 0 in one.rounds else 0 for one in carried]
+            sizes = [one.payload_bytes - first for one, first in zip(carried, firsts, strict=True)]
+            busy = _mean([one.busy_share(seconds) for one in carried])
+            yield _Bar(_link_label(links), kind, direction, fmean(sizes), fmean(firsts), busy)
+    for lines in lines_alike(state.spec, state.lines.values()):
+        spec = lines[0].spec
+        label = f"{range_of([line.name for line in lines])} ({spec.kind})\n{_both(spec.up, spec.down, '↑↓')}"
         for way in WAYS:
-            first = sum(one.rounds[0].payload_bytes for one in line.carried[way] if 0 in one.rounds)
-            size = line.payload_bytes(way) - first
-            yield _Bar(label, "line", way, size, first, line.busy_share(way, seconds))
+            firsts = [
+                sum(one.rounds[0].payload_bytes for one in line.carried[way] if 0 in one.rounds) for line in lines
+            ]
+            sizes = [line.payload_bytes(way) - first for line, first in zip(lines, firsts, strict=True)]
+            busy = _mean([line.busy_share(way, seconds) for line in lines])
+            yield _Bar(label, "line", way, fmean(sizes), fmean(firsts), busy)
+
+
+def _mean(shares: Sequence[float | None]) -> float | None:
+    known = [share for share in shares if share is not None]
+    return fmean(known) if known else None
 
 
 def draw_links(state: RunState, path: Path) -> None:
@@ -196,6 +226,7 @@ def draw_links(state: RunState, path: Path) -> None:
         bars = list(_bars(state))
         if not any(bar.size for bar in bars):
             return
+        more, bars = max(0, len(bars) - MOST_BARS) // 2, bars[:MOST_BARS]
         figure = _figure(max(HEIGHT, 1.5 + 0.3 * len(bars)))
         axes = figure.subplots()
         _draw_bars(axes, bars)
@@ -203,7 +234,8 @@ def draw_links(state: RunState, path: Path) -> None:
         what = "link and line" if state.lines else "link"
         rounds = format_count(state.rounds, "outer round")
         axes.set_title(f"{state.spec.config.name}: what crossed each {what} in {rounds}")
-        axes.set_xlabel("payload since the first inner step (tensors and contributions, without headers)")
+        hidden = f"; {more:,} more are not shown" if more else ""
+        axes.set_xlabel(f"payload since the first inner step (tensors and contributions, without headers){hidden}")
         _scale(axes, [bar.size for bar in bars if bar.size])
         _save(figure, path)
 
@@ -219,15 +251,19 @@ def _draw_bars(axes: Axes, bars: list[_Bar]) -> None:
         axes.annotate(bar.text, (bar.size, place), (6, 0), textcoords="offset points", va="center", fontsize=11)
         ticks[centre] = bar.label
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=11)
+    axes.margins(y=0.02)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x")
 
 
-def _link_label(link: LinkState) -> str:
+def _link_label(links: Sequence[LinkState]) -> str:
+    """Both ends and the bandwidth; the means of links that are alike have all of their names."""
+    link = links[0]
+    ends = f"{link.spec.source} – {link.spec.target}" if len(links) == 1 else range_of([one.name for one in links])
     there, back = (link.spec.shape(way).bandwidth for way in DIRECTIONS)
     limit = "" if link.spec.has_lines and there is back is None else f"\n{_both(there, back, '→←')}"
-    return f"{link.spec.source} – {link.spec.target}{limit}"
+    return f"{ends}{limit}"
 
 
 def _both(there: float | None, back: float | None, arrows: str) -> str:
@@ -235,7 +271,7 @@ def _both(there: float | None, back: float | None, arrows: str) -> str:
     return first if first == second else f"{arrows[0]} {first}, {arrows[1]} {second}"
 
 
-def _scale(axes: Axes, sizes: list[int]) -> None:
+def _scale(axes: Axes, sizes: list[float]) -> None:
     """A log axis if the sizes differ by more than 100 times; room at the right for the texts either way."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.box import SIMPLE_HEAD
@@ -135,6 +135,13 @@ def heads_of(ways: Sequence[str], *columns: str) -> list[str]:
 def format_bandwidth(value: float | None, has_lines: bool) -> str:
     """Of a link, one way. What has no limit but the lines that it passes is as fast as its `lines`."""
     return "lines" if value is None and has_lines else format_bits_per_second(value)
+
+
+def spanned(values: Iterable[float], shown: Callable[[float], str]) -> str:
+    """Format equal values once, and others as a range: `4.13 s`, or `4.1 s .. 4.3 s`."""
+    ordered = sorted(values)
+    low, high = shown(ordered[0]), shown(ordered[-1])
+    return low if low == high else f"{low} .. {high}"
 
 
 def format_two(there: float | None, back: float | None) -> str:

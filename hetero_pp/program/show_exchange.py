@@ -1,0 +1,107 @@
+"""What the exchange carries, holds and computes, on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+
+from hetero_pp.program.report.output import say
+from hetero_pp.program.report.tables import PlainTable
+from hetero_pp.simulator.exchange_load import (
+    DECODE_SECONDS_A_GIGABYTE,
+    RELAY_SECONDS_A_GIGABYTE,
+    TRANSFER_SECONDS_A_GIGABYTE,
+    ExchangeLoad,
+)
+from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_duration
+
+ASSUMED_LINE = 1e9
+"""Bits per second at which the time of a round's bytes is shown where the exchange has no line."""
+
+_RINGS = {"ring_all_gather", "ring_all_reduce", "sparse_ring"}
+
+
+def print_exchange(console: Console, load: ExchangeLoad) -> None:
+    """Print what crosses the line of the exchange in a round, the time that this takes, memory and CPU."""
+    console.print(_table(load))
+    for sentence in (_way(load), _joining(load), _needs(load)):
+        if sentence:
+            say(console, sentence, style="dim")
+    if not load.is_limited:
+        say(console, _warning(load), bold="exchange:")
+
+
+def _table(load: ExchangeLoad) -> PlainTable:
+    table = PlainTable(["exchange, a round"], ["receives", "sends"], ["line"])
+    carried = load.contributions
+    table.add_row("contributions", format_bytes(carried.received), format_bytes(carried.sent))
+    if load.relayed_links:
+        name = f"{format_count(load.relayed_links, 'relayed stage link')}"
+        both = (
+            ["?", "?"]
+            if load.relayed is None
+            else [format_bytes(load.relayed.received), format_bytes(load.relayed.sent)]
+        )
+        table.add_row(name, *both)
+    limits = load.received_bits_a_second, load.sent_bits_a_second
+    if load.is_limited:
+        down, up = map(format_bits_per_second, limits)
+        name = f"{load.line or 'simulate.exchange_bandwidth'}: {down} down, {up} up"
+    else:
+        limits, name = (ASSUMED_LINE, ASSUMED_LINE), f"none given; shown: {format_bits_per_second(ASSUMED_LINE)}"
+    took = load.seconds(*limits)
+    table.add_row("takes, at its line", format_duration(took.received), format_duration(took.sent), name)
+    return table
+
+
+def _way(load: ExchangeLoad) -> str:
+    if load.way in _RINGS:
+        return f"Contributions go from replica to replica (simulate.exchange: {load.way}), not by the exchange."
+    if load.way == "store":
+        return (
+            "Contributions go by store.url: members upload and download them there. The exchange reads each one twice, "
+            "to check it and to audit the round."
+        )
+    if load.relayed_links:
+        return (
+            "Stage links are relayed where neither stage has an address (listen) that the other can dial. Times of "
+            "steps do not include the relay."
+        )
+    return ""
+
+
+def _joining(load: ExchangeLoad) -> str:
+    largest, first = format_bytes(load.largest_snapshot_bytes), format_bytes(load.first_snapshot_bytes)
+    return (
+        f"Beside that it sends snapshots: up to {largest} to each member that joins, {first} to all members when the "
+        "run begins."
+    )
+
+
+def _needs(load: ExchangeLoad) -> str:
+    memory, cpu = load.memory_bytes, load.cpu_seconds
+    costs = (
+        f"Assumed: {TRANSFER_SECONDS_A_GIGABYTE:g} CPU s a GB of TLS, {RELAY_SECONDS_A_GIGABYTE:g} relayed, "
+        f"{DECODE_SECONDS_A_GIGABYTE:g} to decode (measured on an AMD EPYC)"
+    )
+    return (
+        f"Its process needs about {format_bytes(sum(memory.values()))} of memory ({_parts(memory, format_bytes)}) and "
+        f"{format_duration(sum(cpu.values()))} of CPU a round ({_parts(cpu, format_duration)}). {costs}."
+    )
+
+
+def _parts(found: Mapping[str, float], shown: Callable[[float], str]) -> str:
+    return ", ".join(f"{name} {shown(size)}" for name, size in found.items() if size)
+
+
+def _warning(load: ExchangeLoad) -> str:
+    carried = load.carried
+    took = load.seconds(ASSUMED_LINE, ASSUMED_LINE)
+    sends = carried.sent >= carried.received
+    what = f"sends {format_bytes(carried.sent)}" if sends else f"receives {format_bytes(carried.received)}"
+    seconds = format_duration(max(took.received, took.sent))
+    return (
+        f"exchange: no line given, so its bandwidth is taken as unlimited; it {what} a round: at "
+        f"{format_bits_per_second(ASSUMED_LINE)} that takes {seconds}; give exchange.line"
+    )

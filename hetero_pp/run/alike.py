@@ -1,0 +1,124 @@
+"""Replicas that differ in their name alone: predictions time them once, and tables show them in one row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Protocol, TypeVar
+
+from hetero_pp.links import exchange_link_name, stage_link_name
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
+from hetero_pp.units import format_count
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Named = TypeVar("Named", bound=_Named)
+"""A line or a link, or what is known of one."""
+
+_NAMED_AT_MOST = 3
+"""Names that are listed one by one where they are not numbered in a row."""
+
+
+@lru_cache(maxsize=8)  # asked for by predictions, tables and pictures of one run
+def alike(spec: RunSpec) -> Sequence[Sequence[ReplicaSettings]]:
+    """Group the replicas of a run into classes with equal settings, lines and links, in the order of the run.
+
+    Names of one class differ in their numbers alone: `home-1` and `home-2` may be of one class, `anna` and `ben` not.
+    A replica that shares a line with another member, or that `simulate` names by itself, is a class of its own.
+    """
+    lines = {member: line for line in spec.lines.values() for member in line.members}
+    classes: dict[Hashable, list[ReplicaSettings]] = {}
+    for replica in spec.config.replicas:
+        own = [lines.get(member) for member in replica.members]
+        is_apart = _is_named_by_simulate(spec, replica) or any(len(line.members) > 1 for line in own if line)
+        settings = replica.model_dump_json(exclude={"name", "optional"})
+        family = re.sub(r"\d+", "#", replica.name)
+        key = replica.name if is_apart else (family, settings, *(line and line.kind for line in own))
+        classes.setdefault(key, []).append(replica)
+    return list(classes.values())
+
+
+def _is_named_by_simulate(spec: RunSpec, replica: ReplicaSettings) -> bool:
+    simulate = spec.config.simulate
+    named = {*simulate.fleets, *simulate.measured, *(one for site in simulate.sites.values() for one in site.members)}
+    return not named.isdisjoint({replica.name, *replica.members})
+
+
+def equal_replicas(spec: RunSpec) -> Iterator[Sequence[ReplicaSettings]]:
+    """Yield the classes, each in parts whose names are equally long.
+
+    The name is part of what a replica sends, so replicas of one part send and receive the same bytes.
+    """
+    for replicas in alike(spec):
+        for _, same in groupby(sorted(replicas, key=_name_bytes), _name_bytes):
+            yield list(same)
+
+
+def _name_bytes(replica: ReplicaSettings) -> int:
+    return len(replica.name.encode())
+
+
+def label_of(replicas: Sequence[ReplicaSettings]) -> str:
+    """Name a class: `home-1 .. home-250 (250 groups x 4 stages)`, or the replica's own name if it is the only one."""
+    if len(replicas) == 1:
+        return replicas[0].name
+    names, first = range_of([replica.name for replica in replicas]), replicas[0]
+    if not isinstance(first, ParticipantsReplica):
+        return f"{names} ({len(replicas):,} replicas)"
+    return f"{names} ({len(replicas):,} groups x {format_count(first.stage_count, 'stage')})"
+
+
+def range_of(names: Sequence[str]) -> str:
+    """Abbreviate names: `home-1 .. home-250` where they are numbered in a row, else the first few and a count."""
+    if len(names) == 1:
+        return names[0]
+    if len(names) > 2 and _are_numbered(names):
+        return f"{names[0]} .. {names[-1]}"
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _are_numbered(names: Iterable[str]) -> bool:
+    """Whether each name has the number after that of the name before it, at the same place."""
+    parts = [re.fullmatch(r"(.*?)(\d+)((?:\.\d.*)?)", name) for name in names]
+    found = [part.groups() for part in parts if part is not None]
+    numbers = [int(number) for _, number, _ in found]
+    same = len({(before, after) for before, _, after in found}) == 1 and len(found) == len(parts)
+    return same and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def lines_alike(spec: RunSpec, lines: Iterable[Named]) -> list[list[Named]]:
+    """Group what is predicted of lines as the members of equal replicas are grouped; other lines stay alone."""
+    return _grouped(spec, lines, lambda replica: replica.members)
+
+
+def links_alike(spec: RunSpec, links: Iterable[Named]) -> list[list[Named]]:
+    """Group links, or what is known of them, as the replicas that they belong to are grouped."""
+
+    def links_of(replica: ReplicaSettings) -> list[str]:
+        hops = [stage_link_name(replica.name, hop) for hop in range(len(replica.members) - 1)]
+        return [*hops, *(exchange_link_name(member) for member in replica.members)]
+
+    return _grouped(spec, links, links_of)
+
+
+def _grouped(
+    spec: RunSpec, found: Iterable[Named], names_of: Callable[[ReplicaSettings], Sequence[str]]
+) -> list[list[Named]]:
+    places = {
+        name: (replicas[0].name, place)
+        for replicas in alike(spec)
+        for replica in replicas
+        for place, name in enumerate(names_of(replica))
+    }
+    groups: dict[Hashable, list[Named]] = {}
+    for one in found:
+        groups.setdefault(places.get(one.name, one.name), []).append(one)
+    return list(groups.values())

@@ -1,0 +1,233 @@
+"""What the exchange itself carries, holds and computes in a round, from the settings alone.
+
+Every contribution comes in once and goes out to every member that owns the same layers: with R replicas that is R times
+in and R (R - 1) times out. The closed forms are those of `hetero_pp/simulator/volumes.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hetero_pp.link.ledger import raw_frames, wire_bytes
+from hetero_pp.links import DIRECTIONS, RELAYED, is_loopback
+from hetero_pp.run.alike import equal_replicas
+from hetero_pp.run.hardware import ASSUMED, CATALOG
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.simulator.costs import OUTER_BYTES
+from hetero_pp.simulator.fleets import message_bytes
+from hetero_pp.simulator.loads import blob_sizes, snapshot_bytes
+from hetero_pp.simulator.volumes import (
+    exchange_bandwidth,
+    is_beside_exchange,
+    is_ring,
+    line_of_exchange,
+    outer_messages,
+)
+from hetero_pp.store.opening import folder_of
+from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
+
+TRANSFER_SECONDS_A_GIGABYTE = 1.9
+"""CPU of a TLS stream, both ends: benchmarks/results/link_amd-epyc_2026-11-23.json, messages of 4 MiB."""
+RELAY_SECONDS_A_GIGABYTE = 9.0
+"""CPU of what the relay passes on: the same file."""
+DECODE_SECONDS_A_GIGABYTE = 10.0
+"""CPU to decode and measure a contribution: one core of an AMD EPYC, densities 1/128 to 1."""
+DECODED_TIMES = 2
+"""A contribution is decoded when it arrives, and again by the auditor."""
+PROCESS_BYTES = 0.4e9
+"""Memory of the process before a run begins: Python, torch and gRPC."""
+RELAY_BYTES = 2 * 2**20
+"""Memory of the relay, for each direction of a link that it carries (docs/hosts.md)."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Bytes on the wire that the exchange receives and sends in a round."""
+
+    received: float = 0.0
+    sent: float = 0.0
+
+    def __add__(self, other: Carried) -> Carried:
+        return Carried(self.received + other.received, self.sent + other.sent)
+
+    def __mul__(self, times: float) -> Carried:
+        return Carried(self.received * times, self.sent * times)
+
+
+@dataclass(frozen=True)
+class ExchangeLoad:
+    """The exchange in one round."""
+
+    way: str
+    """How contributions are exchanged: `gather` and so on, or `store` where an object store carries them."""
+    contributions: Carried
+    """Contributions that cross the exchange's line."""
+    relayed: Carried | None
+    """Messages of stage links that pass the exchange; None where the number of steps is not known."""
+    relayed_links: int
+    largest_snapshot_bytes: int
+    """What a joining member fetches of the newest snapshot, at most."""
+    first_snapshot_bytes: int
+    """What all members fetch when the run begins."""
+    line: str | None
+    """Kind of the line that the YAML gives the exchange; None if it gives none."""
+    received_bits_a_second: float | None
+    """None: unlimited."""
+    sent_bits_a_second: float | None
+    memory_bytes: Mapping[str, float]
+    cpu_seconds: Mapping[str, float]
+
+    @property
+    def carried(self) -> Carried:
+        """All that crosses the line in a round."""
+        return self.contributions + (self.relayed or Carried())
+
+    @property
+    def is_limited(self) -> bool:
+        return self.received_bits_a_second is not None or self.sent_bits_a_second is not None
+
+    def seconds(self, received_bits_a_second: float | None, sent_bits_a_second: float | None) -> Carried:
+        """Seconds that the line needs for a round's bytes, each way; 0 where it is unlimited."""
+        carried = self.carried
+        return Carried(
+            8 * carried.received / (received_bits_a_second or math.inf),
+            8 * carried.sent / (sent_bits_a_second or math.inf),
+        )
+
+
+def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> ExchangeLoad:
+    """Predict what the exchange of a run carries in a round.
+
+    Args: `steps` is the number of inner steps of each replica in a round, where `inner.steps` does not say it.
+    """
+    simulate, line = spec.config.simulate, line_of_exchange(spec)
+    gathered, elsewhere, held = Carried(), Carried(), _Snapshots(0, 0)
+    for replica, count in _representatives(spec):
+        for name in replica.members:
+            member = spec.members[name]
+            ways = {way: _wire(outer_messages(spec, member)[way]) for way in DIRECTIONS}
+            own = Carried(ways["forward"], ways["backward"]) * count
+            gathered += own
+            elsewhere += Carried() if is_beside_exchange(spec, member) else own
+            held = held.with_member(snapshot_bytes(spec, member), count)
+    way: str = simulate.exchange
+    if is_ring(simulate):
+        gathered = elsewhere = Carried()
+    elif _goes_by_store(spec):
+        # Members upload and download by themselves; the exchange and its auditor read every contribution to check it.
+        way, elsewhere = "store", Carried(received=DECODED_TIMES * gathered.received)
+    links, relayed = _relayed(spec, steps)
+    return ExchangeLoad(
+        way=way,
+        contributions=elsewhere,
+        relayed=relayed,
+        relayed_links=links,
+        largest_snapshot_bytes=held.largest,
+        first_snapshot_bytes=held.all,
+        line=None if line is None else line.kind,
+        received_bits_a_second=exchange_bandwidth(spec, "forward"),
+        sent_bits_a_second=exchange_bandwidth(spec, "backward"),
+        memory_bytes=_memory(spec, links, way),
+        cpu_seconds=_cpu_seconds(spec, gathered.received, elsewhere, relayed or Carried()),
+    )
+
+
+def _representatives(spec: RunSpec) -> Iterator[tuple[ReplicaSettings, int]]:
+    """One replica of each set of equal ones, and how many it stands for."""
+    fleets = spec.config.simulate.fleets
+    for replicas in equal_replicas(spec):
+        first = replicas[0]
+        yield first, fleets[first.name].count if first.name in fleets else len(replicas)
+
+
+@dataclass(frozen=True)
+class _Snapshots:
+    largest: int
+    all: int
+
+    def with_member(self, n_bytes: int, count: int) -> _Snapshots:
+        return _Snapshots(max(self.largest, n_bytes), self.all + n_bytes * count)
+
+
+def _wire(messages: list[tuple[int, int]]) -> float:
+    return float(sum(times * wire_bytes(raw_frames(size)) for size, times in messages))
+
+
+def _goes_by_store(spec: RunSpec) -> bool:
+    """Whether members put contributions into an object store and read them from it."""
+    url = spec.config.store.url
+    return url is not None and "://" in url and folder_of(url) is None
+
+
+def _relayed(spec: RunSpec, steps: Mapping[str, float] | None) -> tuple[int, Carried | None]:
+    """Stage links that pass the exchange, and what they bring it in a round.
+
+    A link is relayed if neither of its stages has an address, and both may be on two hosts: if the exchange listens
+    beyond this machine, or the YAML says `relay`.
+    """
+    spans_hosts = not is_loopback(spec.config.exchange.listen)
+    links, total, is_known = 0, 0.0, True
+    for replica, count in _representatives(spec):
+        if not isinstance(replica, ParticipantsReplica):
+            continue
+        listens = [_listens(replica, stage) for stage in range(replica.stage_count)]
+        hops = sum(_is_relayed(*both, spans_hosts) for both in pairwise(listens))
+        if not hops:
+            continue
+        own = (steps or {}).get(replica.name, spec.config.inner.steps)
+        is_known = is_known and own is not None
+        size = message_bytes(spec, replica)
+        batches = -(-spec.config.data.validation_sequences // (replica.batch_size // replica.micro_batches))
+        messages = (own or 0) * replica.micro_batches
+        links += hops * count
+        one = messages * (size["activation"] + size["gradient"]) + batches * size["evaluation"]
+        total += hops * count * one
+    return links, Carried(total, total) if is_known else None
+
+
+def _listens(replica: ParticipantsReplica, stage: int) -> str | None:
+    own = replica.stage_settings(stage)
+    return None if own is None else own.listen
+
+
+def _is_relayed(before: str | None, after: str | None, spans_hosts: bool) -> bool:
+    has_address = any(one not in (None, RELAYED) for one in (before, after))
+    return not has_address and (spans_hosts or RELAYED in (before, after))
+
+
+def _memory(spec: RunSpec, relayed_links: int, way: str) -> dict[str, float]:
+    """Bytes that the exchange's process holds at most, by what for."""
+    parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
+    outer = spec.config.outer
+    moments = 8 if outer.optimizer == "adam" else 4 if outer.momentum else 0
+    largest: dict[str, int] = {}
+    members = 0
+    for replica, count in _representatives(spec):
+        for block, size in blob_sizes(spec)[replica.name].items():
+            largest[block] = largest.get(block, 0) + count * size
+        members += count * len(replica.members)
+    in_flight = 0.0
+    if way == "gather":
+        blobs = [size for replica, _ in _representatives(spec) for size in blob_sizes(spec)[replica.name].values()]
+        in_flight = float(members * max(blobs))
+    return {
+        "process": PROCESS_BYTES,
+        "parameters": float((8 + moments) * parameters),
+        "one block of all contributions": float(max(largest.values())),
+        "messages in flight": in_flight,
+        "relay": float(2 * RELAY_BYTES * relayed_links),
+    }
+
+
+def _cpu_seconds(spec: RunSpec, contributed: float, carried: Carried, relayed: Carried) -> dict[str, float]:
+    """CPU seconds of a round, by what for."""
+    parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
+    return {
+        "transfer": (carried.received + carried.sent) / 1e9 * TRANSFER_SECONDS_A_GIGABYTE,
+        "relay": relayed.received / 1e9 * RELAY_SECONDS_A_GIGABYTE,
+        "decoding": DECODED_TIMES * contributed / 1e9 * DECODE_SECONDS_A_GIGABYTE,
+        "audit": parameters * OUTER_BYTES / CATALOG[ASSUMED].memory_bytes_per_second,
+    }

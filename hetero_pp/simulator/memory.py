@@ -1,0 +1,132 @@
+"""The memory of members: by what for, what is assumed of it, and which key helps where it does not suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.spec import MemberSpec, RunSpec
+from hetero_pp.simulator.costs import AHEAD_BYTES, LOCAL_BYTES, checkpointing_of, memory_of
+from hetero_pp.simulator.machines import assumption, unnamed
+from hetero_pp.simulator.parts import part_of
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+from hetero_pp.units import format_bytes
+
+MEMORY_KINDS: Mapping[str, Sequence[str]] = {
+    "weights and gradients": ("weights", "gradients"),
+    "moments": ("optimizer",),
+    "outer state and tables": (
+        *("error feedback", "round start", "rounds ahead", "own parameters"),
+        *("T_perp", "followed embedding", "anchors"),
+    ),
+    "activations": ("activations",),
+}
+"""Columns of the memory table, and the names of `memory_of_member` that each sums up."""
+
+
+def memory_of_member(spec: RunSpec, member: MemberSpec, bytes_per_value: int = 2) -> dict[str, float]:
+    """Bytes that a member holds, by what for; activations have so many bytes a value."""
+    replica = member.replica
+    rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
+    part, in_flight = part_of(spec, member), micro_batches_in_flight(member)
+    checkpointing = checkpointing_of(replica)
+    held = memory_of(spec.shape, part, rows, length, in_flight, bytes_per_value, checkpointing)
+    if spec.config.outer.overlap:
+        held["rounds ahead"] = float(AHEAD_BYTES * part.parameters)
+    if spec.config.outer.keep_local:
+        held["own parameters"] = float(LOCAL_BYTES * part.parameters)
+    return held
+
+
+def micro_batches_in_flight(member: MemberSpec) -> int:
+    """Micro-batches whose activations a member keeps at once, at most."""
+    replica, stage = member.replica, member.stage
+    if stage is None or not isinstance(replica, ParticipantsReplica):
+        return 1
+    ahead = (stage.count - 1 - stage.index) * (1 + replica.extra_in_flight)
+    return min(replica.micro_batches, ahead + 1)
+
+
+def memory_assumptions(config: RunConfig) -> list[str]:
+    """State in plain words what the prediction of memory assumes, a sentence for each kind."""
+    groups = any(isinstance(one, ParticipantsReplica) and one.stage_count > 1 for one in config.replicas)
+    extra = ": a stage keeps 1, and 1 + extra_in_flight more for each later stage" if groups else ""
+    found = [
+        "weights and gradients: fp32, 4 bytes a parameter each; moments: AdamW's two, 8 bytes a parameter",
+        "outer state: error feedback and the start of the round, 8 bytes a parameter; tables: what boundaries keep",
+        "activations: bf16; a layer keeps 8 x width + 3 x feed-forward values a token, the head its logits in fp32, "
+        f"for each micro-batch in flight{extra}",
+    ]
+    if any(checkpointing_of(one) != "none" for one in config.replicas):
+        found.append(
+            "activation_checkpointing: full keeps 1 x width values a layer and token, selective 5 x width + "
+            "1 x feed-forward; either recomputes one layer at a time, all of whose values are kept meanwhile"
+        )
+    return [*found, "not counted: CUDA and the framework, fragmentation, buffers of collectives"]
+
+
+def require_memory(spec: RunSpec, member: MemberSpec, held: Mapping[str, float], capacity: float) -> None:
+    """Raise ConfigError for a member whose part does not fit: what needs how much, and which key saves most."""
+    needed = sum(held.values())
+    if needed <= capacity:
+        return
+    kinds = {kind: sum(held.get(name, 0.0) for name in names) for kind, names in MEMORY_KINDS.items()}
+    largest = sorted(kinds.items(), key=lambda one: -one[1])
+    parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest if size)
+    found = (
+        f"{member.name} needs {format_bytes(needed)} of memory and has {format_bytes(capacity)}: "
+        f"{format_bytes(needed - capacity)} too much ({parts})"
+    )
+    remedy = _remedy(spec, member, needed, capacity)
+    assumed = assumption(spec.config.simulate, unnamed([member]))
+    raise ConfigError(("replicas", member.replica_index), "; ".join(filter(None, [found, remedy, assumed])))
+
+
+_LEAST_SAVING = 0.01
+"""Share of a member's memory that a key has to save to be named."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One key of a replica with another value."""
+
+    key: str
+    value: int | str
+    replica: ReplicaSettings
+
+
+def _remedy(spec: RunSpec, member: MemberSpec, needed: float, capacity: float) -> str:
+    """Name the one key that makes the member fit, or else the one that saves most."""
+    saved = [
+        (change, needed - sum(memory_of_member(spec, replace(member, replica=change.replica)).values()))
+        for change in _changes(member.replica)
+    ]
+    useful = [(change, size) for change, size in saved if size >= _LEAST_SAVING * needed]
+    if not useful:
+        return "parameters and moments decide: machines with more memory, or more of them, would help"
+    enough = [(change, size) for change, size in useful if needed - size <= capacity]
+    best, size = enough[0] if enough else max(useful, key=lambda one: one[1])
+    key = f"--set replicas.{member.replica_index}.{best.key}={best.value}"
+    return f"{key} would save {format_bytes(size)}" + ("" if enough else ", which is not enough")
+
+
+def _changes(replica: ReplicaSettings) -> Iterator[_Change]:
+    """Changes that save memory: what costs nothing in quality or little time first, smaller micro-batches by steps."""
+    if isinstance(replica, ParticipantsReplica):
+        for extra in range(replica.extra_in_flight - 1, -1, -1):
+            yield _change(replica, "extra_in_flight", extra)
+    shares = replica.data_parallel if isinstance(replica, DatacenterReplica) else 1
+    for count in range(replica.micro_batches + 1, replica.batch_size + 1):
+        if replica.batch_size % (count * shares) == 0:
+            yield _change(replica, "micro_batches", count)
+    if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
+        for chosen in ("selective", "full"):
+            titan = replica.torchtitan.model_copy(update={"activation_checkpointing": chosen})
+            changed = replica.model_copy(update={"torchtitan": titan})
+            yield _Change("torchtitan.activation_checkpointing", chosen, changed)
+
+
+def _change(replica: ReplicaSettings, key: str, value: int) -> _Change:
+    return _Change(key, value, replica.model_copy(update={key: value}))
