@@ -8,6 +8,7 @@ group (`home.0`). A *link* joins two members: neighbouring stages (`home.0-1`), 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -45,18 +46,36 @@ def dimensions_of(rank: Literal["full"] | int | float, width: int) -> int | None
     return max(1, round(rank * width)) if isinstance(rank, float) else rank
 
 
-def _parse_address(value: Any) -> Any:
+def parse_address(value: Any) -> str:
+    """Return HOST:PORT, or [IPV6]:PORT, as it is. Raises ValueError for another value."""
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"found `{value}`, expected HOST:PORT such as `127.0.0.1:47500`")
-    return value
+        raise ValueError(f"found `{value}`, expected HOST:PORT such as `127.0.0.1:47500` or `[::1]:47500`")
+    if not _is_host(host):
+        bare = host.strip("[]")
+        form = f"[{bare}]:{port}" if _is_ipv6(bare) else "[::1]:47500"
+        raise ValueError(f"found `{value}`, expected an IPv6 address in brackets such as `{form}`")
+    return str(value)
+
+
+def _is_host(host: str) -> bool:
+    """Whether it is an IPv6 address in brackets, or has none of the characters that only such an address has."""
+    in_brackets = host.startswith("[") and host.endswith("]")
+    return _is_ipv6(host[1:-1]) if in_brackets else not set(host) & set("[]:")
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ip_address(host).version == 6
+    except ValueError:
+        return False
 
 
 def _parse_stage_address(value: Any) -> Any:
-    return value if value == RELAYED else _parse_address(value)
+    return value if value == RELAYED else parse_address(value)
 
 
-Address = Annotated[str, BeforeValidator(_parse_address)]
+Address = Annotated[str, BeforeValidator(parse_address)]
 StageAddress = Annotated[str, BeforeValidator(_parse_stage_address)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import sys
@@ -72,15 +73,18 @@ def launch(
     with readable_errors():
         from hetero_pp.errors import ConfigError
         from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
+        from hetero_pp.run.changes import Override
 
-        from_weights = [] if weights is None else [f"model.weights={json.dumps(str(weights))}"]
+        shown = shlex.join(["--from", str(weights)])
+        from_weights = [] if weights is None else [Override(("model", "weights"), str(weights), shown)]
         settings = [*overrides, *from_weights]
         if commands:
             print_commands(config, settings)
         elif only is not None and chaos is not None:
             raise ConfigError((), f"--only {only}: leave out --chaos, which needs the whole run on this machine")
         elif only is not None:
-            run_on_this_host(config, settings, runs, Host(only, exchange, token), in_process, resume, typed())
+            host = Host(only, _address("--exchange", exchange), token)
+            run_on_this_host(config, settings, runs, host, in_process, resume, typed())
         else:
             run_topology(config, settings, runs, in_process, resume, typed(), chaos)
 
@@ -120,7 +124,7 @@ def invite(
         from hetero_pp.program.join.invite import invite as print_ticket
         from hetero_pp.program.join.invite import seconds_of
 
-        print_ticket(runs, run, place, seconds_of(expires), address)
+        print_ticket(runs, run, place, seconds_of(expires), _address("--address", address))
 
 
 @app.command()
@@ -159,7 +163,9 @@ def join(
         from hetero_pp.program.join.command import Here
         from hetero_pp.program.join.command import join as take_part
 
-        take_part(sys.stdin.readline() if ticket == "-" else ticket, Here(runs, data, tokenizer, listen))
+        take_part(
+            sys.stdin.readline() if ticket == "-" else ticket, Here(runs, data, tokenizer, _address("--listen", listen))
+        )
 
 
 @app.command()
@@ -191,7 +197,18 @@ def status(
     with readable_errors():
         from hetero_pp.program.join.status import status as ask_and_print
 
-        ask_and_print(runs, run, address, json_path)
+        ask_and_print(runs, run, _address("--address", address), json_path)
+
+
+def _address(option: str, text: str | None) -> str | None:
+    """HOST:PORT as an option gave it. Raises ConfigError for another text."""
+    from hetero_pp.errors import ConfigError
+    from hetero_pp.topology import parse_address
+
+    try:
+        return None if text is None else parse_address(text)
+    except ValueError as error:
+        raise ConfigError((), f"{option}: {error}") from None
 
 
 def typed() -> list[str]:
@@ -231,20 +248,16 @@ def simulate(
 ) -> None:
     """Predict times, utilization, bytes and memory of a topology, without training."""
     with readable_errors():
+        from hetero_pp.program.calibrate import load_calibration
         from hetero_pp.program.simulate import Outputs
         from hetero_pp.program.simulate import simulate as predict_and_print
+        from hetero_pp.run.changes import Override
 
         outputs = Outputs(json_path, timeline, chart)
-        predict_and_print(config, [*overrides, *_calibrated(calibration)], sweep, curves, outputs)
-
-
-def _calibrated(path: Path | None) -> Iterator[str]:
-    """A calibration as changes of the YAML."""
-    if path is not None:
-        from hetero_pp.program.calibrate import load_calibration
-
-        for key, value in load_calibration(path).items():
-            yield f"simulate.{key}={json.dumps(value)}"
+        measured = {} if calibration is None else load_calibration(calibration)
+        shown = f"--calibration {calibration}"
+        settings = [*overrides, *(Override(("simulate", key), value, shown) for key, value in measured.items())]
+        predict_and_print(config, settings, sweep, curves, outputs)
 
 
 @app.command()

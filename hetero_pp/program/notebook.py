@@ -90,9 +90,10 @@ class Run:
     ) -> Run:
         """The run of a YAML, some of its keys changed: `outer={"rounds": 3}, seed=1`.
 
-        A mapping changes the entries that it names, of a list by their numbers: `replicas={1: {"batch_size": 4}}`; any
-        other value takes the place of what was there. What the run leaves is in `runs`/<name>/, as a launched run's;
-        by default in a temporary folder, which `close` removes. Raises ConfigError with file, line and key.
+        A mapping changes the entries that it names, of a list by their names or numbers:
+        `replicas={"home": {"batch_size": 4}}`; any other value replaces the old one. What the run leaves is in
+        `runs`/<name>/, as a launched run's; by default in a temporary folder, which `close` removes. Raises ConfigError
+        with the file and the key.
         """
         return cls(ConfigFile(Path(path), changes=changes), None if runs is None else Path(runs))
 

@@ -11,6 +11,7 @@ from typing import Any
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.report.output import standard_output
 from hetero_pp.program.show_prediction import print_assumption, print_prediction, print_sweep
+from hetero_pp.run.changes import Given
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile
@@ -30,14 +31,15 @@ class Outputs:
     chart: Path | None = None
 
 
-def simulate(path: Path, overrides: Sequence[str], sweep: str | None, curves: str | None, outputs: Outputs) -> None:
+def simulate(path: Path, overrides: Sequence[Given], sweep: str | None, curves: str | None, outputs: Outputs) -> None:
     """Predict once; or at every value of a key, if the user or the YAML asks for a sweep; or every row of the YAML."""
     file = ConfigFile(path, overrides)
     settings = file.config.simulate
+    by_sweep, by_curves = ("--sweep" if sweep else "simulate.sweep"), ("--curves" if curves else "simulate.curves")
     sweep, curves = sweep or settings.sweep, curves or settings.curves
     if sweep is not None or settings.rows:
-        values = Sweep.of_rows(settings.rows) if sweep is None else Sweep.parse(sweep)
-        _simulate_sweep(path, overrides, values, None if curves is None else Sweep.parse(curves, "--curves"), outputs)
+        values = Sweep.of_rows(settings.rows) if sweep is None else Sweep.parse(sweep, by_sweep)
+        _simulate_sweep(path, overrides, values, None if curves is None else Sweep.parse(curves, by_curves), outputs)
         return
     if curves is not None:
         raise ConfigError((), f"--curves {curves}: expected a --sweep beside it")
@@ -54,13 +56,15 @@ def simulate(path: Path, overrides: Sequence[str], sweep: str | None, curves: st
         draw_prediction(spec, prediction, outputs.chart)
 
 
-def _simulate_sweep(path: Path, overrides: Sequence[str], sweep: Sweep, curves: Sweep | None, outputs: Outputs) -> None:
+def _simulate_sweep(
+    path: Path, overrides: Sequence[Given], sweep: Sweep, curves: Sweep | None, outputs: Outputs
+) -> None:
     if outputs.timeline is not None:
         raise ConfigError((), "--timeline: a sweep has no single timeline; leave one of both out")
     found: dict[str, dict[str, Prediction]] = {}
     assumed = ""
     for curve in [""] if curves is None else curves.values:
-        changed = [*overrides, f"{curves.key}={curve}"] if curves is not None else list(overrides)
+        changed = [*overrides, *([] if curves is None else curves.overrides(curve))]
         for value in sweep.values:
             file = ConfigFile(path, [*changed, *sweep.overrides(value)])
             spec = spec_of(file)

@@ -1,59 +1,153 @@
-"""Single values of the YAML, changed from outside: `outer.rounds=20`, `replicas.1.boundary.rank=1/32`."""
+"""Single values of the YAML, changed from outside: `outer.rounds=20`, `replicas.home.boundary.rank=1/32`."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.outer.methods import change_method
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.known_keys import entry_of
+from hetero_pp.run.known_keys import Key, entry_of, places_of
 
-METHOD = ["outer", "method"]
+METHOD = ("outer", "method")
 """Whose cells a change of it brings along."""
 
 Entry = tuple[str, ...]
 """Where an entry stands that others name, such as a kind of link: ("links", "dsl")."""
 
+_NAMED_STAGES = {"layers", "line"}
+"""Keys of a list of stages that a number of stages says, too: it splits layers evenly, and keeps a common line."""
 
-def change(root: CommentedMap, text: str, path: Path) -> Entry | None:
-    """Make a change in the content of a file; the entry that it adds, if it does.
 
-    Raises ConfigError where the file has no such place.
-    """
-    name, separator, value = text.partition("=")
-    key: list[str | int] = [int(part) if part.isdigit() else part for part in name.strip().split(".")]
-    if not separator or not name.strip():
-        raise ConfigError((), f"--set {text}: expected KEY=VALUE such as `outer.rounds=20`")
+@dataclass(frozen=True)
+class Override:
+    """One value that was given beside the YAML."""
+
+    key: Key
+    """Path of the value; replicas by number, by name, or left out."""
+    value: Any
+    shown: str
+    """How the user gave it, for error messages: `--set outer.rounds=20`."""
+    merges: bool = False
+    """Whether an empty mapping leaves what is there as it is."""
+
+    @classmethod
+    def parse(cls, text: str, option: str = "--set", shown: str | None = None) -> Override:
+        """Parse KEY=VALUE, the value as YAML. Raises ConfigError that names the option and the text, or `shown`."""
+        name, separator, value = text.partition("=")
+        shown = f"{option} {text}" if shown is None else shown
+        if not separator or not name.strip():
+            raise ConfigError((), f"{shown}: expected KEY=VALUE such as `outer.rounds=20`")
+        key = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
+        return cls(key, _parsed(value, shown), shown)
+
+    @classmethod
+    def of_mapping(cls, changes: Mapping[Any, Any], path: object, key: Key = ()) -> Iterator[Override]:
+        """Yield the single values of nested mappings, such as {"outer": {"rounds": 20}}, which change a YAML `path`."""
+        for part, value in changes.items():
+            here = (*key, part)
+            if isinstance(value, Mapping) and value:
+                yield from cls.of_mapping(value, path, here)
+            else:
+                said = os.fspath(value) if isinstance(value, os.PathLike) else value
+                shown = f"{path} with {'.'.join(map(str, here))}={said!r}"
+                is_mapping = isinstance(value, Mapping)
+                yield cls(here, CommentedMap() if is_mapping else said, shown, is_mapping)
+
+    def apply(self, root: CommentedMap) -> tuple[list[Key], list[Entry]]:
+        """Change the content of a YAML; return the places that were set, and the entries that were not there before.
+
+        Raises ConfigError where the YAML has no such place.
+        """
+        try:
+            places = places_of(root, self.key)
+            added = [entry for place in places if (entry := entry_of(place)) is not None and not _has(root, entry)]
+            for place in places:
+                self._put(root, place)
+        except ConfigError as error:
+            raise ConfigError((), f"{self.shown}: {error.message}") from None
+        return places, added
+
+    def _put(self, root: CommentedMap, place: Key) -> None:
+        node: Any = root
+        for position, part in enumerate(place[:-1]):
+            below = node[part] if isinstance(node, list) else node.get(part)
+            if below is None:
+                node[part] = CommentedMap()
+            elif _is_stages(place[: position + 1]) and isinstance(below, int):
+                node[part] = CommentedMap(count=below)
+            elif not isinstance(below, dict | list):
+                here = ".".join(map(str, place[: position + 1]))
+                raise ConfigError((), f"`{here}` is a single value, and has no key `{place[position + 1]}`")
+            node = node[part]
+        before = node[place[-1]] if isinstance(node, list) else node.get(place[-1])
+        if place == METHOD:
+            change_method(node, self.value)
+        elif _is_stages(place) and isinstance(self.value, int):
+            node[place[-1]] = _with_count(before, self.value, place)
+        elif not (self.merges and isinstance(before, dict)):
+            node[place[-1]] = _commented(self.value)
+
+
+Given = str | Override
+"""A value beside the YAML: as `--set` takes it, or as another option gave it."""
+
+
+def in_order(overrides: Sequence[Override]) -> list[Override]:
+    """Return the overrides as they are applied: the method first, as it drops cells that others may set."""
+    return sorted(overrides, key=lambda one: one.key != METHOD)
+
+
+def _parsed(value: str, shown: str) -> Any:
+    """A value as YAML has it; an IPv6 address with its port needs no quotes."""
+    if re.fullmatch(r"\s*\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]:[0-9]+\s*", value):
+        return value.strip()
     try:
-        content = YAML(typ="rt").load(value)
-    except YAMLError:
-        raise ConfigError((), f"{text}: found a value that is not YAML") from None
-    entry = entry_of(key)
-    is_new = entry is not None and not _has(root, entry)
-    node: Any = root
-    for position, part in enumerate(key):
-        _require_place(node, key[:position], part, f"{text}: there is no such key in {path}")
-        if position == len(key) - 1:
-            _put(node, key, content)
-        elif isinstance(node, CommentedMap) and node.get(part) is None:
-            node[part] = CommentedMap()
-        node = node[part]
-    return entry if is_new else None
+        return YAML(typ="rt").load(value)
+    except YAMLError as error:
+        why = f" ({error.problem})" if isinstance(error, MarkedYAMLError) and error.problem else ""
+        told = f"{shown}: found a value that is not YAML{why}"
+        raise ConfigError((), f"{told}, expected text with special characters in quotes, as KEY='\"TEXT\"'") from None
 
 
-def _put(node: Any, key: Sequence[str | int], content: Any) -> None:
-    if key == METHOD and isinstance(node, CommentedMap):
-        change_method(node, content)
-    else:
-        node[key[-1]] = content
+def _commented(value: Any) -> Any:
+    """A value as a YAML's content has it."""
+    if isinstance(value, Mapping):
+        return CommentedMap({key: _commented(below) for key, below in value.items()})
+    return CommentedSeq(map(_commented, value)) if isinstance(value, list | tuple) else value
+
+
+def _is_stages(place: Key) -> bool:
+    return len(place) == 3 and (place[0], place[2]) == ("replicas", "stages")
+
+
+def _with_count(before: Any, count: int, place: Key) -> Any:
+    """Return `stages` with another number of them; their line stays.
+
+    Raises ConfigError for a list of stages that differ in more than their layers.
+    """
+    if isinstance(before, dict):
+        return CommentedMap({**before, "count": count})
+    if not isinstance(before, list) or not all(isinstance(one, dict) for one in before):
+        return count
+    own = {key: {str(one.get(key)) for one in before} for one in before for key in one}
+    if lost := sorted(
+        key for key, values in own.items() if key not in _NAMED_STAGES or (key == "line" and len(values) > 1)
+    ):
+        where, keys = ".".join(map(str, place)), ", ".join(f"`{key}`" for key in lost)
+        told = f"found a number for `{where}`, whose entries set {keys} of their own"
+        raise ConfigError((), f"{told}, expected a list of stages, or `{{count: {count}}}` to drop these settings")
+    line = before[0].get("line") if before else None
+    return count if line is None else CommentedMap(count=count, line=line)
 
 
 def require_named(config: RunConfig, added: Sequence[Entry]) -> None:
@@ -74,22 +168,10 @@ def require_named(config: RunConfig, added: Sequence[Entry]) -> None:
 
 def _has(root: Any, key: Sequence[str]) -> bool:
     for part in key:
-        if not isinstance(root, CommentedMap) or part not in root:
+        if not isinstance(root, dict) or part not in root:
             return False
         root = root[part]
     return True
-
-
-def _require_place(node: Any, key: Sequence[str | int], part: str | int, complaint: str) -> None:
-    """Raise ConfigError if a node cannot have a part of that name."""
-    here = ".".join(map(str, key))
-    if isinstance(node, CommentedSeq):
-        if not isinstance(part, int) or part >= len(node):
-            names = (f" ({one['name']})" if isinstance(one, dict) and "name" in one else "" for one in node)
-            there = ", ".join(f"{index}{name}" for index, name in enumerate(names))
-            raise ConfigError((), f"{complaint}; {here} has {there or 'no entries'}")
-    elif not isinstance(node, CommentedMap):
-        raise ConfigError((), f"{complaint}; {here} is a single value")
 
 
 def _texts(content: Any) -> Iterator[str]:

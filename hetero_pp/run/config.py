@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
@@ -21,6 +22,20 @@ from hetero_pp.run.simulate_section import SimulateSettings
 from hetero_pp.settings import Duration, NotPartOf, Settings, WhomItConcerns
 from hetero_pp.store.settings import StoreSettings
 from hetero_pp.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings
+
+LONGEST_RUN_NAME = 100
+"""Characters; file systems allow 255 for a folder, whose name may be followed by a number or a suffix."""
+
+_RUN_NAME = rf"^[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_RUN_NAME - 1}}}$"
+
+
+def _run_name(value: Any) -> Any:
+    """Raises ValueError for a text that names no folder below runs/ on every system."""
+    if isinstance(value, str) and not re.fullmatch(_RUN_NAME, value):
+        shown = value if len(value) <= LONGEST_RUN_NAME else f"{value[:20]}... ({len(value)} characters)"
+        expected = "expected letters, digits, `-`, `_` and `.`, the first a letter or a digit"
+        raise ValueError(f"found `{shown}`, {expected}, at most {LONGEST_RUN_NAME}")
+    return value
 
 
 class SnapshotSettings(Settings):
@@ -63,8 +78,10 @@ class RestartSettings(Settings):
 class RunConfig(Settings):
     """One training run."""
 
-    name: Annotated[str, NotPartOf.OUTCOME] = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="the run's folder under runs/"
+    name: Annotated[
+        str, BeforeValidator(_run_name), WithJsonSchema({"type": "string", "pattern": _RUN_NAME}), NotPartOf.OUTCOME
+    ] = Field(
+        description=f"the run's folder under runs/: at most {LONGEST_RUN_NAME} letters, digits, `-`, `_` and `.`",
     )
     seed: int = Field(0, ge=0)
     threads: Annotated[int, NotPartOf.EITHER] = Field(

@@ -1,15 +1,20 @@
-"""Which keys the YAML may have at any place, from the settings' types."""
+"""Which keys the YAML may have at any place, from the settings' types; and which places a key of the user names."""
 
 from __future__ import annotations
 
+import difflib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from hetero_pp.errors import ConfigError
 from hetero_pp.run.config import RunConfig
 from hetero_pp.settings import WhomItConcerns
+from hetero_pp.topology import ReplicaSettings
+
+Key = tuple[str | int, ...]
 
 
 def keys_beside(key: Sequence[str | int], model: type[BaseModel] = RunConfig) -> list[str]:
@@ -61,3 +66,62 @@ def _flatten(annotation: Any) -> list[Any]:
     if get_origin(annotation) in (Union, types.UnionType):
         return [part for option in get_args(annotation) for part in _flatten(option)]
     return [annotation]
+
+
+def places_of(root: Any, key: Sequence[str | int]) -> list[Key]:
+    """Return the places in a YAML's content that a key names.
+
+    An entry of a list is named by its number or by its `name`. `replicas.boundary.rank` names the key of every replica
+    whose kind has it. Raises ConfigError that lists the entries, if a part names none of them or several.
+    """
+    return list(_places(root, (), tuple(key)))
+
+
+def keys_of_replica(entry: Any) -> set[str]:
+    """Return the keys that a replica's kind has; those of all kinds, if the entry does not say its kind."""
+    kind = entry.get("kind") if isinstance(entry, Mapping) else None
+    models = {get_args(model.model_fields["kind"].annotation)[0]: model for model in _flatten(ReplicaSettings)}
+    return {name for tag, model in models.items() if kind in (tag, None) for name in model.model_fields}
+
+
+def _places(node: Any, here: Key, rest: Key) -> Iterator[Key]:
+    if not rest:
+        yield here
+    elif isinstance(node, list):
+        named, having = _entries(node, here, rest[0])
+        for index in named:
+            yield from _places(node[index], (*here, index), rest[1:])
+        for index in having:
+            yield from _places(node[index], (*here, index), rest)
+    else:
+        below = node.get(rest[0]) if isinstance(node, Mapping) else None
+        yield from _places(below, (*here, rest[0]), rest[1:])
+
+
+def _entries(entries: Sequence[Any], here: Key, part: str | int) -> tuple[list[int], list[int]]:
+    """Return the entry that is called `part`, or else all replicas that have a key `part`."""
+    named = [index for index, entry in enumerate(entries) if part == index or str(part) == _name_of(entry)]
+    having = [index for index, entry in enumerate(entries) if here == ("replicas",) and part in keys_of_replica(entry)]
+    if len(named) + bool(having) == 1:
+        return named, having
+    there = ", ".join(_called(index, entry) for index, entry in enumerate(entries))
+    where = f"`{'.'.join(map(str, here))}`"
+    if named:
+        meanings = [f"entry {_called(index, entries[index])}" for index in named] + ["a key of replicas"] * bool(having)
+        told = f"found `{part}`, which is {' and '.join(meanings)} of {where}"
+        raise ConfigError((), f"{told}, expected a number or a name that is one entry's: {there}")
+    if not entries:
+        raise ConfigError((), f"found no entry `{part}` in {where}, which has no entries")
+    close = difflib.get_close_matches(str(part), [name for entry in entries if (name := _name_of(entry))], n=1)
+    hint = f"; did you mean `{close[0]}`?" if close else ""
+    keys = ", or a key that replicas have, such as `batch_size`" if here == ("replicas",) else ""
+    raise ConfigError((), f"found no entry `{part}` in {where}, expected one of {there}{keys}{hint}")
+
+
+def _name_of(entry: Any) -> str | None:
+    return str(entry["name"]) if isinstance(entry, Mapping) and "name" in entry else None
+
+
+def _called(index: int, entry: Any) -> str:
+    name = _name_of(entry)
+    return f"{index}" if name is None else f"{index} ({name})"

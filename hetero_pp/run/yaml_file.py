@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.errors import ConfigError, dotted
 from hetero_pp.files import whole
-from hetero_pp.run.changes import METHOD, change, require_named
+from hetero_pp.run.changes import Entry, Given, Override, in_order, require_named
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.described_weights import with_weights_described
-from hetero_pp.run.yaml_lines import Key, YamlLines, complaint
+from hetero_pp.run.known_keys import Key
+from hetero_pp.run.yaml_lines import YamlLines, complaint
 
 
 class ConfigFile:
     """A YAML file that holds a RunConfig, and where each key stands in it."""
 
-    def __init__(self, path: Path, overrides: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> None:
-        """`overrides` are texts such as `outer.rounds=20`, `changes` the same as mappings: {"outer": {"rounds": 20}}.
+    def __init__(self, path: Path, overrides: Sequence[Given] = (), changes: Mapping[str, Any] | None = None) -> None:
+        """`overrides` are values of `--set` such as `outer.rounds=20`, or of other options; `changes` is the same as
+        mappings: {"outer": {"rounds": 20}}.
 
-        Raises ConfigError with file, line and key.
+        Raises ConfigError with file, line and key; or with what was given beside the file, if the fault is there.
         """
         self.path = path
-        self.given = [tuple(text.partition("=")[0].strip().split(".")) for text in overrides]
-        """Keys that were set beside the file."""
         self._lines = YamlLines(path)
-        first = sorted(overrides, key=lambda text: text.partition("=")[0].strip().split(".") != METHOD)
-        added = [entry for text in first if (entry := change(self._lines.root, text, path)) is not None]
-        self._merge(self._lines.root, changes or {}, ())
+        given = [Override.parse(one) if isinstance(one, str) else one for one in overrides]
+        self._set: list[tuple[Key, Override]] = []
+        added = [entry for one in in_order(given) for entry in self._apply(one)]
+        for one in in_order(list(Override.of_mapping(changes or {}, path))):
+            self._apply(one)
         try:
             self.config = with_weights_described(RunConfig.model_validate(self._lines.plain()))
             self.config.check()
@@ -43,25 +43,42 @@ class ConfigFile:
         except ConfigError as error:
             raise self.located(error) from None
 
-    def located(self, error: ConfigError) -> ConfigError:
-        """The same complaint, with file and line in front."""
-        return self._lines.located(error)
+    @property
+    def given(self) -> list[Key]:
+        """Keys that were set beside the file."""
+        return [place for place, _ in self._set]
 
-    def _merge(self, node: Any, change: Any, key: Key) -> Any:
-        """What stands at a key, changed: of a mapping the entries that are named, of a list those whose numbers are."""
-        if isinstance(change, os.PathLike):
-            return os.fspath(change)
-        if not isinstance(change, Mapping):
-            return change
-        if not isinstance(node, CommentedMap | CommentedSeq):
-            node = CommentedMap()
-        for part, value in change.items():
-            if isinstance(node, CommentedSeq) and part not in range(len(node)):
-                expected = f"expected a list, or changes of entries 0 to {len(node) - 1}"
-                raise self.located(ConfigError(key, f"found {part!r}, {expected}"))
-            has = isinstance(node, CommentedSeq) or part in node
-            node[part] = self._merge(node[part] if has else None, value, (*key, part))
-        return node
+    def located(self, error: ConfigError) -> ConfigError:
+        """Return the same complaint with file and line in front, or with the value beside the file that it is about."""
+        key, _ = self._lines.find(error.key)
+        near = [(place, one) for place, one in self._set if key and _overlap(place, key)]
+        exact = [(place, one) for place, one in near if len(place) <= len(key)]
+        if not near or (not exact and self._is_wrong_itself(error)):
+            return self._lines.located(error)
+        place, last = exact[-1] if exact else near[-1]
+        said = [last.shown] if exact else dict.fromkeys(one.shown for _, one in near)
+        where = "" if place == key and "=" in last.shown else f"{dotted(key)}: "
+        return ConfigError((), f"{' '.join(said)}: {where}{error.message}")
+
+    def _apply(self, one: Override) -> list[Entry]:
+        """Change the file's content; return the entries that were not there before."""
+        places, added = one.apply(self._lines.root)
+        self._set += [(place, one) for place in places]
+        return added
+
+    def _is_wrong_itself(self, error: ConfigError) -> bool:
+        """Whether the file has the same fault without what was given beside it."""
+        try:
+            ConfigFile(self.path)
+        except ConfigError as own:
+            return str(own) == str(self._lines.located(error))
+        return False
+
+
+def _overlap(one: Key, other: Key) -> bool:
+    """Whether one key is at or below the other."""
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
 
 
 def save_config(config: RunConfig, path: Path, comments: Sequence[str] = ()) -> None:

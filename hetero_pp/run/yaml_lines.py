@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from hetero_pp.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
-from hetero_pp.run.known_keys import keys_beside
-
-Key = tuple[str | int, ...]
+from hetero_pp.run.known_keys import Key, keys_beside
 
 
 class YamlLines:
@@ -31,7 +29,7 @@ class YamlLines:
 
     def located(self, error: ConfigError, model: type[BaseModel] = RunConfig) -> ConfigError:
         """The same complaint about what should be a `model`, with file and line in front."""
-        key, line = self._find(error.key, model)
+        key, line = self.find(error.key, model)
         where = f"{self.path}:{line}: " + (f"{dotted(key)}: " if key else "")
         return ConfigError((), where + error.message)
 
@@ -53,7 +51,7 @@ class YamlLines:
             raise ConfigError((), f"{self.path}:1: expected keys and values at the top")
         return root
 
-    def _find(self, key: Sequence[str | int], model: type[BaseModel]) -> tuple[Key, int]:
+    def find(self, key: Sequence[str | int], model: type[BaseModel] = RunConfig) -> tuple[Key, int]:
         """The key as far as the file has it (and one step further), and the line it stands on."""
         node: Any = self.root
         found: list[str | int] = []
@@ -111,9 +109,45 @@ def _explain(detail: Any, model: type[BaseModel]) -> str:
         context = detail["ctx"]
         name = context["discriminator"].strip("'")
         if kind == "union_tag_not_found":
-            return f"found no `{name}`, expected one of 'datacenter', 'participants'"
-        return f"found `{name}: {context['tag']}`, expected one of {context['expected_tags']}"
-    found = detail["input"]
-    shown = f"`{found}`" if isinstance(found, str | int | float) else f"a {type(found).__name__}"
-    expected = message.removeprefix("Input should be ")
-    return f"found {shown}, expected {expected[:1].lower()}{expected[1:]}"
+            return f"found no `{name}`, expected `{name}: datacenter` or `{name}: participants`"
+        return f"found `{name}: {context['tag']}`, expected one of {context['expected_tags'].replace(chr(39), '`')}"
+    return f"found {_shown(detail['input'])}, expected {_expected(kind, message, detail.get('ctx', {}))}"
+
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "keys and values",
+    "model": "keys and values",
+}
+"""What each kind of pydantic's complaints expects, by the first word of its name."""
+
+
+def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
+    """What a value should be, from pydantic's complaint about it."""
+    bounds = {"greater_than": "more than", "greater_than_equal": "at least"}
+    bounds |= {"less_than": "less than", "less_than_equal": "at most"}
+    if kind in bounds:
+        [limit] = context.values()
+        return f"{bounds[kind]} {limit:g}"
+    if kind == "literal_error":
+        return f"one of {str(context['expected']).replace(' or ', ', ').replace(chr(39), '`')}"
+    first, _, rest = kind.partition("_")
+    if first in _KINDS and rest in ("type", "parsing", "from_float", "attributes_type"):
+        return _KINDS[first]
+    told = message.removeprefix("Input should be ")
+    return told[:1].lower() + told[1:]
+
+
+def _shown(found: Any) -> str:
+    if isinstance(found, Mapping):
+        return f"the keys {', '.join(map(str, found))}" if found else "an empty mapping"
+    if isinstance(found, bool):
+        return f"`{str(found).lower()}`"
+    if found is None:
+        return "nothing"
+    return f"`{found}`" if isinstance(found, str | int | float) else f"a {type(found).__name__}"

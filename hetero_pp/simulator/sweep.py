@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hetero_pp.run.changes import Override
 from hetero_pp.sweeps import parse_sweep, quantity_of
 
 _NAMES = {"bit/s": "bandwidth", "s": "seconds", "B": "bytes"}
@@ -20,22 +21,25 @@ class Sweep:
     values: Sequence[str]
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Of values that are names: the keys that each stands for."""
+    option: str = "--sweep"
+    """What gave the key."""
 
     @classmethod
     def of_rows(cls, rows: Mapping[str, Mapping[str, Any]]) -> Sweep:
         """The rows of the YAML, by name."""
         return cls("row", list(rows), rows)
 
-    def overrides(self, value: str) -> list[str]:
-        """A value as `--set` takes it."""
-        if self.rows:
-            return [f"{key}={json.dumps(changed)}" for key, changed in self.rows[value].items()]
-        return [f"{self.key}={value}"]
+    def overrides(self, value: str) -> list[Override]:
+        """Return the changes of the YAML that a value stands for."""
+        if not self.rows:
+            return [Override.parse(f"{self.key}={value}", self.option)]
+        option = f"simulate.rows.{value}:"
+        return [Override.parse(f"{key}={json.dumps(changed)}", option) for key, changed in self.rows[value].items()]
 
     @classmethod
     def parse(cls, text: str, option: str = "--sweep") -> Sweep:
         """From KEY=FROM..TO or KEY=A,B,C. Raises ConfigError."""
-        return cls(*parse_sweep(option, text, "KEY=FROM..TO or KEY=A,B,C", ranges=True))
+        return cls(*parse_sweep(option, text, "KEY=FROM..TO or KEY=A,B,C", ranges=True), option=option)
 
     @property
     def title(self) -> str:

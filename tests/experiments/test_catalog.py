@@ -119,13 +119,13 @@ CELLS = {
     ),
     "a cell of a scale": (
         SMALLEST + "    at: {micro: {inner.warmup_steps: x}}\n",
-        "mine.yaml:8: rows[1].at.micro.inner.warmup_steps: found `x`, expected a valid integer",
+        "mine.yaml:8: rows[1].at.micro.inner.warmup_steps: found `x`, expected a whole number",
     ),
     "a cell of all rows": (
         SMALLEST + "at:\n  micro:\n    outer.method: best\n",
-        "mine.yaml:10: at.micro.outer.method: found `best`, expected 'sparseloco'",
+        "mine.yaml:10: at.micro.outer.method: found `best`, expected one of `sparseloco`",
     ),
-    "bits": (SMALLEST + "    bits: 99\n", "mine.yaml:8: rows[1].bits: found `99`, expected less than or equal to 8"),
+    "bits": (SMALLEST + "    bits: 99\n", "mine.yaml:8: rows[1].bits: found `99`, expected at most 8"),
     "an ablation": (
         SMALLEST + "    ablations: {projekt: true}\n",
         "mine.yaml:8: rows[1].ablations.projekt: found an unknown key",
@@ -155,7 +155,7 @@ def test_what_is_wrong_with_a_scale_is_told_by_its_file(mine: Path) -> None:
     (mine / "quick.yaml").write_text(
         SCALE.replace("name: micro", "name: quick").replace("hardware: cpu", "hardware: x")
     )
-    with pytest.raises(ConfigError, match=r"quick\.yaml:8: hardware: found `x`, expected 'cpu' or 'gpu'"):
+    with pytest.raises(ConfigError, match=r"quick\.yaml:8: hardware: found `x`, expected one of `cpu`, `gpu`"):
         Request(Catalog(mine), names=["mine"], scale="quick").settings()
     assert Request(Catalog(mine), names=["mine"]).settings()
 

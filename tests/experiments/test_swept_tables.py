@@ -81,6 +81,14 @@ def test_the_papers_loss_stays_where_its_row_stays() -> None:
     assert [row.paper for row in rows] == [2.747, None, 2.91, None]
 
 
+def test_a_cell_is_of_one_replica_by_its_name_or_its_number() -> None:
+    named, numbered = (_swept(f"replicas.{which}.batch_size=2") for which in ("r1", "1"))
+    for setting in (named, numbered):
+        sizes = [one.batch_size for one in setting.config(setting.experiment.rows[0]).replicas]
+        assert sizes[1] == 2
+        assert 2 not in (sizes[0], *sizes[2:])
+
+
 THEIRS = "(SparseLoCo's paper: 1/128, 2-bit codes)."
 
 
@@ -107,8 +115,13 @@ REFUSED = {
     "the right key": (["inner.stepz=1,2"], "did you mean `steps`?"),
     "an unknown key of some rows": (["replicas.boundary.foo=1"], "--sweep replicas.boundary.foo=1: found an unknown"),
     "a key below a number": (["outer.rounds.x=1"], "--sweep outer.rounds.x=1: found no section to set `x` in"),
-    "no number": (["replicas.batch_size=x"], "--sweep replicas.batch_size=x: found `x`, expected a valid integer"),
-    "nothing": (["inner.steps=0"], "--sweep inner.steps=0: found `0`, expected greater than or equal to 1"),
+    "no such replica": (
+        ["replicas.home.batch_size=4"],
+        "no entry `home` in `replicas`, expected one of 0 (r0), 1",
+    ),
+    "of one replica": (["replicas.r0.batch_size=x"], "--sweep replicas.r0.batch_size=x: found `x`, expected a whole"),
+    "no number": (["replicas.batch_size=x"], "--sweep replicas.batch_size=x: found `x`, expected a whole number"),
+    "nothing": (["inner.steps=0"], "--sweep inner.steps=0: found `0`, expected at least 1"),
     "time beside steps": (["inner.seconds=5 s"], "--sweep inner.seconds=5 s: found 5 s beside"),
     "what decides nothing": (["threads=1,2"], "--sweep threads=1,2: changes no row of het-pp/table3"),
     "links, which decide nothing": (["links.dsl.bandwidth=1 Mbit/s,2 Mbit/s"], "changes no row of het-pp/table3"),

@@ -35,7 +35,7 @@ CASES = {
     "unknown key of a replica": ("link: home", "lnk: home", 14, "replicas[1].lnk", ["unknown key", "`link`"]),
     "wrong unit": ("100 Mbit/s", "100 Mbps/s", 6, "links.home.bandwidth", ["`100 Mbps/s`", "such as `100 Mbit/s`"]),
     "no unit": ("20 ms", "20", 6, "links.home.latency", ["`20`", "such as `20 ms`"]),
-    "no bandwidth": ("100 Mbit/s", "0 Mbit/s", 6, "links.home.bandwidth", ["`0 Mbit/s`", "greater than 0"]),
+    "no bandwidth": ("100 Mbit/s", "0 Mbit/s", 6, "links.home.bandwidth", ["`0 Mbit/s`", "more than 0"]),
     "rank above d": ("1/8", "65", 15, "replicas[1].boundary.rank", ["65", "at most the model's width 64"]),
     "anchors above d": (
         "1/8",
@@ -56,8 +56,14 @@ CASES = {
     ),
     "same name": ("name: home", "name: dc", 10, "replicas[1].name", ["second replica named `dc`", "unique"]),
     "unknown link": ("link: home", "link: hom", 14, "replicas[1].link", ["`hom`", "(home)"]),
-    "unknown kind": ("kind: datacenter", "kind: dc", 8, "replicas[0]", ["`kind: dc`", "'datacenter'"]),
-    "not a number": ("rounds: 3", "rounds: many", 4, "outer.rounds", ["`many`", "valid integer"]),
+    "unknown kind": (
+        "kind: datacenter",
+        "kind: dc",
+        8,
+        "replicas[0]",
+        ["`kind: dc`", "one of `datacenter`, `participants`"],
+    ),
+    "not a number": ("rounds: 3", "rounds: many", 4, "outer.rounds", ["`many`", "a whole number"]),
     "missing key": (
         "  rounds: 3\n",
         "  learning_rate: 1.0\n",
@@ -146,14 +152,14 @@ def test_gradients_averaged_after_many_steps_are_refused(steps: int, tmp_path: P
     changes = ["--set", 'outer={"rounds": 2, "method": "adamw_ddp"}', "--set", f"inner.steps={steps}"]
     result = CliRunner().invoke(app, ["launch", str(path), "--runs", str(tmp_path / "runs"), *changes])
     assert result.exit_code == 2
-    assert f"inner.steps: found {steps}, expected 1: with method adamw_ddp" in result.stderr
+    assert f"--set inner.steps={steps}: found {steps}, expected 1: with method adamw_ddp" in result.stderr
     assert not (tmp_path / "runs" / "good").exists()
 
 
 LENGTHS = {
     "both": ("{steps: 5, seconds: 5 min}", "inner.seconds: found 300 s beside 5 `steps`, expected one of them"),
     "neither": ("{steps: null}", "inner.steps: found nothing, expected `steps` or `seconds`"),
-    "no time": ("{seconds: 0}", "inner.seconds: found `0`, expected greater than 0"),
+    "no time": ("{seconds: 0}", "inner.seconds: found `0`, expected more than 0"),
     "no unit that is known": ("{seconds: 5 weeks}", "inner.seconds: found `5 weeks` with the unknown unit `weeks`"),
     "not a number": ("{seconds: true}", "inner.seconds: found `True`, expected a number and a unit such as `5 min`"),
     "warm-up in steps": (
@@ -190,7 +196,7 @@ def test_a_length_is_changed_by_taking_the_other_back(tmp_path: Path, corpus: Pa
 
 TIMED = {
     "gradients": (["outer.method=adamw_ddp"], "inner.seconds: found as many inner steps as fit into 9 s, expected 1"),
-    "read once": (["data.repeat=false"], "data.repeat: found false, expected true with `inner.seconds`"),
+    "read once": (["data.repeat=false"], "data.repeat=false: found false, expected true with `inner.seconds`"),
 }
 
 
@@ -214,7 +220,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     [
         ("outer.rounds", "expected KEY=VALUE"),
         ("outer.round=3", "did you mean `rounds`?"),
-        ("replicas.7.name=x", "no such key"),
+        ("replicas.7.name=x", "found no entry `7` in `replicas`, expected one of 0 (dc), 1 (home)"),
         ("links.home.bandwidth=fast", "`fast`"),
     ],
 )

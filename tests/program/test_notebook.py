@@ -226,13 +226,25 @@ def test_it_predicts_what_simulate_does(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"oter": {"rounds": 3}}, r"mixed\.yaml:\d+: oter: found an unknown key, .*did you mean `outer`\?"),
-        ({"outer": {"ruonds": 3}}, r"mixed\.yaml:7: outer.ruonds: found an unknown key, .*did you mean `rounds`\?"),
-        ({"outer": {"rounds": 0}}, r"mixed\.yaml:7: outer.rounds: found `0`, expected greater than or equal to 1"),
-        ({"outer": 3}, r"mixed\.yaml:7: outer: found `3`, expected "),
-        ({"replicas": {2: {"batch_size": 8}}}, r"mixed\.yaml:9: replicas: found 2, expected .* entries 0 to 1"),
-        ({"replicas": {1: {"boundary": {"rank": "9/8"}}}}, r"mixed\.yaml:16: replicas\[1\]\.boundary\.rank: "),
-        ({"data": {"corpus": Path("/nowhere")}}, r"mixed\.yaml:5: data\.corpus: .*/nowhere"),
+        (
+            {"oter": {"rounds": 3}},
+            r"mixed\.yaml with oter\.rounds=3: oter: found .*did you mean `outer`\?",
+        ),
+        (
+            {"outer": {"ruonds": 3}},
+            r"mixed\.yaml with outer\.ruonds=3: found an unknown .*did you mean `rounds`\?",
+        ),
+        ({"outer": {"rounds": 0}}, r"mixed\.yaml with outer\.rounds=0: found `0`, expected at least 1"),
+        ({"outer": 3}, r"mixed\.yaml with outer=3: found `3`, expected keys and values"),
+        (
+            {"replicas": {2: {"batch_size": 8}}},
+            r"no entry `2` in `replicas`, expected one of 0 \(dc\), 1 \(home\)",
+        ),
+        (
+            {"replicas": {1: {"boundary": {"rank": "9/8"}}}},
+            r"with replicas\.1\.boundary\.rank='9/8': found ",
+        ),
+        ({"data": {"corpus": Path("/nowhere")}}, r"mixed\.yaml with data\.corpus='/nowhere': .*/nowhere"),
     ],
 )
 def test_changes_that_cannot_be_are_refused_as_on_the_command_line(changes: dict[str, Any], complaint: str) -> None:

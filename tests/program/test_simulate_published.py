@@ -128,7 +128,7 @@ def test_mistakes_are_one_line(yaml: Path, entry: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["simulate.rows={a: {inner.stops: 3}}"], "inner.stops: found an unknown key"),
+        (["simulate.rows={a: {inner.stops: 3}}"], "simulate.rows.a: inner.stops=3: found an unknown key"),
         (["simulate.rows={a: {}}", "simulate.sweep=inner.steps=1"], "simulate: found `rows` and `sweep`, expected one"),
     ],
 )

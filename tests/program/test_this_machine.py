@@ -164,7 +164,7 @@ def test_launch_warns_and_goes_on(tmp_path: Path, corpus: Path, machine: pytest.
 def test_a_gpu_that_is_not_there_is_refused(yaml: Path) -> None:
     said = _launch(yaml, "--set", "replicas.0.device=cuda")
     assert (
-        f"{yaml}:7: replicas[0].device: found `cuda`, expected `auto` or `cpu`, as torch {torch.__version__} " in said
+        f"--set replicas.0.device=cuda: found `cuda`, expected `auto` or `cpu`, as torch {torch.__version__} " in said
     )
 
 

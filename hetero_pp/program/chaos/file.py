@@ -28,8 +28,9 @@ from hetero_pp.program.chaos.settings import (
     Miss,
     kind_of,
 )
+from hetero_pp.run.known_keys import Key
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_lines import Key, YamlLines, complaint
+from hetero_pp.run.yaml_lines import YamlLines, complaint
 from hetero_pp.settings import Settings
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.exchange.host import rules_of

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.experiments.definition import Experiment, Row, Scale, SweptRow
+from hetero_pp.run.known_keys import keys_of_replica
 
 Key = tuple[str | int, ...]
 
@@ -36,8 +37,12 @@ def _places(row: Row, experiment: Experiment, scale: Scale) -> Iterator[Key]:
 
 
 def _parts(cell: str) -> tuple[str, ...]:
-    """A cell of a row as the key of a run."""
-    return ("replicas", "boundary", cell) if cell in _OF_A_BOUNDARY else tuple(cell.split("."))
+    """Return a cell of a row as the key of a run, without the name of a replica."""
+    if cell in _OF_A_BOUNDARY:
+        return ("replicas", "boundary", cell)
+    first, *rest = cell.split(".")
+    names_one = first == "replicas" and rest and rest[0] not in keys_of_replica({})
+    return (first, *(rest[1:] if names_one else rest))
 
 
 def _overlap(parts: Sequence[str], key: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from hetero_pp.program.experiments.blame import located
 from hetero_pp.program.experiments.definition import EVERY, Cells, Experiment, Row, Scale
 from hetero_pp.program.experiments.identity import settings_of
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.known_keys import keys_of_replica, places_of
 from hetero_pp.run.yaml_lines import complaint
 
 _OF_THE_TABLE = "the `corpus` of the experiment, or --corpus, for all rows"
@@ -164,15 +165,21 @@ def _steps(values: Cells) -> int:
 
 
 def _places(values: Cells, cell: str) -> Iterator[tuple[Cells, list[str]]]:
-    """Where a cell stands: once in the run, or in every replica that has such a thing."""
+    """Yield the sections that a cell is set in: the run, or one replica by its name, or all that have such a key.
+
+    Raises ConfigError for a replica that is not there.
+    """
     keys = cell.split(".")
     if keys[0] != "replicas":
         yield values, keys
-        return
-    for replica in values["replicas"]:
-        if keys[1] in ("stages", "boundary", "extra_in_flight") and replica["kind"] == "datacenter":
-            continue
-        yield replica, keys[1:]
+    elif keys[1] in keys_of_replica({}):
+        yield from ((one, keys[1:]) for one in values["replicas"] if keys[1] in keys_of_replica(one))
+    else:
+        try:
+            [(_, index)] = places_of(values, [int(part) if part.isdigit() else part for part in keys[:2]])
+        except ConfigError as error:
+            raise ConfigError(keys, error.message) from None
+        yield values["replicas"][index], keys[2:]
 
 
 def _set(node: Any, keys: list[str], value: Any, cell: str) -> None:

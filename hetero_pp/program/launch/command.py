@@ -32,6 +32,7 @@ from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.rpc.credentials import Secret, SecretKeys, new_secret
+from hetero_pp.run.changes import Given
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import ConfigFile, save_config
@@ -50,7 +51,7 @@ class Host:
 
 def run_topology(
     path: Path,
-    overrides: Sequence[str],
+    overrides: Sequence[Given],
     runs: Path,
     in_process: bool,
     resume: bool = False,
@@ -85,7 +86,7 @@ def _start(spec: RunSpec, in_process: bool, chaos: Path | None) -> Start:
 
 def run_on_this_host(
     path: Path,
-    overrides: Sequence[str],
+    overrides: Sequence[Given],
     runs: Path,
     host: Host,
     in_process: bool,
@@ -150,7 +151,7 @@ def _is_shared(spec: RunSpec, member: str) -> bool:
     return isinstance(replica, DatacenterReplica) and replica.nodes > 1
 
 
-def print_commands(path: Path, overrides: Sequence[str]) -> None:
+def print_commands(path: Path, overrides: Sequence[Given]) -> None:
     """What to run on each host."""
     file = ConfigFile(path, overrides)
     try:
@@ -164,7 +165,7 @@ def print_commands(path: Path, overrides: Sequence[str]) -> None:
     print("\n".join(lines))
 
 
-def _prepare(path: Path, overrides: Sequence[str], runs: Path, only: str | None, resume: bool) -> Prepared:
+def _prepare(path: Path, overrides: Sequence[Given], runs: Path, only: str | None, resume: bool) -> Prepared:
     file = ConfigFile(path, overrides)
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
         prepared = prepare(file, runs.absolute(), only, resume, on_progress=on_progress)

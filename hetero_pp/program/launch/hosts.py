@@ -22,6 +22,7 @@ from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys
+from hetero_pp.run.changes import Given
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
@@ -168,13 +169,13 @@ def launch_members(
         watcher.join()
 
 
-def commands(config: RunConfig, path: Path, overrides: Sequence[str]) -> list[str]:
+def commands(config: RunConfig, path: Path, overrides: Sequence[Given]) -> list[str]:
     """What to run on each host: the exchange, then every replica, and every stage of a group that is on several hosts.
 
     Raises ConfigError if other hosts could not reach what listens.
     """
     require_reachable(config, [EXCHANGE, *(name for replica in config.replicas for name in replica.members)])
-    sets = [part for override in overrides for part in ("--set", override)]
+    sets = [part for one in overrides for part in (("--set", one) if isinstance(one, str) else shlex.split(one.shown))]
     start = ["hetero-pp", "launch", str(path), *sets]
     port = config.exchange.listen.rpartition(":")[2]
     token = ["--token-file", TOKEN_FILE]

@@ -19,8 +19,9 @@ from hetero_pp.run.batches import examples_in, replica_batches
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import require_weights
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.known_keys import Key
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.run.yaml_file import ConfigFile, Key
+from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
 from replica_groups.engines.build import require_engine
 

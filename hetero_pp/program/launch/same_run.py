@@ -10,9 +10,10 @@ from hetero_pp.changed_keys import REPLICAS, Changes, read_changes, replicas_of,
 from hetero_pp.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.known_keys import Key
 from hetero_pp.run.membership import changed_entries, wanted_replicas
 from hetero_pp.run.same import Agreement, differences, shown
-from hetero_pp.run.yaml_file import ConfigFile, Key
+from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.settings import NotPartOf, meaning
 
 
