@@ -402,6 +402,19 @@ def replay(
 
 
 @app.command()
+def compare(
+    named: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names in runs/, or folders of runs.")],
+    chart: Annotated[Path, typer.Option(help="Where the picture goes (.png).")] = Path("compare.png"),
+    runs: RunsFolder = Path("runs"),
+) -> None:
+    """Compare runs: print the keys that differ and what each run reached, and draw their validation losses."""
+    with readable_errors():
+        from hetero_pp.program.compare import compare as print_and_draw
+
+        print_and_draw(runs, named, chart)
+
+
+@app.command()
 def volume(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="The folder of a run, or the URL of a log in a store of its own.")

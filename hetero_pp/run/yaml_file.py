@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,14 @@ def _overlap(one: Key, other: Key) -> bool:
 
 def save_config(config: RunConfig, path: Path, comments: Sequence[str] = ()) -> None:
     """Write the resolved configuration, below lines of comments; loading it gives an equal one."""
-    yaml = YAML()
-    yaml.default_flow_style = False
     with whole(path) as part, part.open("w") as file:
         file.writelines(f"# {line}\n" for line in comments)
-        yaml.dump(config.model_dump(mode="json"), file)
+        file.write(config_text(config))
+
+
+def config_text(config: RunConfig) -> str:
+    """Return the resolved configuration as YAML."""
+    yaml, text = YAML(), io.StringIO()
+    yaml.default_flow_style = False
+    yaml.dump(config.model_dump(mode="json"), text)
+    return text.getvalue()

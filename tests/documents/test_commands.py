@@ -67,6 +67,9 @@ RUN_BY = {
     "hetero-pp replay runs/quickstart": REPLAYED,
     "hetero-pp replay runs/quickstart --round 12 --to theta-12.safetensors --json found.json": REPLAYED,
     "hetero-pp volume runs/mixed": COUNTED,
+    "hetero-pp compare quickstart quickstart.1 /data/other/run": (
+        "tests/program/test_compare.py::test_what_differs_and_what_was_reached"
+    ),
     "hetero-pp calibrate configs/quickstart.yaml --write calibration.yaml": CALIBRATED,
     "hetero-pp simulate configs/quickstart.yaml --calibration calibration.yaml": CALIBRATED,
     "hetero-pp reproduce het-pp/table1 --seeds 3 --workers 2": TABLE,

@@ -60,7 +60,7 @@ def _schedule(text: str, folder: Path, *overrides: str) -> Schedule:
         ("{miss: home.0, rounds: [1]}", "faults[0].miss", "found `home.0`, expected one of dc, home"),
         ("{miss: home, rounds: [1, 7]}", "faults[0].rounds[1]", "found 7, expected at most the 3 of `outer.rounds`"),
         ("{rate: 125, of: [kill]}", "faults[0].rate", "found `125`, expected a number and a unit such as `125/h`"),
-        ("{rate: 9/h, of: [miss]}", "faults[0].of[0]", "found `miss`, expected 'kill', 'freeze', 'cut' or 'delay'"),
+        ("{rate: 9/h, of: [miss]}", "faults[0].of[0]", "found `miss`, expected one of `kill`, `freeze`"),
         ("{rate: 9/h, of: [kill], members: [home]}", "faults[0].members[0]", "found `home`, expected one of exchange"),
     ],
 )

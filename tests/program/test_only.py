@@ -368,7 +368,10 @@ def test_what_to_do_before_the_commands_with_key_and_line(
     )
     assert all(line.startswith("hetero-pp launch ") for line in said[3:])
     print_commands(path, ["exchange.listen=127.0.0.1:5"])
-    assert "exchange.listen: found `127.0.0.1:5`, expected what other hosts reach" in capsys.readouterr().out
+    assert (
+        "--set exchange.listen=127.0.0.1:5: found `127.0.0.1:5`, expected what other hosts reach"
+        in capsys.readouterr().out
+    )
     _config(tmp_path, corpus, "", stages)
     with pytest.raises(ConfigError, match=r"run\.yaml:1: exchange\.listen: .* expected a fixed port"):
         print_commands(path, [])
@@ -386,7 +389,7 @@ def test_check_tries_the_addresses_of_this_host_only(
         f"Listening: exchange 127.0.0.1:{own} (free on this host), home.0 192.0.2.7:5 (another host's, not tried "
         "here), home.1 ben.invalid:7 (another host's, not tried here)."
     ) in capsys.readouterr().out
-    with taken, pytest.raises(ConfigError, match=r"run\.yaml:8: exchange\.listen: .* expected a free port"):
+    with taken, pytest.raises(ConfigError, match=r"--set exchange\.listen=127.*: found .* expected a free port"):
         print_check(path, [f"exchange.listen=127.0.0.1:{taken.getsockname()[1]}"], tmp_path / "runs")
     with pytest.raises(ConfigError, match=r"stages\[0\]\.listen: .*; `launch --print-commands` shows"):
         run_topology(path, [], tmp_path / "runs", in_process=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from test_run_state import (
+    ROUND_SECONDS,
     START,
     TIMED,
     inner_step,
@@ -132,6 +133,31 @@ def test_tensorboard_scalars(folder: Path) -> None:
     assert values("wire_bytes/home.0-1/forward") == [(1, 4010), (2, 4010)]
     assert values("busy_share/home.0-1/backward")[-1] == (2, 0.25)
     assert not any(tag.startswith("busy_share/dc-exchange") for tag in events.Tags()["scalars"])
+
+
+def test_tensorboard_has_tokens_their_rate_and_the_configuration(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reports = []
+    for round_ in (1, 2):
+        reports += made_up_round(round_)
+        for member, seconds in (("dc", 4), ("home.0", 8)):
+            through = Report(time=START + ROUND_SECONDS * (round_ - 1) + seconds, member=member)
+            through.member_round.round = round_
+            reports.append(through)
+    record(tmp_path, reports)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+
+    def values(tag: str) -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in events.Scalars(tag)]
+
+    assert values("tokens/dc") == values("tokens/home") == [(1, 200), (2, 400)]
+    assert values("tokens/all") == [(1, 400), (2, 800)]
+    assert values("tokens_per_second/dc") == [(1, 200 / 4), (2, 200 / ROUND_SECONDS)]
+    assert values("tokens_per_second/all") == [(1, 400 / 8), (2, 400 / ROUND_SECONDS)]
+    [text] = events.Tensors("configuration/text_summary")
+    assert b"name: made-up" in text.tensor_proto.string_val[0]
 
 
 def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:

@@ -63,6 +63,12 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
     return sorted(reports, key=lambda report: report.time)
 
 
+def last_closed(folder: RunFolder) -> int:
+    """Return the last round whose close was noted; 0 if none was."""
+    closed = (line for line in _lines(folder.metrics) if isinstance(line, dict) and line.get("event") == "round_closed")
+    return max((line["round"] for line in closed if isinstance(line.get("round"), int)), default=0)
+
+
 def _lines(metrics: Path) -> Iterator[Any]:
     for line in metrics.read_text(errors="replace").splitlines() if metrics.is_file() else ():
         with suppress(ValueError, RecursionError):  # the last line of a run that was killed as it wrote

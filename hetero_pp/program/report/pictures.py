@@ -67,7 +67,7 @@ def draw_losses(state: RunState, path: Path) -> None:
     with state.lock, rc_context(STYLE):
         if state.first_step is None:
             return
-        figure = _figure(HEIGHT)
+        figure = new_figure(HEIGHT)
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
         _draw_training(state, above)
         _draw_validation(state, below)
@@ -80,7 +80,7 @@ def draw_losses(state: RunState, path: Path) -> None:
         marks = "" if (every := _marked_rounds(state)) == 1 else f", one line in {every} rounds"
         below.set_xlabel(f"{_what_is_below(state)}{marks}")
         below.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        _save(figure, path)
+        save_figure(figure, path)
 
 
 def _name_lines(axes: Axes) -> None:
@@ -227,7 +227,7 @@ def draw_links(state: RunState, path: Path) -> None:
         if not any(bar.size for bar in bars):
             return
         more, bars = max(0, len(bars) - MOST_BARS) // 2, bars[:MOST_BARS]
-        figure = _figure(max(HEIGHT, 1.5 + 0.3 * len(bars)))
+        figure = new_figure(max(HEIGHT, 1.5 + 0.3 * len(bars)))
         axes = figure.subplots()
         _draw_bars(axes, bars)
         _legend(axes, bars)
@@ -237,7 +237,7 @@ def draw_links(state: RunState, path: Path) -> None:
         hidden = f"; {more:,} more are not shown" if more else ""
         axes.set_xlabel(f"payload since the first inner step (tensors and contributions, without headers){hidden}")
         _scale(axes, [bar.size for bar in bars if bar.size])
-        _save(figure, path)
+        save_figure(figure, path)
 
 
 def _draw_bars(axes: Axes, bars: list[_Bar]) -> None:
@@ -295,7 +295,7 @@ def _legend(axes: Axes, bars: list[_Bar]) -> None:
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=6)
 
 
-def _figure(height: float) -> Figure:
+def new_figure(height: float) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -303,6 +303,6 @@ def _figure(height: float) -> Figure:
     return Figure(figsize=(WIDTH, height), dpi=DPI, layout=layout)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     with whole(path) as part:
         figure.savefig(part, format="png")

@@ -19,6 +19,7 @@ from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import config_text
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -190,13 +191,20 @@ class _Board:
         self._newest: dict[str, int] = {}
         """The step of the last value that was written, by tag."""
         self._uses: dict[tuple[str, str], tuple[float, LinkUse]] = {}
+        self._tokens: dict[int, dict[str, int]] = {}
+        """By round, then by replica: tokens up to its end, until those of all replicas are written."""
+        self._written: dict[str, tuple[int, float]] = {}
+        """By replica, and for all: tokens and training seconds that were written last."""
 
     @cached_property
     def _writer(self) -> SummaryWriter:
         """Made when there is something to write: an attempt to go on that fails leaves no file."""
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(str(self._folder), flush_secs=5)
+        writer = SummaryWriter(str(self._folder), flush_secs=5)
+        config = self._state.spec.with_changes(self._state.changes).latest
+        writer.add_text("configuration", f"```yaml\n{config_text(config)}```", 0)
+        return writer
 
     def go_on(self) -> None:
         """Take the place of what earlier starts wrote: all that is to be kept of it was reported again."""
@@ -212,6 +220,8 @@ class _Board:
             self._evaluation(report.time, report.evaluation)
         elif event == "link_use":
             self._link_use(report.time, report.link_use)
+        elif event == "member_round":
+            self._member_round(report.time, report.member, report.member_round.round)
 
     def _scalar(self, time: float, tag: str, value: float, step: int) -> None:
         if step <= self._newest.get(tag, -1):
@@ -231,6 +241,27 @@ class _Board:
         mean = self._state.mean_validation_loss(evaluation.round)
         if mean is not None:
             self._scalar(time, "validation_loss/mean", mean, evaluation.round)
+
+    def _member_round(self, time: float, member: str, round_: int) -> None:
+        """Write a replica's tokens once its first member is through with a round: it has told all of its steps then."""
+        for name, replica in self._state.replicas.items():
+            if member in (name, f"{name}.0"):
+                tokens = replica.tokens_until(round_)
+                self._tokens.setdefault(round_, {})[name] = tokens
+                self._write_tokens(time, name, tokens, round_)
+        for told in sorted(self._tokens):
+            if told < round_ - 1 or self._tokens[told].keys() >= self._state.replicas.keys():
+                self._write_tokens(time, "all", sum(self._tokens.pop(told).values()), told)
+
+    def _write_tokens(self, time: float, name: str, tokens: int, round_: int) -> None:
+        """Write the tokens up to a round, and their rate since the round before."""
+        seconds = self._state.training_seconds(time)
+        tokens_before, seconds_before = self._written.get(name, (0, 0.0))
+        self._written[name] = tokens, seconds
+        self._scalar(time, f"tokens/{name}", tokens, round_)
+        if seconds > seconds_before:
+            rate = (tokens - tokens_before) / (seconds - seconds_before)
+            self._scalar(time, f"tokens_per_second/{name}", rate, round_)
 
     def _link_use(self, time: float, use: LinkUse) -> None:
         """A count is cumulative within its round: write it when the next round's first one comes."""

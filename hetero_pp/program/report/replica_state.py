@@ -102,6 +102,11 @@ class ReplicaState:
         before = sum(_length(steps) for other, steps in self.rounds.items() if other < round_)
         return self._settled_steps + before + step
 
+    def tokens_until(self, round_: int) -> int:
+        """Return the tokens of all steps up to a round that has just ended, without those of a later round."""
+        later = (steps for other, steps in self.rounds.items() if other > round_)
+        return self.tokens - sum(step.tokens for steps in later for step in steps.values())
+
     def steps(self, round_: int) -> int:
         """How many steps of a round were told of."""
         return len(self.settled[round_].losses) if round_ in self.settled else len(self.rounds.get(round_, ()))

@@ -1,0 +1,219 @@
+"""`hetero-pp compare`: runs beside each other, in a table and a picture of their validation losses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.report.earlier import last_closed, reports_until
+from hetero_pp.program.report.output import say, standard_output, tell
+from hetero_pp.program.report.pictures import HEIGHT, STYLE, new_figure, save_figure
+from hetero_pp.program.report.state import RunState
+from hetero_pp.program.report.tables import PlainTable
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.read import read_run
+from hetero_pp.sweeps import quantity_of
+from hetero_pp.units import format_bits_per_second, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ABSENT = "–"
+_FORMATS: Mapping[str, Callable[[float], str]] = {
+    "bit/s": format_bits_per_second,
+    "s": format_seconds,
+    "B": format_bytes,
+}
+"""How quantities of a configuration are shown, by their unit in it."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run up to its last closed round, rebuilt from its folder."""
+
+    name: str
+    state: RunState
+    summary: Mapping[str, Any]
+    """What the run wrote at its end; empty before."""
+
+    @cached_property
+    def losses(self) -> dict[int, float]:
+        """Mean validation loss by round, where it is finite; round 0 is before training."""
+        means = {round_: self.state.mean_validation_loss(round_) for round_ in (0, *sorted(self.state.closed))}
+        return {round_: mean for round_, mean in means.items() if mean is not None and math.isfinite(mean)}
+
+    @cached_property
+    def keys(self) -> dict[str, Any]:
+        """The configuration as dotted keys with single values, replicas by their names."""
+        return dict(_leaves(self.state.spec.latest.model_dump(mode="json", exclude={"name"})))
+
+    def tokens(self, round_: int) -> float:
+        """Tokens that all replicas had seen at the end of a round."""
+        return sum(_tokens_until(replica, round_) for replica in self.state.replicas.values())
+
+    def seconds(self, round_: int) -> float:
+        """Training seconds at the end of a round, without pauses."""
+        return self.state.training_seconds(self.state.closed[round_].time) if round_ in self.state.closed else 0.0
+
+    def results(self) -> dict[str, str]:
+        """What the run has reached, by name."""
+        state, losses = self.state, self.losses
+        sent = sum(one.wire_bytes for link in state.links.values() for one in link.directions.values())
+        last, best = max(losses, default=None), min(losses, key=losses.__getitem__, default=None)
+        return {
+            "rounds": f"{state.rounds} of {state.rounds_planned}",
+            "tokens": f"{sum(replica.tokens for replica in state.replicas.values()):,}",
+            "last validation loss": _ABSENT if last is None else f"{losses[last]:.4f}",
+            "best validation loss": _ABSENT if best is None else f"{losses[best]:.4f} (round {best})",
+            "training time": format_seconds(self.summary.get("training_seconds", state.training_seconds())),
+            "sent on the wire": format_bytes(sent),
+            "tokens per second": f"{self.summary.get('tokens_per_second', state.tokens_per_second()):,.0f}",
+        }
+
+
+def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
+    """Print a table of the runs' differing keys and results, and draw their validation losses.
+
+    Raises ConfigError for a name that is no run's, and for a run that is named twice.
+    """
+    if len(named) < 2:
+        raise ConfigError((), f"found 1 run, `{named[0]}`, expected at least two to compare")
+    folders = [_folder(runs, name) for name in named]
+    paths = [folder.path.resolve() for folder in folders]
+    for index, path in enumerate(paths):
+        if path in paths[:index]:
+            raise ConfigError((), f"{named[index]}: found the run {folders[index].path} twice, expected different runs")
+    names = [path.name for path in paths]
+    labels = names if len(set(names)) == len(names) else [str(folder.path) for folder in folders]
+    found = [_read(label, folder) for label, folder in zip(labels, folders, strict=True)]
+    console = standard_output()
+    console.print(_table(found))
+    if any(one.losses for one in found):
+        _draw(found, chart)
+        say(console, f"Validation losses are drawn in {chart}.")
+    else:
+        say(console, "No run has a validation loss yet, so there is no picture.")
+
+
+def _folder(runs: Path, name: str) -> RunFolder:
+    for path in (runs / name, Path(name)):
+        if (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file():
+            return RunFolder(path)
+    raise ConfigError((), f"{name}: found no run, expected a name in {runs}/ or the folder of a run")
+
+
+def _read(name: str, folder: RunFolder) -> ComparedRun:
+    spec = read_run(folder)
+    state = RunState(spec)
+
+    def complain(line: str) -> None:
+        tell(standard_output(), f"{name}: {line}")
+
+    for report in reports_until(spec.config, folder, last_closed(folder), complain):
+        state.apply(report)
+    return ComparedRun(name, state, json.loads(folder.summary.read_text()) if folder.summary.is_file() else {})
+
+
+def _tokens_until(replica: Any, round_: int) -> float:
+    """Steps until the end of a round, at the replica's tokens a step."""
+    steps = [replica.steps(one) for one in range(1, replica.last_round + 1)]
+    return replica.tokens * sum(steps[:round_]) / sum(steps) if sum(steps) else 0.0
+
+
+def _table(found: Sequence[ComparedRun]) -> PlainTable:
+    table = PlainTable(["", *(run.name for run in found)], [])
+    for key in _differing([run.keys for run in found]):
+        table.add_row(key, *(_shown(run.keys[key]) if key in run.keys else _ABSENT for run in found))
+    table.add_row("")
+    results = [run.results() for run in found]
+    for key in results[0]:
+        table.add_row(key, *(result[key] for result in results))
+    return table
+
+
+def _differing(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose values differ; of replicas that not all runs have, only the list of their names."""
+    first, *others = configurations
+    common = set.intersection(*(set(one["replicas"]) for one in configurations))
+    keys = dict.fromkeys(key for one in configurations for key in one)
+    return [
+        key
+        for key in keys
+        if not (key.startswith("replicas.") and key.split(".")[1] not in common)
+        and any(one.get(key) != first.get(key) or (key in one) != (key in first) for one in others)
+    ]
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is neither a mapping nor a list of named entries."""
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
+        names = [one["name"] for one in value]
+        yield key, names
+        value = {
+            name: {part: one[part] for part in one if part != "name"} for name, one in zip(names, value, strict=True)
+        }
+    if isinstance(value, dict) and value:
+        for part, below in value.items():
+            yield from _leaves(below, f"{key}.{part}" if key else str(part))
+    else:
+        yield key, value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value)) or _ABSENT
+    if isinstance(value, float):
+        return f"{value:g}"
+    if not isinstance(value, str):
+        return _ABSENT if value in (None, {}) else json.dumps(value)
+    quantity = quantity_of(value) if value.endswith(tuple(f" {unit}" for unit in _FORMATS)) else None
+    return value if quantity is None else _FORMATS[quantity[1]](quantity[0])
+
+
+def _draw(found: Sequence[ComparedRun], path: Path) -> None:
+    """Validation loss by tokens at the left, by training time at the right, a curve a run."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        figure = new_figure(0.6 * HEIGHT)
+        by_tokens, by_time = figure.subplots(1, 2, sharey=True)
+        _draw_curves(by_tokens, found, ComparedRun.tokens)
+        _draw_curves(by_time, found, ComparedRun.seconds)
+        by_tokens.set_title("validation loss of the synced model")
+        by_tokens.set_ylabel("nats per token")
+        by_tokens.set_xlabel("tokens of all replicas")
+        by_tokens.xaxis.set_major_formatter(lambda value, _: _short(value))
+        by_time.set_xlabel("training time")
+        by_time.xaxis.set_major_formatter(lambda value, _: format_seconds(value) if value else "0 s")
+        handles, names = by_time.get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 4))
+        save_figure(figure, path)
+
+
+def _draw_curves(axes: Axes, found: Sequence[ComparedRun], where: Callable[[ComparedRun, int], float]) -> None:
+    from matplotlib import colormaps
+
+    palette = colormaps["tab10" if len(found) <= 10 else "tab20"]
+    for index, run in enumerate(found):
+        points = [(where(run, round_), loss) for round_, loss in run.losses.items()]
+        if points:
+            marker = "o" if len(points) <= 60 else ""
+            axes.plot(
+                *zip(*points, strict=True), color=palette(index % palette.N), lw=2, marker=marker, ms=4, label=run.name
+            )
+    axes.grid()
+    axes.tick_params(labelleft=True)
+
+
+def _short(value: float) -> str:
+    """1234567 -> "1.23M"."""
+    for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.3g}"
