@@ -26,11 +26,12 @@ BAD_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
 
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, as of its folder in runs/.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name: its folder in runs/.")]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML of the run.")]
-RunsFolder = Annotated[Path, typer.Option("--runs", help="Where runs/<name>/ and encoded corpora are kept.")]
+RunsFolder = Annotated[Path, typer.Option("--runs", help="Keep runs and encoded corpora in this folder.")]
 Overrides = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change one value, such as `outer.rounds=20`.")
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of the YAML, such as `outer.rounds=20`."),
 ]
 
 
@@ -38,37 +39,41 @@ Overrides = Annotated[
 def launch(
     config: ConfigPath,
     in_process: Annotated[
-        bool, typer.Option("--in-process", help="One process, in-process links, no network: the reference.")
+        bool, typer.Option("--in-process", help="Train in one process, without a network, to the same bits.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with runs/<name>, after the newest round that all members saved.")
+        bool, typer.Option("--resume", help="Resume runs/<name> after the newest round that all members saved.")
     ] = False,
     weights: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint, as `model.weights` of the YAML."),
+        typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint; sets `model.weights`."),
     ] = None,
     only: Annotated[
         str | None,
-        typer.Option("--only", metavar="NAME", help="Start only this part here: exchange, a replica, or one stage."),
+        typer.Option("--only", metavar="NAME", help="Start one part here: `exchange`, a replica, or a stage."),
     ] = None,
     exchange: Annotated[
-        str | None, typer.Option("--exchange", metavar="HOST:PORT", help="With --only: where the exchange is.")
+        str | None,
+        typer.Option("--exchange", metavar="HOST:PORT", help="With --only: dial the exchange at this address."),
     ] = None,
     token: Annotated[
-        Path | None, typer.Option("--token-file", help="With --only: the file with the run's token.")
+        Path | None, typer.Option("--token-file", help="With --only: read the run's token from this file.")
     ] = None,
     chaos: Annotated[
-        Path | None, typer.Option("--chaos", metavar="FILE", help="Faults that the run has to survive (docs/chaos.md).")
+        Path | None,
+        typer.Option("--chaos", metavar="FILE", help="Inject the faults that this file lists (docs/chaos.md)."),
     ] = None,
-    commands: Annotated[bool, typer.Option("--print-commands", help="Show what to run on each host.")] = False,
+    commands: Annotated[
+        bool, typer.Option("--print-commands", help="Print the command for each host, and start nothing.")
+    ] = False,
     runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
-    """Train a topology: one process per stage, per datacenter replica and for the exchange, on this machine.
+    """Train a run on this machine: start a process for each stage, each datacenter replica and the exchange.
 
-    With --only, the part of it that this host carries (docs/hosts.md).
+    With --only, start the part of the run that this host carries (docs/hosts.md).
 
-    Everything the run leaves is in runs/<name>/; an earlier run of that name moves to runs/<name>.1, .2, ...
+    The run writes its files to runs/<name>/. An earlier run of that name moves to runs/<name>.1, .2, ...
     """
     with readable_errors():
         from hetero_pp.errors import ConfigError
@@ -92,14 +97,14 @@ def launch(
 @app.command()
 def serve(
     config: ConfigPath,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with runs/<name>; who was let in still is.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume runs/<name>; admitted hosts stay admitted.")] = False,
     token: Annotated[
-        Path | None, typer.Option("--token-file", help="The file with the run's token, if it is given.")
+        Path | None, typer.Option("--token-file", help="Read the run's token from this file, instead of a new one.")
     ] = None,
     runs: RunsFolder = Path("runs"),
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
-    """Carry a run's exchange here, and let others in by tickets (docs/hosts.md)."""
+    """Serve a run's exchange on this host, and admit other hosts by tickets (docs/hosts.md)."""
     with readable_errors():
         from hetero_pp.links import EXCHANGE
         from hetero_pp.program.launch.command import Host, run_on_this_host
@@ -111,15 +116,19 @@ def serve(
 def invite(
     run: RunName,
     place: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A replica, or a stage as home.2; by default one that is free.")
+        str | None,
+        typer.Option(metavar="NAME", help="Reserve a replica, or a stage such as home.2; by default any free one."),
     ] = None,
-    expires: Annotated[str, typer.Option(metavar="DURATION", help="How long the ticket is good, as `24h`.")] = "24h",
+    expires: Annotated[
+        str, typer.Option(metavar="DURATION", help="Set how long the ticket is valid, such as `24h`.")
+    ] = "24h",
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="How others reach the exchange, if the YAML does not say.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Give the exchange's address for other hosts, if the YAML has none."),
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Print a ticket that lets one process into a run that is served here."""
+    """Print a ticket that admits one process to a run that this host serves."""
     with readable_errors():
         from hetero_pp.program.join.invite import invite as print_ticket
         from hetero_pp.program.join.invite import seconds_of
@@ -130,10 +139,10 @@ def invite(
 @app.command()
 def revoke(
     run: RunName,
-    what: Annotated[str, typer.Argument(metavar="PLACE", help="Such as home.2.")],
+    what: Annotated[str, typer.Argument(metavar="PLACE", help="The replica or stage, such as home.2.")],
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Take a place of a run back from who holds it by a ticket, and tickets to it."""
+    """Revoke a member's place and its unused tickets."""
     with readable_errors():
         from hetero_pp.program.join.invite import revoke as take_back
 
@@ -142,23 +151,31 @@ def revoke(
 
 @app.command()
 def join(
-    ticket: Annotated[str, typer.Argument(metavar="TICKET", help="What `hetero-pp invite` printed; `-` reads it.")],
+    ticket: Annotated[
+        str,
+        typer.Argument(
+            metavar="TICKET", help="The ticket that `hetero-pp invite` printed; `-`: read it from standard input."
+        ),
+    ],
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where the run's text is here, for a place that reads it.")
+        str | None, typer.Option(metavar="PATH", help="Read the run's text from this path, if this member reads it.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The run's tokenizer.json, if it is too large to be sent.")
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Read the run's tokenizer.json from this path, if it is too large to be sent."
+        ),
     ] = None,
     listen: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where the stages beside it may dial this host (port 0 is any); without, it dials them.",
+            help="Listen here for the neighbouring stages (port 0: any free port); by default, dial them.",
         ),
     ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Take a place of a run by a ticket, and train in it. Ctrl-C gives the place back."""
+    """Join a run with a ticket, and train until the run ends. Ctrl-C leaves the run and frees the place."""
     with readable_errors():
         from hetero_pp.program.join.command import Here
         from hetero_pp.program.join.command import join as take_part
@@ -171,10 +188,12 @@ def join(
 @app.command()
 def leave(
     run: RunName,
-    place: Annotated[str | None, typer.Option(metavar="NAME", help="One of several that joined from here.")] = None,
+    place: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Choose one, if several members joined from this host.")
+    ] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """End what has joined a run from here, and give its place back: as Ctrl-C where it runs."""
+    """Leave a run that this host has joined, and free the place: as Ctrl-C does in `join`."""
     with readable_errors():
         from hetero_pp.program.join.leave import leave as end_join
 
@@ -193,7 +212,7 @@ def status(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write it to a file.")] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Show who is at which place of a run that this host serves, or has joined."""
+    """Show which member holds each place of a run that this host serves or has joined."""
     with readable_errors():
         from hetero_pp.program.join.status import status as ask_and_print
 
@@ -231,22 +250,27 @@ def check(config: ConfigPath, runs: RunsFolder = Path("runs"), overrides: Overri
 @app.command()
 def simulate(
     config: ConfigPath,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the prediction to a file.")] = None,
-    timeline: Annotated[Path | None, typer.Option(help="Write a trace that ui.perfetto.dev opens.")] = None,
-    chart: Annotated[Path | None, typer.Option(help="Write a picture (.png).")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the prediction to this file.")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev to this file.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="Draw a picture (.png).")] = None,
     sweep: Annotated[
         str | None,
-        typer.Option(metavar="KEY=A..B", help="Predict at many values, as `links.home.bandwidth=10Mbit/s..10Gbit/s`."),
+        typer.Option(
+            metavar="KEY=A..B", help="Predict at several values, such as `links.home.bandwidth=10Mbit/s..10Gbit/s`."
+        ),
     ] = None,
     curves: Annotated[
-        str | None, typer.Option(metavar="KEY=A,B", help="With a sweep: a curve for each, as `inner.steps=10,50`.")
+        str | None,
+        typer.Option(
+            metavar="KEY=A,B", help="With --sweep: repeat it at each of these values, such as `inner.steps=10,50`."
+        ),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="What `hetero-pp calibrate --write` measured, instead of the catalog.")
+        Path | None, typer.Option(help="Use the costs that `hetero-pp calibrate --write` measured, not the catalog's.")
     ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
-    """Predict times, utilization, bytes and memory of a topology, without training."""
+    """Predict times, utilization, bytes and memory of a run, without training."""
     with readable_errors():
         from hetero_pp.program.calibrate import load_calibration
         from hetero_pp.program.simulate import Outputs
@@ -264,10 +288,17 @@ def simulate(
 def plan(
     config: ConfigPath,
     target: Annotated[
-        str, typer.Option("--target-utilization", help="Of what links that cost nothing would allow, as `0.97`.")
+        str,
+        typer.Option(
+            "--target-utilization", help="Reach this share of the utilization that links without cost would allow."
+        ),
     ] = "0.97",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write choices and reasons to a file.")] = None,
-    write: Annotated[Path | None, typer.Option(help="Where the YAML goes; by default <CONFIG>.plan.yaml here.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the choices and their reasons to this file.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the YAML to this file; by default <CONFIG>.plan.yaml.")
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
     """Choose groups, layers, boundaries and outer rounds that reach a utilization; write a YAML for `launch`."""
@@ -280,10 +311,12 @@ def plan(
 @app.command()
 def calibrate(
     config: ConfigPath,
-    write: Annotated[Path | None, typer.Option(help="Write what `simulate --calibration` reads.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the costs to this file, for `simulate --calibration`.")
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 (typer copies it)
 ) -> None:
-    """Measure on this machine what each member of a topology needs, and what the machine can do."""
+    """Measure on this machine the time and memory of each member, and the machine's speed."""
     with readable_errors():
         from hetero_pp.program.calibrate import calibrate as measure
 
@@ -293,40 +326,43 @@ def calibrate(
 @app.command()
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[EXPERIMENT]...", help="Such as `het-pp/table2`; all by default.")
+        list[str] | None,
+        typer.Argument(metavar="[EXPERIMENT]...", help="Names such as `het-pp/table2`; by default all."),
     ] = None,
     scale: Annotated[
-        str | None, typer.Option(help="The size at which rows are trained: micro, the default, small or paper.")
+        str | None, typer.Option(help="Choose the size of the runs: micro (the default), small or paper.")
     ] = None,
     rows: Annotated[
-        list[str], typer.Option(metavar="PATTERN", help="Train only rows whose names are like this, as `128,*`.")
+        list[str], typer.Option(metavar="PATTERN", help="Train only the rows whose names match, such as `128,*`.")
     ] = [],  # noqa: B006 (typer copies it)
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="How many seeds a row is trained with.")] = 3,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Rows trained at once, one core each.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train each row with N seeds.")] = 3,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Train N rows at once, one core each.")] = 1,
     show_list: Annotated[bool, typer.Option("--list", help="List the experiments, their claims and state.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="With --list: write the list to a file.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Validate every row and print what it would cost.")
-    ] = False,
-    train: Annotated[bool, typer.Option(help="--no-train writes the tables from what was trained so far.")] = True,
-    sweep: Annotated[list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row, as `rank=1/8,1/32`.")] = [],  # noqa: B006 (typer copies it)
+    json_path: Annotated[Path | None, typer.Option("--json", help="With --list: write the list to this file.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate every row, and print its cost.")] = False,
+    train: Annotated[bool, typer.Option(help="Train missing rows; --no-train only writes the tables.")] = True,
+    sweep: Annotated[
+        list[str], typer.Option(metavar="CELL=A,B", help="Repeat every row at several values, such as `rank=1/8,1/32`.")
+    ] = [],  # noqa: B006 (typer copies it)
     corpus: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Your own text: a path, or `hf:` and a dataset to stream.")
+        str | None, typer.Option(metavar="TEXT", help="Read your own text: a path, or `hf:` and a dataset to stream.")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Your own tokenizer.json, or the folder that holds it.")
+        str | None, typer.Option(metavar="PATH", help="Use your own tokenizer.json, or the folder that holds it.")
     ] = None,
     repeat: Annotated[bool, typer.Option("--repeat", help="Read a corpus that is too small more than once.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: what the scale wants, if it is here.")] = "auto",
-    compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile, if it works.")] = True,
+    device: Annotated[
+        str, typer.Option(help="Choose cpu, cuda or auto: what the scale asks for, if this machine has it.")
+    ] = "auto",
+    compiles: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile where it works.")] = True,
     runs: RunsFolder = Path("runs"),
-    results: Annotated[Path, typer.Option(help="Where tables go.")] = Path("benchmarks/results"),
-    experiments: Annotated[Path, typer.Option(help="The experiments' folder.")] = Path("configs/experiments"),
-    docs: Annotated[Path | None, typer.Option(help="Also write an overview of all results to this file.")] = None,
+    results: Annotated[Path, typer.Option(help="Write the tables to this folder.")] = Path("benchmarks/results"),
+    experiments: Annotated[Path, typer.Option(help="Read experiments from this folder.")] = Path("configs/experiments"),
+    docs: Annotated[Path | None, typer.Option(help="Write an overview of all results to this file, too.")] = None,
 ) -> None:
     """Train the rows of a paper's tables; write the tables with the paper's numbers beside ours, and verdicts.
 
-    Rows that were trained before are not trained again, so this can be stopped and resumed at any time.
+    Rows that are trained are not trained again, so this can be stopped and restarted at any time.
     """
     with readable_errors():
         from hetero_pp.program.experiments.catalog import Catalog
@@ -367,16 +403,17 @@ def reproduce(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, such as runs/quickstart.")],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the files go: a new or an empty folder.")],
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Write the files to this folder, which is new or empty.")],
     format_: Annotated[
-        Literal["hf"], typer.Option("--format", help="`hf`: what transformers, vLLM and llama.cpp load.")
+        Literal["hf"], typer.Option("--format", help="Choose the format: `hf` is for transformers, vLLM and llama.cpp.")
     ] = "hf",
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Of the weights that are written.")] = "fp32",
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Choose the type of the weights.")] = "fp32",
     round_: Annotated[
-        int | None, typer.Option("--round", min=0, help="After which round; by default that of the newest snapshot.")
+        int | None,
+        typer.Option("--round", min=0, help="Export the model after this round; by default, of the newest snapshot."),
     ] = None,
 ) -> None:
-    """Write a run's model as a LLaMA checkpoint with configuration and tokenizer, for other programs."""
+    """Export a run's model as a LLaMA checkpoint with configuration and tokenizer, for other programs."""
     with readable_errors():
         from hetero_pp.program.export import export as write_checkpoint
 
@@ -385,16 +422,16 @@ def export(
 
 @app.command()
 def replay(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The folder of a run, or the URL of a log in a store of its own.")
-    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or the URL of its log.")],
     round_: Annotated[
-        int | None, typer.Option("--round", min=0, help="Up to which round; by default the last that is closed.")
+        int | None, typer.Option("--round", min=0, help="Stop after this round; by default, after the last closed one.")
     ] = None,
-    to: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the snapshot after that round.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write what was found to a file.")] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the snapshot after that round to this file.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
 ) -> None:
-    """Come to a run's parameters again from its log alone, and check everything that is in it."""
+    """Rebuild a run's parameters from its log, and verify every file in the log."""
     with readable_errors():
         from hetero_pp.program.replay import replay_run
 
@@ -404,7 +441,7 @@ def replay(
 @app.command()
 def compare(
     named: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names in runs/, or folders of runs.")],
-    chart: Annotated[Path, typer.Option(help="Where the picture goes (.png).")] = Path("compare.png"),
+    chart: Annotated[Path, typer.Option(help="Draw the picture in this file (.png).")] = Path("compare.png"),
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Compare runs: print the keys that differ and what each run reached, and draw their validation losses."""
@@ -416,12 +453,12 @@ def compare(
 
 @app.command()
 def volume(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The folder of a run, or the URL of a log in a store of its own.")
-    ],
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write it by round to a file.")] = None,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or the URL of its log.")],
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the bytes of each round to this file.")
+    ] = None,
 ) -> None:
-    """Measure what a run's contributions come to on the wires: gathered, or in a ring, summed or not."""
+    """Measure the bytes that a run's contributions would take with each collective: all-gather, or a ring."""
     with readable_errors():
         from hetero_pp.program.volume import print_volume
 
@@ -430,7 +467,7 @@ def volume(
 
 @app.command()
 def methods() -> None:
-    """Print the methods there are: each a row of parts, with paper and section."""
+    """Print the table of methods: the parts of each, with paper and section."""
     from hetero_pp.program.methods import print_methods
 
     print_methods()
@@ -438,7 +475,9 @@ def methods() -> None:
 
 @app.command()
 def schema(
-    of: Annotated[Literal["run", "chaos"], typer.Argument(help="Of a run, or of a file of faults.")] = "run",
+    of: Annotated[
+        Literal["run", "chaos"], typer.Argument(help="Choose `run`, or `chaos` for a file of faults.")
+    ] = "run",
 ) -> None:
     """Print the JSON schema of a YAML, for editors."""
     from pydantic import BaseModel
