@@ -65,7 +65,7 @@ class InnerSettings(Settings):
             found = f"found {self.momentum:g} with `optimizer: adamw`, which has its own in `betas`"
             raise ConfigError(("inner", "momentum"), f"{found}, expected none, or `optimizer: sgd` or `muon`")
         if self.steps is not None and self.seconds is not None:
-            both = f"found {self.seconds:g} s beside {self.steps} `steps`"
+            both = f"found {self.seconds:g} s and {self.steps} `steps`"
             raise ConfigError(("inner", "seconds"), f"{both}, expected one of them: set the other to null")
         if self.steps is None and self.seconds is None:
             raise ConfigError(("inner", "steps"), "found nothing, expected `steps` or `seconds`")

@@ -93,14 +93,14 @@ def check_sites(sites: Mapping[str, SiteSettings], members: Sequence[str], kinds
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
             raise ConfigError(key, f"found the site `{name}`, expected a name of letters, digits, `-` and `_`")
         if name in members:
-            raise ConfigError(key, f"found the name of a member, `{name}`, expected a name of its own for a site")
+            raise ConfigError(key, f"found `{name}`, which is a member's name, expected another name for the site")
         check_kind(site.line, kinds, (*key, "line"))
         for one in site.members:
             found = set(members_at(SiteSettings(line=site.line, members=[one]), members))
             if not found:
                 raise ConfigError((*key, "members"), f"found `{one}`, expected members or replicas of this file")
             if seen & found:
-                raise ConfigError((*key, "members"), f"found {min(seen & found)} twice, expected it at one site")
+                raise ConfigError((*key, "members"), f"found {min(seen & found)} at two sites, expected it at one")
             seen |= found
 
 

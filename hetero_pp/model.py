@@ -90,7 +90,9 @@ class ModelSettings(Settings):
             )
         size = self.vocabulary or vocabulary
         if size is None:
-            raise ConfigError(("model", "vocabulary"), "expected a number, as there is no tokenizer to take it from")
+            raise ConfigError(
+                ("model", "vocabulary"), "found nothing, expected a number: there is no tokenizer that gives it"
+            )
         if vocabulary is not None and size < vocabulary:
             raise ConfigError(
                 ("model", "vocabulary"),

@@ -48,8 +48,8 @@ def quantity_of(value: str) -> tuple[float, str] | None:
 def _between(shown: str, low: str, high: str) -> list[str]:
     first, last = quantity_of(low), quantity_of(high)
     if first is None or last is None or first[1] != last[1]:
-        raise ConfigError((), f"{shown}: expected ends with one kind of unit, such as `10Mbit/s..10Gbit/s`")
+        raise ConfigError((), f"{shown}: expected both ends in units of one kind, such as `10Mbit/s..10Gbit/s`")
     if not 0 < first[0] < last[0]:
-        raise ConfigError((), f"{shown}: expected a range that grows from above 0")
+        raise ConfigError((), f"{shown}: expected a range from a value above 0 to a larger one")
     ratio = (last[0] / first[0]) ** (1 / (POINTS - 1))
     return [f"{first[0] * ratio**index!r} {first[1]}" for index in range(POINTS)]

@@ -92,7 +92,7 @@ class AnchorSettings(Settings):
     @model_validator(mode="after")
     def _fades_forward(self) -> AnchorSettings:
         if self.fade is not None and self.fade[0] >= self.fade[1]:
-            raise ValueError(f"found fade {list(self.fade)}, expected a later end than its begin")
+            raise ValueError(f"found fade {list(self.fade)}, expected an end after the beginning")
         return self
 
     def weight(self, round_: int, rounds: int) -> float:

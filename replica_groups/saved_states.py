@@ -117,7 +117,7 @@ class SavedStates:
     def require(self, round_: int) -> None:
         """Raise HeteroPPError if there is no state of this round."""
         if not self.path(round_).is_dir():
-            raise HeteroPPError(f"the run goes on after round {round_}, and {self.folder} has no state of it")
+            raise HeteroPPError(f"{self.folder} has no state of round {round_}, after which the run resumes")
 
     def set_aside_all_but(self, kept: frozenset[int]) -> Path | None:
         """Move what this run has no use for out of the way; where to, if there is any."""

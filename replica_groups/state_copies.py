@@ -64,7 +64,7 @@ class StateCopies:
             self._say(f"fetched the state after round {newest.round} from {self._store.url(newest.folder)}")
             return newest.round
         except (StoreError, FileNotFoundError) as error:
-            self._say(f"its states in the store cannot be fetched: {error}")
+            self._say(f"its states cannot be fetched from the store: {error}")
             return None
 
     def saved(self, round_: int, folder: Path) -> None:
@@ -97,7 +97,7 @@ class StateCopies:
             try:
                 self._send(round_, folder)
             except (StoreError, OSError) as error:  # the next one is tried again
-                self._say(f"its state after round {round_} is not in the store: {error}")
+                self._say(f"its state after round {round_} could not be copied to the store: {error}")
             finally:
                 with self._changed:
                     self._is_sending = False

@@ -160,7 +160,7 @@ class TrainingLoop:
         if work.heals:
             self._heal()
             if self.holds >= work.round:
-                raise Suspended(f"round {work.round} has closed meanwhile")
+                raise Suspended(f"round {work.round} has closed in the meantime")
         before = work.round - 1
         if before > self.holds + self._has_started and self._saved is None:
             self._take_newer_snapshot(before, snapshots_every if self._has_started else 1)
@@ -202,7 +202,7 @@ class TrainingLoop:
 
     def _return(self, error: Exception) -> None:
         """To where the round that was under way started. Whoever cannot reach a neighbour says so."""
-        print(f"{self.reporter.member}: back to round {self.holds}: {error}", file=sys.stderr, flush=True)
+        print(f"{self.reporter.member}: returns to round {self.holds}: {error}", file=sys.stderr, flush=True)
         epoch = self.seat.leave_links(str(error))
         if self._under_way:
             self.outer.undo()

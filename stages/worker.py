@@ -277,7 +277,7 @@ class StageWorker:
         header = message.header
         found = (header.purpose, header.round, header.step, header.micro_batch)
         if self.settings.overlap and header.round != round_:
-            raise LinkClosed(f"the stage beside is at round {header.round}, and not at {round_}")
+            raise LinkClosed(f"the neighbouring stage is at round {header.round}, and this one at round {round_}")
         if found != (purpose, round_, step, micro_batch):
             raise MalformedMessage(
                 f"found a message of purpose, round, step, micro-batch {found}, "

@@ -113,7 +113,7 @@ class ExchangeService(Protocol):
         """
 
     def broken(self, member: str, epoch: int, cause: str) -> None:
-        """Tell that the member cannot reach a neighbour: its replica has to be formed anew, if it is not already."""
+        """Tell that the member cannot reach a neighbour: a stage of its replica is missing, if it is not already."""
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         """Hand in one blob of this member's replica for a round, of so many inner steps. May be repeated.

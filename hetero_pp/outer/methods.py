@@ -197,7 +197,7 @@ class OuterSettings(Settings):
         if self.compression.memory == "momentum" and (self.momentum > 0 or self.optimizer == "adam"):
             outer = "`optimizer: adam`" if self.optimizer == "adam" else f"momentum {self.momentum:g}"
             raise ValueError(
-                f"{self.method}: found {outer} beside `compression.memory: momentum`, expected it in one place: "
+                f"{self.method}: found {outer} beside `compression.memory: momentum`, expected only one momentum: "
                 "momentum 0, or `memory: error_feedback`"
             )
         return self
@@ -207,13 +207,13 @@ class OuterSettings(Settings):
         compression = self.compression
         if compression.memory == "momentum" and compression.density < 1:
             raise ValueError(
-                f"{self.method}: found density {compression.density:g} with `compression.memory: momentum`, which "
-                "keeps nothing of what is not sent, expected 1, or `memory: error_feedback`"
+                f"{self.method}: found density {compression.density:g} with `compression.memory: momentum`, "
+                "expected density 1, or `memory: error_feedback`: this memory keeps nothing of values that are not sent"
             )
         if compression.memory_drops > 0 and compression.memory != "momentum":
             raise ValueError(
-                f"{self.method}: found memory_drops {compression.memory_drops:g} with `memory: error_feedback`, which "
-                "drops what is sent, expected 0, or `memory: momentum`"
+                f"{self.method}: found memory_drops {compression.memory_drops:g} with `memory: error_feedback`, "
+                "expected 0, or `memory: momentum`"
             )
         return self
 
@@ -228,14 +228,14 @@ class OuterSettings(Settings):
         plain = {"aggregation": "mean", "optimizer": "sgd", "memory": "error_feedback", "transform": "none"}
         if self.source == "gradient" and self.overlap:
             raise ValueError(
-                f"{self.method}: found overlap {self.overlap} with averaged gradients, without which no step can be "
-                "taken, expected 0, or `source: difference`"
+                f"{self.method}: found overlap {self.overlap} with averaged gradients, which every step needs, "
+                "expected 0, or `source: difference`"
             )
         if self.source == "gradient" and (others := parts.items() - plain.items()):
             cell = ": ".join(min(others))
             raise ValueError(
-                f"{self.method}: found `{cell}` with averaged gradients, which the inner AdamW takes as they are, "
-                "expected `source: difference`"
+                f"{self.method}: found `{cell}` with averaged gradients, expected `source: difference`: the inner "
+                "AdamW applies the averages as they are"
             )
         return self
 
@@ -285,8 +285,8 @@ class OuterSettings(Settings):
     def _coefficients_wait_for_their_mean(self) -> OuterSettings:
         if self.compression.transform == "dct" and self.overlap:
             raise ValueError(
-                f"{self.method}: found `overlap: 1` with `compression.transform: dct`, expected 0, or `none`: a "
-                "replica goes ahead from what it has sent, which is coefficients then"
+                f"{self.method}: found `overlap: 1` with `compression.transform: dct`, expected `overlap: 0`, "
+                "or `transform: none`: with overlap a replica applies the values that it sent"
             )
         return self
 
@@ -306,8 +306,8 @@ class OuterSettings(Settings):
         if self.keep_local and (self.source == "gradient" or self.overlap):
             found = "averaged gradients" if self.source == "gradient" else "`overlap: 1`"
             raise ValueError(
-                f"{self.method}: found `keep_local` with {found}, expected false, or parameter differences of rounds "
-                "that are over before the next begins"
+                f"{self.method}: found `keep_local` with {found}, expected false, or `source: difference` with "
+                "`overlap: 0`"
             )
         return self
 
@@ -326,7 +326,7 @@ class OuterSettings(Settings):
         if self.taking_part and 1 not in self.taking_part:
             first = min(self.taking_part)
             raise ValueError(
-                f"found `taking_part` from round {first} on, expected a number of replicas from round 1 on"
+                f"found `taking_part` from round {first} on, expected the number of replicas from round 1 on"
             )
         parts = {
             "averaged gradients": self.source == "gradient",
@@ -337,8 +337,8 @@ class OuterSettings(Settings):
             if is_so:
                 cell = "taking_part" if self.taking_part else "pretraining"
                 raise ValueError(
-                    f"{self.method}: found {found} with `{cell}`, expected parameter differences of replicas that "
-                    "start each round of theirs from what all hold"
+                    f"{self.method}: found {found} with `{cell}`, expected `source: difference`, `overlap: 0` and "
+                    "`keep_local: false`"
                 )
         return self
 
@@ -353,8 +353,8 @@ class OuterSettings(Settings):
         for found, is_so in parts.items():
             if is_so and self.averages_moments:
                 raise ValueError(
-                    f"{self.method}: found {found} with `averages_moments`, expected parameter differences of all "
-                    "replicas in every round"
+                    f"{self.method}: found {found} with `averages_moments`, expected `source: difference`, "
+                    "`overlap: 0` and all replicas in every round"
                 )
         return self
 
@@ -366,6 +366,6 @@ class OuterSettings(Settings):
             told = ", ".join(f"{name} {value}" for name, value in parts.items())
             raise ValueError(
                 f"{self.method}: found {told} with `pretraining`, expected density 1, value_bits 32 and "
-                "`memory: error_feedback`: all of what the first replica has come to is sent"
+                "`memory: error_feedback`: the first replica sends all of its parameters"
             )
         return self

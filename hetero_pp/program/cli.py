@@ -86,7 +86,9 @@ def launch(
         if commands:
             print_commands(config, settings)
         elif only is not None and chaos is not None:
-            raise ConfigError((), f"--only {only}: leave out --chaos, which needs the whole run on this machine")
+            raise ConfigError(
+                (), f"--only {only}: found --chaos, which needs the whole run on this machine; leave out one of them"
+            )
         elif only is not None:
             host = Host(only, _address("--exchange", exchange), token)
             run_on_this_host(config, settings, runs, host, in_process, resume, typed())

@@ -28,7 +28,7 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
         raise ConfigError((), f"{run}: found no config.yaml, expected the folder of a run, such as runs/quickstart")
     spec = read_run(folder)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ConfigError((), f"--to {to}: found files there, expected a new or an empty folder")
+        raise ConfigError((), f"--to {to}: found files in this folder, expected a new or an empty one")
     with theta_after(spec, folder, round_) as (number, parameters):
         try:
             to.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[t
     log = open_log(spec.config, run)
     found = log.snapshots()
     if not found:
-        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the one that a run starts with")
+        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the first one of the run")
     wanted = max(found) if round_ is None else round_
     if wanted in found:
         with log.open_snapshot(wanted) as file:

@@ -103,7 +103,7 @@ class Run:
         """Train the next outer round. Raises HeteroPPError if the run has ended, or ends in it: the first error."""
         started, number = time.monotonic(), len(self.results) + 1
         if self.is_over:
-            raise HeteroPPError(f"{self!r}: every round is trained")
+            raise HeteroPPError(f"{self!r}: all rounds are trained, so there is no next one")
         self._train(number)
         self.results.append(self._result(number, time.monotonic() - started))
         return self.results[-1]

@@ -28,7 +28,7 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     share = _share(target)
     write = write or Path(f"{path.stem}.plan.yaml")
     if write.exists() and write.samefile(path):
-        raise ConfigError((), f"--write {write}: expected another file than the YAML that is planned")
+        raise ConfigError((), f"--write {write}: found the YAML that is planned, expected another file")
     file = ConfigFile(path, overrides)
     config = file.config.with_absolute_paths()
     console = standard_output()

@@ -23,7 +23,7 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
     Raises ConfigError if there is no such run or round, HeteroPPError if anything is damaged or not what it should be.
     """
     if to is not None and to.exists():
-        raise ConfigError((), f"--to {to}: found a file there, expected none")
+        raise ConfigError((), f"--to {to}: found a file, expected a new name")
     spec, log = open_run(run)
     last = _last(log, round_)
     check, found = LogCheck(log, spec.run, partial(round_optimizer, spec)), list[CheckedRound]()
@@ -38,7 +38,9 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
         save_snapshot(snapshot, to)
     damaged = sum(len(one.damaged) for one in found)
     if damaged:
-        raise HeteroPPError(f"{log.store.url()}: {damaged} things are damaged, lost or not what they should be")
+        raise HeteroPPError(
+            f"{log.store.url()}: {damaged} files are damaged, lost, or differ from what the log records"
+        )
     written = f", written to {to}" if to is not None else ""
     tell(standard_output(), f"{spec.config.name} after round {last}: sha256 {found[-1].sha256}{written}")
 
@@ -46,7 +48,7 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
 def _last(log: ContributionLog, wanted: int | None) -> int:
     snapshots = log.snapshots()
     if not snapshots:
-        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the one that a run starts with")
+        raise ConfigError((), f"{log.store.url()}: found no snapshot, expected at least the first one of the run")
     newest = max(log.last_record(), min(snapshots))
     if wanted is not None and not min(snapshots) <= wanted <= newest:
         raise ConfigError((), f"--round {wanted}: the log in {log.store.url()} has rounds {min(snapshots)} to {newest}")

@@ -42,7 +42,7 @@ def simulate(path: Path, overrides: Sequence[Given], sweep: str | None, curves: 
         _simulate_sweep(path, overrides, values, None if curves is None else Sweep.parse(curves, by_curves), outputs)
         return
     if curves is not None:
-        raise ConfigError((), f"--curves {curves}: expected a --sweep beside it")
+        raise ConfigError((), f"--curves {curves}: expected --sweep, too")
     spec = spec_of(file)
     timeline = None if outputs.timeline is None else Timeline()
     prediction = _predict(file, spec, timeline)
@@ -60,7 +60,7 @@ def _simulate_sweep(
     path: Path, overrides: Sequence[Given], sweep: Sweep, curves: Sweep | None, outputs: Outputs
 ) -> None:
     if outputs.timeline is not None:
-        raise ConfigError((), "--timeline: a sweep has no single timeline; leave one of both out")
+        raise ConfigError((), "--timeline: found a sweep, which has no single timeline; leave out one of them")
     found: dict[str, dict[str, Prediction]] = {}
     assumed = ""
     for curve in [""] if curves is None else curves.values:

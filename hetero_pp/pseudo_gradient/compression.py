@@ -58,4 +58,7 @@ class CompressionSettings(Settings):
     def require_accelerator(self) -> None:
         """Raise ConfigError if the accelerator is not installed."""
         if self.accelerator == "numba" and importlib.util.find_spec("numba") is None:
-            raise ConfigError(("outer", "compression", "accelerator"), "needs `pip install hetero-pp[numba]`")
+            raise ConfigError(
+                ("outer", "compression", "accelerator"),
+                "found `numba`, which is not installed; install it with: pip install 'hetero-pp[numba]'",
+            )

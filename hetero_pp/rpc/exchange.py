@@ -241,8 +241,7 @@ class _Servicer(ExchangeServicer):
         if caller.run not in (None, self.exchange.run):
             self.refuse(claimed(context), "another configuration", Kind.UNEXPECTED)
             raise Refused(
-                f"{caller.name} was started with another configuration than the exchange: "
-                "compare the config.yaml of both"
+                f"{caller.name} has another configuration than the exchange; compare the config.yaml of both hosts"
             )
         try:
             require_call(call, caller)
@@ -279,7 +278,10 @@ class _Servicer(ExchangeServicer):
 
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.JoinReply:
         if request.version != PROTOCOL_VERSION:
-            raise Refused(f"found protocol version {request.version}, expected {PROTOCOL_VERSION}")
+            raise Refused(
+                f"found protocol version {request.version}, expected {PROTOCOL_VERSION}: install one version of "
+                "hetero-pp on all hosts"
+            )
         available = AvailableStates(frozenset(request.rounds), tuple(map(plain, request.damaged)))
         process = request.process or None
         member, is_asked = self._member(context), self._is_asked(context)
@@ -387,7 +389,9 @@ class _Servicer(ExchangeServicer):
 
     def Record(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.RoundRecord:
         if request.exchange not in ("", self.process):
-            raise ExchangeLost("what was contributed to the exchange before this one has to be told again")
+            raise ExchangeLost(
+                "this exchange does not have the contributions that the one before received; sending them again"
+            )
         return self.exchange.record(request.round, self._member(context), self._term(context), self._is_asked(context))
 
     def Fetch(  # type: ignore[override]  # a Frame is raw bytes

@@ -205,7 +205,7 @@ class ExchangeClient:
 
         def room_for(header: pb.SnapshotHeader) -> Iterator[memoryview]:
             if list(header.names) != list(names):
-                raise MalformedMessage(f"asked for the tensors {list(names)}, got {list(header.names)}")
+                raise MalformedMessage(f"found the tensors {list(header.names)}, expected {list(names)}")
             tensors.update(_empty(header))
             return (tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors.values())
 
@@ -247,7 +247,7 @@ class ExchangeClient:
     def _do_without(self, error: StoreError) -> None:
         """From now on blobs go by the exchange: the store is where this member does not reach."""
         self._reaches_store = False
-        print(f"{error}: contributions go by the exchange from now on", file=sys.stderr, flush=True)
+        print(f"{error}; from now on contributions pass through the exchange", file=sys.stderr, flush=True)
 
     def _send(self, header: pb.BlobHeader, data: bytes) -> pb.DepositReply:
         try:
@@ -262,7 +262,7 @@ class ExchangeClient:
         """
         told, self._told = self._told, set()
         if len(told) > 1:
-            raise ExchangeLost(f"the exchange at {self.address} was gone while it was told of round {round_}")
+            raise ExchangeLost(f"the exchange at {self.address} went away during round {round_}")
         request = pb.RecordRequest(round=round_, exchange="".join(told))
         while True:
             try:
@@ -325,9 +325,7 @@ class ExchangeClient:
         raise self._does_not_answer(seconds)
 
     def _does_not_answer(self, seconds: float) -> LinkTimeout:
-        return LinkTimeout(
-            f"gave up waiting for the exchange at {self.address}: it did not answer within {format_seconds(seconds)}"
-        )
+        return LinkTimeout(f"the exchange at {self.address} did not answer within {format_seconds(seconds)}; giving up")
 
     def watch(self, members: Sequence[str] = ()) -> Iterator[pb.Report]:
         """Every report, until the run is over; of some members only theirs, and what concerns everybody."""

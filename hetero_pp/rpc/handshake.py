@@ -37,20 +37,23 @@ def require_trust(address: str, identity: Identity | None) -> None:
         raise WrongToken(f"the exchange at {address} was started with another token") from None
     except ssl.SSLError:
         if identity is not None:
-            raise Refused(f"{address} speaks without TLS, and this host with it: {_SAME}") from None
+            raise Refused(f"{address} does not use TLS, and this host does: {_SAME}") from None
     except OSError:
         pass
     else:
         if identity is None:
-            raise Refused(f"{address} speaks TLS, and this host does not: {_SAME}")
+            raise Refused(f"{address} uses TLS, and this host does not: {_SAME}")
 
 
 def _require_holds(own: Shown) -> None:
     if time.time() > own.until:
-        raise Refused(f"the certificate of this host has ended, {_moment(own.until)}: is the clock of this host right?")
+        raise Refused(
+            f"the certificate of this host expired at {_moment(own.until)}; check the clock of this host, or "
+            "join with a new ticket"
+        )
     if time.time() < own.since:
         found = f"the certificate of this host holds from {_moment(own.since)} on"
-        raise Refused(f"{found}: is the clock of this host right, which says {_moment(time.time())}?")
+        raise Refused(f"{found}: check the clock of this host, which says {_moment(time.time())}")
 
 
 def _moment(seconds: float) -> str:

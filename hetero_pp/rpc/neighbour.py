@@ -66,7 +66,7 @@ class Neighbour:
                 if not is_relayed:
                     raise
                 self._unreached.add(address)
-                print(f"{self._credentials.name}: {error}: sought through the relay", file=sys.stderr, flush=True)
+                print(f"{self._credentials.name}: {error}; connecting through the relay", file=sys.stderr, flush=True)
         if self._to_relay is None:
             self._to_relay = RelayedDialler(self._exchange, self._credentials, self._spec.name)
         return self._dialer.dial(self._to_relay.address, epoch, CONNECT_TIMEOUT)

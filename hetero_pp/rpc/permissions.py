@@ -83,19 +83,19 @@ def require_call(call: str, caller: Caller) -> None:
     """Raise Forbidden if a call is not the caller's to make."""
     whose = CALLS[call]
     if (whose is Whose.TICKET) != (caller.ticket is not None):
-        raise Forbidden(f"{call} is not for who shows {'a ticket' if caller.ticket else 'none'}")
+        raise Forbidden(f"{call} is not allowed {'with' if caller.ticket else 'without'} a ticket")
     if whose is Whose.INVITED and caller.holder == 0:
-        raise Forbidden(f"{call} is for who was invited, and {caller.name} was not")
+        raise Forbidden(f"{call} is only for members that joined by a ticket, and {caller.name} did not")
     if whose in (Whose.PLACE, Whose.TERM) and not caller.is_member:
-        raise Forbidden(f"{call} is for members, and {caller.name} is none")
+        raise Forbidden(f"{call} is only for members, and {caller.name} is not one")
     if whose is Whose.TERM and caller.term is None:
-        raise Forbidden(f"{call} needs the term that {caller.name} holds")
+        raise Forbidden(f"{call} needs the incarnation that {caller.name} holds")
 
 
 def require_process(caller: Caller, member: str) -> None:
     """Raise Forbidden for who neither is a member's process nor has started it."""
     if member not in caller.members:
-        raise Forbidden(f"{caller.name} has not started {member}")
+        raise Forbidden(f"{caller.name} did not start {member}, so it cannot act for it")
 
 
 def require_report(report: Report, member: str, roster: Roster) -> None:
@@ -103,4 +103,4 @@ def require_report(report: Report, member: str, roster: Roster) -> None:
     event = report.WhichOneof("event")
     is_own = REPORTS.get(event or "")
     if is_own is None or not is_own(report, member, roster):
-        raise Forbidden(f"{event or 'nothing'} is not what {member} may tell")
+        raise Forbidden(f"{member} may not report {event or 'nothing'}")

@@ -106,7 +106,7 @@ class Relay(RelayServicer):
         link = dict(context.invocation_metadata()).get(LINK, "")
         dialler, listener = (self._counts.get((str(link), direction)) for direction in ("forward", "backward"))
         if dialler == listener or caller not in (dialler, listener):
-            raise Forbidden(f"{caller} is no end of the link that it asks for")
+            raise Forbidden(f"{caller} is not at either end of the link that it asks for")
         return caller, str(link), caller == dialler
 
     def _be_found(self, half: _Half) -> None:

@@ -81,7 +81,7 @@ def _batches(spec: RunSpec, member: MemberSpec, source: Source, share: Share) ->
     batches = _store_batches(spec, source, share, size)
     if not data.repeat:
         if spec.total_steps is None:
-            why = "how many steps a replica takes is not known beforehand"
+            why = "the number of steps is not known beforehand"
             raise ConfigError(("data", "repeat"), f"found false, expected true with `inner.seconds`: {why}")
         batches.require_one_epoch(spec.steps_on(share))
     return batches

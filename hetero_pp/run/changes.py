@@ -163,7 +163,7 @@ def require_named(config: RunConfig, added: Sequence[Entry]) -> None:
             hint = f"; did you mean `{close[0]}`?" if close else ""
             none = f"one that some setting names, as the file has no {'.'.join(entry[:-1])}"
             known = f"one of {', '.join(section)}" if section else none
-            raise ConfigError(entry, f"found a name that nothing refers to, expected {known}{hint}")
+            raise ConfigError(entry, f"found a name that no setting refers to, expected {known}{hint}")
 
 
 def _has(root: Any, key: Sequence[str]) -> bool:

@@ -65,7 +65,10 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> No
             (*here, "engine"), f"found `torch` with {replica.world} ranks, expected `torchtitan` or `deepspeed`"
         )
     if replica.nodes > 1 and replica.rendezvous is None:
-        raise ConfigError((*here, "rendezvous"), f"expected HOST:PORT, as the replica has {replica.nodes} nodes")
+        raise ConfigError(
+            (*here, "rendezvous"),
+            f"found nothing, expected HOST:PORT, at which the {replica.nodes} nodes of the replica meet",
+        )
     titan = replica.torchtitan
     if replica.engine == "torchtitan" and replica.world % (titan.tensor_parallel * titan.data_parallel_replicate):
         raise ConfigError(
@@ -88,7 +91,10 @@ def _check_engine(replica: DatacenterReplica, here: tuple[str | int, ...]) -> No
         )
     for key in DEEPSPEED_OWNED:
         if key in replica.deepspeed:
-            raise ConfigError((*here, "deepspeed", key), "follows from the rest of this file; leave it out")
+            raise ConfigError(
+                (*here, "deepspeed", key),
+                "found a key that hetero-pp sets from the rest of this file, expected it left out",
+            )
 
 
 def _check_kind(kind: str | None, kinds: Mapping[str, LinkSettings], key: tuple[str | int, ...]) -> None:

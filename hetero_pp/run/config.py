@@ -122,7 +122,9 @@ class RunConfig(Settings):
         check_exchange(self.exchange)
         check_participants(self.plan, self.links, self.lines, values.layers)
         if self.states.to == "store" and self.store.url is None:
-            raise ConfigError(("states", "to"), "found `store`, expected a `store.url` with it")
+            raise ConfigError(
+                ("states", "to"), "found `store` without a `store.url`, expected `folder`, or a `store.url`, too"
+            )
         if self.inner.optimizer != "adamw":
             self._require_no_adamw()
         if self.outer.overlap:
@@ -149,7 +151,9 @@ class RunConfig(Settings):
                 )
             if isinstance(replica, ParticipantsReplica) and replica.boundary.ablations.modified_adamw:
                 here = ("replicas", index, "boundary", "ablations", "modified_adamw")
-                raise ConfigError(here, f"found it with `inner.optimizer: {self.inner.optimizer}`, expected `adamw`")
+                raise ConfigError(
+                    here, f"found it with `inner.optimizer: {self.inner.optimizer}`, expected `inner.optimizer: adamw`"
+                )
 
     def _require_moments(self) -> None:
         """Raise ConfigError where replicas do not all have two moments of each parameter."""
@@ -161,13 +165,20 @@ class RunConfig(Settings):
             if ablations is not None and (ablations.modified_adamw or ablations.embedding == "coefficients"):
                 key = "modified_adamw" if ablations.modified_adamw else "embedding"
                 here = ("replicas", index, "boundary", "ablations", key)
-                raise ConfigError(here, "found it with `outer.averages_moments`, expected moments as AdamW has them")
+                raise ConfigError(
+                    here,
+                    (
+                        "found it with `outer.averages_moments`, expected only one of them: averaging needs "
+                        "AdamW's own moments"
+                    ),
+                )
 
     def _require_rounds_that_overlap(self) -> None:
         """Raise ConfigError for parts that a round has to be over for."""
         if self.inner.steps is None:
             raise ConfigError(
-                ("outer", "overlap"), "found 1 with `inner.seconds`, which count from when a round opens, expected 0"
+                ("outer", "overlap"),
+                "found 1 with `inner.seconds`, expected 0, or `inner.steps`: a round's seconds count from its opening",
             )
         for index, replica in enumerate(self.replicas):
             if isinstance(replica, ParticipantsReplica) and replica.boundary.ablations.adaptation == "discarded":
@@ -192,7 +203,7 @@ class RunConfig(Settings):
             if ablations is not None and (ablations.peer is not None or ablations.grassmann_every is not None):
                 here = ("replicas", index, "boundary", "ablations", "peer" if ablations.peer else "grassmann_every")
                 cell = "`outer.taking_part`" if self.outer.taking_part else "`outer.pretraining`"
-                raise ConfigError(here, f"found it with {cell}, expected neither, or all replicas")
+                raise ConfigError(here, f"found it with {cell}, expected only one of them")
 
     @property
     def states_every(self) -> int:

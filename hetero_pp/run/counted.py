@@ -34,7 +34,7 @@ def _bounds(count: Any) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if not least <= most <= MOST or most == 0:
-        raise ValueError(f"found count `{text}`, expected a number or two as `0..50`, up to {MOST}")
+        raise ValueError(f"found count `{text}`, expected a number, or a range such as `0..50`, up to {MOST}")
     return least, most
 
 

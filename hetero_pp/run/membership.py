@@ -38,7 +38,7 @@ def wanted_replicas(config: RunConfig, now: list[Any]) -> list[Any]:
     found = [entries[name] for name in dict.fromkeys(order)]
     if found != now and not config.data.repeat:
         names, expected = ", ".join(entries), ", ".join(entry["name"] for entry in now)
-        why = "with `data.repeat: false` they stay, as the text is shared out once"
+        why = "with `data.repeat: false` the replicas cannot change, as each has its share of the text"
         raise ConfigError((REPLICAS,), f"found {names}, expected {expected}: {why}")
     return found
 

@@ -72,7 +72,13 @@ def own_configuration(
     try:
         return RunConfig.model_validate(found).with_absolute_paths()
     except ValueError as error:
-        raise ConfigError((), f"the run's configuration is not of this version of hetero-pp: {error}") from None
+        raise ConfigError(
+            (),
+            (
+                f"the run's configuration does not fit this version of hetero-pp ({error}); install the version "
+                "that the run has"
+            ),
+        ) from None
 
 
 def _forget_store(found: dict[str, Any]) -> None:
@@ -92,4 +98,4 @@ def require_data(config: RunConfig, member: str, data: str | None) -> None:
     """Raise ConfigError if a member reads text, and this host was not told where."""
     reads = any(member in (replica.name, replica.members[0]) for replica in config.replicas)
     if reads and data is None and not _means_the_same_everywhere(config):
-        raise ConfigError((), f"{member} reads the run's text: say where it is here, with --data PATH")
+        raise ConfigError((), f"{member} reads the run's text; give its path on this host with --data PATH")

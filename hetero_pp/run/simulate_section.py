@@ -101,5 +101,5 @@ class SimulateSettings(Settings):
     @model_validator(mode="after")
     def _one_sweep(self) -> SimulateSettings:
         if self.rows and self.sweep is not None:
-            raise ValueError("found `rows` and `sweep`, expected one of both")
+            raise ValueError("found `rows` and `sweep`, expected only one of them")
         return self

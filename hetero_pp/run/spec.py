@@ -103,7 +103,7 @@ class RunSpec:
         if config.outer.counts and len(changes.replicas_since) > 1:
             told = f"found other replicas from round {changes.replicas_since[1]} on, expected the same"
             raise ConfigError(
-                ("replicas",), f"{told}: `outer.taking_part` and `outer.pretraining` count them by their order"
+                ("replicas",), f"{told}: `outer.taking_part` and `outer.pretraining` count replicas by their order"
             )
         self.shape: ModelShape = config.model.resolve(vocabulary)
         self.agreed = json.dumps(meaning(first, NotPartOf.RUN), sort_keys=True)

@@ -48,7 +48,7 @@ class YamlLines:
         except (YAMLError, UnicodeDecodeError) as error:
             raise ConfigError((), f"{self.path}: not YAML: {str(error).splitlines()[0]}") from None
         if not isinstance(root, CommentedMap):
-            raise ConfigError((), f"{self.path}:1: expected keys and values at the top")
+            raise ConfigError((), f"{self.path}:1: found no keys and values at the top, expected at least `name: NAME`")
         return root
 
     def find(self, key: Sequence[str | int], model: type[BaseModel] = RunConfig) -> tuple[Key, int]:

@@ -98,12 +98,17 @@ def fleets_of(spec: RunSpec, random: np.random.Generator) -> Iterator[Fleet]:
     for name in spec.config.simulate.fleets:
         if name not in names:
             raise ConfigError(
-                ("simulate", "fleets", name), f"found no such replica, expected one of {', '.join(names)}"
+                ("simulate", "fleets", name),
+                f"found `{name}`, which is no replica of this run, expected one of {', '.join(names)}",
             )
     for name in spec.config.simulate.measured:
         if name not in spec.members:
             raise ConfigError(
-                ("simulate", "measured", name), f"found no such member, expected one of {', '.join(spec.members)}"
+                ("simulate", "measured", name),
+                (
+                    f"found costs of `{name}`, which is no member of this run; measure this topology with "
+                    "`hetero-pp calibrate`"
+                ),
             )
     check_exchange(spec)
     for replicas in equal_replicas(spec):

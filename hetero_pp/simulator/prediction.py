@@ -171,7 +171,10 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
     """
     if spec.config.outer.counts:
         cell = "taking_part" if spec.config.outer.taking_part else "pretraining"
-        raise ConfigError(("outer", cell), "found some replicas, expected all: a prediction is of equal rounds")
+        raise ConfigError(
+            ("outer", cell),
+            "found rounds in which only some replicas take part, expected all: predictions assume equal rounds",
+        )
     simulate = spec.config.simulate
     fleets = list(fleets_of(spec, np.random.default_rng(simulate.seed)))
     if not stage_links:

@@ -78,6 +78,9 @@ def round_lengths(
     for ends in inner_loops(spec, fleets, clocks, [PROBED] * len(fleets)):
         a_step = (ends[-1] - ends[0]) / (PROBED - 1)
         if not np.all(a_step > 0):
-            raise ConfigError(("inner", "seconds"), "found steps that take no time, expected some that do")
+            raise ConfigError(
+                ("inner", "seconds"),
+                "found steps that take 0 s, expected a machine on which they take time: a round has a number of them",
+            )
         found.append(SoMuchTime(inner.seconds, ends[0], a_step))
     return found

@@ -75,7 +75,7 @@ def check_exchange(spec: RunSpec) -> None:
             if not found:
                 raise ConfigError((*key, "members"), f"found `{one}`, expected members or replicas of this file")
             if seen & found:
-                raise ConfigError((*key, "members"), f"found {min(seen & found)} twice, expected it at one site")
+                raise ConfigError((*key, "members"), f"found {min(seen & found)} at two sites, expected it at one")
             seen |= found
     for line in spec.lines.values():
         if both := seen & set(line.members):
@@ -84,7 +84,7 @@ def check_exchange(spec: RunSpec) -> None:
             )
         _check_shared(spec, line)
     if line_of_exchange(spec) is not None and simulate.exchange_bandwidth is not None:
-        raise ConfigError(("simulate", "exchange_bandwidth"), "found it beside exchange.line, expected one of both")
+        raise ConfigError(("simulate", "exchange_bandwidth"), "found it and `exchange.line`, expected only one of them")
     if is_ring(simulate):
         _check_ring(spec)
 

@@ -70,7 +70,9 @@ def _locked(path: Path, store: Store) -> Iterator[None]:
 
 def _taken(store: Store, who: str = "") -> ConfigError:
     by = f" ({who})" if who else ""
-    return ConfigError((), f"{store.url()}: another launch acts for this run{by}: wait for its end, or end it")
+    return ConfigError(
+        (), f"{store.url()}: another launch uses the log of this run{by}; wait until it has ended, or end it"
+    )
 
 
 class _Holder(BaseModel):
@@ -157,7 +159,10 @@ class _Lease:
         first, told = self._heard(number), self._told(number)
         if first == OVER:
             return False
-        say(f"{self._store.url()}: waiting up to {told.seconds:g} s to see whether {told.who} still acts for this run")
+        say(
+            f"{self._store.url()}: waiting up to {told.seconds:g} s to see whether {told.who} still uses the "
+            "log of this run"
+        )
         for _ in range(10):
             self._over.wait(told.seconds / 10)
             heard = self._heard(number)

@@ -48,4 +48,6 @@ def build_engine(
 def require_engine(engine: EngineName) -> None:
     """Raise ConfigError if the engine's package is not installed."""
     if engine != "torch" and importlib.util.find_spec(engine) is None:
-        raise ConfigError((), f"`engine: {engine}` needs it installed: pip install hetero-pp[{engine}]")
+        raise ConfigError(
+            (), f"found `{engine}`, which is not installed; install it with: pip install 'hetero-pp[{engine}]'"
+        )

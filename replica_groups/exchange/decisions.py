@@ -233,7 +233,7 @@ class Decisions:
                 lambda: (place, process) in self._welcomed or (own.applicant != process and not own.claiming), is_asked
             )
             if (place, process) not in self._welcomed:
-                raise Refused(f"{place}: another process has asked for this place since")
+                raise Refused(f"{place}: another process has asked for this place in the meantime")
             return self._welcomed[place, process]
 
     def wait_for_work(self, place: str, term: int, is_asked: IsAsked = always) -> e.Assign:
@@ -286,7 +286,7 @@ class Decisions:
     def require_term(self, place: str, term: int) -> None:
         """Raise TermOver if a term does not act any more."""
         if not self.coordinator.holds(place, term):
-            raise TermOver(f"{place}: its term {term} is over")
+            raise TermOver(f"{place}: another process holds this place now (incarnation {term} has ended)")
 
     # ---- time ----
 

@@ -142,7 +142,7 @@ class Deposits:
             reason = f"found round {round_}, expected {last_round + 1}"
             raise self._refused(offer.member, reason, Kind.UNEXPECTED)
         if round_ > last_round and offer.epoch != current:
-            raise Suspended(f"{replica} was formed anew since")
+            raise Suspended(f"{replica} was formed again in the meantime")
         return round_ > last_round
 
     def _begins_to_keep(self, offer: Offer) -> bool:

@@ -223,7 +223,7 @@ class Exchange:
                 except FileNotFoundError as error:
                     raise Refused("; ".join([str(error), *damaged])) from None
                 for one in damaged:
-                    print(f"{EXCHANGE}: {one}; an older one is read", file=sys.stderr, flush=True)
+                    print(f"{EXCHANGE}: {one}; reading an older one", file=sys.stderr, flush=True)
             return self._held.round, list(self._held.tensors())
 
     def snapshot(self, names: Sequence[str], round_: int | None = None) -> dict[str, Tensor]:
@@ -516,7 +516,7 @@ class Exchange:
         try:
             return self.decisions.patiently(lambda: self.log.read_blob(key, blob.sha256))
         except FileNotFoundError:
-            raise Refused(f"what {replica} contributed to round {round_} is no more in the log") from None
+            raise Refused(f"the contribution of {replica} to round {round_} is no longer in the log") from None
         except DamagedFile as error:
             raise Refused(str(error)) from None
 

@@ -149,7 +149,9 @@ def _require_unchanged(wanted: Values) -> None:
     others = [key for key in wanted if key != REPLICAS]
     if others:
         keys = ", ".join(f"`{key}`" for key in others)
-        raise UnderWay(f"{keys}: members of the run are there, and go on as they are: end them before, or leave it out")
+        raise UnderWay(
+            f"{keys}: members of the run still train with the old value; end them before the change, or leave it out"
+        )
 
 
 def _take_over(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values) -> tuple[Restart, RunSpec]:
@@ -208,7 +210,9 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     optimizer_for = partial(round_optimizer, spec)
     start = find_restart(exchange.log, spec.run, known or available, optimizer_for, latest.states_every)
     if start.snapshot.round > rounds:
-        raise HeteroPPError(f"outer.rounds: found {rounds}, expected at least the {start.snapshot.round} that are done")
+        raise HeteroPPError(
+            f"outer.rounds: found {rounds}, expected at least {start.snapshot.round}, as so many rounds are done"
+        )
     return start
 
 

@@ -34,7 +34,7 @@ def states_to_go_on_from(
         useful = frozenset()  # what was counted since cannot be taken out of its error feedback
     aside = states.set_aside_all_but(useful)
     if aside is not None:
-        print(f"{member}: states that the run does not go on from were moved to {aside}", file=sys.stderr, flush=True)
+        print(f"{member}: states of later rounds were moved to {aside}", file=sys.stderr, flush=True)
     return max(useful, default=None)
 
 

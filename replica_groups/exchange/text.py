@@ -76,7 +76,8 @@ class Text:
         if self._told is None or self._told.tokens == tokens:
             return ""
         found = f"found tokens whose sha256 begins with {tokens[:_SHOWN]}, expected {self._told.tokens[:_SHOWN]}"
-        return f"reads another text than the run: {found}, as {', '.join(by) or 'was told'}{' told' if by else ''}"
+        told_by = f", as {', '.join(by)} reads" if by else ""
+        return f"reads another text than the run: {found}{told_by}"
 
     def note(self, member: str, tokens: str) -> None:
         """A member that reads these tokens takes part."""
@@ -97,7 +98,7 @@ def _kept(path: Path) -> _Told | None:
     except FileNotFoundError:
         return None
     except DamagedFile as error:
-        print(f"{error}: who joins next says again which text the run is of", file=sys.stderr, flush=True)
+        print(f"{error}; the next member that joins decides again which text the run has", file=sys.stderr, flush=True)
         return None
 
 
@@ -106,7 +107,7 @@ def _read(path: Path) -> _Told:
     try:
         content, checksum = path.read_text().splitlines()
         if checksum != _checksum(content):
-            raise ValueError("it is not what was written")
+            raise ValueError("its checksum does not match")
         return TypeAdapter(_Told).validate_json(content)
     except ValueError as error:
         raise DamagedFile(f"{path} is damaged: {str(error).splitlines()[0]}") from None

@@ -87,17 +87,24 @@ class AllReplicas:
         self.local: dict[int, dict[str, Tensor]] = {}
         """With keep_local, between rounds: the parameters of each replica here that the last round did not count."""
         if bias_every is not None and spec.config.outer.overlap:
-            raise ConfigError(("outer", "overlap"), "found 1, expected 0: the bias is of replicas that start together")
+            raise ConfigError(
+                ("outer", "overlap"), "found 1, expected 0: `bias_every` compares replicas that start a round together"
+            )
         if bias_every is not None and spec.config.outer.keep_local:
-            told = "found true, expected false: the bias is of replicas that start together"
+            told = "found true, expected false: `bias_every` compares replicas that start a round together"
             raise ConfigError(("outer", "keep_local"), told)
         self.own_embeddings: dict[int, Tensor] = {}
         """theta's embedding as replicas start from it that dropped what left the subspace (an ablation)."""
         self.inner_steps = spec.config.inner.require_steps("the fast path has no clock")
         if ranks.world > 1 and any(replica.peer is not None for replica in self.replicas):
-            raise ConfigError(("boundary", "ablations", "peer"), "found one on several ranks, expected one process")
+            raise ConfigError(
+                ("boundary", "ablations", "peer"), "found a peer's boundary on several ranks, expected one process"
+            )
         if bias_every is not None and spec.config.outer.counts:
-            raise ConfigError(("outer", "taking_part"), "found some replicas, expected all: the bias is of all of them")
+            raise ConfigError(
+                ("outer", "taking_part"),
+                "found rounds in which only some replicas take part, expected all: `bias_every` compares all",
+            )
         self.tokens = {
             replica.name: self.inner_steps * replica.batch_size * spec.config.data.sequence_length
             for replica in spec.config.replicas
@@ -167,7 +174,7 @@ class AllReplicas:
         except ConfigError as error:
             ended = error
         if any(self.ranks.gather(ended is not None)):
-            raise ended or ConfigError(("data", "corpus"), "found its end on another rank, expected more text")
+            raise ended or ConfigError(("data", "corpus"), "found too little text for another rank, expected more")
 
     def _steps(self, round_: int) -> range:
         return range((round_ - 1) * self.inner_steps, round_ * self.inner_steps)

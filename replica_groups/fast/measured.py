@@ -33,12 +33,16 @@ class Measured:
         self._spec, self._similarity_every, self._volume_every = spec, similarity_every, volume_every
         for name, every in (("similarity_every", similarity_every), ("volume_every", volume_every)):
             if every is not None and world > 1:
-                raise ConfigError((name,), f"found it on {world} ranks, expected one process")
+                raise ConfigError(
+                    (name,), f"found {world} ranks, expected one process: `{name}` needs all contributions"
+                )
             if every is not None and spec.config.outer.source == "gradient":
                 told = f"found {spec.config.outer.method} with `{name}`, expected one that contributes differences"
                 raise ConfigError(("outer", "method"), told)
         if volume_every is not None and device.type != "cpu":
-            raise ConfigError(("volume_every",), f"found it on {device.type}, expected a CPU, which encodes")
+            raise ConfigError(
+                ("volume_every",), f"found {device.type}, expected --device cpu, which encodes contributions"
+            )
         self.similarity: list[tuple[int, float, float]] = []
         """(round, mean of the cosines of all pairs, their standard deviation)"""
         self.volume: list[tuple[int, float, float, float | None, float]] = []

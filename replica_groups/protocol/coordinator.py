@@ -218,7 +218,7 @@ class Coordinator:
         elif replica.round is not None or place.asked is not None:
             return  # it has returned since, and this was said before
         elif self._trains_ahead_of(round_) or not self._has_contributed(replica, round_, epoch):
-            yield e.Suspended(place.name, place.term, epoch, "its replica has to be formed anew")
+            yield e.Suspended(place.name, place.term, epoch, "a stage of its replica is missing")
 
     def _has_contributed(self, replica: Replica, round_: int, epoch: int) -> bool:
         """Whole: to wait for the record, and to evaluate, a place needs no other that has nothing more to do."""

@@ -291,7 +291,7 @@ class Assign:
 
 @dataclass(frozen=True)
 class Suspended:
-    """Tell who holds a place to return to the start of the round: its replica has to be formed anew."""
+    """Tell who holds a place to return to the start of the round: a stage of its replica is missing."""
 
     place: str
     term: int

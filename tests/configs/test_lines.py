@@ -113,9 +113,9 @@ def test_the_run_is_the_same_behind_other_lines(path: Path) -> None:
         (
             "sites.shed={line: dsl, members: [home]}",
             "sites.shed.members",
-            "found home.1 twice",
+            "found home.1 at two sites",
         ),
-        ("sites={dc: {line: dsl, members: [dc]}}", "sites.dc", "found the name of a member, `dc`"),
+        ("sites={dc: {line: dsl, members: [dc]}}", "sites.dc", "found `dc`, which is a member's name"),
         ("sites={../out: {line: dsl, members: [dc]}}", "sites", "found the site `../out`, expected a name of letters"),
         ("lines.dsl.up=1e400 Mbit/s", "lines.dsl.up", "that a number can hold"),
         ("lines.dsl.up=20", "lines.dsl.up", "expected a number and a unit such as `100 Mbit/s`"),

@@ -116,7 +116,7 @@ def test_a_value_beside_the_yaml_is_that_value_in_the_yaml(mixed: Path, key: str
     except (TypeError, IndexError, KeyError):  # the YAML has a single value or an entry less there
         assert "found " in _error(mixed, f"{key}={value}") or "single value" in _error(mixed, f"{key}={value}")
         return
-    added = "found a name that nothing refers to"
+    added = "found a name that no setting refers to"
     found = _outcome(mixed, f"{key}={value}")
     assert found == _outcome(written) or str(found).startswith(added)
 

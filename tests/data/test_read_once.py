@@ -181,7 +181,7 @@ def test_a_launched_run_goes_on_to_the_same_bits(shards: Path, tmp_path: Path) -
         shutil.rmtree(state)
     (runs / "stream" / "log" / f"snapshot-{ROUNDS:06d}.safetensors").unlink()
     _change_what_was_read(shards, (ROUNDS - 1) * STEPS)
-    assert f"going on after round {ROUNDS - 1}" in _launch(config, runs, "--resume")
+    assert f"resuming after round {ROUNDS - 1}" in _launch(config, runs, "--resume")
     resumed = json.loads((runs / "stream" / "summary.json").read_text())
     assert resumed["validation_loss"] == unbroken["validation_loss"]
     assert resumed["parameters_sha256"] == unbroken["parameters_sha256"]

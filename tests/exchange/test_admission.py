@@ -179,7 +179,7 @@ def test_who_shows_a_ticket_takes_a_place_and_is_its_member(served: Served) -> N
     assert client.agree("b", "{}") == "run"
     client._term = 1
     assert not client.beat("b").is_over
-    with pytest.raises(Refused, match="b has not started a"):
+    with pytest.raises(Refused, match="b did not start a"):
         client.died("a", "nothing")
     key = Path(membership.identity.kept_in).with_name("key.pem")
     assert key.stat().st_mode & 0o777 == 0o600
@@ -223,11 +223,11 @@ def test_who_was_given_a_place_goes_on_after_its_ticket_is_over(
 
 def test_a_ticket_is_good_for_a_certificate_alone(served: Served) -> None:
     ticket = served.ticket("a")
-    with pytest.raises(Refused, match="Agree is not for who shows a ticket"):
+    with pytest.raises(Refused, match="Agree is not allowed with a ticket"):
         served.client(Credentials("a", identity=ticket.identity)).agree("a", "{}")
-    with pytest.raises(Refused, match="Status is not for who shows a ticket"):
+    with pytest.raises(Refused, match="Status is not allowed with a ticket"):
         status(served.address, ticket.identity)
-    with pytest.raises(Refused, match="Give is not for who shows a ticket"):
+    with pytest.raises(Refused, match="Give is not allowed with a ticket"):
         give(served.address, ticket.identity)
     assert served.run.exchange.refusals == 3
     assert served.memberships.held_by("a") is None
@@ -235,9 +235,9 @@ def test_a_ticket_is_good_for_a_certificate_alone(served: Served) -> None:
 
 def test_members_have_no_need_of_a_ticket_and_get_nothing_for_another(served: Served) -> None:
     own = SECRET.authority.identity("a")
-    with pytest.raises(Refused, match="Enrol is not for who shows none"):
+    with pytest.raises(Refused, match="Enrol is not allowed without a ticket"):
         enrol(served.address, own, signing_request(new_key()))
-    with pytest.raises(Refused, match="Give is for who was invited, and a was not"):
+    with pytest.raises(Refused, match="Give is only for members that joined by a ticket, and a did not"):
         give(served.address, own)
 
 

@@ -66,7 +66,7 @@ def test_who_trains_ahead_is_called_back_when_a_neighbour_is_gone(run: Run) -> N
     run.deposit(1, *HOMES)
     run.exchange.died("home.1", "killed by a test")
     assert run.exchange.beat("home.0", 1, 2, term=1).suspended == 2
-    with pytest.raises(Suspended, match="formed anew"):
+    with pytest.raises(Suspended, match="a stage of its replica is missing"):
         run.exchange.record(1, "home.0", 1)
     run.exchange.join("home.1", "")
     waits = {one: in_thread(partial(run.exchange.assign, one, 0, trained=2)) for one in HOMES}

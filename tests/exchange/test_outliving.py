@@ -107,7 +107,7 @@ def test_an_exchange_that_came_between_contributing_and_waiting_asks_to_be_told(
     server, _ = serve_exchange(run.exchange, SECRET, f"127.0.0.1:{port}")
     assert client.last_round() == 0  # it has reached the other one
     assert not run.exchange.beat("b", 1, 1).is_over
-    with pytest.raises(ExchangeLost, match="has to be told again"):
+    with pytest.raises(ExchangeLost, match="sending them again"):
         client.record(1, "a")
     for block, data in own.items():
         client.deposit("a", BlobAddress(run.exchange.run, 1, "a", block), data, work.epoch, 7)

@@ -115,7 +115,7 @@ def test_who_calls_is_who_its_certificate_names(served: Served) -> None:
     """Whatever it writes beside it."""
     client = served.client(replace(SECRET.credentials("a", encrypted=True), name="b", token="made up"))
     assert client.agree("b", "{}") == "run"
-    with pytest.raises(Refused, match="a has not started b"):
+    with pytest.raises(Refused, match="a did not start b"):
         client.died("b", "nothing")
     client.died("a", "this one may say it")
 
@@ -203,10 +203,10 @@ def test_who_connects_and_says_nothing_goes_by_itself(served: Served, monkeypatc
         (
             SECRET.credentials("a"),
             Refused,
-            "speaks TLS, and this host does not: `exchange.insecure` has to be",
+            "uses TLS, and this host does not: `exchange.insecure` has to be",
         ),
         (Credentials("a", identity=_expired()), Refused, "the certificate of this host has ended"),
-        (Credentials("a", identity=_early()), Refused, "holds from .* on: is the clock of this host right"),
+        (Credentials("a", identity=_early()), Refused, "holds from .* on: check the clock of this host"),
     ],
 )
 def test_who_cannot_connect_is_told_why(mine: Credentials, error: type[Exception], told: str, served: Served) -> None:
@@ -219,7 +219,7 @@ def test_who_encrypts_is_told_that_the_exchange_does_not(tmp_path: Path, stack: 
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
     stack.callback(lambda: server.stop(None).wait(TIMEOUT))
     client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials("a", encrypted=True), "run", timeout=TIMEOUT)
-    with closing(client), pytest.raises(Refused, match="speaks without TLS, and this host with it"):
+    with closing(client), pytest.raises(Refused, match="does not use TLS, and this host does"):
         client.agree("a", "{}")
 
 

@@ -63,13 +63,13 @@ def test_a_scale_of_ones_own_is_taken_before_the_shipped_one(mine: Path) -> None
 
 
 def test_no_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none: found no such folder"):
+    with pytest.raises(ConfigError, match="none: found no folder, expected one that holds experiments"):
         Catalog(tmp_path / "none")
 
 
 WRONG = {
     "no YAML": (SMALLEST + "  - [", "mine.yaml:8: not YAML: "),
-    "a list": ("- 1\n", "mine.yaml:1: expected keys and values at the top"),
+    "a list": ("- 1\n", "mine.yaml:1: found no keys and values at the top, expected at least `name: NAME`"),
     "an unknown key": (
         SMALLEST.replace("compressed:", "compresed:"),
         "mine.yaml:7: rows[1].compresed: found an unknown",
@@ -111,7 +111,7 @@ CELLS = {
     ),
     "a cell of no section": (
         SMALLEST + "    cells: {outer.rounds.x: 2}\n",
-        "mine.yaml:8: rows[1].cells.outer.rounds.x: found no section to set `x` in",
+        "mine.yaml:8: rows[1].cells.outer.rounds.x: found a single value above `x`, expected a section",
     ),
     "a cell of every replica": (
         SMALLEST + "    cells: {replicas.boundary.typ: 2}\n",

@@ -80,7 +80,7 @@ def survive(corpus: Path, tmp_path: Path) -> Any:
 def test_a_stage_killed_in_training_is_replaced_and_its_group_trains_the_round_again(survive: Any) -> None:
     run = survive("{kill: home.1, at: {round: 3, phase: training}}")
     run.assert_sound()
-    assert any("killed by SIGKILL: started again, 1 of 3 times" in one for one in run.happened(RESTARTED, "home.1"))
+    assert any("killed by SIGKILL; restarting it (attempt 1 of 3" in one for one in run.happened(RESTARTED, "home.1"))
     assert run.happened(SUSPENDED)
     record = json.loads((run.folder / "log" / "round-000003" / "record.json").read_text())
     assert {one["replica"]: int(one["epoch"]) for one in record["contributions"]}["home"] > 3  # a term more than stages

@@ -360,7 +360,7 @@ def test_who_cannot_be_dialled_where_it_says_is_sought_through_the_relay(
                 assert end is not None
                 end.send(_message(epoch))
                 _expect(far, range(epoch, epoch + 1))
-    assert capsys.readouterr().err.count("sought through the relay") == 1
+    assert capsys.readouterr().err.count("connecting through the relay") == 1
 
 
 def test_a_group_of_one_stage_has_nobody_to_listen_for(relayed: Relayed, stack: ExitStack) -> None:

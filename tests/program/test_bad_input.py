@@ -157,7 +157,7 @@ def test_gradients_averaged_after_many_steps_are_refused(steps: int, tmp_path: P
 
 
 LENGTHS = {
-    "both": ("{steps: 5, seconds: 5 min}", "inner.seconds: found 300 s beside 5 `steps`, expected one of them"),
+    "both": ("{steps: 5, seconds: 5 min}", "inner.seconds: found 300 s and 5 `steps`, expected one of them"),
     "neither": ("{steps: null}", "inner.steps: found nothing, expected `steps` or `seconds`"),
     "no time": ("{seconds: 0}", "inner.seconds: found `0`, expected more than 0"),
     "no unit that is known": ("{seconds: 5 weeks}", "inner.seconds: found `5 weeks` with the unknown unit `weeks`"),

@@ -161,19 +161,19 @@ def test_what_is_given_counts_and_what_the_yaml_says_changes_nothing(
     edited.write_text(MIXED.read_text().replace("{rounds: 3,", "{rounds: 7,"))
     found = _train(corpus, runs, config=edited)
     assert (found["rounds"], found["changes"]["outer.rounds"]) == (6, {"1": 3, "4": 6})
-    told = "mixed: outer.rounds stays 6, the YAML's 7 changes nothing: give --set outer.rounds=7"
+    told = "mixed: outer.rounds stays 6: a resumed run ignores the YAML's 7; to change it, give --set outer.rounds=7"
     assert told in capsys.readouterr().out
     changes = _train(corpus, runs, "outer.rounds=8", "inner.learning_rate=1e-2")["changes"]
     assert changes["outer.rounds"] == {"1": 3, "4": 6, "7": 8}
     assert changes["inner.learning_rate"] == {"1": 0.01, "4": 0.004, "7": 0.01}  # back to what it began with
     told = capsys.readouterr().out
-    assert "changes nothing" not in told
+    assert "ignores" not in told
     assert "round 1/8: " in told
 
 
 def test_fewer_rounds_than_are_done_are_refused(runs: Path, corpus: Path) -> None:
     before = RunFolder(runs / "mixed").changes.read_bytes()
-    with pytest.raises(HeteroPPError, match=r"outer\.rounds: found 5, expected at least the 6 that are done"):
+    with pytest.raises(HeteroPPError, match=r"outer\.rounds: found 5, expected at least 6, as so many rounds are done"):
         _train(corpus, runs, "outer.rounds=5")
     assert RunFolder(runs / "mixed").changes.read_bytes() == before
     assert _train(corpus, runs)["rounds"] == 6
@@ -192,7 +192,7 @@ def test_over_the_network_a_changed_run_has_the_same_bits(
     )
     for key in ("parameters_sha256", "validation_loss", "contributions", "changes"):
         assert found[key] == expected[key], key
-    assert "mixed: inner.learning_rate: 0.004 from round 4 on, until then 0.01" in done.stdout
+    assert "mixed: inner.learning_rate: 0.004 from round 4 on (before: 0.01)" in done.stdout
 
 
 # ---- what hosts agree on ----

@@ -93,7 +93,7 @@ def test_threads_can_only_miss(corpus: Path, tmp_path: Path) -> None:
     settings = ["--set", f"data.corpus={corpus}", "--runs", str(tmp_path / "runs"), "--chaos", str(path)]
     done = CliRunner().invoke(app, ["launch", str(MIXED), "--in-process", *settings])
     assert done.exit_code == 2
-    told = "chaos.yaml:3: faults[1].kill: found it for threads of one process, expected `miss` only: leave out"
+    told = "chaos.yaml:3: faults[1].kill: found a fault that needs processes, expected only `miss` with --in-process"
     assert told in " ".join(done.stderr.split())
     assert not (tmp_path / "runs" / "mixed").exists()
 

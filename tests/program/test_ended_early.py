@@ -90,7 +90,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
     finished: Path, cut: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
-    assert f"mixed: going on after round {ROUNDS - 1}" in capsys.readouterr().out
+    assert f"mixed: resuming after round {ROUNDS - 1}" in capsys.readouterr().out
 
 
 def test_the_time_between_does_not_count(cut: Path, corpus: Path) -> None:
@@ -165,9 +165,9 @@ def test_a_flipped_bit_in_a_state_is_named_and_the_round_before_taken(
     state.write_bytes(content)
     assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
     told = capsys.readouterr().out
-    assert "mixed: passed over: home.1: " in told
+    assert "mixed: skipping a damaged file: home.1: " in told
     assert "round-000004 is damaged: 'stage.pt' is not what was written" in told
-    assert f"mixed: going on after round {ROUNDS - 1}" in told
+    assert f"mixed: resuming after round {ROUNDS - 1}" in told
 
 
 def test_a_damaged_record_of_an_early_round_costs_the_summary_only_its_sizes(
@@ -175,7 +175,7 @@ def test_a_damaged_record_of_an_early_round_costs_the_summary_only_its_sizes(
 ) -> None:
     (cut / "log" / "round-000001" / "record.json").write_text("{")
     found, unbroken = _train(corpus, cut.parent, resume=True), _summary(finished / "mixed")
-    assert "what was contributed to round 1 is left out of the summary" in capsys.readouterr().out
+    assert "the contributions of round 1 are missing from the summary" in capsys.readouterr().out
     assert found["parameters_sha256"] == unbroken["parameters_sha256"]
     assert found["contributions"]["per_round"][1:] == unbroken["contributions"]["per_round"][1:]
     assert (found["contributions"]["per_round"][0]["bytes"], found["rounds"]) == (0, ROUNDS)
@@ -331,7 +331,7 @@ def _spec(runs: Path) -> RunSpec:
 @pytest.mark.parametrize(
     ("setting", "key"),
     [
-        ("inner.steps=4", "--resume: inner.steps: found 4, expected 3: as in "),
+        ("inner.steps=4", "--resume: inner.steps: found 4, expected 3, as in "),
         ("inner.betas=[0.9, 0.99]", "inner.betas[1]: found 0.99, expected 0.95"),
         ("replicas.1.boundary.rank=1/2", "replicas[1].boundary.rank: found 0.5, expected 0.25"),
         ("replicas.1.stages=2", "replicas[1].stages: found 2, expected 3 entries"),
@@ -385,7 +385,7 @@ def test_an_error_in_recording_is_told_and_neither_ends_nor_falsifies_the_run(
     assert "failed" not in found
     told = [line for line in capsys.readouterr().out.splitlines() if "No space left on device" in line]
     assert len(told) == 1
-    assert "has gaps, the run goes on" in told[0]
+    assert "they have a gap, and the run continues" in told[0]
 
 
 def test_reports_that_cannot_be_followed_are_no_success(
@@ -399,7 +399,7 @@ def test_reports_that_cannot_be_followed_are_no_success(
         apply(state, report)
 
     monkeypatch.setattr(RunState, "apply", fails)
-    with pytest.raises(RunFailed, match="reports could not be followed to its end: KeyError: 'a bug'"):
+    with pytest.raises(RunFailed, match=r"lost the run's reports before the run was over \(KeyError: 'a bug'\)"):
         _train(corpus, tmp_path)
     assert "a bug" in _summary(tmp_path / "mixed")["failed"]
 
@@ -414,7 +414,7 @@ def test_nor_are_those_that_come_over_the_network(tmp_path: Path, finished: Path
 
     watcher = Watcher(partial(reports_of, f"127.0.0.1:{port}", SECRET.credentials(LAUNCHER)), fails)
     exchange.refuse("a member", "a reason to report", Kind.UNEXPECTED)
-    with pytest.raises(RunFailed, match="reports could not be followed to its end: KeyError: 'a bug'"):
+    with pytest.raises(RunFailed, match=r"lost the run's reports before the run was over \(KeyError: 'a bug'\)"):
         watcher.join()
     exchange.end_watching()
     server.stop(0).wait()
@@ -432,7 +432,7 @@ def test_a_run_that_ends_before_its_last_round_is_no_success(
             yield report
 
     monkeypatch.setattr(Exchange, "watch", ends_early)
-    with pytest.raises(RunFailed, match="ended after round 1 of 4, and nobody said why"):
+    with pytest.raises(RunFailed, match="the run ended after round 1 of 4 without a reason"):
         _train(corpus, tmp_path)
 
 
@@ -454,11 +454,11 @@ def test_an_error_that_nobody_expects_is_in_the_summary(
 @pytest.mark.parametrize(
     ("names", "typed", "expected"),
     [
-        (None, "hetero-pp launch a.yaml", "go on with: hetero-pp launch a.yaml --resume"),
-        (None, "hetero-pp launch a.yaml --resume", "go on with: hetero-pp launch a.yaml --resume"),
+        (None, "hetero-pp launch a.yaml", "resume with: hetero-pp launch a.yaml --resume"),
+        (None, "hetero-pp launch a.yaml --resume", "resume with: hetero-pp launch a.yaml --resume"),
         (["exchange"], "x --only exchange", "as before): x --only exchange --resume --token-file {token}"),
         (["exchange"], "x --token-file t", "as before): x --token-file t --resume"),
-        (["dc"], "x --only dc", "once the exchange goes on, join it again with: x --only dc"),
+        (["dc"], "x --only dc", "when the exchange is resumed, rejoin it with: x --only dc"),
     ],
 )
 def test_who_interrupts_is_told_how_to_go_on(cut: Path, names: list[str] | None, typed: str, expected: str) -> None:
@@ -469,7 +469,7 @@ def test_who_interrupts_is_told_how_to_go_on(cut: Path, names: list[str] | None,
     if names is None:
         shutil.rmtree(cut / "state" / "home.1")
         told = how_to_go_on(prepared, folder, typed.split())
-        assert told == f"no state was saved yet (snapshots.every: 1 rounds), so begin anew with: {typed}"
+        assert told == f"no state was saved yet (one is saved every 1 round); start the run again with: {typed}"
 
 
 # ---- two launches ----
@@ -490,7 +490,7 @@ def test_two_launches_cannot_share_a_folder(tmp_path: Path, corpus: Path) -> Non
         for way in ways:
             done = _launch(corpus, tmp_path, *way)
             assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-            assert f"{folder}: another launch is using it (home.1)" in done.stderr
+            assert f"{folder}: another launch is using this folder (home.1)" in done.stderr
     assert (folder / "mine").read_text() == "a run under way"
     assert not (tmp_path / "mixed.1").exists()
     assert _launch(corpus, tmp_path, "--in-process").returncode == 0

@@ -170,7 +170,7 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
         code, said, errors = run.wait(host)
         assert (code, errors) == (0, ""), errors
         assert said.splitlines().count(skipped) == (host != "anna")
-        (place,) = re.findall(r"^homes: (\S+) is this host's$", said, re.MULTILINE)
+        (place,) = re.findall(r"^homes: this host has joined as (\S+)$", said, re.MULTILINE)
         assert (place == "home.1") == (host == "anna")
         assert re.findall(rf"^round (\d)/3: {re.escape(place)}: ", said, re.MULTILINE) == ["1", "2", "3"]
     assert run.wait("exchange")[0] == 0
@@ -199,7 +199,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     assert (done.returncode, done.stdout) == (0, "homes: home.1 has left\n")
     code, said, errors = run.wait("home.1")
     assert (code, errors) == (130, "hetero-pp: interrupted; every process of the run has ended\n")
-    assert said.endswith("homes: home.1 was given back\n")
+    assert said.endswith("homes: home.1 is free again\n")
     assert _held(run) == {"dc": True, "home.0": True, "home.1": False}
     run.join("another", run.invite())  # takes the one that is free
     run.wait_for('"member": "home.1", "event": "joined", "address": "relay')
@@ -214,7 +214,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     code, _, errors = run.wait("another")
     assert (code, "home.1: it was taken back" in errors) == (1, True), errors
     run.processes["dc"].send_signal(signal.SIGINT)  # as Ctrl-C
-    assert run.wait("dc")[1].endswith("homes: dc was given back\n")
+    assert run.wait("dc")[1].endswith("homes: dc is free again\n")
     run.join("dc", tickets["dc"])  # who has left may come back by its ticket
     run.wait_for('"member": "dc", "event": "joined", "address": "", "term": 2')
     done = run.ask("status", "--json", str(tmp_path / "status.json"), host="dc")
@@ -310,7 +310,7 @@ def test_a_replica_is_added_to_a_run_whose_members_stay(runs: list[Run], tmp_pat
     (tmp_path / "run.yaml").write_text(text.replace("  - {name: second, kind: datacenter, batch_size: 4}\n", ""))
     run.serve("--resume", waits=False)
     code, _, errors = run.wait("second")
-    assert (code, "second is no place of this run any more" in errors) == (1, True), errors
+    assert (code, "second is no longer a place of this run" in errors) == (1, True), errors
     run.wait_for_round("dc", max(run.evaluated("dc")) + 3)
     assert len({round_ for round_, _, _ in verified}) == len({(round_, sha256) for round_, _, sha256 in verified})
 
@@ -346,9 +346,9 @@ def test_another_text_than_the_runs_is_refused_in_one_line(runs: list[Run], tmp_
     mine, own = (prepare_tokens(run.data(path), tmp_path / "tokens").digest[:12] for path in (other, corpus))
     run.join("home.0", tickets["home.0"], data=other)
     code, said, errors = run.wait("home.0")
-    found = f"found tokens whose sha256 begins with {mine}, expected {own}, as dc told"
+    found = f"found tokens whose sha256 begins with {mine}, expected {own}, as dc reads"
     assert (code, errors) == (2, f"hetero-pp: home.0: reads another text than the run: {found}\n")
-    assert said.endswith("homes: home.0 was given back\n")
+    assert said.endswith("homes: home.0 is free again\n")
     assert '"member": "home.0", "event": "joined"' not in run.metrics()
     for place in PLACES[1:]:
         run.join(place, tickets[place])
@@ -415,8 +415,8 @@ def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys
         ("made up", here, r"found 'madeup'\.\.\., expected a ticket, which begins with hpp1\."),
         (used[:-7], here, "the ticket is not whole: copy all of it, in one line"),
         (over, here, r"the ticket is over: ask for another \(or is the clock of this host wrong\?\)"),
-        (used, here, r"home\.0 reads the run's text: say where it is here, with --data PATH"),
-        (served.invite("dc", capsys), here, "dc reads the run's text: say where it is here, with --data PATH"),
+        (used, here, r"home\.0 reads the run's text; give its path on this host with --data PATH"),
+        (served.invite("dc", capsys), here, "dc reads the run's text; give its path on this host with --data PATH"),
         (used, there, "the ticket was used already: it lets one process in"),
     ):
         with pytest.raises(ConfigError, match=told):
@@ -430,11 +430,11 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
     with pytest.raises(ConfigError, match=r"--expires: found `soon`, expected a number and a unit such as `24h`"):
         seconds_of("soon")
     assert seconds_of("24h") == 24 * 3600
-    with pytest.raises(ConfigError, match="found no run that is served here: `hetero-pp serve CONFIG` serves one"):
+    with pytest.raises(ConfigError, match="found no run that this host serves; start one with: hetero-pp serve CONFIG"):
         invite(tmp_path, "another", None, 1.0, None)
     with pytest.raises(ConfigError, match=r"found nobody that was invited to home\.0, and no ticket of that name"):
         revoke(served.runs, "homes", "home.0")
-    with pytest.raises(ConfigError, match="nothing here has joined it"):
+    with pytest.raises(ConfigError, match="found no `hetero-pp join` of this run on this host"):
         leave(served.runs, "homes", None)
     path = served.runs / "homes" / "config.yaml"
     path.write_text(path.read_text().replace("127.0.0.1:0", "0.0.0.0:47600"))
@@ -452,7 +452,7 @@ def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
     take_place(Ticket.from_text(ticket), tmp_path)
     with (
         leavable(RunFolder(tmp_path / "homes"), "home.1"),
-        pytest.raises(ConfigError, match=rf"home\.1 is this host's already: process {os.getpid()} trains in it"),
+        pytest.raises(ConfigError, match=rf"home\.1 is already held by process {os.getpid()} on this host"),
     ):
         join(ticket, Here(tmp_path))
     assert served.memberships.held_by("home.1") is not None

@@ -139,7 +139,7 @@ def test_who_comes_has_no_state_that_the_others_would_have_to_do_without(
     config = _yaml(tmp_path, lambda it: it["replicas"].append(SECOND))
     _train(config, corpus, tmp_path / "runs", "outer.rounds=4")
     said = capsys.readouterr().out
-    assert "mixed: going on after round 2\n" in said
+    assert "mixed: resuming after round 2\n" in said
     assert "mixed: from round 3 on with dc2\n" in said
     assert _counted(tmp_path / "runs") == [["dc", "home"]] * 2 + [["dc", "dc2", "home"]] * 2
 
@@ -266,7 +266,7 @@ def _other_rank(content: dict[str, Any]) -> None:
     [
         (
             lambda it: it["replicas"][1].update(batch_size=8),
-            "--resume: replicas[1].batch_size: found 8, expected 4: as in ",
+            "--resume: replicas[1].batch_size: found 8, expected 4, as in ",
         ),
         (_other_rank, "replicas[3].boundary.rank: found 16, expected at most 8, the largest when the run began"),
         (
@@ -302,7 +302,7 @@ def test_a_text_that_is_read_once_is_not_shared_out_anew(tmp_path: Path, corpus:
         once(content)
         content["replicas"].append(SECOND)
 
-    complaint = "replicas: found dc, home, dc2, expected dc, home: with `data.repeat: false` they stay"
+    complaint = "replicas: found dc, home, dc2, expected dc, home: with `data.repeat: false` the replicas cannot"
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         _train(_yaml(tmp_path, grown), corpus, tmp_path, "outer.rounds=2")
 

@@ -142,7 +142,7 @@ def test_what_cannot_begin_leaves_no_member_behind(
 def test_a_run_that_is_over_trains_no_more(trained: tuple[float, Run]) -> None:
     assert trained[1].is_over
     assert list(trained[1]) == []
-    with pytest.raises(HeteroPPError, match=r"3 of 3 rounds.*: every round is trained"):
+    with pytest.raises(HeteroPPError, match=r"3 of 3 rounds.*: all rounds are trained"):
         trained[1].round()
 
 
@@ -198,7 +198,7 @@ def test_a_folder_that_is_given_holds_what_a_launch_leaves(launched: Path, corpu
 def test_two_runs_cannot_use_one_folder(corpus: Path, tmp_path: Path) -> None:
     with _run(corpus, tmp_path) as first, _run(corpus, tmp_path) as second:
         first.round()
-        with pytest.raises(ConfigError, match="another launch is using it"):
+        with pytest.raises(ConfigError, match="another launch is using this folder"):
             second.round()
         assert first.round().round == 2
     assert not (tmp_path / "mixed.1").exists()
@@ -266,7 +266,7 @@ def test_changes_are_merged() -> None:
 def test_replicas_that_need_processes_are_refused_when_they_would_start(corpus: Path) -> None:
     with _run(corpus, replicas={0: {"engine": "torchtitan"}}) as run:
         assert run.predict().members == len(MEMBERS)
-        with pytest.raises(ConfigError, match="expected `torch` in one process"):
+        with pytest.raises(ConfigError, match="expected `torch` with --in-process"):
             run.round()
 
 

@@ -190,7 +190,7 @@ def test_the_run_goes_on_without_a_host_that_dies_and_with_it_once_it_is_started
     endless.processes["exchange"].terminate()
     said = endless.said("exchange")
     assert re.search(r"^hosts: dc: nothing was heard of it for \d+ s; its place is vacant$", said, re.MULTILINE), said
-    assert "hosts: dc has joined again, as the place's holder number 2" in said
+    assert "hosts: dc has joined again (incarnation 2)" in said
     assert re.search(r"^round \d+/100000: .*; not counted: dc \(nothing was heard of it for", said, re.MULTILINE), said
 
 
@@ -226,7 +226,7 @@ def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(end
     for part in PARTS:
         endless.processes[part].terminate()
     since_its_first_round = re.split(r"^round \d+/", endless.said("dc"), maxsplit=1, flags=re.MULTILINE)[1]
-    assert "going on after round" not in since_its_first_round  # before, it may not have heard of the first exchange
+    assert "resuming after round" not in since_its_first_round  # before, it may not have heard of the first exchange
 
 
 @pytest.mark.starts_processes
@@ -280,7 +280,7 @@ def test_a_host_with_another_configuration_or_text_is_refused(hosts: Hosts, corp
     hosts.start("home.0")
     code, errors = hosts.wait("home.0")
     told = r"home\.0: reads another text than the run: found tokens whose sha256 begins with \w{12}, expected \w{12}"
-    assert (code, errors.count("\n"), bool(re.search(f"{told}, as dc told", errors))) == (1, 1, True), errors
+    assert (code, errors.count("\n"), bool(re.search(f"{told}, as dc reads", errors))) == (1, 1, True), errors
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
     assert hosts.summary()["refusals"] == 2
@@ -293,11 +293,11 @@ def test_another_token_is_told_where_it_is(hosts: Hosts, tmp_path: Path) -> None
     hosts.start("home.1", "--token-file", str(tmp_path / "other"))
     code, errors = hosts.wait("home.1")
     there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
-    assert (code, f"home.1: {there}, whose is in {tmp_path / 'other'}" in errors) == (1, True), errors
+    assert (code, f"home.1: {there}, whose token is in {tmp_path / 'other'}" in errors) == (1, True), errors
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
     again = hosts.said("exchange").splitlines()[-1]
-    assert "hosts: go on with (other hosts with their commands as before): " in again
+    assert "hosts: resume with (on other hosts, repeat their commands): " in again
     assert again.endswith("--set outer.rounds=1 --resume")
 
 
@@ -309,7 +309,7 @@ def test_without_tls_another_token_is_told_on_both_sides(hosts: Hosts, tmp_path:
     hosts.start("home.1", "--token-file", str(tmp_path / "other"))
     code, errors = hosts.wait("home.1")
     there = f"the exchange at 127.0.0.1:{hosts.port} was started with another token than this host"
-    assert (code, f"home.1: {there}, whose is in {tmp_path / 'other'}" in errors) == (1, True), errors
+    assert (code, f"home.1: {there}, whose token is in {tmp_path / 'other'}" in errors) == (1, True), errors
     hosts.wait_for('"event": "refusal"')
     hosts.processes["exchange"].terminate()
     hosts.wait("exchange")
@@ -318,7 +318,9 @@ def test_without_tls_another_token_is_told_on_both_sides(hosts: Hosts, tmp_path:
 
 def test_a_token_that_can_be_guessed(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
-    with pytest.raises(ConfigError, match=r"found 6 characters, expected at least 32 .* as `openssl rand -hex 16`"):
+    with pytest.raises(
+        ConfigError, match=r"found 6 characters, expected at least 32 .*; make one with: openssl rand -hex 16"
+    ):
         read_token(tmp_path / "token")
 
 
@@ -413,7 +415,7 @@ def test_names_and_addresses_that_cannot_be(tmp_path: Path, corpus: Path) -> Non
 @pytest.mark.parametrize(
     ("in_process", "resume", "complaint"),
     [
-        (True, False, "leave out --in-process, other hosts carry the rest"),
+        (True, False, "found --in-process, which needs the whole run on this machine"),
         (False, False, "expected --exchange HOST:PORT and --token-file FILE"),
     ],
 )
@@ -464,7 +466,9 @@ def test_a_replica_on_two_nodes_is_not_started_on_one(tmp_path: Path, corpus: Pa
     with pytest.raises(ConfigError, match=r"run\.yaml:12: replicas\[0\]\.nodes: found 2, .*--print-commands"):
         run_topology(path, [], tmp_path / "runs", in_process=False)
     host = Host("titan", "127.0.0.1:1", tmp_path / "token")
-    with pytest.raises(ConfigError, match=r"run\.yaml:13: replicas\[0\]\.rendezvous: .* nowhere\.invalid is not known"):
+    with pytest.raises(
+        ConfigError, match=r"run\.yaml:13: replicas\[0\]\.rendezvous: .* nowhere\.invalid cannot be resolved"
+    ):
         run_on_this_host(path, [], tmp_path / "runs", host, in_process=False, resume=False)
 
 

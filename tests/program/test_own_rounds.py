@@ -61,6 +61,6 @@ def test_whom_the_run_waits_for_and_where_it_goes_on() -> None:
     assert shown(["dc"], reports) == [
         "2 of 3 members have joined, missing: home.1; nobody came for 20 s",
         "all 3 members have joined, within 30 s",
-        "going on after round 1",
+        "resuming after round 1",
         "waiting for contributions to round 2 of home.0; no progress for 15 s",
     ]

@@ -47,7 +47,7 @@ replicas:
 simulate:
   measured:
 """
-UNKNOWN = "found a name that nothing refers to"
+UNKNOWN = "found a name that no setting refers to"
 MACHINE = "{flops: 1 TFLOP/s, memory: 1 GB, memory_bandwidth: 1 GB/s}"
 COST = "{forward: 1 s, backward: 2 s, update: 0.5 s, contribute: 3 s, apply: 4 s, evaluate: 1 s}"
 
@@ -416,15 +416,21 @@ def test_a_sweep_of_the_yaml_with_curves(yaml: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--sweep", "links.home.bandwidth=1..10"], "expected ends with one kind of unit"),
-        (["--sweep", "links.home.bandwidth=1ms..10Mbit/s"], "expected ends with one kind of unit"),
-        (["--sweep", "links.home.bandwidth=10Mbit/s..1Mbit/s"], "expected a range that grows"),
+        (["--sweep", "links.home.bandwidth=1..10"], "expected both ends in units of one kind"),
+        (["--sweep", "links.home.bandwidth=1ms..10Mbit/s"], "expected both ends in units of one kind"),
+        (["--sweep", "links.home.bandwidth=10Mbit/s..1Mbit/s"], (
+            "expected a range from a value above 0 to a "
+            "larger one"
+        )),
         (["--sweep", "links.home.bandwidth=10,20"], "expected a number and a unit such as"),
         (["--sweep", "links.home.bandwidth"], "expected KEY=FROM..TO"),
-        (["--curves", "inner.steps=1,2"], "expected a --sweep beside it"),
+        (["--curves", "inner.steps=1,2"], "expected --sweep, too"),
         (["--set", "links.home.bandwidth=0 Mbit/s"], "hetero-pp: --set links.home.bandwidth=0 Mbit/s: found"),
         (["--set", "replicas.1.hardware=abacus"], "replicas.1.hardware=abacus: found `abacus`, expected one of h200"),
-        (["--set", "simulate.fleets={homes: {count: 2}}"], "found no such replica, expected one of dc, home"),
+        (["--set", "simulate.fleets={homes: {count: 2}}"], (
+            "found `homes`, which is no replica of this run, "
+            "expected one of dc, home"
+        )),
         (["--set", "simulate.hardware={tiny: {flops: 1 GFLOP/s, memory: 1 MB, memory_bandwidth: 1 GB/s}}",
           "--set", "simulate.machine=tiny"], "dc needs"),
     ],

@@ -230,7 +230,7 @@ def test_who_has_a_link_of_its_own_does_not_wait_for_a_site(tmp_path: Path) -> N
         (WHOLE, ["simulate.exchange=ring_all_gather", "simulate.exchange_bandwidth=1 Gbit/s"], "expected no sites"),
         (WHOLE, ["simulate.sites={a: {members: [home], uplink: home}}"], "found `home`, expected members or replicas"),
         (WHOLE, ["simulate.sites={a: {members: [dc], uplink: dsl}}"], "expected one of the kinds under `links` (home)"),
-        (AT_ONE_SITE, ["simulate.sites={a: {members: [group, group.1], uplink: home}}"], "found group.1 twice"),
+        (AT_ONE_SITE, ["simulate.sites={a: {members: [group, group.1], uplink: home}}"], "found group.1 at two sites"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, text: str, overrides: list[str], words: str) -> None:

@@ -129,7 +129,10 @@ def test_mistakes_are_one_line(yaml: Path, entry: str, words: str) -> None:
     ("overrides", "words"),
     [
         (["simulate.rows={a: {inner.stops: 3}}"], "simulate.rows.a: inner.stops=3: found an unknown key"),
-        (["simulate.rows={a: {}}", "simulate.sweep=inner.steps=1"], "simulate: found `rows` and `sweep`, expected one"),
+        (
+            ["simulate.rows={a: {}}", "simulate.sweep=inner.steps=1"],
+            "simulate: found `rows` and `sweep`, expected only one",
+        ),
     ],
 )
 def test_rows_that_cannot_be_are_a_mistake(yaml: Path, overrides: list[str], words: str) -> None:

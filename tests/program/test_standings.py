@@ -50,7 +50,8 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 
 KILLED = "home.1 was killed by SIGKILL"
-RESTART = f"{KILLED}: started again, 1 of 3 times in 10 min"
+LEFT = "it has no restart left, so the run continues without it"
+RESTART = f"{KILLED}; restarting it (attempt 1 of 3 within 10 min)"
 
 
 def standing(time: float, what: Happened, **values: Any) -> Report:
@@ -125,8 +126,8 @@ def test_nothing_is_shown_if_nothing_happened() -> None:
 def test_a_stage_that_is_killed_and_comes_back_is_told_in_three_lines() -> None:
     assert said([*there(), *killed(START), back(START + 1)]) == [
         RESTART,
-        "home goes back to the start of the round, until home.1 is back",
-        "home.1 has joined again, as the place's holder number 2",
+        "home returns to the start of its round and waits for home.1",
+        "home.1 has joined again (incarnation 2)",
     ]
 
 
@@ -135,9 +136,13 @@ def test_of_a_member_of_another_host_the_exchange_tells() -> None:
     silent = standing(START, SILENT, place="dc", replica="dc", term=2, cause="nothing was heard of it for 15 s")
     assert said([*there(), over, joined(START, "dc", 2), silent]) == [
         "dc: nothing; its place is vacant",
-        "dc has joined again, as the place's holder number 2",
+        "dc has joined again (incarnation 2)",
         "dc: nothing was heard of it for 15 s; its place is vacant",
     ]
+
+
+def test_a_member_that_joins_for_the_first_time_has_not_joined_again() -> None:
+    assert said([*there(), joined(START, "home.1", 1)]) == ["home.1 has joined"]
 
 
 def test_members_that_a_run_goes_on_with_have_not_joined_again() -> None:
@@ -149,21 +154,21 @@ def test_members_that_a_run_goes_on_with_have_not_joined_again() -> None:
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
-        (1.0, "what it trained goes back into its error feedback"),
-        (0.5, "50 % of what it trained goes back into its error feedback"),
-        (0.0, "what it trained is not counted"),
+        (1.0, "its contribution goes back into its error feedback"),
+        (0.5, "50 % of its contribution goes back into its error feedback"),
+        (0.0, "its contribution is discarded"),
     ],
 )
 def test_what_becomes_of_a_late_contribution(returned: float, told: str) -> None:
     late = standing(START, LATE, replica="dc", round=3)
-    assert said([late], outer={"rounds": 2, "returned": returned}) == [f"dc was late for round 3: {told}"]
+    assert said([late], outer={"rounds": 2, "returned": returned}) == [f"dc was too late for round 3: {told}"]
 
 
 def test_with_keep_local_a_late_replica_trains_on() -> None:
     late, outer = standing(START, LATE, replica="dc", round=3), {"rounds": 2, "keep_local": True}
-    assert said([late], outer=outer) == ["dc was late for round 3: it trains on from its own parameters"]
+    assert said([late], outer=outer) == ["dc was too late for round 3: it continues from its own parameters"]
     (told,) = said([standing(START, LEFT_OUT, replica="dc", round=3)], outer=outer)
-    assert told.endswith("for round 3: 50 % of what it trained goes back into its error feedback")
+    assert told.endswith("to round 3, so it is left out: 50 % of its contribution goes back into its error feedback")
 
 
 def test_pauses_and_what_is_healed_or_given_up() -> None:
@@ -171,14 +176,14 @@ def test_pauses_and_what_is_healed_or_given_up() -> None:
         standing(START, PAUSED, round=2, cause="0 of 2 replicas are there, 1 are needed"),
         standing(START + 12, WENT_ON, round=2),
         standing(START, HEALED, place="dc", round=1, cause="held another norm than replay gives"),
-        standing(START, GIVEN_UP, place="home.1", cause=f"{KILLED}; the run goes on without it"),
+        standing(START, GIVEN_UP, place="home.1", cause=f"{KILLED}; {LEFT}"),
     ]
     reports.append(standing(START, INJECTED, place="dc", cause="freeze of dc for 20 s (training)"))
     assert said(reports) == [
-        "round 2 pauses: 0 of 2 replicas are there, 1 are needed; it goes on as soon as they are",
-        "round 2 goes on, after 12 s",
-        "after round 1 dc held another norm than replay gives, and takes the right one from the log",
-        f"{KILLED}; the run goes on without it",
+        "round 2 pauses: 0 of 2 replicas are there, 1 are needed; it continues as soon as they are there",
+        "round 2 continues after a pause of 12 s",
+        "after round 1, dc held another norm than replay gives; it recovers from the log",
+        f"{KILLED}; {LEFT}",
         "on purpose: freeze of dc for 20 s (training)",
     ]
 
@@ -246,11 +251,11 @@ def test_what_faults_cost_is_in_the_summary_and_at_the_end() -> None:
     assert found["goodput"]["tokens_per_second"] == pytest.approx(600 / 20)
     assert found["replicas"][1]["tokens"] == 400
     lines = result_of(state)
-    assert "home.1: started again once, joined again once." in lines
-    assert "home: went back to the start of a round once." in lines
+    assert "home.1: restarted once, joined again once." in lines
+    assert "home: returned to the start of a round once." in lines
     assert "home: not counted in 1 round (2)." in lines
     assert "Below quorum: 1 pause, 4 s in all." in lines
-    assert "Participation 75 %; counted were 30 tokens/s, 60 % of those trained." in lines
+    assert "Participation 75 %; counted contributions: 30 tokens/s, 60 % of those trained." in lines
 
 
 def test_what_is_told_twice_is_trained_once() -> None:
@@ -318,7 +323,7 @@ def test_a_host_shows_what_happens_to_others_and_goes_on_once() -> None:
         own.on_report(report)
     assert lines == [
         "all 3 members have joined, within 0 ms",
-        "going on after round 1",
+        "resuming after round 1",
         RESTART,
-        "home goes back to the start of the round, until home.1 is back",
+        "home returns to the start of its round and waits for home.1",
     ]

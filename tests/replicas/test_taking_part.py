@@ -250,7 +250,10 @@ def test_a_quorum_is_of_those_that_are_due(corpus: Path) -> None:
         ({"method": "adamw_ddp"}, "adamw_ddp: found averaged gradients with `taking_part`"),
         ({"overlap": 1}, "sparseloco: found `overlap: 1` with `taking_part`"),
         ({"keep_local": True}, "sparseloco: found `keep_local` with `taking_part`"),
-        ({"taking_part": {3: 1}}, "found `taking_part` from round 3 on, expected a number of replicas from round 1 on"),
+        (
+            {"taking_part": {3: 1}},
+            "found `taking_part` from round 3 on, expected the number of replicas from round 1 on",
+        ),
         ({"taking_part": {1: 0}}, "greater than 0"),
         ({"taking_part": {}, "pretraining": 1, "method": "adamw_ddp"}, "averaged gradients with `pretraining`"),
         ({"pretraining": 1}, r"found density 0\.03125, value_bits 1, memory error_feedback with `pretraining`"),
@@ -278,14 +281,14 @@ def test_what_all_replicas_keep_equal_needs_all_of_them(ablation: dict[str, Any]
         "stages": 2,
         "boundary": {"rank": "1/4", "ablations": ablation},
     }
-    with pytest.raises(ConfigError, match=r"found it with `outer\.taking_part`, expected neither") as error:
+    with pytest.raises(ConfigError, match=r"found it with `outer\.taking_part`, expected only one of them") as error:
         RunConfig.model_validate(config).check()
     assert error.value.key == ("replicas", 1, "boundary", "ablations", next(iter(ablation)))
 
 
 def test_a_bias_and_a_prediction_are_of_all_replicas(corpus: Path, tmp_path: Path) -> None:
     spec = RunSpec(_config(corpus, {}), 256)
-    with pytest.raises(ConfigError, match="the bias is of all of them"):
+    with pytest.raises(ConfigError, match="`bias_every` compares all"):
         AllReplicas(spec, prepare_tokens(spec.config.data, tmp_path), bias_every=1)
-    with pytest.raises(ConfigError, match="a prediction is of equal rounds"):
+    with pytest.raises(ConfigError, match="predictions assume equal rounds"):
         predict(spec)

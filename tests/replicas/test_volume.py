@@ -165,14 +165,14 @@ def test_nothing_depends_on_it_and_a_row_that_goes_on_keeps_it(corpus: Path, tmp
 @pytest.mark.parametrize("name", ["similarity_every", "volume_every"])
 def test_contributions_that_are_not_seen_are_not_measured(name: str, corpus: Path) -> None:
     every = [1 if name == one else None for one in ("similarity_every", "volume_every")]
-    with pytest.raises(ConfigError, match="found it on 2 ranks, expected one process"):
+    with pytest.raises(ConfigError, match="found 2 ranks, expected one process"):
         Measured(_spec(corpus, SPARSE), every[0], every[1], world=2)
     with pytest.raises(ConfigError, match=f"found adamw_ddp with `{name}`, expected one that contributes differences"):
         Measured(_spec(corpus, {"method": "adamw_ddp"}), every[0], every[1])
 
 
 def test_what_a_gpu_holds_is_not_encoded(corpus: Path) -> None:
-    with pytest.raises(ConfigError, match="found it on cuda, expected a CPU"):
+    with pytest.raises(ConfigError, match="found cuda, expected --device cpu"):
         Measured(_spec(corpus, SPARSE), volume_every=1, device=torch.device("cuda"))
 
 

@@ -149,9 +149,9 @@ def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
         signing.put(key, bytes(data))
         (gone,) = (key for key in signing.below("round-000001/b") if "/lm_head." in key)
         signing.delete([gone])
-        with pytest.raises(Refused, match="what b contributed to round 1 is no more in the log"):
+        with pytest.raises(Refused, match="the contribution of b to round 1 is no longer in the log"):
             client.fetch("a", 1, "b", "lm_head")
-        assert "go by the exchange" not in capsys.readouterr().err  # nothing is wrong with the store
+        assert "pass through the exchange" not in capsys.readouterr().err  # nothing is wrong with the store
         with pytest.raises(Refused, match=r"/norm\.\w+\.blob is damaged: not the blob of its digest"):
             client.fetch("a", 1, "b", "norm")
     assert "is not the blob of its digest: contributions go by" in capsys.readouterr().err

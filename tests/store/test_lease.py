@@ -17,7 +17,7 @@ from hetero_pp.store.opening import open_store
 from hetero_pp.store.store import Store
 
 TIMEOUT = 60.0
-TAKEN = r"another launch acts for this run.*: wait for its end, or end it$"
+TAKEN = r"another launch uses the log of this run.*; wait until it has ended, or end it$"
 
 
 def _ignore(_: str) -> None:
@@ -93,7 +93,7 @@ def test_who_wants_to_follow_says_what_it_waits_for(objects: Store) -> None:
     told: list[str] = []
     with acting_for(objects, told.append, _ignore):
         assert objects.names("coordinator") == ["000002", "000002.beat"]
-    assert told == ["memory:: waiting up to 0.2 s to see whether ben, process 5 still acts for this run"]
+    assert told == ["memory:: waiting up to 0.2 s to see whether ben, process 5 still uses the log of this run"]
 
 
 @pytest.mark.parametrize("said", [b"", b"[]", b'{"who": "x", "seconds": -1}', b'{"who": "x", "seconds": "y"}'])

@@ -179,5 +179,5 @@ def test_a_member_that_was_away_for_longer_than_history_begins_anew(
     shutil.copytree(tmp_path / "old", state)
     capfd.readouterr()
     _train(corpus, tmp_path, "outer.rounds=7", "store.history=recent", resume=True)
-    assert "dc: states that the run does not go on from were moved to" in capfd.readouterr().err
+    assert "dc: states of later rounds were moved to" in capfd.readouterr().err
     assert log.last_record() == 7

@@ -46,7 +46,7 @@ def test_a_second_launch_is_refused(lasting: str, corpus: Path, tmp_path: Path) 
 
     with (
         acting_for(StoreSettings(url=lasting).open("mixed", tmp_path), ignore, ignore, 3.0),
-        pytest.raises(ConfigError, match="another launch acts for this run"),
+        pytest.raises(ConfigError, match="another launch uses the log of this run"),
     ):
         _train(corpus, tmp_path / "runs", f"store.url={lasting}")
     assert not (tmp_path / "runs" / "mixed").exists()

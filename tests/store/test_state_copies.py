@@ -140,7 +140,7 @@ def test_a_member_trains_on_while_its_state_is_sent(tmp_path: Path, capfd: pytes
             assert store.reached.acquire(timeout=TIMEOUT)
     store.lets.release(10)
     copies.drain()
-    assert "home.1: its state after round 1 is not in the store" in capfd.readouterr().err
+    assert "home.1: its state after round 1 could not be copied to the store" in capfd.readouterr().err
     there = _states(tmp_path / "there", store)
     there.find()
     assert there.check() == AvailableStates(frozenset({4}))
@@ -152,7 +152,7 @@ def test_a_store_that_fails_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFi
     states = _states(tmp_path / "here", store)
     store.fails = True
     _save(states, 1)
-    assert "home.1: its state after round 1 is not in the store: states/home.1" in capfd.readouterr().err
+    assert "home.1: its state after round 1 could not be copied to the store: states/home.1" in capfd.readouterr().err
     store.fails = False
     _save(states, 2)
     assert _rounds_in(store) == ["round-000002"]
@@ -231,7 +231,7 @@ def test_a_run_goes_on_on_other_machines_from_its_store_alone(lasting: str, corp
 
 
 def test_states_go_to_a_store_that_there_is(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"states\.to: found `store`, expected a `store\.url` with it"):
+    with pytest.raises(ConfigError, match=r"states\.to=store: found `store` without a `store\.url`"):
         _train(corpus, tmp_path, "states.to=store")
 
 

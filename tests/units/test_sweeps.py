@@ -45,10 +45,10 @@ def test_where_ranges_make_no_sense_dots_are_part_of_a_value() -> None:
         ("inner.steps=", "expected this"),
         ("inner.steps=5,,6", "expected this"),
         ("=1ms..2ms", "expected this"),
-        ("a=1..10", "expected ends with one kind of unit, such as `10Mbit/s..10Gbit/s`"),
-        ("a=1ms..10Mbit/s", "expected ends with one kind of unit, such as `10Mbit/s..10Gbit/s`"),
-        ("a=2ms..1ms", "expected a range that grows from above 0"),
-        ("a=0ms..1ms", "expected a range that grows from above 0"),
+        ("a=1..10", "expected both ends in units of one kind, such as `10Mbit/s..10Gbit/s`"),
+        ("a=1ms..10Mbit/s", "expected both ends in units of one kind, such as `10Mbit/s..10Gbit/s`"),
+        ("a=2ms..1ms", "expected a range from a value above 0 to a larger one"),
+        ("a=0ms..1ms", "expected a range from a value above 0 to a larger one"),
     ],
 )
 def test_a_mistake_is_told_with_the_option_it_is_in(text: str, words: str) -> None:

@@ -87,7 +87,9 @@ def _below(*key: str | int) -> Iterator[None]:
 def _check(fault: AnyFault, spec: RunSpec, in_process: bool) -> None:
     if in_process and not isinstance(fault, Miss):
         key = kind_of(fault.model_dump()) or ""
-        raise ConfigError((key,), "found it for threads of one process, expected `miss` only: leave out --in-process")
+        raise ConfigError(
+            (key,), "found a fault that needs processes, expected only `miss` with --in-process; leave out --in-process"
+        )
     match fault:
         case Miss():
             _expect("miss", fault.miss, [replica.name for replica in spec.config.replicas])
@@ -143,7 +145,9 @@ def _check_rank(fault: Kill, spec: RunSpec) -> None:
 
 def _require_one_process(key: str, member: str, spec: RunSpec) -> None:
     if ranks_of(member, spec):
-        raise ConfigError((key,), f"found {member}, which trains on ranks; expected a member that is one process")
+        raise ConfigError(
+            (key,), f"found {member}, which trains on several ranks, expected a member that is one process"
+        )
 
 
 def _check_moment(fault: Fault, member: str, spec: RunSpec) -> None:
@@ -152,7 +156,7 @@ def _check_moment(fault: Fault, member: str, spec: RunSpec) -> None:
     _expect_round(("at", "round"), fault.at.round, spec)
     if ranks_of(member, spec) and fault.at.phase != Phase.TRAINING:
         raise ConfigError(
-            ("at", "phase"), f"found `{fault.at.phase}` of {member}, whose ranks tell only when they are `training`"
+            ("at", "phase"), f"found `{fault.at.phase}` of {member}, which trains on several ranks, expected `training`"
         )
     every, last = spec.latest.states_every, spec.latest.outer.rounds
     if fault.at.phase == Phase.SAVING and fault.at.round % every and fault.at.round != last:

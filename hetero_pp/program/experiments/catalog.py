@@ -28,7 +28,7 @@ class Catalog:
 
     def __init__(self, folder: Path, shipped: Path = SHIPPED_SCALES) -> None:
         if not folder.is_dir():
-            raise ConfigError((), f"{folder}: found no such folder, expected one with experiments")
+            raise ConfigError((), f"{folder}: found no folder, expected one that holds experiments")
         self.folder = folder
         self.scales: dict[str, Scale] = {}
         self.experiments: dict[str, Experiment] = {}

@@ -187,5 +187,5 @@ def _set(node: Any, keys: list[str], value: Any, cell: str) -> None:
     for parent in parents:
         node = node.setdefault(parent, {}) if isinstance(node, dict) else None
     if not isinstance(node, dict):
-        raise ConfigError(cell.split("."), f"found no section to set `{last}` in")
+        raise ConfigError(cell.split("."), f"found a single value above `{last}`, expected a section")
     node[last] = value

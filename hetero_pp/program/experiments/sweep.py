@@ -125,7 +125,7 @@ def _check(values: Values, effects: Sequence[_Effects], experiment: Experiment) 
             raise ConfigError((), f"{said}: changes no row of {experiment.name}, expected a cell that does")
         for one, other in combinations(found, 2):
             if all(effect.same(cell, one, other) for effect in effects):
-                raise ConfigError((), f"{said}: found {one} and {other}, which come to the same in every row")
+                raise ConfigError((), f"{said}: found {one} and {other}, which mean the same in every row")
 
 
 def _file_name(values: Values) -> str:

@@ -48,7 +48,7 @@ def join(text: str, here: Here) -> None:
     try:
         membership = take_place(Ticket.from_text(text), here.runs.absolute(), partial(tell, standard_output()))
     except LinkTimeout as error:
-        raise ConfigError((), f"{error}: the run is over, or nobody serves it now") from None
+        raise ConfigError((), f"{error}; the run is over, or its exchange is not served now") from None
     except Refused as error:
         raise ConfigError((), str(error)) from None
     _train(membership, here)
@@ -71,7 +71,7 @@ def _train(membership: Membership, here: Here) -> None:
 def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared:
     """What this host needs for its place, found to be there. Raises ConfigError for what is lacking."""
     _configure(membership, here, folder)
-    tell(standard_output(), f"{membership.run}: {membership.place} is this host's")
+    tell(standard_output(), f"{membership.run}: this host has joined as {membership.place}")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
         prepared = prepare(ConfigFile(folder.config), here.runs.absolute(), membership.place, on_progress=on_progress)
     for note in prepared.notes:
@@ -109,7 +109,13 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
     tokenizer = here.tokenizer or membership.tokenizer
     config = own_configuration(membership.configuration, membership.place, here.data, tokenizer, here.listen)
     if config.name != membership.run:
-        raise ConfigError((), f"found a run that is called {config.name}, expected {membership.run}")
+        raise ConfigError(
+            (),
+            (
+                f"found the configuration of the run {config.name}, expected that of {membership.run}; ask for "
+                "another ticket"
+            ),
+        )
     require_data(config, membership.place, here.data)
     save_config(config, folder.config)
 
@@ -119,5 +125,5 @@ def _give_back(membership: Membership) -> str:
     try:
         give(membership.address, membership.identity.latest)
     except HeteroPPError as error:
-        return f"{membership.place} could not be given back: {error}"
-    return f"{membership.place} was given back"
+        return f"{membership.place} could not be freed: {error}"
+    return f"{membership.place} is free again"

@@ -62,10 +62,12 @@ def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
     """The folder of a run that is served on this host, and its configuration. Raises ConfigError for another."""
     folder = RunFolder(runs.absolute() / run)
     if not folder.config.is_file() or not folder.token.is_file():
-        raise ConfigError((), f"{runs / run}: found no run that is served here: `hetero-pp serve CONFIG` serves one")
+        raise ConfigError(
+            (), f"{runs / run}: found no run that this host serves; start one with: hetero-pp serve CONFIG"
+        )
     config = ConfigFile(folder.config).config
     if config.exchange.insecure:
-        raise ConfigError((), f"{folder.config}: exchange.insecure: nobody is let in by a ticket without TLS")
+        raise ConfigError((), f"{folder.config}: exchange.insecure: found true, expected false: tickets need TLS")
     return folder, config
 
 
@@ -79,5 +81,11 @@ def _reached(config: RunConfig) -> str:
     """Where others dial the exchange, as far as its YAML says."""
     listen = config.exchange.listen
     if listen.rpartition(":")[0] in _EVERYWHERE:
-        raise ConfigError((), f"the exchange listens at {listen}: say how others reach it, with --address HOST:PORT")
+        raise ConfigError(
+            (),
+            (
+                f"the exchange listens at {listen}, which other hosts cannot dial; give its address with --address "
+                "HOST:PORT"
+            ),
+        )
     return listen

@@ -27,7 +27,7 @@ def leavable(folder: RunFolder, place: str) -> Iterator[None]:
     path = folder.path / _PROCESS.format(place=place)
     other = _process(path)
     if other is not None:
-        raise ConfigError((), f"{place} is this host's already: process {other.pid} trains in it")
+        raise ConfigError((), f"{place} is already held by process {other.pid} on this host")
     write_whole(path, f"{os.getpid()} {psutil.Process().create_time()}".encode())
     try:
         yield
@@ -40,7 +40,9 @@ def leave(runs: Path, run: str, place: str | None) -> None:
     say, folder = partial(tell, standard_output()), RunFolder(runs.absolute() / run)
     found = [path for path in sorted(folder.path.glob(_PROCESS.format(place=place or "*"))) if _process(path)]
     if not found:
-        raise ConfigError((), f"{runs / run}: nothing here has joined it{f' for {place}' if place else ''}")
+        raise ConfigError(
+            (), f"{runs / run}: found no `hetero-pp join` of this run on this host{f' for {place}' if place else ''}"
+        )
     for path in found:
         process = _process(path)
         if process is not None:

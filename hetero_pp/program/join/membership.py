@@ -62,7 +62,7 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
     reply = _enrolled(ticket, signing_request(key_from_text(key)), say)
     identity = Identity(reply.certificate.pem, key, ticket.identity.authority)
     if identity.shown.name != reply.place:
-        raise Refused(f"the exchange gave a certificate of {identity.shown.name!r} for {reply.place!r}")
+        raise Refused(f"the exchange sent a certificate for {identity.shown.name!r}, expected one for {reply.place!r}")
     _require_name(reply.place, "place")
     about = {
         "run": ticket.run,
@@ -140,7 +140,7 @@ def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[
             renew_once(membership)
         except (HeteroPPError, OSError) as error:  # a disk that is full may have room later
             if told != str(error):
-                say(f"the certificate could not be renewed, and is tried again: {error}")
+                say(f"the certificate could not be renewed ({error}); trying again")
             told = str(error)
             over.wait(_SECONDS_BETWEEN_TRIES)
 

@@ -67,7 +67,11 @@ def _take(held: ExitStack, runs: Path, name: str, part: str, is_new: bool) -> No
         held.enter_context(lock)
     except Timeout:
         raise ConfigError(
-            (), f"{runs / name}: another launch is using it ({part}): wait for its end, or give this one another `name`"
+            (),
+            (
+                f"{runs / name}: another launch is using this folder ({part}); wait until it has ended, or give "
+                "this run another `name`"
+            ),
         ) from None
     except OSError as error:
         raise ConfigError((), f"{folder / part}: cannot be locked ({error.strerror})") from None

@@ -98,7 +98,10 @@ def run_on_this_host(
     `typed` is the command that was typed, for who interrupts it. Raises ConfigError if this host cannot reach the rest.
     """
     if in_process:
-        raise ConfigError((), f"--only {host.only}: leave out --in-process, other hosts carry the rest")
+        raise ConfigError(
+            (),
+            f"--only {host.only}: found --in-process, which needs the whole run on this machine; leave out one of them",
+        )
     prepared = _prepare(path, overrides, runs, host.only, resume)
     told = told_how_to_go_on(prepared, RunFolder(runs / prepared.spec.config.name), typed)
     if host.only == EXCHANGE:
@@ -108,16 +111,18 @@ def run_on_this_host(
 
         def start(spec: RunSpec, folder: RunFolder, on_report: OnReport, resume: Values | None) -> None:
             needed = f"Members need --exchange HOST:{_port(spec)} and the token in {write_token(folder, token)}"
-            tell(standard_output(), f"{needed}; or a ticket each: hetero-pp invite {spec.config.name}")
+            tell(
+                standard_output(), f"{needed}; or one ticket for each member, from: hetero-pp invite {spec.config.name}"
+            )
             launch_exchange(spec, folder, Secret(token), resume, on_report)
 
         with claim(runs.absolute(), config.name, [EXCHANGE]), claim_store(config, folder), told:
             run_and_record(prepared, runs, start, resume)
         return
     if host.exchange is None or host.token is None:
-        raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE beside it")
+        raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE, too")
     if resume:
-        raise ConfigError((), f"--only {host.only}: leave out --resume, the exchange says after which round to go on")
+        raise ConfigError((), f"--only {host.only}: found --resume, which only the exchange's host needs; leave it out")
     own = prepared.spec.config.exchange
     keys = SecretKeys(Secret(read_token(host.token)), encrypted=not own.insecure)
     listen = listens(prepared.spec.config, prepared.names)
@@ -139,7 +144,7 @@ def run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) -
     folder = RunFolder(runs / name, f"config-{only}.yaml")
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
         save_config(prepared.spec.config, folder.config)
-        say(f"{name}: {', '.join(prepared.names)} (what they print: {folder.path}/logs)")
+        say(f"{name}: {', '.join(prepared.names)} (their output: {folder.path}/logs)")
         launch_members(
             prepared.spec, only, prepared.names, folder, exchange, OwnRounds(prepared.spec, prepared.names, say), say
         )

@@ -214,8 +214,8 @@ class Crew:
             self._give_up(member, cause)
         else:
             settings = self._restarts.settings
-            times = f"{number} of {settings.count} times in {settings.within / 60:.4g} min"
-            self._say(RESTARTED, member, f"{cause}: started again, {times}")
+            times = f"attempt {number} of {settings.count} within {settings.within / 60:.4g} min"
+            self._say(RESTARTED, member, f"{cause}; restarting it ({times})")
         if member != EXCHANGE:
             self._say_died(member, cause)
         if number is None:
@@ -234,7 +234,7 @@ class Crew:
         lost = {members[name].replica.name for name in self._given_up if name in members}
         if member == EXCHANGE or rules.is_lost_without(lost):
             raise RunFailed(cause)
-        self._say(GIVEN_UP, member, f"{cause}; the run goes on without it")
+        self._say(GIVEN_UP, member, f"{cause}; it has no restart left, so the run continues without it")
 
     def _say(self, what: Happened, member: str, cause: str) -> None:
         standing = Standing(what=what, place=member, cause=cause)
@@ -314,4 +314,4 @@ class Crew:
         code = self._exit_code(member)
         if code < 0:
             return f"{member} was killed by {signal.Signals(-code).name}"
-        return f"{member}: {cause or f'ended with code {code}'} (all it said: {self._folder.output(member)})"
+        return f"{member}: {cause or f'ended with code {code}'} (its output: {self._folder.output(member)})"

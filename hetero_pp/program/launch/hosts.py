@@ -65,7 +65,10 @@ def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
     if EXCHANGE in members and config.exchange.listen.endswith(":0"):
         raise ConfigError(
             ("exchange", "listen"),
-            f"found `{config.exchange.listen}`, expected a fixed port that other hosts can dial, as `0.0.0.0:47600`",
+            (
+                f"found `{config.exchange.listen}`, expected a fixed port that other hosts can dial, such as "
+                "`0.0.0.0:47600`"
+            ),
         )
     for index, replica in enumerate(config.replicas):
         if not isinstance(replica, ParticipantsReplica):
@@ -88,11 +91,14 @@ def read_token(path: Path) -> str:
     except OSError as error:
         raise ConfigError(
             (),
-            f"--token-file {path}: {error.strerror}; `openssl rand -hex 16 > {path}` makes one, for all hosts",
+            (
+                f"--token-file {path}: cannot be read ({error.strerror}); make one token for all hosts: openssl "
+                f"rand -hex 16 > {path}"
+            ),
         ) from None
     if len(token) < SHORTEST_TOKEN:
         found = f"found {len(token)} characters, expected at least {SHORTEST_TOKEN} that nobody can guess"
-        raise ConfigError((), f"--token-file {path}: {found}, as `openssl rand -hex 16` makes them")
+        raise ConfigError((), f"--token-file {path}: {found}; make one with: openssl rand -hex 16 > {path}")
     return token
 
 
@@ -148,7 +154,7 @@ def launch_members(
     """
 
     def on_wait(seconds: float) -> None:
-        say(f"waiting for the exchange at {exchange.address}; no answer for {format_seconds(seconds)}")
+        say(f"waiting for the exchange at {exchange.address}, which has not answered for {format_seconds(seconds)}")
 
     def on_report(report: Report) -> None:
         rounds.on_report(report)
@@ -165,7 +171,7 @@ def launch_members(
         except RunFailed as error:
             if rounds.failed is None or rounds.failed in str(error):
                 raise
-            raise RunFailed(f"{error}; the run has ended as {rounds.failed}") from None
+            raise RunFailed(f"{error}; the run has ended because {rounds.failed}") from None
         watcher.join()
 
 

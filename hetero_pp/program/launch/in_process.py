@@ -66,7 +66,7 @@ def require_threads(spec: RunSpec) -> None:
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
             raise ConfigError(
                 ("replicas", index, "engine"),
-                f"found `{replica.engine}`, expected `torch` in one process: leave out --in-process",
+                f"found `{replica.engine}`, expected `torch` with --in-process; leave out --in-process",
             )
 
 

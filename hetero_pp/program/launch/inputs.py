@@ -73,8 +73,8 @@ def prepare(
             require_weights(spec)
         names = [EXCHANGE, *spec.needed] if only is None else members_named(config, only)
         if only is None and not spec.needed:
-            why = "expected one that the run needs, where this machine carries all of it"
-            raise ConfigError(("replicas", 0), f"found only replicas that come and go, {why}")
+            why = "expected at least one that is not optional: `launch` starts only replicas that the run needs"
+            raise ConfigError(("replicas", 0), f"found only optional replicas, {why}")
         if only is not None:
             require_reachable(config, names)
         _require_engines(config, names)
@@ -111,8 +111,8 @@ def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str |
         if only is None:
             raise ConfigError(
                 ("replicas", index, "nodes"),
-                f"found {replica.nodes}, expected 1 where one machine carries the whole run; `launch --print-commands` "
-                "shows what to start on each",
+                f"found {replica.nodes}, expected 1 without --only; `launch --print-commands` prints the command for "
+                "each machine",
             )
         try:
             meeting_place(replica.rendezvous or "")
@@ -136,19 +136,17 @@ def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: 
 
 def require_launchable(config: RunConfig) -> None:
     """Raise ConfigError for parts that only the fast path has: they need what members do not exchange."""
-    expected = "expected a part that members can keep equal; `hetero-pp reproduce` runs this one"
+    expected = "expected it left out: only `hetero-pp reproduce` can train with it"
     if config.outer.source == "gradient" and config.inner.steps != 1:
         key, found = ("steps", config.inner.steps) if config.inner.seconds is None else ("seconds", config.inner.length)
         raise ConfigError(
             ("inner", key),
-            f"found {found}, expected 1: with method {config.outer.method} gradients are averaged after every step, "
-            "so each is an outer round",
+            f"found {found}, expected 1: with method {config.outer.method} every step is an outer round",
         )
     if config.outer.missed > 0:
         raise ConfigError(
             ("outer", "missed"),
-            f"found {config.outer.missed:g}, expected 0: who is missed shows as contributions arrive; "
-            "`hetero-pp reproduce` draws it",
+            f"found {config.outer.missed:g}, expected 0: only `hetero-pp reproduce` leaves out contributions at random",
         )
     if config.outer.averages_moments:
         raise ConfigError(("outer", "averages_moments"), f"found true, {expected}")

@@ -11,6 +11,7 @@ from rich.console import Console
 from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.run.folder import RunFolder
+from hetero_pp.units import format_count
 from replica_groups.saved_states import SavedStates
 
 
@@ -30,16 +31,16 @@ def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) 
     has_exchange = EXCHANGE in prepared.names
     members = [name for name in prepared.names if name != EXCHANGE]
     if not has_exchange:
-        return f"once the exchange goes on, join it again with: {shlex.join(command)}"
+        return f"when the exchange is resumed, rejoin it with: {shlex.join(command)}"
     resuming = [*command, *(() if "--resume" in command else ("--resume",))]
     if not members:
         token = () if "--token-file" in resuming else ("--token-file", str(folder.token))
-        return f"go on with (other hosts with their commands as before): {shlex.join([*resuming, *token])}"
+        return f"resume with (on other hosts, repeat their commands): {shlex.join([*resuming, *token])}"
     suffice = any if prepared.spec.config.outer.counts else all  # who has only waited has nothing to save
     if suffice(_states(prepared, folder, member) for member in members):
-        return f"go on with: {shlex.join(resuming)}"
-    every = prepared.spec.latest.states_every
-    return f"no state was saved yet (snapshots.every: {every} rounds), so begin anew with: {shlex.join(command)}"
+        return f"resume with: {shlex.join(resuming)}"
+    every = format_count(prepared.spec.latest.states_every, "round")
+    return f"no state was saved yet (one is saved every {every}); start the run again with: {shlex.join(command)}"
 
 
 def _states(prepared: Prepared, folder: RunFolder, member: str) -> list[int]:

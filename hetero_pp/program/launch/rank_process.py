@@ -68,7 +68,9 @@ def require_one_run(ranks: Ranks, run: str, member: str) -> None:
     runs = ranks.gather_bytes(run.encode())
     for rank, other in enumerate(runs):
         if other != runs[0]:
-            raise HeteroPPError(f"rank {rank} of {member} was started with another configuration than rank 0")
+            raise HeteroPPError(
+                f"rank {rank} of {member} has another configuration than rank 0; compare the YAMLs of their hosts"
+            )
 
 
 def _follow_parent() -> None:

@@ -75,7 +75,10 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
         with LiveDisplay(state, console):
             start(spec, folder, on_report, changed)
         if not state.is_over:
-            raise RunFailed(f"ended after round {state.rounds} of {state.rounds_planned}, and nobody said why")
+            raise RunFailed(
+                f"the run ended after round {state.rounds} of {state.rounds_planned} without a reason; see the "
+                "members' output in logs/"
+            )
     except (HeteroPPError, KeyboardInterrupt) as error:
         recorder.fail(str(error) or "interrupted")
         raise
@@ -146,8 +149,8 @@ def _go_on(
     """Tell again what had been reported of the rounds before."""
     last_round = report.begun.last_round
     for damaged in report.begun.damaged:
-        say(f"passed over: {damaged}")
-    say(f"going on after round {last_round}")
+        say(f"skipping a damaged file: {damaged}")
+    say(f"resuming after round {last_round}")
     if report.begun.note:
         say(report.begun.note)
     for change in _changed_after(Changes.from_json(report.begun.changes), last_round):
@@ -188,4 +191,4 @@ def _changed_after(changes: Changes, last_round: int) -> Iterator[str]:
             if key == REPLICAS:
                 yield f"from round {round_} on {described(values[before], values[round_])}"
                 continue
-            yield f"{key}: {json.dumps(values[round_])} from round {round_} on, until then {json.dumps(values[before])}"
+            yield f"{key}: {json.dumps(values[round_])} from round {round_} on (before: {json.dumps(values[before])})"

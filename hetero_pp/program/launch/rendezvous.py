@@ -71,17 +71,17 @@ class NodeRendezvous(RendezvousHandler):
         try:
             store = _store(host, port, self._timeout)
         except DistError:
-            raise HeteroPPError(self._in_vain("no other node listens there")) from None
+            raise HeteroPPError(self._in_vain("no other node listens at this address")) from None
         shared = PrefixStore(self._run, store)
         node = shared.add("nodes", 1) - 1
         if node >= self._nodes:
-            raise Refused(f"found a node beside the {self._nodes} that met at {self._endpoint}")
+            raise Refused(f"found one node more than the {self._nodes} that the replica has, at {self._endpoint}")
         shared.set(f"node {node}", platform.node())
         try:
             shared.wait([f"node {other}" for other in range(self._nodes)], self._timeout)
         except DistError:
             came = [shared.get(f"node {one}").decode() for one in range(self._nodes) if shared.check([f"node {one}"])]
-            raise HeteroPPError(self._in_vain(f"only {', '.join(came)} came")) from None
+            raise HeteroPPError(self._in_vain(f"only {', '.join(came)} joined")) from None
         return RendezvousInfo(shared, node, self._nodes, RendezvousStoreInfo(host, store.port))
 
     def _in_vain(self, who: str) -> str:
@@ -142,7 +142,7 @@ def interface_towards(endpoint: str) -> str:
     for interface, addresses in psutil.net_if_addrs().items():
         if wanted in [one.address.partition("%")[0] for one in addresses]:
             return interface
-    raise HeteroPPError(f"rendezvous {endpoint}: no network interface has {own}")
+    raise HeteroPPError(f"rendezvous {endpoint}: no network interface of this machine has the address {own}")
 
 
 def meeting_place(endpoint: str) -> str:
@@ -156,14 +156,13 @@ def meeting_place(endpoint: str) -> str:
     if host == "localhost" or host in found or host.startswith("127.") or not found <= {"127.0.0.1", "::1"}:
         return endpoint
     if not found:
-        raise HeteroPPError(f"{endpoint}: {host} is not known on this machine")
+        raise HeteroPPError(f"{endpoint}: the host name {host} cannot be resolved on this machine")
     own = sorted(reached_addresses())
     if len(own) == 1:
         return f"{own[0]}:{port}"
     choices = f"one of {', '.join(f'`{one}:{port}`' for one in own)}" if own else "an address of a network"
     raise HeteroPPError(
-        f"{endpoint}: {host} is this machine's loopback here, where no other node reaches it; write the "
-        f"address where they do: {choices}"
+        f"{endpoint}: {host} is this machine's loopback address, which other nodes cannot reach; use {choices}"
     )
 
 

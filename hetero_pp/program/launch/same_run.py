@@ -26,7 +26,7 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
     """
     path = folder.config
     if not path.is_file():
-        raise ConfigError((), f"--resume: found no run in {folder.path}")
+        raise ConfigError((), f"--resume: found no run in {folder.path}; leave out --resume to start one")
     changes = read_changes(folder.changes).settled()
     before = changes.at(ConfigFile(path).config, 1)
     began, had = values_of(before), changes.had(REPLICAS, replicas_of(before))
@@ -37,7 +37,9 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
         if dotted(key) not in began
     ]
     if refused:
-        raise ConfigError((), f"--resume: {'; '.join(refused)}: as in {path}, which may not change while a run goes on")
+        raise ConfigError(
+            (), f"--resume: {'; '.join(refused)}, as in {path}: these keys cannot change when a run is resumed"
+        )
     wanted = _wanted(config, given, before, changes)
     if (replicas := wanted_replicas(config, had[-1])) != had[-1]:
         wanted |= {REPLICAS: replicas}
@@ -71,4 +73,7 @@ def unheeded(config: RunConfig, agreement: Agreement) -> Iterator[str]:
         had = [*agreement.changes.had(key, began[key]), *([agreement.wanted[key]] if key in agreement.wanted else [])]
         if value not in had:
             told = json.dumps(value)
-            yield f"{key} stays {json.dumps(had[-1])}, the YAML's {told} changes nothing: give --set {key}={told}"
+            yield (
+                f"{key} stays {json.dumps(had[-1])}: a resumed run ignores the YAML's {told}; to change it, "
+                f"give --set {key}={told}"
+            )

@@ -48,7 +48,7 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
         except (AttributeError, KeyError, TypeError, ValueError):
             strange += 1
     if strange:
-        complain(f"{strange} lines of {folder.metrics.name} that cannot be read are left out")
+        complain(f"{strange} unreadable lines of {folder.metrics.name} are skipped")
     until = max((time for round_, time in closed.items() if round_ <= last), default=0.0)
     reports += [report for report in unplaced if report.time <= until]
     log, when = open_log(config, folder), min((report.time for report in reports), default=time.time())
@@ -56,7 +56,7 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
         try:
             record = log.read_record(round_)
         except (DamagedFile, FileNotFoundError) as error:
-            complain(f"what was contributed to round {round_} is left out of the summary: {error}")
+            complain(f"the contributions of round {round_} are missing from the summary: {error}")
             record = RoundRecord(round=round_)
         when = max(when, closed.get(round_, when))  # of one that was not noted before the end: after the one before
         reports.append(Report(time=when, member=EXCHANGE, round_closed=record))

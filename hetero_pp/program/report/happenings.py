@@ -45,7 +45,7 @@ class Happenings:
                 self._has_begun = True
             case "joined" if self._has_begun and report.member in self._members:
                 self._told_of.pop(report.member, None)
-                yield f"{report.member} has joined again, as the place's holder number {report.joined.term}"
+                yield f"{report.member} has joined{_again(report.joined.term)}"
             case "standing":
                 yield from self._standing(report.time, report.standing)
 
@@ -60,22 +60,28 @@ class Happenings:
                 yield from self._over(told, with_name(told.place, told.cause))
             case what if what == SUSPENDED and told.replica in self._lost:
                 place = self._lost.pop(told.replica)
-                yield f"{told.replica} goes back to the start of the round, until {place} is back"
+                yield f"{told.replica} returns to the start of its round and waits for {place}"
             case what if what == LATE:
-                became = "it trains on from its own parameters" if self._keeps_local else self._what_becomes_of_it()
-                yield f"{told.replica} was late for round {told.round}: {became}"
+                became = "it continues from its own parameters" if self._keeps_local else self._what_becomes_of_it()
+                yield f"{told.replica} was too late for round {told.round}: {became}"
             case what if what == LEFT_OUT:
                 became = self._what_becomes_of_it()
-                yield f"{told.replica} sent far larger values than others for round {told.round}: {became}"
+                yield (
+                    f"{told.replica} contributed far larger values than others to round {told.round}, so it "
+                    f"is left out: {became}"
+                )
             case what if what == SCALED:
-                yield f"{told.replica} sent larger values than others for round {told.round}: scaled by {told.cause}"
+                yield (
+                    f"{told.replica} contributed larger values than others to round {told.round}: they are "
+                    f"scaled by {told.cause}"
+                )
             case what if what == PAUSED:
                 self._paused_at = time
-                yield f"round {told.round} pauses: {told.cause}; it goes on as soon as they are"
+                yield f"round {told.round} pauses: {told.cause}; it continues as soon as they are there"
             case what if what == WENT_ON and self._paused_at is not None:
-                yield f"round {told.round} goes on, after {format_seconds(time - self._paused_at)}"
+                yield f"round {told.round} continues after a pause of {format_seconds(time - self._paused_at)}"
             case what if what == HEALED:
-                yield f"after round {told.round} {told.place} {told.cause}, and takes the right one from the log"
+                yield f"after round {told.round}, {told.place} {told.cause}; it recovers from the log"
             case what if what == INJECTED:
                 yield f"on purpose, in round {told.round}: {told.cause}"
 
@@ -87,6 +93,11 @@ class Happenings:
 
     def _what_becomes_of_it(self) -> str:
         if self._returned == 0:
-            return "what it trained is not counted"
-        share = "what" if self._returned == 1 else f"{100 * self._returned:.3g} % of what"
-        return f"{share} it trained goes back into its error feedback"
+            return "its contribution is discarded"
+        share = "" if self._returned == 1 else f"{100 * self._returned:.3g} % of "
+        return f"{share}its contribution goes back into its error feedback"
+
+
+def _again(term: int) -> str:
+    """What follows `has joined`; the first process that holds a place is no other's successor."""
+    return "" if term <= 1 else f" again (incarnation {term})"

@@ -45,7 +45,7 @@ class OwnRounds:
             self._reading(report.reading.what, report.reading.share)
         if report.HasField("begun"):
             if report.begun.last_round and not self._has_begun:
-                self._say(f"going on after round {report.begun.last_round}")
+                self._say(f"resuming after round {report.begun.last_round}")
             self._has_begun = True
         if report.HasField("member_round") and report.member in self._members:
             self._say(self._line(report.member, report.member_round))

@@ -87,7 +87,9 @@ class Recorder:
 
     def _fails(self, error: Exception) -> None:
         if not self._complained:
-            self._complain(f"what is recorded in {self._folder.path} has gaps, the run goes on: {error}")
+            self._complain(
+                f"{self._folder.path}: metrics cannot be written ({error}); they have a gap, and the run continues"
+            )
         self._complained = True
 
     def fail(self, cause: str) -> None:
@@ -114,7 +116,7 @@ class Recorder:
             draw_links(self._state, self._folder.path / "links.png")
         except OSError as error:
             if self._state.failed is None:
-                raise RunFailed(f"the run is over, its summary and pictures cannot be written: {error}") from None
+                raise RunFailed(f"the run is over, but its summary and pictures cannot be written: {error}") from None
             self._fails(error)
 
 

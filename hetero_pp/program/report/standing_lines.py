@@ -14,7 +14,7 @@ from replica_groups.exchange.patience import listed
 ROWS_OF_TROUBLE = 3
 """At most of members that are gone, in the live view."""
 
-_TIMES = {"restarts": "started again", "taken_again": "joined again", "healed": "healed"}
+_TIMES = {"restarts": "restarted", "taken_again": "joined again", "healed": "recovered from the log"}
 
 
 def reasons(why: Mapping[str, str]) -> str:
@@ -46,7 +46,7 @@ def result_standings(summary: Mapping[str, Any]) -> Iterator[str]:
         times = [f"{what} {format_times(one[key])}" for key, what in _TIMES.items() if one[key]]
         yield f"{name}: {', '.join([*times, *([one['gone']] if one['gone'] else [])])}."
     for replica, count in found["suspended"].items():
-        yield f"{replica}: went back to the start of a round {format_times(count)}."
+        yield f"{replica}: returned to the start of a round {format_times(count)}."
     by_replica: defaultdict[str, list[str]] = defaultdict(list)
     for one in found["not_counted"]:
         by_replica[one["replica"]].append(str(one["round"]))
@@ -57,4 +57,4 @@ def result_standings(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"Below quorum: {format_count(len(found['pauses']), 'pause')}, {format_seconds(seconds)} in all."
     if (found["members"] or by_replica or found["suspended"]) and goodput["share"] is not None:
         counted = f"{goodput['tokens_per_second']:,.0f} tokens/s, {format_share(goodput['share'])} of those trained"
-        yield f"Participation {format_share(found['participation'])}; counted were {counted}."
+        yield f"Participation {format_share(found['participation'])}; counted contributions: {counted}."
