@@ -98,7 +98,7 @@ def open_snapshot(path: Path, called: str = "") -> Iterator[safe_open]:
     except (SafetensorError, OSError) as error:
         raise DamagedFile(f"{called} is damaged: {error}") from None
     if metadata.get(DIGEST) != _digest(metadata.get(ROUND, ""), hashes):
-        raise DamagedFile(f"{called} is damaged: its tensors are not those of its digest")
+        raise DamagedFile(f"{called} is damaged: its tensors do not match its digest")
     with safe_open(path, "pt") as file:
         yield file
 

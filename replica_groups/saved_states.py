@@ -104,7 +104,7 @@ class SavedStates:
             return ""
         expected = noted.files
         wrong = sorted(name for name in {*expected, *digests} if expected.get(name) != digests.get(name))
-        return f"{wrong[0]!r} is not what was written" if wrong else None
+        return f"{wrong[0]!r} does not match its digest" if wrong else None
 
     def _digests(self, folder: Path) -> dict[str, str]:
         """sha256 of every file in a folder, each read by one rank."""

@@ -209,9 +209,9 @@ def status(
         typer.Argument(metavar="RUN", help="The run's name, as of its folder in runs/, or HOST:PORT of its exchange."),
     ],
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="How this host reaches the exchange, if not as it was told.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Dial the exchange at this address, not at the known one.")
     ] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write it to a file.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the table to this file.")] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
     """Show which member holds each place of a run that this host serves or has joined."""
@@ -335,7 +335,7 @@ def reproduce(
         str | None, typer.Option(help="Choose the size of the runs: micro (the default), small or paper.")
     ] = None,
     rows: Annotated[
-        list[str], typer.Option(metavar="PATTERN", help="Train only the rows whose names match, such as `128,*`.")
+        list[str], typer.Option(metavar="PATTERN", help="Train only the rows with matching names, such as `128,*`.")
     ] = [],  # noqa: B006 (typer copies it)
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Train each row with N seeds.")] = 3,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Train N rows at once, one core each.")] = 1,

@@ -58,8 +58,8 @@ def _last(log: ContributionLog, wanted: int | None) -> int:
 def _line(one: CheckedRound) -> str:
     parts = [f"counted {', '.join(one.replicas)}"] if one.replicas else []
     parts += [f"late {', '.join(one.late)}"] if one.late else []
-    parts += ["parameters cannot be come to" if one.sha256 is None else f"sha256 {one.sha256[:16]}…"]
-    parts += ["as audited"] if one.is_audited else []
-    parts += ["as in its snapshot"] if one.has_snapshot else []
+    parts += ["parameters cannot be rebuilt" if one.sha256 is None else f"sha256 {one.sha256[:16]}…"]
+    parts += ["equal to the audit"] if one.is_audited else []
+    parts += ["equal to the snapshot"] if one.has_snapshot else []
     parts += [f"DAMAGED: {line}" for line in one.damaged]
     return f"round {one.round}: {'; '.join(parts)}"

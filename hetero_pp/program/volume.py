@@ -25,8 +25,8 @@ from replica_groups.exchange.log import ContributionLog
 WAYS = {
     "gather": "to an exchange, a store, or a parameter server",
     "ring_all_gather": "passed on as they are",
-    "ring_all_reduce": "sums of dense ones",
-    "sparse_ring": "sums of sparse ones, which grow",
+    "ring_all_reduce": "sums of dense contributions",
+    "sparse_ring": "sums of sparse contributions, which grow",
 }
 
 
@@ -49,7 +49,7 @@ def print_volume(run: str, json_path: Path | None) -> None:
     rounds = sorted(log.records())
     found = [one for round_ in rounds if (one := _round(spec, log, round_)) is not None]
     if not found:
-        told = "found no round whose contributions are all there, expected at least one"
+        told = "found no round with all of its contributions, expected at least one"
         raise ConfigError((), f"{log.store.url()}: {told}")
     if json_path is not None:
         told_rounds = [asdict(one) for one in found]
@@ -95,9 +95,9 @@ def _print(spec: RunSpec, found: Sequence[RoundSent], rounds: int) -> None:
     console = standard_output()
     counts = sorted({len(one.replicas) for one in found})
     replicas = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    of_all = "" if len(found) == rounds else f" of {rounds}: of the others no contribution is left"
+    of_all = "" if len(found) == rounds else f" of {rounds} (the contributions of the others are removed)"
     counted = format_count(len(found), "round")
-    say(console, f"{spec.config.name}: what a replica sends, of {replicas}, the mean of {counted}{of_all}")
+    say(console, f"{spec.config.name}: what one of {replicas} sends, the mean over {counted}{of_all}")
     table = PlainTable(["exchanged by"], ["a round", "by formula", "ratio", "all rounds"], ["what is sent"])
     for way, what in WAYS.items():
         pairs = [(asdict(one.measured)[way], asdict(one.by_formula)[way]) for one in found]

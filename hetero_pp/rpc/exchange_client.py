@@ -434,7 +434,7 @@ class _Wires:
 def _downloaded(stored: pb.StoredBlob) -> bytes:
     data = download(stored.url, stored.size, STANDSTILL)
     if hashlib.sha256(data).digest() != stored.sha256:
-        raise StoreError(f"{without_signature(stored.url)} is not the blob of its digest")
+        raise StoreError(f"{without_signature(stored.url)} does not match its digest")
     return data
 
 

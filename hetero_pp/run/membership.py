@@ -50,7 +50,7 @@ def require_known_basis(spec: RunSpec) -> None:
         if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1:
             rank = replica.boundary.dimensions(spec.shape.width)
             if rank is not None and (most is None or rank > most):
-                expected = "`full`, as nothing was compressed" if most is None else f"at most {most}, the largest"
+                expected = "`full`, as nothing was compressed" if most is None else f"at most {most}, the largest rank"
                 key = (REPLICAS, index, "boundary", "rank")
                 raise ConfigError(key, f"found {rank}, expected {expected} when the run began")
 

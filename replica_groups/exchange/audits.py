@@ -57,7 +57,7 @@ def read_audit(store: Store, round_: int) -> Audit:
     except ValidationError:
         raise DamagedFile(f"{where} is damaged: it cannot be read") from None
     if audit.round != round_ or audit != audit.sealed():
-        raise DamagedFile(f"{where} is damaged: it is not the audit of its digest")
+        raise DamagedFile(f"{where} is damaged: it does not match its digest")
     return audit
 
 

@@ -131,7 +131,7 @@ class LogCheck:
             return False
         where = store.url(audit_key(record.round))
         if audit.record_sha256 != record.sha256.hex():
-            self._damaged.append(f"{where} is of another record")
+            self._damaged.append(f"{where} belongs to another record")
         if audit.parameters_sha256 != sha256:
             self._damaged.append(f"{where} has {audit.parameters_sha256}, the log gives {sha256}")
         return len(self._damaged) == before
@@ -141,7 +141,7 @@ class LogCheck:
         try:
             return read()
         except FileNotFoundError as error:
-            self._damaged.append(f"{error.filename} is not there" if error.filename else str(error))
+            self._damaged.append(f"{error.filename} is missing" if error.filename else str(error))
         except (DamagedFile, MalformedContribution) as error:
             self._damaged.append(str(error))
         return None

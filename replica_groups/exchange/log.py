@@ -56,7 +56,7 @@ class ContributionLog:
         """The blob of this digest. Raises DamagedFile if it is not, FileNotFoundError if there is none."""
         data = self.store.get(key)
         if hashlib.sha256(data).digest() != sha256:
-            raise DamagedFile(f"{self.store.url(key)} is damaged: not the blob of its digest")
+            raise DamagedFile(f"{self.store.url(key)} is damaged: it does not match its digest")
         return data
 
     def blobs_of(self, record: RoundRecord) -> Callable[[str, str], bytes]:
@@ -101,7 +101,7 @@ class ContributionLog:
         except (ParseError, UnicodeDecodeError) as error:
             raise DamagedFile(f"{where} is damaged: {error}") from None
         if record.round != round_ or record.sha256 != record_digest(record):
-            raise DamagedFile(f"{where} is damaged: it is not the record of its digest")
+            raise DamagedFile(f"{where} is damaged: it does not match its digest")
         return record
 
     def records(self) -> set[int]:

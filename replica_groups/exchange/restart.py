@@ -109,7 +109,7 @@ def _newest_of_log(
         except FileNotFoundError:
             continue
         behind = [name for name, states in sorted(available.items()) if round_ > 0 and round_ not in states.rounds]
-        older = [f"{name} has what it saved {_saved(available[name].rounds, round_)}" for name in behind]
+        older = [f"{name} {_saved(available[name].rounds, round_)}" for name in behind]
         return Restart(snapshot, tuple(dict.fromkeys(damaged)), note="; ".join(older))
     holders = "; ".join(f"{member} {_listed(states.rounds)}" for member, states in sorted(available.items()))
     complaint = f"found no round that all members hold and the log (up to round {last}) can give: {holders}"
@@ -136,7 +136,7 @@ def snapshot_after(
             replay(theta, run, record, log.blobs_of(record), optimizer)
         except FileNotFoundError as error:
             if number in log.records():
-                damaged.append(f"{error.filename} is not there")
+                damaged.append(f"{error.filename} is missing")
             raise FileNotFoundError(f"the log in {where} ends before round {number}") from None
         except (DamagedFile, MalformedContribution) as error:
             damaged.append(str(error) if isinstance(error, DamagedFile) else f"{where}, round {number}: {error}")
@@ -155,12 +155,13 @@ def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snaps
                 damaged.append(str(error))
             except FileNotFoundError:
                 continue  # a newer one has just taken its place
-    raise FileNotFoundError(f"found no sound snapshot up to round {round_} in {log.store.url()}")
+    raise FileNotFoundError(f"found no undamaged snapshot up to round {round_} in {log.store.url()}")
 
 
 def _saved(rounds: frozenset[int], round_: int) -> str:
     newest = max((one for one in rounds if one < round_), default=None)
-    return "nowhere: it begins with an empty error feedback" if newest is None else f"after round {newest}"
+    none = "has no saved state and starts with an empty error feedback"
+    return none if newest is None else f"restores the state that it saved after round {newest}"
 
 
 def _listed(rounds: frozenset[int]) -> str:

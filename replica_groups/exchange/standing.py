@@ -41,7 +41,7 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
         case e.WentOn(round_):
             yield _report(WENT_ON, round=round_)
         case e.Heal(place, term, round_, parameter):
-            cause = f"held another {parameter} than replay gives"
+            cause = f"held another {parameter} than the log gives"
             yield _report(HEALED, place=place, replica=replicas[place], term=term, round=round_, cause=cause)
 
 

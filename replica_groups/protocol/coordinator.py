@@ -162,7 +162,7 @@ class Coordinator:
         if place.held and place.process == event.process:
             yield e.Welcome(place.name, event.process, place.term)
         elif place.held and not place.presumed and now - place.silence.since < place.silence.lease / 3:
-            yield e.Refused(place.name, f"found a second `{place.name}`", event.process)
+            yield e.Refused(place.name, f"found a second process of `{place.name}`", event.process)
         else:
             place.applicant = event.process
             yield from self._let_in(place)
@@ -196,7 +196,7 @@ class Coordinator:
         place = self.places[event.place]
         if event.term > place.term:
             if place.held:
-                yield from self._end_term(place, "another coordinator has let somebody else in")
+                yield from self._end_term(place, "another exchange has given this place to another process")
             place.take(event.term, None, now, self.rules)
             place.presumed = True
 
@@ -499,7 +499,7 @@ class Coordinator:
         there = max(expected, min(FEW, len(self.replicas)))
         if 2 * len(differing) > there:
             whom = ", ".join(sorted(differing))
-            yield e.Stop(f"after round {round_} {whom} hold another {parameter} than the log's contributions give")
+            yield e.Stop(f"after round {round_}, {whom} hold another {parameter} than the log gives")
             return
         place.differs = True
         yield e.Heal(place.name, place.term, round_, parameter)

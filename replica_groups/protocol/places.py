@@ -78,8 +78,8 @@ class Place:
     def why_it_ends(self) -> str:
         """In words."""
         if self.ends_at() < self.silence.since + self._silence_allowed:
-            return f"it did nothing for {self.stillness.lease:.0f} s"
-        return f"nothing was heard of it for {self._silence_allowed:.0f} s"
+            return f"it made no progress for {self.stillness.lease:.0f} s"
+        return f"no heartbeat came for {self._silence_allowed:.0f} s"
 
     @property
     def _silence_allowed(self) -> float:

@@ -751,9 +751,11 @@ def test_a_blob_that_was_changed_in_the_log_is_found(
     exchange, _ = trained
     address = _address("home", "norm", round_=2)
     exchange.log.store.put(stored_blob(exchange.log, 2, "home", 2, "norm"), _blob(snapshot, address, seed=77))
-    with pytest.raises(DamagedFile, match=r"/round-000002/home/2/norm\.\w+\.blob is damaged: not the blob"):
+    with pytest.raises(
+        DamagedFile, match=r"/round-000002/home/2/norm\.\w+\.blob is damaged: it does not match its digest"
+    ):
         _replayed(exchange, snapshot.parameters, range(1, 4))
-    with pytest.raises(Refused, match=r"/round-000002/home/2/norm\.\w+\.blob is damaged: not the blob"):
+    with pytest.raises(Refused, match=r"/round-000002/home/2/norm\.\w+\.blob is damaged: it does not match its digest"):
         exchange.fetch("dc", 2, "home", "norm")
     theta, record = dict(snapshot.parameters), exchange.record(2)
 
@@ -798,7 +800,7 @@ def test_a_blob_changed_before_the_auditor_reads_it_fails_the_run(exchange: Exch
     auditor = Auditor(exchange, snapshot, rounds=1, snapshot_every=1)
     auditor.start()
     auditor.join()
-    cause = r"the auditor cannot replay the log: .*/dc/1/norm\.\w+\.blob is damaged: not the blob of its digest"
+    cause = r"the auditor cannot replay the log: .*/dc/1/norm\.\w+\.blob is damaged: it does not match its digest"
     _expect_failure(exchange, cause)
 
 

@@ -177,7 +177,7 @@ def test_a_process_whose_place_is_anothers_does_not_end_the_run(tmp_path: Path) 
         for client in (first, second):
             run.exchange.died("a", "nothing was heard of it")
             client.join("a", "")
-        with pytest.raises(Refused, match="found a second `a`") as error:
+        with pytest.raises(Refused, match="found a second process of `a`") as error:
             first.join("a", "")
         failed = Report()
         failed.failure.cause = str(error.value)
@@ -187,7 +187,7 @@ def test_a_process_whose_place_is_anothers_does_not_end_the_run(tmp_path: Path) 
         run.deposit(1, "a", "b")
         assert run.counted(1) == {"a": 3, "b": 1}
         second.report([failed])
-        with pytest.raises(RunFailed, match="found a second `a`"):
+        with pytest.raises(RunFailed, match="found a second process of `a`"):
             run.exchange.record(1)
     finally:
         first.close()

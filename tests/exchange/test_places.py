@@ -34,7 +34,7 @@ def test_a_process_that_asks_twice_has_one_term(tmp_path: Path) -> None:
 
 
 def test_a_second_process_is_refused_while_the_first_is_there(run: Run) -> None:
-    with pytest.raises(Refused, match="found a second `dc`"):
+    with pytest.raises(Refused, match="found a second process of `dc`"):
         run.exchange.join("dc", "", process="another")
     assert run.exchange.beat("dc", term=1) == Standing()
     assert run.exchange.log.terms()["dc"] == 1
@@ -84,7 +84,7 @@ def test_who_comes_after_somebody_silent_waits_for_the_end_of_its_lease(run: Run
     assert waits.result(TIMEOUT) == 2
     silent = [one for one in run.told() if one.what == SILENT]
     assert [(one.place, one.term) for one in silent] == [("dc", 1)]
-    assert "nothing was heard of it for 15 s" in silent[0].cause
+    assert "no heartbeat came for 15 s" in silent[0].cause
 
 
 def test_who_is_heard_keeps_its_place_however_long_it_takes(run: Run) -> None:

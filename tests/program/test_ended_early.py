@@ -166,7 +166,7 @@ def test_a_flipped_bit_in_a_state_is_named_and_the_round_before_taken(
     assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
     told = capsys.readouterr().out
     assert "mixed: skipping a damaged file: home.1: " in told
-    assert "round-000004 is damaged: 'stage.pt' is not what was written" in told
+    assert "round-000004 is damaged: 'stage.pt' does not match its digest" in told
     assert f"mixed: resuming after round {ROUNDS - 1}" in told
 
 
@@ -196,7 +196,7 @@ def test_a_member_that_has_lost_its_states_goes_on_with_the_others(
 ) -> None:
     shutil.rmtree(cut / "state" / "dc")
     found = _train(corpus, cut.parent, resume=True)
-    assert "dc has what it saved nowhere: it begins with an empty error feedback" in capsys.readouterr().out
+    assert "dc has no saved state and starts with an empty error feedback" in capsys.readouterr().out
     assert found["rounds"] == ROUNDS
     assert len(set(found["parameters_sha256"].values())) == 1
 

@@ -189,9 +189,9 @@ def test_the_run_goes_on_without_a_host_that_dies_and_with_it_once_it_is_started
     assert all(endless.processes[part].poll() is None for part in PARTS)
     endless.processes["exchange"].terminate()
     said = endless.said("exchange")
-    assert re.search(r"^hosts: dc: nothing was heard of it for \d+ s; its place is vacant$", said, re.MULTILINE), said
+    assert re.search(r"^hosts: dc: no heartbeat came for \d+ s; its place is vacant$", said, re.MULTILINE), said
     assert "hosts: dc has joined again (incarnation 2)" in said
-    assert re.search(r"^round \d+/100000: .*; not counted: dc \(nothing was heard of it for", said, re.MULTILINE), said
+    assert re.search(r"^round \d+/100000: .*; not counted: dc \(no heartbeat came for", said, re.MULTILINE), said
 
 
 def _wait_until_free(port: int | str) -> None:
@@ -363,15 +363,15 @@ def test_what_to_do_before_the_commands_with_key_and_line(
     path = _config(tmp_path, corpus, 'exchange: {listen: "0.0.0.0:47600"}', stages).path
     print_commands(path, [])
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "# make the token once, and bring it to every host: openssl rand -hex 16 > token"
-    assert said[1].startswith(f"# {path}:8: exchange.listen: the exchange listens at `0.0.0.0:47600`; write for EXCHAN")
+    assert said[0] == "# make one token, and copy it to every host: openssl rand -hex 16 > token"
+    assert said[1].startswith(f"# {path}:8: exchange.listen: the exchange listens at `0.0.0.0:47600`; replace EXCHAN")
     assert said[2] == (
-        f"# {path}:16: replicas[1].stages[1].listen: found none, so home.1 is found through the exchange"
+        f"# {path}:16: replicas[1].stages[1].listen: found nothing, so home.1 is reached through the exchange"
     )
     assert all(line.startswith("hetero-pp launch ") for line in said[3:])
     print_commands(path, ["exchange.listen=127.0.0.1:5"])
     assert (
-        "--set exchange.listen=127.0.0.1:5: found `127.0.0.1:5`, expected what other hosts reach"
+        "--set exchange.listen=127.0.0.1:5: found `127.0.0.1:5`, expected an address that other hosts reach"
         in capsys.readouterr().out
     )
     _config(tmp_path, corpus, "", stages)
@@ -393,7 +393,7 @@ def test_check_tries_the_addresses_of_this_host_only(
     ) in capsys.readouterr().out
     with taken, pytest.raises(ConfigError, match=r"--set exchange\.listen=127.*: found .* expected a free port"):
         print_check(path, [f"exchange.listen=127.0.0.1:{taken.getsockname()[1]}"], tmp_path / "runs")
-    with pytest.raises(ConfigError, match=r"stages\[0\]\.listen: .*; `launch --print-commands` shows"):
+    with pytest.raises(ConfigError, match=r"stages\[0\]\.listen: .*; `launch --print-commands` prints"):
         run_topology(path, [], tmp_path / "runs", in_process=False)
 
 

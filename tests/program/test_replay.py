@@ -61,7 +61,7 @@ def test_the_log_alone_gives_what_the_run_came_to(run: Path, tmp_path: Path) -> 
     lines = told.splitlines()
     assert len(lines) == ROUNDS + 2
     assert lines[2].startswith("round 2: counted dc, home; sha256 ") and lines[2].endswith(
-        "; as audited; as in its snapshot"
+        "; equal to the audit; equal to the snapshot"
     )
     assert lines[-1] == f"mixed after round 4: sha256 {last}, written to {tmp_path / 'last'}"
     found = json.loads((tmp_path / "found.json").read_text())["rounds"]
@@ -114,11 +114,11 @@ def _other_momentum(path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "damage", "round_", "line"),
     [
-        ("round-000003/home/3/norm.*.blob", _flip, 3, ".blob is damaged: not the blob of its digest"),
-        ("round-000003/home/3/norm.*.blob", Path.unlink, 3, ".blob is not there"),
+        ("round-000003/home/3/norm.*.blob", _flip, 3, ".blob is damaged: it does not match its digest"),
+        ("round-000003/home/3/norm.*.blob", Path.unlink, 3, ".blob is missing"),
         (record_key(3), _flip, 3, "round-000003/record.json is damaged: "),
-        (record_key(3), Path.unlink, 3, "round-000003/record.json is not there"),
-        (record_key(3), _other_weight, 3, "audited/round-000003.json is of another record"),
+        (record_key(3), Path.unlink, 3, "round-000003/record.json is missing"),
+        (record_key(3), _other_weight, 3, "audited/round-000003.json belongs to another record"),
         (snapshot_key(2), _flip, 2, "snapshot-000002.safetensors is damaged: "),
         (snapshot_key(2), _other_momentum, 2, "snapshot-000002.safetensors is not what the log gives"),
         (snapshot_key(0), _flip, 0, "snapshot-000000.safetensors is damaged: "),

@@ -133,11 +133,11 @@ def test_a_stage_that_is_killed_and_comes_back_is_told_in_three_lines() -> None:
 
 def test_of_a_member_of_another_host_the_exchange_tells() -> None:
     over = standing(START, TERM_OVER, place="dc", replica="dc", term=1, cause="nothing")
-    silent = standing(START, SILENT, place="dc", replica="dc", term=2, cause="nothing was heard of it for 15 s")
+    silent = standing(START, SILENT, place="dc", replica="dc", term=2, cause="no heartbeat came for 15 s")
     assert said([*there(), over, joined(START, "dc", 2), silent]) == [
         "dc: nothing; its place is vacant",
         "dc has joined again (incarnation 2)",
-        "dc: nothing was heard of it for 15 s; its place is vacant",
+        "dc: no heartbeat came for 15 s; its place is vacant",
     ]
 
 
@@ -175,14 +175,14 @@ def test_pauses_and_what_is_healed_or_given_up() -> None:
     reports = [
         standing(START, PAUSED, round=2, cause="0 of 2 replicas are there, 1 are needed"),
         standing(START + 12, WENT_ON, round=2),
-        standing(START, HEALED, place="dc", round=1, cause="held another norm than replay gives"),
+        standing(START, HEALED, place="dc", round=1, cause="held another norm than the log gives"),
         standing(START, GIVEN_UP, place="home.1", cause=f"{KILLED}; {LEFT}"),
     ]
     reports.append(standing(START, INJECTED, place="dc", cause="freeze of dc for 20 s (training)"))
     assert said(reports) == [
         "round 2 pauses: 0 of 2 replicas are there, 1 are needed; it continues as soon as they are there",
         "round 2 continues after a pause of 12 s",
-        "after round 1, dc held another norm than replay gives; it recovers from the log",
+        "after round 1, dc held another norm than the log gives; it recovers from the log",
         f"{KILLED}; {LEFT}",
         "on purpose: freeze of dc for 20 s (training)",
     ]

@@ -152,6 +152,6 @@ def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
         with pytest.raises(Refused, match="the contribution of b to round 1 is no longer in the log"):
             client.fetch("a", 1, "b", "lm_head")
         assert "pass through the exchange" not in capsys.readouterr().err  # nothing is wrong with the store
-        with pytest.raises(Refused, match=r"/norm\.\w+\.blob is damaged: not the blob of its digest"):
+        with pytest.raises(Refused, match=r"/norm\.\w+\.blob is damaged: it does not match its digest"):
             client.fetch("a", 1, "b", "norm")
-    assert "is not the blob of its digest: contributions go by" in capsys.readouterr().err
+    assert "does not match its digest: contributions go by" in capsys.readouterr().err

@@ -73,7 +73,7 @@ def test_a_copy_takes_the_place_of_a_state_that_is_damaged(store: Store, tmp_pat
         _save(states, round_)
     (states.path(2) / "error").write_text("Feedback")
     assert states.find() == AvailableStates(
-        frozenset({1, 2}), (f"{states.path(2)} is damaged: 'error' is not what was written",)
+        frozenset({1, 2}), (f"{states.path(2)} is damaged: 'error' does not match its digest",)
     )
     assert (states.path(2) / "error").read_text() == "feedback"
     assert (states.folder / "aside-1" / "round-000002" / "error").read_text() == "Feedback"
@@ -87,7 +87,7 @@ def test_of_copies_that_are_damaged_the_one_before_is_taken(store: Store, tmp_pa
     store.put(key, b"Feedback")
     there = _states(tmp_path / "there", store)
     assert there.find() == AvailableStates(
-        frozenset({1}), (f"{there.path(2)} is damaged: 'error' is not what was written",)
+        frozenset({1}), (f"{there.path(2)} is damaged: 'error' does not match its digest",)
     )
 
 
@@ -110,7 +110,7 @@ def test_a_copy_that_is_damaged_is_named(store: Store, tmp_path: Path) -> None:
     there = _states(tmp_path / "there", store)
     there.find()
     assert there.check() == AvailableStates(
-        frozenset(), (f"{there.path(4)} is damaged: 'error' is not what was written",)
+        frozenset(), (f"{there.path(4)} is damaged: 'error' does not match its digest",)
     )
 
 

@@ -50,7 +50,7 @@ class FixedAddress:
         except OSError as error:
             expected = f"found `{self.address}`, expected a free port of this machine ({error.strerror})"
             if not self.is_of_this_host:
-                expected += "; `launch --print-commands` shows how a run of several hosts is started"
+                expected += "; `launch --print-commands` prints the commands for several hosts"
             raise ConfigError(self.key, expected) from None
 
 
@@ -67,7 +67,7 @@ def is_reached(config: RunConfig) -> bool:
 
 def require_relay(config: RunConfig) -> None:
     """Raise ConfigError for a stage that is found through the exchange where that could read what it carries."""
-    complaint = f"found `{RELAYED}`, expected an address: there is no relay where `exchange.insecure`"
+    complaint = f"found `{RELAYED}`, expected an address: `exchange.insecure: true` has no relay"
     for key, _, listen in _stages(config):
         if listen == RELAYED and config.exchange.insecure:
             raise ConfigError(key, complaint)

@@ -208,23 +208,26 @@ def _listens(replica: ParticipantsReplica, stage: int) -> str | None:
 
 def notes(file: ConfigFile) -> list[str]:
     """What to do before the commands for all hosts: the token, and what has to be replaced or changed, and where."""
-    found = [f"make the token once, and bring it to every host: openssl rand -hex 16 > {TOKEN_FILE}"]
+    found = [f"make one token, and copy it to every host: openssl rand -hex 16 > {TOKEN_FILE}"]
     exchange, *stages = fixed_addresses(file.config)
-    listens = f"the exchange listens at `{exchange.address}`; write for EXCHANGE_HOST how other hosts reach its host"
+    listens = (
+        f"the exchange listens at `{exchange.address}`; replace EXCHANGE_HOST by an address at which "
+        "other hosts reach it"
+    )
     found.append(str(file.located(ConfigError(exchange.key, listens))))
     for one in (exchange, *stages):
         if one.is_loopback:
-            complaint = f"found `{one.address}`, expected what other hosts reach, unless they do by a tunnel"
+            complaint = f"found `{one.address}`, expected an address that other hosts reach, unless they use a tunnel"
             found.append(str(file.located(ConfigError(one.key, complaint))))
     for index, replica in enumerate(file.config.replicas):
         if _is_on_several_hosts(replica) and isinstance(replica, ParticipantsReplica):
             for stage in range(1, replica.stage_count):
                 if _listens(replica, stage) is None:
                     before = _listens(replica, stage - 1) not in (None, RELAYED)
-                    found_by = f"dials {replica.members[stage - 1]}" if before else "is found through the exchange"
-                    beside = "has to be on the host of the stage before it"
+                    found_by = f"dials {replica.members[stage - 1]}" if before else "is reached through the exchange"
+                    beside = "must run on the host of the stage before it"
                     how = beside if file.config.exchange.insecure else found_by
-                    complaint = f"found none, so {replica.members[stage]} {how}"
+                    complaint = f"found nothing, so {replica.members[stage]} {how}"
                     key = ("replicas", index, "stages", stage, "listen")
                     found.append(str(file.located(ConfigError(key, complaint))))
     return found

@@ -102,7 +102,7 @@ def _cause(message: object) -> str:
     """The last line of what torch noted of a rank's exception."""
     text = message.get("message", "") if isinstance(message, dict) else str(message)
     lines = [line for line in str(text).splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it printed nothing"
 
 
 @contextmanager

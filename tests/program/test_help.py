@@ -1,0 +1,36 @@
+"""Every help text begins with a verb, and names things by nouns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from typer.main import get_command
+
+from hetero_pp.program.cli import app
+
+VERBS = set(
+    "Check Choose Compare Dial Draw Export Give Inject Join Keep Leave Listen List Measure Predict Pre-train Print Reach "
+    "Read Rebuild Repeat Replace Reserve Resume Revoke Serve Set Show Start Stop Train Use Validate Write".split()
+)
+RIDDLES = re.compile(r"\b(who|whom|whose|whoever|such as it|that of|those of|what is of)\b")
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    """(what it is of, help) of the program, of every command and of every option."""
+    program = get_command(app)
+    yield "hetero-pp", program.help or ""
+    for name, command in program.commands.items():  # type: ignore[attr-defined]
+        yield name, command.help or ""
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                yield f"{name} {parameter.opts[0]}", parameter.help or ""
+
+
+@pytest.mark.parametrize(("what", "text"), list(_texts()))
+def test_a_help_text_begins_with_a_verb(what: str, text: str) -> None:
+    after_condition = re.sub(r"^With --[\w-]+: ", "", text)
+    first = after_condition.split()[0].rstrip(",:;")
+    assert first[:1].upper() + first[1:] in VERBS, f"{what}: {text}"
+    assert not RIDDLES.search(text), f"{what}: {text}"
