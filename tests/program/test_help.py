@@ -10,10 +10,42 @@ from typer.main import get_command
 
 from hetero_pp.program.cli import app
 
-VERBS = set(
-    "Check Choose Compare Dial Draw Export Give Inject Join Keep Leave Listen List Measure Predict Pre-train Print Reach "
-    "Read Rebuild Repeat Replace Reserve Resume Revoke Serve Set Show Start Stop Train Use Validate Write".split()
-)
+VERBS = {
+    "Check",
+    "Choose",
+    "Compare",
+    "Dial",
+    "Draw",
+    "Export",
+    "Give",
+    "Inject",
+    "Join",
+    "Keep",
+    "Leave",
+    "List",
+    "Listen",
+    "Measure",
+    "Pre-train",
+    "Predict",
+    "Print",
+    "Reach",
+    "Read",
+    "Rebuild",
+    "Repeat",
+    "Replace",
+    "Reserve",
+    "Resume",
+    "Revoke",
+    "Serve",
+    "Set",
+    "Show",
+    "Start",
+    "Stop",
+    "Train",
+    "Use",
+    "Validate",
+    "Write",
+}
 RIDDLES = re.compile(r"\b(who|whom|whose|whoever|such as it|that of|those of|what is of)\b")
 
 
