@@ -167,10 +167,8 @@ class RunConfig(Settings):
                 here = ("replicas", index, "boundary", "ablations", key)
                 raise ConfigError(
                     here,
-                    (
-                        "found it with `outer.averages_moments`, expected only one of them: averaging needs "
-                        "AdamW's own moments"
-                    ),
+                    "found it with `outer.averages_moments`, expected only one of them: averaging needs "
+                    "AdamW's own moments",
                 )
 
     def _require_rounds_that_overlap(self) -> None:

@@ -74,10 +74,8 @@ def own_configuration(
     except ValueError as error:
         raise ConfigError(
             (),
-            (
-                f"the run's configuration does not fit this version of hetero-pp ({error}); install the version "
-                "that the run has"
-            ),
+            f"the run's configuration does not fit this version of hetero-pp ({error}); install the version "
+            "that the run has",
         ) from None
 
 

@@ -238,6 +238,7 @@ def test_a_file_that_another_option_gave_is_named(mixed: Path, tmp_path: Path) -
     asked = CliRunner().invoke(app, ["simulate", str(mixed), "--calibration", str(other)])
     assert asked.exit_code == 2
     assert asked.stderr.startswith(f"hetero-pp: --calibration {other}: simulate.measured"), asked.stderr
+    assert "they were measured for another topology; measure this one with" in asked.stderr
     asked = CliRunner().invoke(app, ["launch", str(mixed), "--from", str(other)])
     assert asked.stderr.startswith(f"hetero-pp: --from {other}: "), asked.stderr
 

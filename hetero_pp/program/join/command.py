@@ -111,10 +111,8 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
     if config.name != membership.run:
         raise ConfigError(
             (),
-            (
-                f"found the configuration of the run {config.name}, expected that of {membership.run}; ask for "
-                "another ticket"
-            ),
+            f"found the configuration of the run {config.name}, expected that of {membership.run}; ask for "
+            "another ticket",
         )
     require_data(config, membership.place, here.data)
     save_config(config, folder.config)

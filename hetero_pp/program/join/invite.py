@@ -83,9 +83,7 @@ def _reached(config: RunConfig) -> str:
     if listen.rpartition(":")[0] in _EVERYWHERE:
         raise ConfigError(
             (),
-            (
-                f"the exchange listens at {listen}, which other hosts cannot dial; give its address with --address "
-                "HOST:PORT"
-            ),
+            f"the exchange listens at {listen}, which other hosts cannot dial; give its address with --address "
+            "HOST:PORT",
         )
     return listen

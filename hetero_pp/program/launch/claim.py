@@ -68,10 +68,8 @@ def _take(held: ExitStack, runs: Path, name: str, part: str, is_new: bool) -> No
     except Timeout:
         raise ConfigError(
             (),
-            (
-                f"{runs / name}: another launch is using this folder ({part}); wait until it has ended, or give "
-                "this run another `name`"
-            ),
+            f"{runs / name}: another launch is using this folder ({part}); wait until it has ended, or give "
+            "this run another `name`",
         ) from None
     except OSError as error:
         raise ConfigError((), f"{folder / part}: cannot be locked ({error.strerror})") from None

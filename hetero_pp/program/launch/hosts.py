@@ -65,10 +65,8 @@ def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
     if EXCHANGE in members and config.exchange.listen.endswith(":0"):
         raise ConfigError(
             ("exchange", "listen"),
-            (
-                f"found `{config.exchange.listen}`, expected a fixed port that other hosts can dial, such as "
-                "`0.0.0.0:47600`"
-            ),
+            f"found `{config.exchange.listen}`, expected a fixed port that other hosts can dial, such as "
+            "`0.0.0.0:47600`",
         )
     for index, replica in enumerate(config.replicas):
         if not isinstance(replica, ParticipantsReplica):
@@ -91,10 +89,8 @@ def read_token(path: Path) -> str:
     except OSError as error:
         raise ConfigError(
             (),
-            (
-                f"--token-file {path}: cannot be read ({error.strerror}); make one token for all hosts: openssl "
-                f"rand -hex 16 > {path}"
-            ),
+            f"--token-file {path}: cannot be read ({error.strerror}); make one token for all hosts: openssl "
+            f"rand -hex 16 > {path}",
         ) from None
     if len(token) < SHORTEST_TOKEN:
         found = f"found {len(token)} characters, expected at least {SHORTEST_TOKEN} that nobody can guess"
