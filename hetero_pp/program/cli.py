@@ -78,11 +78,11 @@ def launch(
     with readable_errors():
         from hetero_pp.errors import ConfigError
         from hetero_pp.program.launch.command import Host, print_commands, run_on_this_host, run_topology
-        from hetero_pp.run.changes import Override
+        from hetero_pp.run.changes import Given, Override
 
         shown = shlex.join(["--from", str(weights)])
         from_weights = [] if weights is None else [Override(("model", "weights"), str(weights), shown)]
-        settings = [*overrides, *from_weights]
+        settings: list[Given] = [*overrides, *from_weights]
         if commands:
             print_commands(config, settings)
         elif only is not None and chaos is not None:
@@ -277,12 +277,13 @@ def simulate(
         from hetero_pp.program.calibrate import load_calibration
         from hetero_pp.program.simulate import Outputs
         from hetero_pp.program.simulate import simulate as predict_and_print
-        from hetero_pp.run.changes import Override
+        from hetero_pp.run.changes import Given, Override
 
         outputs = Outputs(json_path, timeline, chart)
         measured = {} if calibration is None else load_calibration(calibration)
         shown = f"--calibration {calibration}"
-        settings = [*overrides, *(Override(("simulate", key), value, shown) for key, value in measured.items())]
+        costs = (Override(("simulate", key), value, shown) for key, value in measured.items())
+        settings: list[Given] = [*overrides, *costs]
         predict_and_print(config, settings, sweep, curves, outputs)
 
 

@@ -80,7 +80,7 @@ class Override:
     def _put(self, root: CommentedMap, place: Key) -> None:
         node: Any = root
         for position, part in enumerate(place[:-1]):
-            below = node[part] if isinstance(node, list) else node.get(part)
+            below = _at(node, part)
             if below is None:
                 node[part] = CommentedMap()
             elif _is_stages(place[: position + 1]) and isinstance(below, int):
@@ -89,7 +89,7 @@ class Override:
                 here = ".".join(map(str, place[: position + 1]))
                 raise ConfigError((), f"`{here}` is a single value, and has no key `{place[position + 1]}`")
             node = node[part]
-        before = node[place[-1]] if isinstance(node, list) else node.get(place[-1])
+        before = _at(node, place[-1])
         if place == METHOD:
             change_method(node, self.value)
         elif _is_stages(place) and isinstance(self.value, int):
@@ -117,6 +117,11 @@ def _parsed(value: str, shown: str) -> Any:
         why = f" ({error.problem})" if isinstance(error, MarkedYAMLError) and error.problem else ""
         told = f"{shown}: found a value that is not YAML{why}"
         raise ConfigError((), f"{told}, expected text with special characters in quotes, as KEY='\"TEXT\"'") from None
+
+
+def _at(node: Any, part: str | int) -> Any:
+    """What a section or a list has at a part; None if a section has no such key."""
+    return node.get(part) if isinstance(node, dict) else node[part]
 
 
 def _commented(value: Any) -> Any:

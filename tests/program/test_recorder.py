@@ -138,7 +138,7 @@ def test_tensorboard_scalars(folder: Path) -> None:
 def test_tensorboard_has_tokens_their_rate_and_the_configuration(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reports = []
+    reports: list[Report] = []
     for round_ in (1, 2):
         reports += made_up_round(round_)
         for member, seconds in (("dc", 4), ("home.0", 8)):
