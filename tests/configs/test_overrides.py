@@ -233,11 +233,13 @@ def test_what_the_file_has_wrong_is_the_files(mixed: Path) -> None:
 
 def test_a_file_that_another_option_gave_is_named(mixed: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
-    cost = "{embed: 1 ms, forward: 1 ms, backward: 1 ms, optimizer: 1 ms, memory: 1 MB}"
+    cost = "{forward: 1 ms, backward: 1 ms, update: 1 ms, contribute: 1 ms, apply: 1 ms, evaluate: 1 ms}"
     other.write_text(f"hardware: {{}}\nmeasured: {{elsewhere: {cost}}}\n")
     asked = CliRunner().invoke(app, ["simulate", str(mixed), "--calibration", str(other)])
     assert asked.exit_code == 2
-    assert asked.stderr.startswith(f"hetero-pp: --calibration {other}: simulate.measured"), asked.stderr
+    assert asked.stderr.startswith(
+        f"hetero-pp: --calibration {other}: simulate.measured.elsewhere: found costs of `elsewhere`"
+    ), asked.stderr
     assert "they were measured for another topology; measure this one with" in asked.stderr
     asked = CliRunner().invoke(app, ["launch", str(mixed), "--from", str(other)])
     assert asked.stderr.startswith(f"hetero-pp: --from {other}: "), asked.stderr
