@@ -288,7 +288,7 @@ def test_fetches_that_are_refused(exchange: Exchange, snapshot: Snapshot) -> Non
 def test_joining_and_the_snapshot(exchange: Exchange, snapshot: Snapshot) -> None:
     exchange.died("home.1", "its host said so")
     exchange.join("home.1", "127.0.0.1:5")
-    _expect_refusal(exchange, "second `home.1`", lambda: exchange.join("home.1", "127.0.0.1:6"))
+    _expect_refusal(exchange, "second process of `home.1`", lambda: exchange.join("home.1", "127.0.0.1:6"))
     _expect_refusal(exchange, "no member", lambda: exchange.join("stranger", ""))
     _expect_refusal(exchange, "no tensors", lambda: exchange.snapshot(["norm.weight", "no.weight"]))
     given = exchange.snapshot(["norm.weight", "subspace.basis"])
@@ -351,7 +351,7 @@ def test_a_majority_that_differs_ends_the_run(exchange: Exchange, snapshot: Snap
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST) | WRONG)
     exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
     exchange.confirm("home.1", 1, _hashes(snapshot, LAST) | WRONG)
-    with pytest.raises(RunFailed, match=r"after round 1 dc, home hold another layers\.1\.attention\.wk\.weight than"):
+    with pytest.raises(RunFailed, match=r"after round 1, dc, home hold another layers\.1\.attention\.wk\.weight than"):
         exchange.confirm(EXCHANGE, 1, _hashes(snapshot, FIRST | LAST))
     address = _address("dc", "norm")
     for later in (
@@ -790,7 +790,7 @@ def test_the_auditor_fails_a_run_whose_members_agree_on_something_else(exchange:
         exchange.confirm(member, 1, _hashes(snapshot, ROSTER.blocks[member]))
     auditor.start()
     auditor.join()
-    _expect_failure(exchange, r"after round 1 dc, home hold another \S+ than the log's contributions give")
+    _expect_failure(exchange, r"after round 1, dc, home hold another \S+ than the log gives")
     assert not snapshot_path(exchange.log, 1).exists()
 
 

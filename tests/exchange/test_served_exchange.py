@@ -374,7 +374,7 @@ def test_a_client_names_itself_so_that_it_may_ask_twice(served: Served) -> None:
 
 @pytest.mark.parametrize(
     ("secret", "run", "words"),
-    [(OTHER, RUN, "was started with another token"), (SECRET, "another run", "with another configuration")],
+    [(OTHER, RUN, "was started with another token"), (SECRET, "another run", "has another configuration")],
 )
 def test_a_client_that_is_a_stranger_is_told_so(secret: Secret, run: str, words: str, served: Served) -> None:
     client = ExchangeClient(served.address, secret.credentials("dc"), run)

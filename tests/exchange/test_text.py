@@ -40,11 +40,11 @@ def exchange(run: Run, tmp_path: Path) -> Exchange:
 def test_the_first_that_reads_a_text_says_which_the_run_is_of(exchange: Exchange, tmp_path: Path) -> None:
     _join(exchange, "home.1")  # reads none
     _join(exchange, "dc", OURS)
-    with pytest.raises(Refused, match=rf"^home\.0: reads another text than the run: {TOLD} dc told$"):
+    with pytest.raises(Refused, match=rf"^home\.0: reads another text than the run: {TOLD} dc reads$"):
         exchange.agree("home.0", "{}", ANOTHER)
     assert (exchange.refusals, exchange.vacant()) == (1, ["home.0", "lab"])
     _join(exchange, "home.0", OURS)
-    with pytest.raises(Refused, match=rf"^lab: reads another text than the run: {TOLD} dc, home\.0 told$"):
+    with pytest.raises(Refused, match=rf"^lab: reads another text than the run: {TOLD} dc, home\.0 reads$"):
         exchange.agree("lab", "{}", ANOTHER)
 
 
@@ -52,7 +52,7 @@ def test_of_two_that_agree_at_once_the_first_to_take_its_place_counts(exchange: 
     exchange.agree("dc", "{}", OURS)
     exchange.agree("lab", "{}", ANOTHER)
     exchange.join("dc", "")
-    with pytest.raises(Refused, match=f"lab: reads another text .* {TOLD} dc told"):
+    with pytest.raises(Refused, match=f"lab: reads another text .* {TOLD} dc reads"):
         exchange.join("lab", "")
     assert "lab" in exchange.vacant()
 
@@ -64,7 +64,7 @@ def test_who_was_wrong_and_has_left_keeps_nobody_out(exchange: Exchange) -> None
     _join(exchange, "dc", ANOTHER)
     exchange.died("dc", "it has left")
     _join(exchange, "lab", OURS)
-    with pytest.raises(Refused, match=f"dc: reads another text .* {TOLD} lab told"):
+    with pytest.raises(Refused, match=f"dc: reads another text .* {TOLD} lab reads"):
         exchange.agree("dc", "{}", ANOTHER)
 
 
@@ -78,14 +78,14 @@ def test_what_a_run_was_trained_on_stays(run: Run, tmp_path: Path) -> None:
     assert exchange.coordinator.last_round == 1
     for member in run.roster.members:
         exchange.died(member, "it has left")
-    with pytest.raises(Refused, match=f"dc: reads another text .* {TOLD} dc, home.0, lab told"):
+    with pytest.raises(Refused, match=f"dc: reads another text .* {TOLD} dc, home.0, lab reads"):
         exchange.agree("dc", "{}", ANOTHER)
 
 
 def test_an_exchange_that_takes_over_knows_it(exchange: Exchange, run: Run, tmp_path: Path) -> None:
     _join(exchange, "dc", OURS)
     after = _opened(run, tmp_path)
-    with pytest.raises(Refused, match=f"lab: reads another text .* {TOLD} dc told"):
+    with pytest.raises(Refused, match=f"lab: reads another text .* {TOLD} dc reads"):
         after.agree("lab", "{}", ANOTHER)
     after.agree("lab", "{}", OURS)
 

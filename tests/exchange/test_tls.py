@@ -205,7 +205,7 @@ def test_who_connects_and_says_nothing_goes_by_itself(served: Served, monkeypatc
             Refused,
             "uses TLS, and this host does not: `exchange.insecure` has to be",
         ),
-        (Credentials("a", identity=_expired()), Refused, "the certificate of this host has ended"),
+        (Credentials("a", identity=_expired()), Refused, "the certificate of this host expired at"),
         (Credentials("a", identity=_early()), Refused, "holds from .* on: check the clock of this host"),
     ],
 )

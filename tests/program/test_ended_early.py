@@ -456,8 +456,8 @@ def test_an_error_that_nobody_expects_is_in_the_summary(
     [
         (None, "hetero-pp launch a.yaml", "resume with: hetero-pp launch a.yaml --resume"),
         (None, "hetero-pp launch a.yaml --resume", "resume with: hetero-pp launch a.yaml --resume"),
-        (["exchange"], "x --only exchange", "as before): x --only exchange --resume --token-file {token}"),
-        (["exchange"], "x --token-file t", "as before): x --token-file t --resume"),
+        (["exchange"], "x --only exchange", "their commands): x --only exchange --resume --token-file {token}"),
+        (["exchange"], "x --token-file t", "their commands): x --token-file t --resume"),
         (["dc"], "x --only dc", "when the exchange is resumed, rejoin it with: x --only dc"),
     ],
 )

@@ -349,7 +349,7 @@ def test_a_group_that_names_no_address_is_one_hosts(tmp_path: Path, corpus: Path
         file = _config(tmp_path, corpus, stages=f"stages: [{{layers: 1{listen}}}, {{layers: 1}}]")
         found = commands(file.config, Path("run.yaml"), [])
         assert [line.split("--only ")[1].split()[0] for line in found] == ["exchange", "dc", *members]
-    assert any("found none, so home.1 dials home.0" in line for line in notes(file))
+    assert any("found nothing, so home.1 dials home.0" in line for line in notes(file))
     with pytest.raises(ConfigError, match=r"expected the address at which home\.1 can dial this host"):
         anywhere = _config(tmp_path, corpus, stages='stages: [{layers: 1, listen: "0.0.0.0:7"}, {layers: 1}]').config
         require_reachable(anywhere, ["home.0"])

@@ -133,7 +133,7 @@ def test_the_fast_path_a_log_and_its_command_count_the_same(
     assert fast.volume[-1][1] == pytest.approx(formula.gather, rel=0.1)
     assert (fast.volume[-1][3] is None) == (formula.ring_all_reduce is None) == (outer is not DENSE)
     assert fast.volume[-1][4] < 1.05 * formula.sparse_ring
-    assert "of 3, the mean of 4 rounds" in done.output
+    assert "one of 3 sends, the mean over 4 rounds" in done.output
 
 
 def test_who_is_dropped_sends_nothing(corpus: Path, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_contribution_that_is_lost_is_damage_unless_history_may_go(finished: P
     config.write_text(config.read_text().replace("history: whole", "history: recent"))
     done = CliRunner().invoke(app, ["volume", str(finished)])
     assert done.exit_code == 0
-    assert "the mean of 3 rounds of 4: of the others no contribution is left" in " ".join(done.output.split())
+    assert "the mean over 3 rounds of 4 (the contributions of the others are removed)" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("command", ["volume", "replay"])
