@@ -12,6 +12,7 @@ HeteroPPError
 │   └── MalformedContribution
 ├── Refused                the exchange refused a request: wrong run, wrong round
 │   ├── Forbidden          what is not the caller's to ask, or to tell
+│   ├── NewRun             the exchange is of a later run than this process
 │   └── WrongToken         a stranger's: without a token of the run
 ├── ReplicasDiffer         two holders of one parameter do not hold the same bits
 ├── StoreError             the store of a run cannot be read or written: it may be tried again
@@ -85,6 +86,10 @@ class Refused(HeteroPPError):
 
 class Forbidden(Refused):
     """A request of a member, or of who has started it, that is another's to make."""
+
+
+class NewRun(Refused):
+    """The exchange at an address belongs to a later run than this process. Not verified: anyone could answer there."""
 
 
 class WrongToken(Refused):

@@ -80,17 +80,19 @@ def reports_to_members(
     members: Sequence[str],
     timeout: float,
     on_wait: Callable[[float], None],
+    on_refused: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Report]:
     """What some members tell, and what concerns everybody, until these members are through.
 
     An exchange that is gone is waited for, as another may take its place. While none answers `on_wait` is told for how
-    long, at growing intervals. Raises LinkTimeout, and LinkClosed if the run ends before these members are through.
+    long, at growing intervals. `on_refused`: see ExchangeClient.wait_until_ready. Raises LinkTimeout, Refused if the
+    exchange is not of the run, and LinkClosed if the run ends before these members are through.
     """
     left = set(members)
     with closing(ExchangeClient(address, credentials)) as exchange:
         is_new = _Once()
         while True:
-            exchange.wait_until_ready(timeout, on_wait)
+            exchange.wait_until_ready(timeout, on_wait, on_refused)
             with suppress(ExchangeLost):
                 for report in filter(is_new, exchange.watch(members)):
                     yield report

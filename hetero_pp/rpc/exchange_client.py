@@ -23,6 +23,7 @@ from hetero_pp.errors import (
     HeteroPPError,
     LinkTimeout,
     MalformedMessage,
+    Refused,
     StoreError,
     WrongToken,
 )
@@ -43,7 +44,7 @@ from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.exchange import LONGEST_WAIT, SERVICE
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
-from hetero_pp.rpc.handshake import require_trust
+from hetero_pp.rpc.handshake import new_run, require_trust
 from hetero_pp.rpc.services import ERROR_OF_CODE, call_path
 from hetero_pp.store.presigned import download, upload, without_signature
 from hetero_pp.units import format_seconds
@@ -62,6 +63,9 @@ AGAIN_SECONDS = 0.1
 
 _AT_ONCE = 1.0
 """Seconds within which a connection is made that is possible."""
+
+SECONDS_BETWEEN_LOOKS = 30.0
+"""At most, while the exchange is waited for, between two looks at whether another run answers at its address."""
 
 BEAT_TIMEOUT = 5.0
 """Seconds after which a beat that is not answered counts as lost: the next one may get through."""
@@ -85,6 +89,8 @@ class ExchangeClient:
         self._timeout = timeout
         self._credentials, self._run = credentials, run
         self._wires = _Wires(address, credentials)
+        self._was_trusted = False
+        """Whether the exchange has shown once that it is of this process's run."""
         self._term: int | None = None
         self._stay: grpc.Future[pb.StayReply] | None = None
         self._process = secrets.token_hex(8)
@@ -301,28 +307,62 @@ class ExchangeClient:
         """See ExchangeService."""
         self._ask(lambda calls: calls.Report, pb.ReportRequest(reports=reports))
 
-    def wait_until_ready(self, seconds: float, on_wait: Callable[[float], None] = lambda _: None) -> None:
+    def wait_until_ready(
+        self,
+        seconds: float,
+        on_wait: Callable[[float], None] = lambda _: None,
+        on_refused: Callable[[str], None] = lambda cause: print(cause, file=sys.stderr, flush=True),
+    ) -> None:
         """Wait for the connection to the exchange; `on_wait` is told at growing intervals for how long already.
 
-        Raises LinkTimeout; Refused if the two cannot connect, as they are not of one run.
+        Raises LinkTimeout; Refused if the two cannot connect, as they are not of one run. Once the exchange has been
+        trusted, only `on_refused` is told at first, and Refused is raised after `seconds`: whoever can answer at the
+        address of the exchange must not be able to end a member.
         """
         with readiness(self._wires.control) as ready:
-            self._wait_for(ready, seconds, on_wait)
+            self._wait_for(ready, seconds, on_wait, on_refused)
+        self._was_trusted = True
 
-    def _wait_for(self, ready: grpc.Future, seconds: float, on_wait: Callable[[float], None]) -> None:
-        waited, more = 0.0, FIRST_TOLD
+    def _wait_for(
+        self,
+        ready: grpc.Future,
+        seconds: float,
+        on_wait: Callable[[float], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        waited, due = 0.0, FIRST_TOLD
+        refused: Refused | None = None
         with suppress(grpc.FutureTimeoutError):
             return ready.result(min(_AT_ONCE, seconds))
         while waited < seconds:
-            require_trust(self.address, self._credentials.identity)
-            more = min(more, seconds - waited)
+            before, refused = refused, self._refusal()
+            if refused is not None and not self._was_trusted:
+                raise refused
+            if refused is not None and str(refused) != str(before):
+                on_refused(str(refused))
+            step = min(due - waited, SECONDS_BETWEEN_LOOKS, seconds - waited)
             try:
-                return ready.result(more)
+                return ready.result(step)
             except grpc.FutureTimeoutError:
-                waited += more
+                waited += step
+            if waited >= min(due, seconds):
                 on_wait(waited)
-                more = min(waited, MOST_BETWEEN)
-        raise self._does_not_answer(seconds)
+                due = waited + min(waited, MOST_BETWEEN)
+        raise refused or self._does_not_answer(seconds)
+
+    def _refusal(self) -> Refused | None:
+        """Why a connection to the exchange does not come about, if that can be seen; connects once to find out."""
+        identity = self._credentials.identity
+        try:
+            require_trust(self.address, None if identity is None else identity.latest)
+        except WrongToken as error:
+            return self._new_run() if self._was_trusted else error
+        except Refused as error:
+            return error
+        return None
+
+    def _new_run(self) -> Refused:
+        return new_run(self.address, "token", "bring the new token to this host")
 
     def _does_not_answer(self, seconds: float) -> LinkTimeout:
         return LinkTimeout(f"the exchange at {self.address} did not answer within {format_seconds(seconds)}; giving up")
@@ -393,6 +433,8 @@ class ExchangeClient:
 
     def _translate(self, error: grpc.RpcError) -> HeteroPPError:
         code, details = error.code(), error.details()
+        if code is grpc.StatusCode.UNAUTHENTICATED and self.has_joined:
+            return self._new_run()
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return WrongToken(f"the exchange at {self.address} was started with another token")
         if code in ERROR_OF_CODE:

@@ -7,18 +7,22 @@ import ssl
 import time
 from datetime import UTC, datetime
 
-from hetero_pp.errors import Refused, WrongToken
-from hetero_pp.rpc.certificates import Identity, Shown
+from hetero_pp.errors import NewRun, Refused, WrongToken
+from hetero_pp.links import EXCHANGE
+from hetero_pp.rpc.certificates import Identity, Shown, read_certificate
+from hetero_pp.rpc.tickets import ticket_of
 
 _SECONDS = 5.0
 _SAME = "`exchange.insecure` has to be the same on all hosts"
 
 
 def require_trust(address: str, identity: Identity | None) -> None:
-    """Connect to HOST:PORT once. Raises WrongToken for who is of another run, Refused for who speaks without TLS where
-    this process does not, or with it where it does not, or where this process's own certificate does not hold.
+    """Connect to HOST:PORT once, and raise what is wrong with the certificates, if anything is.
 
-    Who does not answer raises nothing: it may come up.
+    Raises WrongToken if the exchange there has another authority than a process that was started with a token, NewRun
+    if it has another authority than a process that was let in by a ticket. Raises Refused if another program answers,
+    if only one side speaks TLS, or if this process's own certificate does not hold. An exchange that does not answer
+    raises nothing: it may come up.
     """
     if identity is not None:
         _require_holds(identity.shown)
@@ -34,7 +38,8 @@ def require_trust(address: str, identity: Identity | None) -> None:
         with _connected(address) as connection, context.wrap_socket(connection):
             pass
     except ssl.SSLCertVerificationError:
-        raise WrongToken(f"the exchange at {address} was started with another token") from None
+        assert identity is not None  # else nothing is verified
+        raise _of_another_run(address, identity) from None
     except ssl.SSLError:
         if identity is not None:
             raise Refused(f"{address} does not use TLS, and this host does: {_SAME}") from None
@@ -43,6 +48,35 @@ def require_trust(address: str, identity: Identity | None) -> None:
     else:
         if identity is None:
             raise Refused(f"{address} uses TLS, and this host does not: {_SAME}")
+
+
+def new_run(address: str, yours: str, instead: str) -> NewRun:
+    """The error for a process whose exchange has begun a new run; `yours` is what it shows, `instead` what to do."""
+    return NewRun(f"a new run has begun at {address}; your {yours} belongs to the earlier one; {instead}")
+
+
+def _of_another_run(address: str, identity: Identity) -> Refused:
+    """The error for a certificate that the authority of this process's run did not sign."""
+    if not _shows_exchange(address):
+        return Refused(f"{address}: another program answers there, or an exchange of another version")
+    if ticket_of(identity.shown.name) is not None:
+        return new_run(address, "ticket", "ask for a new ticket")
+    if identity.shown.holder:
+        return new_run(address, "certificate", "ask for a new ticket")
+    return WrongToken(f"the exchange at {address} was started with another token")
+
+
+def _shows_exchange(address: str) -> bool:
+    """Return whether the certificate at an address, whoever signed it, names an exchange."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with _connected(address) as connection, context.wrap_socket(connection) as wrapped:
+            shown = wrapped.getpeercert(binary_form=True) or b""
+        return read_certificate(ssl.DER_cert_to_PEM_cert(shown).encode()).name == EXCHANGE
+    except (OSError, ValueError):  # ssl.SSLError is an OSError
+        return False
 
 
 def _require_holds(own: Shown) -> None:

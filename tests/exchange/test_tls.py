@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from members import TIMEOUT
 from small_run import Run
 
-from hetero_pp.errors import LinkTimeout, Refused, WrongToken
+from hetero_pp.errors import LinkTimeout, NewRun, Refused, WrongToken
 from hetero_pp.link.protocol import Message
 from hetero_pp.links import EXCHANGE, LinkShape, LinkSpec
 from hetero_pp.messages.messages_pb2 import LastRoundReply, LastRoundRequest, LinkHeader
@@ -212,6 +212,56 @@ def test_who_connects_and_says_nothing_goes_by_itself(served: Served, monkeypatc
 def test_who_cannot_connect_is_told_why(mine: Credentials, error: type[Exception], told: str, served: Served) -> None:
     with pytest.raises(error, match=told):
         served.client(mine).agree("a", "{}")
+
+
+def _let_in_by_a_ticket() -> Credentials:
+    key = new_key()
+    certificate = SECRET.authority.sign(key.public_key(), "a", 1, time.time() + HOUR)
+    return Credentials("a", identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize(
+    ("mine", "yours"),
+    [
+        (SECRET.credentials("a", encrypted=True), "token belongs to the earlier one; bring the new token to this host"),
+        (_let_in_by_a_ticket(), "certificate belongs to the earlier one; ask for a new ticket"),
+    ],
+)
+def test_a_new_run_at_its_address_is_told_to_a_member_and_does_not_end_it(
+    mine: Credentials, yours: str, comes_back: bool, tmp_path: Path, stack: ExitStack
+) -> None:
+    """It may be an impostor: the member waits for its own run, as long as for an exchange that is gone."""
+    run, told = Run(tmp_path, {"a": 1, "b": 1}, quorum=1.0), list[str]()
+    server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0", encrypted=True)
+    address = f"127.0.0.1:{port}"
+    client = stack.enter_context(closing(ExchangeClient(address, mine, "run")))
+    client.wait_until_ready(TIMEOUT)
+    server.stop(None).wait(TIMEOUT)
+    server, _ = serve_exchange(run.exchange, OTHER, address, encrypted=True)
+
+    def on_refused(cause: str) -> None:
+        nonlocal server
+        told.append(cause)
+        if comes_back:
+            server.stop(None).wait(TIMEOUT)
+            server, _ = serve_exchange(run.exchange, SECRET, address, encrypted=True)
+
+    found = f"a new run has begun at {address}; your {yours}"
+    if comes_back:
+        client.wait_until_ready(TIMEOUT, on_refused=on_refused)
+    else:
+        with pytest.raises(NewRun, match=found):
+            client.wait_until_ready(2.0, on_refused=on_refused)
+    assert told == [found]
+    server.stop(None).wait(TIMEOUT)
+
+
+def test_another_program_at_the_exchanges_address_is_no_new_run() -> None:
+    with _server(OTHER.authority.identity("dc")) as address:
+        client = ExchangeClient(address, SECRET.credentials("a", encrypted=True), "run", timeout=TIMEOUT)
+        with closing(client), pytest.raises(Refused, match="another program answers there"):
+            client.agree("a", "{}")
 
 
 def test_who_encrypts_is_told_that_the_exchange_does_not(tmp_path: Path, stack: ExitStack) -> None:

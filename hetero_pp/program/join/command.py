@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, Refused
+from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused
 from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place
 from hetero_pp.program.launch.command import run_members
@@ -64,7 +64,8 @@ def _train(membership: Membership, here: Here) -> None:
             with renewed(membership, say):
                 run_members(prepared, runs, membership.place, _exchange(membership, prepared.spec.config, here))
         except (ConfigError, KeyboardInterrupt):
-            say(f"{membership.run}: {_give_back(membership)}")
+            if became := _give_back(membership):
+                say(f"{membership.run}: {became}")
             raise
 
 
@@ -119,9 +120,11 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
 
 
 def _give_back(membership: Membership) -> str:
-    """In words whether the place is free again."""
+    """In words whether the place is free again; nothing if there is no run any more to give it back to."""
     try:
         give(membership.address, membership.identity.latest)
+    except NewRun:
+        return ""
     except HeteroPPError as error:
         return f"{membership.place} could not be freed: {error}"
     return f"{membership.place} is free again"

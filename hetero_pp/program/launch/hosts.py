@@ -146,8 +146,16 @@ def launch_members(
 ) -> None:
     """Carry some members, all that `only` names, until they are through, and show their rounds.
 
-    Raises RunFailed with the cause if one of them ends before.
+    Raises RunFailed with the cause if one of them ends before, ConfigError if that is because another run has begun at
+    the exchange's address, and this host's run did not come back within the time that an exchange is waited for.
     """
+    refused = ""
+
+    def on_refused(cause: str) -> None:
+        nonlocal refused
+        refused = cause
+        waits = f"waiting for the exchange of this run, for up to {format_seconds(exchange.timeout)}"
+        say(f"{cause} (not verified, as its certificate is not of this run: {waits})")
 
     def on_wait(seconds: float) -> None:
         say(f"waiting for the exchange at {exchange.address}, which has not answered for {format_seconds(seconds)}")
@@ -160,11 +168,14 @@ def launch_members(
     with Crew(spec, folder, on_report, only, exchange.keys) as crew:
         crew.start(members)
         crew.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
-        told = partial(reports_to_members, exchange.address, crew.credentials, members, exchange.timeout, on_wait)
+        waiting = (exchange.timeout, on_wait, on_refused)
+        told = partial(reports_to_members, exchange.address, crew.credentials, members, *waiting)
         watcher = Watcher(told, crew.on_report, crew.end_soon)
         try:
             crew.wait()
         except RunFailed as error:
+            if refused and refused in str(error):
+                raise ConfigError((), refused) from None
             if rounds.failed is None or rounds.failed in str(error):
                 raise
             raise RunFailed(f"{error}; the run has ended because {rounds.failed}") from None

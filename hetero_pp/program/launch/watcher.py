@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from hetero_pp.errors import LinkError, RunFailed
+from hetero_pp.errors import LinkError, Refused, RunFailed
 from hetero_pp.messages.messages_pb2 import Report
 
 
@@ -54,7 +54,12 @@ class Watcher:
                 with self._changed:
                     self._handed_on += 1
                     self._changed.notify_all()
-        except (LinkError, RunFailed) as error:  # the crew says why, and whoever counts rounds whether it was too early
+        except (
+            LinkError,
+            Refused,
+            RunFailed,
+        ) as error:
+            # The crew says why, and whoever counts rounds whether it was too early.
             self._on_lost(str(error))
         except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run tells)
             self._error = error
