@@ -201,7 +201,7 @@ def by_launch(group: Group, steps: int) -> dict[str, Any]:
     with _folder() as folder:
         yaml = _on_loopback(group, steps, folder)
         with redirect_stdout(StringIO()):
-            run_topology(yaml, group.line_settings, folder / "runs", in_process=False)
+            run_topology(yaml, group.line_settings, folder / "runs", in_process=False, new=True)
         return {"step_seconds": measured_step(_events(folder / "runs"))}
 
 

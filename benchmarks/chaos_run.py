@@ -70,7 +70,7 @@ class ChaosRun:
     def start(self, faults: Sequence[str] = (), resume: bool = False) -> None:
         """`faults`: entries of a file of faults. A run that goes on writes what was told of it anew."""
         self._events, self._read = [], 0
-        more = ["--resume"] if resume else []
+        more = ["--resume" if resume else "--new"]
         if faults:
             self._chaos.write_text("faults:\n" + "".join(f"  - {fault}\n" for fault in faults))
             more += ["--chaos", str(self._chaos)]

@@ -119,7 +119,7 @@ def train(job: Job, way: str) -> list[float]:
     yaml = RUNS / "run.yaml"
     save_config(job.config, yaml)
     with redirect_stdout(StringIO()):
-        run_topology(yaml, [], RUNS, in_process=way == "staged")
+        run_topology(yaml, [], RUNS, in_process=way == "staged", new=True)
     losses: list[float] = json.loads(folder.summary.read_text())["validation_loss"]
     shutil.rmtree(folder.path)
     return losses

@@ -45,7 +45,7 @@ def measure(folder: Path, overlap: int, rounds: int, steps: int, bandwidth: str)
     yaml.write_text(YAML)
     changes = [f"outer.overlap={overlap}", f"outer.rounds={rounds}", f"inner.steps={steps}"]
     with redirect_stdout(StringIO()):
-        run_topology(yaml, [*changes, f"links.slow.bandwidth={bandwidth}"], runs, in_process=False)
+        run_topology(yaml, [*changes, f"links.slow.bandwidth={bandwidth}"], runs, in_process=False, new=True)
     lines = (json.loads(line) for line in (runs / "overlap" / "metrics.jsonl").open())
     told = [one for one in lines if one["event"] == "member_round"]
     summary = json.loads((runs / "overlap" / "summary.json").read_text())

@@ -131,7 +131,7 @@ def measured_beside_predicted(yaml: Path, overrides: list[str], folder: Path) ->
     prediction = calibrated_prediction(yaml, overrides)
     name = ConfigFile(yaml, overrides).config.name
     with redirect_stdout(StringIO()):
-        run_topology(yaml, overrides, folder / "runs", in_process=False)
+        run_topology(yaml, overrides, folder / "runs", in_process=False, new=True)
     events = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").open()]
     replica, measured = _home(prediction), _measured_bytes(events)
     predicted = {link: size for link, size in _predicted_bytes(prediction).items() if link in measured}

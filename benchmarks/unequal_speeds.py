@@ -58,7 +58,7 @@ def run(folder: Path, changes: Sequence[str]) -> tuple[list[dict[str, Any]], dic
     yaml, runs = folder / "run.yaml", folder / "runs"
     yaml.write_text(YAML)
     with redirect_stdout(StringIO()):
-        run_topology(yaml, changes, runs, in_process=True)
+        run_topology(yaml, changes, runs, in_process=True, new=True)
     events = [json.loads(line) for line in (runs / "unequal" / "metrics.jsonl").open()]
     return events, json.loads((runs / "unequal" / "summary.json").read_text())
 

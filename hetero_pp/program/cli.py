@@ -34,6 +34,10 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of the YAML, such as `outer.rounds=20`."),
 ]
 
+StartNew = Annotated[
+    bool, typer.Option("--new", help="Start a new run though runs/<name> is unfinished; it is moved aside.")
+]
+
 
 @app.command()
 def launch(
@@ -44,6 +48,7 @@ def launch(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume runs/<name> after the newest round that all members saved.")
     ] = False,
+    new: StartNew = False,
     weights: Annotated[
         Path | None,
         typer.Option("--from", metavar="FOLDER", help="Start from a LLaMA checkpoint; sets `model.weights`."),
@@ -91,15 +96,16 @@ def launch(
             )
         elif only is not None:
             host = Host(only, _address("--exchange", exchange), token)
-            run_on_this_host(config, settings, runs, host, in_process, resume, typed())
+            run_on_this_host(config, settings, runs, host, in_process, resume, typed(), new=new, since=_started())
         else:
-            run_topology(config, settings, runs, in_process, resume, typed(), chaos)
+            run_topology(config, settings, runs, in_process, resume, typed(), chaos, new=new, since=_started())
 
 
 @app.command()
 def serve(
     config: ConfigPath,
     resume: Annotated[bool, typer.Option("--resume", help="Resume runs/<name>; admitted hosts stay admitted.")] = False,
+    new: StartNew = False,
     token: Annotated[
         Path | None, typer.Option("--token-file", help="Read the run's token from this file, instead of a new one.")
     ] = None,
@@ -111,7 +117,8 @@ def serve(
         from hetero_pp.links import EXCHANGE
         from hetero_pp.program.launch.command import Host, run_on_this_host
 
-        run_on_this_host(config, overrides, runs, Host(EXCHANGE, token=token), False, resume, typed())
+        host = Host(EXCHANGE, token=token)
+        run_on_this_host(config, overrides, runs, host, False, resume, typed(), new=new, since=_started())
 
 
 @app.command()
@@ -230,6 +237,13 @@ def _address(option: str, text: str | None) -> str | None:
         return None if text is None else parse_address(text)
     except ValueError as error:
         raise ConfigError((), f"{option}: {error}") from None
+
+
+def _started() -> float:
+    """Return when the user started the command, in seconds since the epoch: imports alone may take seconds."""
+    import psutil
+
+    return psutil.Process().create_time()
 
 
 def typed() -> list[str]:

@@ -224,30 +224,39 @@ class Run:
 
     def _validation_loss(self, round_: int) -> float:
         loss = self._state.mean_validation_loss(round_)
-        assert loss is not None, f"not every replica told its loss after round {round_}"
+        if loss is None:
+            raise RunFailed(f"{self!r}: no validation loss of {', '.join(self._lacking(round_))} after round {round_}")
         return loss
+
+    def _lacking(self, round_: int) -> list[str]:
+        return self._state.awaited_losses(round_) or ["any replica"]
 
     def _result(self, round_: int, seconds: float) -> RoundResult:
         with self._state.lock:
             replicas = self._state.replicas
             links = {
-                name: {way: direction.rounds[round_].wire_bytes for way, direction in link.directions.items()}
+                name: {way: direction.wire_bytes_of_round(round_) for way, direction in link.directions.items()}
                 for name, link in self._state.links.items()
             }
             losses = {name: replica.round_loss(round_) for name, replica in replicas.items()}
+            validation = {name: replica.validation_loss.get(round_) for name, replica in replicas.items()}
+            closed = self._state.closed.get(round_)
+            sha256 = next((one.sha256[round_] for one in replicas.values() if round_ in one.sha256), None)
+            if closed is None or sha256 is None:
+                raise RunFailed(f"{self!r}: no report of the end of round {round_} arrived")
             return RoundResult(
                 round=round_,
                 validation_loss=self._validation_loss(round_),
-                validation_losses={name: replica.validation_loss[round_] for name, replica in replicas.items()},
+                validation_losses={name: loss for name, loss in validation.items() if loss is not None},
                 training_losses={name: loss for name, loss in losses.items() if loss is not None},
                 link_bytes=links,
                 line_bytes={
                     name: {way: line.wire_bytes_of_round(way, round_) for way in WAYS}
                     for name, line in self._state.lines.items()
                 },
-                contribution_bytes=self._state.closed[round_].bytes,
+                contribution_bytes=closed.bytes,
                 seconds=seconds,
-                parameters_sha256=next(iter(replicas.values())).sha256[round_],
+                parameters_sha256=sha256,
                 not_counted=self._state.standings.not_counted(round_),
             )
 

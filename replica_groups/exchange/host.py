@@ -199,6 +199,9 @@ def _find_start(exchange: Exchange, spec: RunSpec, latest: RunConfig) -> Restart
     available, rounds = exchange.wait_until_joined(), latest.outer.rounds
     if _is_over(exchange.log, rounds) and not all(rounds in states.rounds for states in available.values()):
         raise HeteroPPError(f"the run is over: its log has the snapshot after round {rounds} of {rounds}")
+    saved = any(states.rounds for states in available.values())
+    if not saved and not exchange.log.last_record() and not exchange.log.snapshots():
+        return Restart(first_snapshot(spec))  # it stopped before it had begun
     last, due = exchange.log.last_record(), rules_of(spec).due
     before = {replica.name for replica in spec.at(max(last, 1)).replicas}
     known: dict[str, AvailableStates] = {}

@@ -72,6 +72,13 @@ class Memberships:
             self._database.execute("INSERT INTO tickets (id, place, until) VALUES (?, ?, ?)", row)
         return ticket
 
+    def valid_tickets(self) -> int:
+        """Return how many tickets a member uses, or may still use."""
+        query = "SELECT COUNT(*) FROM tickets WHERE NOT revoked AND (key IS NOT NULL OR until > ?)"
+        with self._lock:
+            count: int = self._database.execute(query, (self._clock(),)).fetchone()[0]
+        return count
+
     def enrol(self, ticket: str, key: bytes, vacant: Collection[str], seconds: float) -> Holder:
         """The place that who shows a ticket takes with a key, for so many seconds.
 

@@ -85,14 +85,14 @@ class Patience:
 
 
 def whom(waiting: Waiting) -> str:
-    """`waiting for 2 members to join: home.0, home.1`; the line that is told, and the cause of a run that gave up."""
+    """`waiting for 2 members to join: home.0, home.1`: part of a line, and of the cause of a run that gave up."""
     names = listed([_named(one) for one in waiting.missing])
     if waiting.awaited == JOINING:
         count = len(waiting.missing)
         return f"waiting for {count} member{'' if count == 1 else 's'} to join: {names}"
     if waiting.awaited == CONTRIBUTING:
-        return f"waiting for contributions to round {waiting.round} of {names}"
-    return f"waiting for the end of {names}"
+        return f"waiting for contributions to round {waiting.round} from {names}"
+    return f"all rounds are closed; waiting for {names} to finish"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -168,7 +168,8 @@ def test_what_is_given_counts_and_what_the_yaml_says_changes_nothing(
     assert changes["inner.learning_rate"] == {"1": 0.01, "4": 0.004, "7": 0.01}  # back to what it began with
     told = capsys.readouterr().out
     assert "ignores" not in told
-    assert "round 1/8: " in told
+    assert "mixed: rounds 1 to 6 were closed earlier; last validation loss " in told
+    assert "round 7/8: " in told
 
 
 def test_fewer_rounds_than_are_done_are_refused(runs: Path, corpus: Path) -> None:

@@ -16,6 +16,7 @@ from test_run_state import (
     TIMED,
     begun,
     evaluation,
+    inner_step,
     link_use,
     made_up_reports,
     made_up_round,
@@ -24,10 +25,18 @@ from test_run_state import (
     timed_reports,
     waiting,
 )
+from test_standings import standing
 
 from hetero_pp.links import DIRECTIONS
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Report
-from hetero_pp.program.report.display import LiveDisplay, live_view, print_result
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, PAUSED, SILENT, Report
+from hetero_pp.program.report.display import (
+    LOSS_SECONDS,
+    LiveDisplay,
+    earlier_line,
+    live_view,
+    print_result,
+    waiting_line,
+)
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.read import spec_of
 from hetero_pp.run.yaml_file import ConfigFile
@@ -48,15 +57,16 @@ def text_of(renderable: object, width: int = 100) -> str:
 
 
 def test_a_line_at_the_start_and_one_a_round() -> None:
+    """Joining takes as long as it took since the user started the command."""
     console, out = plain_console(width=40)
     state = RunState(made_up_spec())
-    with LiveDisplay(state, console) as display:
+    with LiveDisplay(state, console, since=START - 22) as display:
         for report in made_up_reports():
             state.apply(report)
             display.refresh()
     assert out.getvalue().splitlines() == [
         "made-up: 2 replicas, 3 members, 2 outer rounds of 2 inner steps",
-        "all 3 members have joined, within 0 ms",
+        "all 3 members have joined, 20 s after the start",
         "round 1/2: validation loss 4.6000, training loss dc 5.0000, home 5.5000, 8 s",
         "round 2/2: validation loss 3.6000, training loss dc 4.0000, home 4.5000, 10 s",
     ]
@@ -89,16 +99,67 @@ def test_who_is_missing_at_the_start_and_later_is_told_once() -> None:
         waiting(START, JOINING),
         waiting(START, CONTRIBUTING, "home.1", seconds=40.4),
     ]
-    with LiveDisplay(state, console) as display:
+    with LiveDisplay(state, console, lambda: START, START) as display:
         for report in reports:
             state.apply(report)
             display.refresh()
             display.refresh()
     assert out.getvalue().splitlines()[1:] == [
-        "1 of 3 members have joined, missing: home.0, home.1; nobody came for 10 s",
-        "all 3 members have joined, within 2 s",
-        "waiting for contributions to round 2 of home.1; no progress for 40 s",
+        "1 of 3 members have joined, missing: home.0, home.1; no progress for 10 s",
+        "all 3 members have joined, 0 ms after the start",
+        "round 2: waiting for 1 of 3 contributions from home.1; no heartbeat from home.1; no progress for 40 s",
     ]
+
+
+@pytest.mark.parametrize(
+    ("heard", "seconds", "said"),
+    [
+        ({"dc": 1, "home.0": 1, "home.1": 1}, 10, ""),
+        ({"dc": 1, "home.0": 1, "home.1": 1}, 70, "; no progress for 1:10"),
+        ({"dc": 1, "home.0": 1, "home.1": 42}, 10, "; no heartbeat from home.1 for 42 s; no progress for 10 s"),
+    ],
+)
+def test_an_inner_step_that_takes_long_is_no_stall(heard: dict[str, float], seconds: float, said: str) -> None:
+    """What a newcomer sees first while members train, and what an operator needs: who is silent, and for how long."""
+    state = RunState(made_up_spec())
+    for report in made_up_round(1):
+        state.apply(report)
+    state.apply(inner_step(START + 11, "dc", "dc", 2, 0, loss=1.0))
+    state.apply(inner_step(START + 12, "home.1", "home", 2, 0, loss=1.0))
+    told = waiting(START + 22, CONTRIBUTING, *heard, seconds=seconds)
+    for one in told.waiting.missing:
+        one.silent_seconds = heard[one.member]
+    state.apply(told)
+    line = "round 2: training (1 of 2 inner steps; waiting for 3 of 3 contributions)"
+    assert waiting_line(state) == line + said
+
+
+def test_a_round_that_is_trained_names_the_late_members() -> None:
+    state = RunState(made_up_spec())
+    reports = list(made_up_round(1))
+    for report in reports[: reports.index(next(one for one in reports if one.HasField("link_use")))]:
+        state.apply(report)
+    told = waiting(START + 22, CONTRIBUTING, "home.0", "home.1", seconds=10)
+    told.waiting.round = 1
+    for one in told.waiting.missing:
+        one.silent_seconds = 1
+    state.apply(told)
+    late = "waiting for 2 of 3 contributions from home.0, home.1"
+    assert waiting_line(state) == f"round 1: trained (2 of 2 inner steps; {late}); no progress for 10 s"
+
+
+def test_rounds_that_were_closed_earlier_are_no_lines() -> None:
+    console, out = plain_console()
+    state = RunState(made_up_spec(outer={"rounds": 3}))
+    with LiveDisplay(state, console) as display:
+        state.closed_earlier = 2
+        for report in made_up_reports():
+            state.apply(report)
+        display.refresh()
+        for report in made_up_round(3):
+            state.apply(report)
+    assert [line.split(":")[0] for line in out.getvalue().splitlines()[2:]] == ["round 3/3"]
+    assert earlier_line(state) == "rounds 1 to 2 were closed earlier; last validation loss 3.6000"
 
 
 def test_how_far_the_weights_are_is_shown_until_the_run_begins() -> None:
@@ -129,7 +190,9 @@ def test_the_live_view_says_who_is_missing_while_somebody_is() -> None:
     joined = made_up_reports()[:3]
     assert "2 of 3 members have joined, missing: home.1" in shown(*joined[:2])
     assert "joined" not in shown(joined[2])
-    assert "to round 2 of home.1; no progress for 25 s" in shown(waiting(START, CONTRIBUTING, "home.1", seconds=20.0))
+    assert "home.1; no progress for 25 s" in " ".join(
+        shown(waiting(START, CONTRIBUTING, "home.1", seconds=20.0)).split()
+    )
     assert "home.1; no progress" not in shown(waiting(START + 1, CONTRIBUTING))
 
 
@@ -144,6 +207,37 @@ def test_a_round_without_validation_loss_is_told_at_the_end() -> None:
         assert len(out.getvalue().splitlines()) == 1
         raise KeyboardInterrupt
     assert "round 1/2: validation loss –, training loss dc 5.0000" in out.getvalue()
+
+
+@pytest.mark.parametrize("lacks", ["its loss comes", "nobody evaluates", "the member is gone", "the run pauses"])
+def test_a_round_waits_for_its_loss_while_the_next_round_closes(lacks: str) -> None:
+    """In a fast run the next round closes before the loss arrives; it is not waited for without end."""
+    console, out = plain_console()
+    state, now = RunState(made_up_spec(outer={"rounds": 9})), [START + 18.5]
+    display = LiveDisplay(state, console, lambda: now[0])
+
+    def told() -> list[str]:
+        display.refresh()
+        return re.findall(r"^round (\d)/9: validation loss (.+?), training", out.getvalue(), re.MULTILINE)
+
+    evaluated = [one for round_ in (1, 2) for one in made_up_round(round_) if one.HasField("evaluation")]
+    for report in [one for round_ in (1, 2) for one in made_up_round(round_) if not one.HasField("evaluation")]:
+        if lacks != "the member is gone" or not (report.HasField("round_closed") and report.round_closed.round == 2):
+            state.apply(report)
+    assert told() == []
+    if lacks == "its loss comes":
+        for report in evaluated:
+            state.apply(report)
+        assert told() == [("1", "4.6000"), ("2", "3.6000")]
+    elif lacks == "the run pauses":
+        state.apply(standing(START + 18.5, PAUSED, round=2, cause="too few"))
+        assert told() == [("1", "–"), ("2", "–")]
+    else:
+        if lacks == "the member is gone":
+            for place, replica in (("dc", "dc"), ("home.1", "home")):
+                state.apply(standing(START + 17, SILENT, place=place, replica=replica, cause="it is gone"))
+        now[0] = START + 18 + LOSS_SECONDS + 0.1
+        assert [found[0] for found in told()] == ["1"]
 
 
 def test_the_display_refreshes_itself() -> None:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from started import run_program
 
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.links import LAUNCHER
 from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.program.launch import unfinished
 from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.program.launch.interrupted import how_to_go_on
 from hetero_pp.program.launch.same_run import require_same_run
+from hetero_pp.program.launch.unfinished import CONTINUE, NEW, QUIT, find_unfinished
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.recorder import Recorder
@@ -39,6 +44,7 @@ from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
+from replica_groups.exchange.memberships import Memberships
 
 MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
 ROUNDS = 4
@@ -68,9 +74,11 @@ def _cut(folder: Path) -> Path:
     return folder
 
 
-def _train(corpus: Path, runs: Path, *settings: str, resume: bool = False) -> dict[str, Any]:
+def _train(
+    corpus: Path, runs: Path, *settings: str, resume: bool = False, new: bool = False, typed: Sequence[str] = ()
+) -> dict[str, Any]:
     given = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "snapshots.every=1", *settings]
-    run_topology(MIXED, given, runs, in_process=True, resume=resume)
+    run_topology(MIXED, given, runs, in_process=True, resume=resume, new=new, typed=typed)
     return _summary(runs / "mixed")
 
 
@@ -90,7 +98,83 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
     finished: Path, cut: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
-    assert f"mixed: resuming after round {ROUNDS - 1}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"mixed: resuming after round {ROUNDS - 1}" in said
+    assert re.search(
+        rf"^mixed: rounds 1 to {ROUNDS - 1} were closed earlier; last validation loss \d\.\d{{4}}$", said, re.M
+    )
+    assert re.findall(r"^round (\d+)/", said, re.MULTILINE) == [str(ROUNDS)]
+
+
+# ---- not replaced ----
+
+
+def test_an_unfinished_run_is_not_replaced_without_a_word(cut: Path, corpus: Path, finished: Path) -> None:
+    """A new run starts over it only with --new, and moves it aside; over one that is finished as ever."""
+    stopped = rf"{cut}: run mixed stopped after round {ROUNDS - 1} of {ROUNDS}; "
+    found = stopped + r"continue it with --resume, or start a new one with --new \(to continue: hpp launch --resume\)"
+    with pytest.raises(ConfigError, match=f"^{found}$"):
+        _train(corpus, cut.parent, typed=["hpp", "launch"])
+    with pytest.raises(ConfigError, match=r"^--new: leave out --resume"):
+        _train(corpus, cut.parent, resume=True, new=True)
+    assert [path.name for path in cut.parent.glob("[!.]*")] == ["mixed"]
+    assert _same(_train(corpus, cut.parent, new=True), _summary(finished / "mixed"))
+    assert not (cut.parent / "mixed.1" / "summary.json").exists()
+    _train(corpus, cut.parent)
+    assert (cut.parent / "mixed.2" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("answer", [CONTINUE, NEW, QUIT, None])
+def test_on_a_terminal_the_user_is_asked(
+    answer: str | None, cut: Path, corpus: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: the terminal has gone."""
+
+    def ask(*_: object, **__: object) -> str:
+        if answer is None:
+            raise EOFError
+        return answer
+
+    monkeypatch.setattr(unfinished, "standard_output", lambda: Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(unfinished.Prompt, "ask", ask)
+    if answer in (QUIT, None):
+        with pytest.raises(ConfigError, match="continue it with --resume"):
+            _train(corpus, cut.parent)
+        return
+    found = _train(corpus, cut.parent)
+    assert _same(found, _summary(finished / "mixed"))
+    assert (cut.parent / "mixed.1").exists() == (answer == NEW)
+
+
+def test_which_runs_are_unfinished(cut: Path, corpus: Path) -> None:
+    """More rounds that were asked for later count; a run without a round is nothing to lose, unless it has tickets."""
+    config, folder = ConfigFile(RunFolder(cut).config).config, RunFolder(cut)
+    (folder.path / "changes.yaml").write_text("outer.rounds: {1: 4, 3: 9}\n")
+    found = find_unfinished(config, cut.parent)
+    assert found is not None
+    assert str(found) == f"{cut}: run mixed stopped after round {ROUNDS - 1} of 9"
+    (folder.path / "changes.yaml").write_text(f"outer.rounds: {{1: 4, 3: {ROUNDS - 1}}}\n")
+    assert find_unfinished(config, cut.parent) is None
+    (folder.path / "changes.yaml").unlink()
+    shutil.rmtree(folder.log)
+    assert find_unfinished(config, cut.parent) is None
+    with closing(Memberships(folder.memberships)) as memberships:
+        memberships.invite("dc", 0.0)
+        assert find_unfinished(config, cut.parent) is None  # a ticket that has expired
+        memberships.invite("home.0", 3600.0)
+    found = find_unfinished(config, cut.parent)
+    assert str(found) == f"{cut}: run mixed stopped before round 1 of {ROUNDS} closed, and 1 ticket to it is valid"
+
+
+def test_a_run_that_stopped_before_it_had_begun_goes_on_from_its_beginning(
+    cut: Path, corpus: Path, finished: Path
+) -> None:
+    """An exchange that was killed while it waited for members: its tickets are still good."""
+    for name in ("log", "state"):
+        shutil.rmtree(cut / name)
+    (cut / "metrics.jsonl").unlink()
+    assert _same(_train(corpus, cut.parent, resume=True), _summary(finished / "mixed"))
 
 
 def test_the_time_between_does_not_count(cut: Path, corpus: Path) -> None:
@@ -455,6 +539,7 @@ def test_an_error_that_nobody_expects_is_in_the_summary(
     ("names", "typed", "expected"),
     [
         (None, "hetero-pp launch a.yaml", "resume with: hetero-pp launch a.yaml --resume"),
+        (None, "hetero-pp launch a.yaml --new", "resume with: hetero-pp launch a.yaml --resume"),
         (None, "hetero-pp launch a.yaml --resume", "resume with: hetero-pp launch a.yaml --resume"),
         (["exchange"], "x --only exchange", "their commands): x --only exchange --resume --token-file {token}"),
         (["exchange"], "x --token-file t", "their commands): x --token-file t --resume"),
@@ -469,7 +554,12 @@ def test_who_interrupts_is_told_how_to_go_on(cut: Path, names: list[str] | None,
     if names is None:
         shutil.rmtree(cut / "state" / "home.1")
         told = how_to_go_on(prepared, folder, typed.split())
-        assert told == f"no state was saved yet (one is saved every 1 round); start the run again with: {typed}"
+        saved = "no state was saved yet (one is saved every 1 round)"
+        again = "hetero-pp launch a.yaml --resume"
+        assert told == f"{saved}; resume from the log, with new optimizer moments, with: {again}"
+        shutil.rmtree(folder.log)
+        again = typed.removesuffix(" --new")
+        assert how_to_go_on(prepared, folder, typed.split()) == f"{saved}; start the run again with: {again}"
 
 
 # ---- two launches ----

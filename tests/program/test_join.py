@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -23,17 +25,19 @@ from started import Started, run_program, start_program
 
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokens import prepare_tokens
-from hetero_pp.errors import ConfigError
-from hetero_pp.messages.messages_pb2 import StatusReply
+from hetero_pp.errors import ConfigError, LinkClosed, NewRun, RunFailed
+from hetero_pp.messages.messages_pb2 import Report, StatusReply
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.invite import invite, revoke, seconds_of
 from hetero_pp.program.join.leave import leavable, leave
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.join.status import print_status, status
+from hetero_pp.program.launch import hosts
+from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.certificates import Authority
-from hetero_pp.rpc.credentials import Secret, new_secret
+from hetero_pp.rpc.credentials import Keys, Secret, new_secret
 from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
 from hetero_pp.rpc.tickets import Ticket, make_ticket
 from hetero_pp.run.config import RunConfig
@@ -96,6 +100,11 @@ class Run:
     def join(self, host: str, ticket: str, data: Path | None = None) -> None:
         own = ["--data", str(data or self.corpus)]
         self.processes[host] = start_program("join", ticket, *own, "--runs", str(self.runs(host)))
+
+    def said(self, host: str) -> str:
+        """What it has said so far."""
+        path = self.processes[host]._files[0]
+        return path.read_text() if path.exists() else ""
 
     def wait(self, host: str, seconds: float = 150) -> tuple[int, str, str]:
         """Exit code, and what it said."""
@@ -224,9 +233,20 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
 
     run.processes["exchange"].terminate()
     run.wait("exchange")
+    run.serve(waits=False)  # which would lock them all out
+    code, _, errors = run.wait("exchange")
+    stopped = rf"hetero-pp: {run.runs('exchange')}/homes: run homes stopped after round \d+ of 100000; continue it with"
+    assert (code, bool(re.match(rf"{stopped} --resume, or start a new one with --new", errors))) == (2, True), errors
     run.serve("--resume")  # and its members are let in by what they were given before
     run.wait_for('"event": "begun"')
     assert run.processes["home.0"].poll() is None
+    run.processes["exchange"].terminate()
+    run.wait("exchange")
+    run.serve("--new")
+    new = "a new run has begun at 127.0.0.1:{}; your certificate belongs to the earlier one; ask for a new ticket (not"
+    new = new.format(run.address.partition(":")[2])
+    run.wait_until(lambda: new in run.said("home.0"))
+    assert run.processes["home.0"].poll() is None  # its own run may come back
 
 
 @pytest.mark.starts_processes
@@ -491,6 +511,59 @@ def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="expected the name of a run"):
             join(ticket.to_text(), Here(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ticket_to_the_run_that_was_served_before_is_told_so(served: Served, tmp_path: Path) -> None:
+    ticket = make_ticket("homes", served.address, Authority("the run before"), "0123456789abcdef", time.time() + 60)
+    told = f"^a new run has begun at {served.address}; your ticket belongs to the earlier one; ask for a new ticket$"
+    with pytest.raises(ConfigError, match=told):
+        join(ticket.to_text(), Here(tmp_path / "here"))
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
+    goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has waited for its own run in vain; the cause is only that if it is what ends it."""
+    cause, lines = "a new run has begun at host:1; your certificate belongs to the earlier one", list[str]()
+
+    class Ended:
+        """The processes of a host: they end with the cause that they are told."""
+
+        credentials = None
+
+        def __init__(self, *_: object) -> None:
+            self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def __enter__(self) -> Ended:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def start(self, *_: object) -> None: ...
+
+        join_exchange = on_report = start
+
+        def end_soon(self, cause: str) -> None:
+            self.told.put(cause)
+
+        def wait(self) -> None:
+            raise RunFailed(f"home.1: {self.told.get(timeout=TIMEOUT)} (all it said: a log)")
+
+    def told(*arguments: Any) -> Iterator[Report]:
+        arguments[-1](cause)
+        raise LinkClosed("the disk is full") if goes_on else NewRun(cause)
+        yield
+
+    monkeypatch.setattr(hosts, "Crew", Ended)
+    monkeypatch.setattr(hosts, "reports_to_members", told)
+    spec = RunSpec(_config(str(tmp_path)), 256)
+    exchange = hosts.Exchange("host:1", cast(Keys, None), tmp_path, timeout=3600.0)
+    rounds = OwnRounds(spec, ["home.1"], lines.append)
+    with pytest.raises(RunFailed if goes_on else ConfigError, match="the disk is full" if goes_on else f"^{cause}$"):
+        hosts.launch_members(spec, "home.1", ["home.1"], RunFolder(tmp_path), exchange, rounds, lines.append)
+    waits = "waiting for the exchange of this run, for up to 1:00:00"
+    assert lines == [f"{cause} (not verified, as its certificate is not of this run: {waits})"]
 
 
 def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,8 +59,25 @@ def test_whom_the_run_waits_for_and_where_it_goes_on() -> None:
         member_round("home.0", 2),
     ]
     assert shown(["dc"], reports) == [
-        "2 of 3 members have joined, missing: home.1; nobody came for 20 s",
-        "all 3 members have joined, within 30 s",
+        "2 of 3 members have joined, missing: home.1; no progress for 20 s",
+        "all 3 members have joined",
         "resuming after round 1",
-        "waiting for contributions to round 2 of home.0; no progress for 15 s",
+        "round 2: waiting for 1 of 3 contributions from home.0; no heartbeat from home.0; no progress for 15 s",
+    ]
+
+
+def test_rounds_of_an_earlier_start_are_one_line() -> None:
+    """The exchange reports them again to a member that comes back."""
+    lines: list[str] = []
+    rounds = OwnRounds(made_up_spec(outer={"rounds": 9}), ["dc"], lines.append, since=START + 20)
+    for round_ in (1, 2, 3):
+        rounds.on_report(member_round("dc", round_))
+    for round_ in (4, 5):
+        again = member_round("dc", round_, wait=0.0)
+        again.time = START + 30
+        rounds.on_report(again)
+    assert lines == [
+        "dc trained up to round 3 in an earlier start",
+        "round 4/9: dc: 8 s (outer round 2.5 s), sent 0 B",
+        "round 5/9: dc: 8 s (outer round 2.5 s), sent 0 B",
     ]

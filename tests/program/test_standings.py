@@ -322,7 +322,7 @@ def test_a_host_shows_what_happens_to_others_and_goes_on_once() -> None:
     for report in [*there()[:3], begun(START, 1), *killed(START + ROUND_SECONDS), begun(START + 20, 1)]:
         own.on_report(report)
     assert lines == [
-        "all 3 members have joined, within 0 ms",
+        "all 3 members have joined",
         "resuming after round 1",
         RESTART,
         "home returns to the start of its round and waits for home.1",

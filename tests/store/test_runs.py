@@ -66,6 +66,11 @@ def test_a_run_whose_log_lies_elsewhere(lasting: str, corpus: Path, tmp_path: Pa
     assert folder.config.is_file()  # nor is its folder moved away
 
     log.store.delete([snapshot_key(2), record_key(2)])
+    stopped = "^.*/mixed: run mixed stopped after round 1 of 2; continue it with --resume, or give the new one another"
+    for where in (runs, tmp_path / "another machine"):
+        with pytest.raises(ConfigError, match=stopped):
+            _train(corpus, where, url)
+    assert not (tmp_path / "another machine" / "mixed").exists()
     assert _train(corpus, runs, url, resume=True)["parameters_sha256"] == expected
     shutil.rmtree(folder.path / "state")
     url = lasting.replace("/runs?", "/runs/mixed?") if "?" in lasting else f"{lasting}/mixed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from hetero_pp.program.launch.in_process import run_in_process
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.launch.interrupted import told_how_to_go_on
 from hetero_pp.program.launch.recorded import OnReport, Start, run_and_record
+from hetero_pp.program.launch.unfinished import decide_to_resume
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.program.report.reading import shown_reading
@@ -57,12 +59,18 @@ def run_topology(
     resume: bool = False,
     typed: Sequence[str] = (),
     chaos: Path | None = None,
+    new: bool = False,
+    since: float | None = None,
 ) -> None:
-    """Train the topology of a YAML and leave everything in a new folder under `runs`; or go on with the one there.
+    """Train the topology of a YAML and leave everything in a new folder under `runs`; or resume the run that is there.
 
-    `typed` is the command that was typed, for who interrupts it; `chaos` a file of faults that the run has to survive.
+    `typed`: the command that the user typed, at the time `since` (by default now), to print how to resume. `chaos`: a
+    file of faults that the run has to survive. `new`: start a new run even if one of this name is unfinished. Raises
+    ConfigError if there is one, and neither `resume` nor `new` is given.
     """
-    prepared = _prepare(path, overrides, runs, None, resume)
+    since, file = time.time() if since is None else since, ConfigFile(path, overrides)
+    resume = decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
+    prepared = _prepare(file, runs, None, resume)
     start = _start(prepared.spec, in_process, chaos)
     name = prepared.spec.config.name
     folder = RunFolder(runs.absolute() / name)
@@ -71,7 +79,7 @@ def run_topology(
         claim_store(prepared.spec.config, folder),
         told_how_to_go_on(prepared, RunFolder(runs / name), typed),
     ):
-        run_and_record(prepared, runs, start, resume)
+        run_and_record(prepared, runs, start, resume, since)
 
 
 def _start(spec: RunSpec, in_process: bool, chaos: Path | None) -> Start:
@@ -92,17 +100,24 @@ def run_on_this_host(
     in_process: bool,
     resume: bool,
     typed: Sequence[str] = (),
+    new: bool = False,
+    since: float | None = None,
 ) -> None:
     """Carry a part of a run: the exchange, which records and shows it, or members that join one.
 
-    `typed` is the command that was typed, for who interrupts it. Raises ConfigError if this host cannot reach the rest.
+    `typed`, `new` and `since`: see `run_topology`. Raises ConfigError if this host cannot reach the rest.
     """
     if in_process:
         raise ConfigError(
             (),
             f"--only {host.only}: found --in-process, which needs the whole run on this machine; leave out one of them",
         )
-    prepared = _prepare(path, overrides, runs, host.only, resume)
+    since, file = time.time() if since is None else since, ConfigFile(path, overrides)
+    if host.only == EXCHANGE:
+        resume = decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
+    elif new:
+        raise ConfigError((), f"--only {host.only}: found --new, which only the exchange's host needs; leave it out")
+    prepared = _prepare(file, runs, host.only, resume)
     told = told_how_to_go_on(prepared, RunFolder(runs / prepared.spec.config.name), typed)
     if host.only == EXCHANGE:
         config = prepared.spec.config
@@ -117,7 +132,7 @@ def run_on_this_host(
             launch_exchange(spec, folder, Secret(token), resume, on_report)
 
         with claim(runs.absolute(), config.name, [EXCHANGE]), claim_store(config, folder), told:
-            run_and_record(prepared, runs, start, resume)
+            run_and_record(prepared, runs, start, resume, since)
         return
     if host.exchange is None or host.token is None:
         raise ConfigError((), f"--only {host.only}: expected --exchange HOST:PORT and --token-file FILE, too")
@@ -146,7 +161,13 @@ def run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) -
         save_config(prepared.spec.config, folder.config)
         say(f"{name}: {', '.join(prepared.names)} (their output: {folder.path}/logs)")
         launch_members(
-            prepared.spec, only, prepared.names, folder, exchange, OwnRounds(prepared.spec, prepared.names, say), say
+            prepared.spec,
+            only,
+            prepared.names,
+            folder,
+            exchange,
+            OwnRounds(prepared.spec, prepared.names, say, since=time.time()),
+            say,
         )
 
 
@@ -170,8 +191,7 @@ def print_commands(path: Path, overrides: Sequence[Given]) -> None:
     print("\n".join(lines))
 
 
-def _prepare(path: Path, overrides: Sequence[Given], runs: Path, only: str | None, resume: bool) -> Prepared:
-    file = ConfigFile(path, overrides)
+def _prepare(file: ConfigFile, runs: Path, only: str | None, resume: bool) -> Prepared:
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
         prepared = prepare(file, runs.absolute(), only, resume, on_progress=on_progress)
     for limit in prepared.limits:

@@ -12,6 +12,7 @@ from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.inputs import Prepared
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.units import format_count
+from replica_groups.exchange.open_log import open_log
 from replica_groups.saved_states import SavedStates
 
 
@@ -28,6 +29,7 @@ def told_how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[s
 
 def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) -> str:
     """In one line, the command at its end."""
+    command = [part for part in command if part != "--new"]
     has_exchange = EXCHANGE in prepared.names
     members = [name for name in prepared.names if name != EXCHANGE]
     if not has_exchange:
@@ -40,7 +42,10 @@ def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) 
     if suffice(_states(prepared, folder, member) for member in members):
         return f"resume with: {shlex.join(resuming)}"
     every = format_count(prepared.spec.latest.states_every, "round")
-    return f"no state was saved yet (one is saved every {every}); start the run again with: {shlex.join(command)}"
+    saved = f"no state was saved yet (one is saved every {every})"
+    if open_log(prepared.spec.config, folder).last_record() == 0:
+        return f"{saved}; start the run again with: {shlex.join(command)}"
+    return f"{saved}; resume from the log, with new optimizer moments, with: {shlex.join(resuming)}"
 
 
 def _states(prepared: Prepared, folder: RunFolder, member: str) -> list[int]:

@@ -13,7 +13,7 @@ from hetero_pp.messages.messages_pb2 import Begun, Refusal, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
-from hetero_pp.program.report.display import LiveDisplay, print_result
+from hetero_pp.program.report.display import LiveDisplay, earlier_line, print_result
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.output import standard_output, tell
@@ -34,8 +34,8 @@ Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
 """(spec, folder, on_report, what is changed if it goes on, else None): runs until the run is over."""
 
 
-def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -> None:
-    """Run it, with metrics, summary, pictures and a live view.
+def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, since: float) -> None:
+    """Run it, with metrics, summary, pictures and a live view. `since`: when the user started the command.
 
     Raises RunFailed if it ended early without saying why.
     """
@@ -72,7 +72,7 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool) -
         recorder.on_report(report)
 
     try:
-        with LiveDisplay(state, console):
+        with LiveDisplay(state, console, since=since):
             start(spec, folder, on_report, changed)
         if not state.is_over:
             raise RunFailed(
@@ -146,7 +146,7 @@ def _keep_wanted(agreement: Agreement, folder: RunFolder) -> None:
 def _go_on(
     spec: RunSpec, folder: RunFolder, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]
 ) -> None:
-    """Tell again what had been reported of the rounds before."""
+    """Apply and record again what had been reported of the rounds before, and sum it up in one line."""
     last_round = report.begun.last_round
     for damaged in report.begun.damaged:
         say(f"skipping a damaged file: {damaged}")
@@ -155,10 +155,15 @@ def _go_on(
         say(report.begun.note)
     for change in _changed_after(Changes.from_json(report.begun.changes), last_round):
         say(change)
-    for one in reports_until(spec.config, folder, last_round, say):
-        state.apply(one)
-        recorder.on_report(one)
+    earlier = reports_until(spec.config, folder, last_round, say)
+    with state.lock:  # the display shows these rounds in one line, and none of them alone
+        state.closed_earlier = last_round
+        for one in earlier:
+            state.apply(one)
+            recorder.on_report(one)
     recorder.go_on()
+    if last_round:
+        say(earlier_line(state))
 
 
 class Beginnings:

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_pp.links import DIRECTIONS
-from hetero_pp.messages.messages_pb2 import JOINING, Waiting
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Waiting
+from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.line_tables import live_lines, result_lines
 from hetero_pp.program.report.output import say, tell
@@ -30,6 +31,10 @@ from hetero_pp.units import format_bytes, format_count, format_seconds
 from replica_groups.exchange.patience import listed, whom
 
 REFRESH_SECONDS = 0.25
+LOSS_SECONDS = 5.0
+"""Seconds that the line of a round waits for its validation loss once the next round has closed."""
+STALL_SECONDS = 60.0
+"""Seconds without an inner step after which a member that trains, and sends heartbeats, is shown as stalled."""
 ROWS_BESIDE_LINKS = 13
 """Rows of the live view that are neither a replica nor a link."""
 ROWS_OF_A_HEAD = 3
@@ -39,8 +44,16 @@ ROWS_OF_A_HEAD = 3
 class LiveDisplay:
     """Shows a run while it goes on: a view that refreshes itself on a terminal, else one line a round."""
 
-    def __init__(self, state: RunState, console: Console, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        console: Console,
+        clock: Callable[[], float] = time.time,
+        since: float | None = None,
+    ) -> None:
+        """`since`: when the user started the command, by `clock`."""
         self._state = state
+        self._since = since
         self._console = console
         self._clock = clock
         self._live: Live | None = None
@@ -101,9 +114,9 @@ class LiveDisplay:
     def _beginning_due(self) -> Iterator[str]:
         """Once all members have joined, that they have."""
         with self._state.lock:
-            if not self._joining_told and self._state.joined_after is not None:
+            if not self._joining_told and self._state.joined_at is not None:
                 self._joining_told = True
-                yield joined_line(self._state)
+                yield joined_line(self._state, self._since)
 
     def _waiting_due(self, is_last: bool) -> Iterator[str]:
         """Whom the exchange waits for, each time that it tells."""
@@ -111,20 +124,36 @@ class LiveDisplay:
             is_new = self._state.waiting is not self._waiting_told
             self._waiting_told = self._state.waiting
             if is_new and self._state.waiting is not None and not is_last:
-                yield waiting_line(self._state)
+                yield waiting_line(self._state, now=self._clock())
 
     def _lines_due(self, is_last: bool) -> list[str]:
-        """A round's line waits for its validation loss, but not beyond the close of the next round or the end."""
+        """Return the lines of closed rounds, in order. A line waits for its validation loss, see `_is_complete`."""
         lines: list[str] = []
         with self._state.lock:
-            closed = self._state.closed
-            while (round_ := self._rounds_told + 1) in closed:
-                has_next = round_ + 1 in closed
-                if not is_last and not has_next and self._state.mean_validation_loss(round_) is None:
+            first = max(self._rounds_told, self._state.closed_earlier) + 1
+            for round_ in range(first, self._state.rounds + 1):
+                if round_ not in self._state.closed:  # its report was missed
+                    continue
+                if not is_last and not self._is_complete(round_):
                     break
                 lines.append(round_line(self._state, round_))
                 self._rounds_told = round_
         return lines
+
+    def _is_complete(self, round_: int) -> bool:
+        """Return whether the validation loss of a round is known, or is not waited for any longer.
+
+        The loss arrives after the round closes, in fast runs even after the next round closes. It is not waited for
+        while the run pauses, nor for longer than `LOSS_SECONDS` after the next round closed, or after this round closed
+        if all replicas that lack it have lost a member.
+        """
+        state = self._state
+        if state.mean_validation_loss(round_) is not None or state.standings.pause is not None:
+            return True
+        gone = {state.standings.places[place].replica for place in state.standings.vacant}
+        later = range(round_ if gone.issuperset(state.awaited_losses(round_)) else round_ + 1, state.rounds + 1)
+        since = next((state.closed[one].time for one in later if one in state.closed), None)
+        return since is not None and self._clock() - since > LOSS_SECONDS
 
     def _say(self, line: str) -> None:
         tell(self._console, line)
@@ -143,13 +172,16 @@ def start_line(state: RunState) -> str:
     )
 
 
-def joined_line(state: RunState) -> str:
-    """That all are here, and how long after the first; until then, who is and who is not."""
+def joined_line(state: RunState, since: float | None = None) -> str:
+    """Return how many members have joined, and which have not; with `since`, how long it took for all to join."""
     members = list(state.spec.needed)
     missing = [member for member in members if member not in state.joined]
     count = f"{format_count(len(members), 'member')} {'has' if len(members) == 1 else 'have'} joined"
     if not missing:
-        return f"{'all ' if len(members) > 1 else ''}{count}, within {format_seconds(state.joined_after or 0.0)}"
+        after = ""
+        if since is not None and state.joined_at is not None:
+            after = f", {format_seconds(max(0.0, state.joined_at - since))} after the start"
+        return f"{'all ' if len(members) > 1 else ''}{count}{after}"
     return f"{len(members) - len(missing)} of {count}, missing: {listed([_with_nodes(state, one) for one in missing])}"
 
 
@@ -161,13 +193,54 @@ def _with_nodes(state: RunState, member: str) -> str:
     return member
 
 
-def waiting_line(state: RunState, since_told: float = 0.0) -> str:
-    """Whom the exchange waits for, and since when; `since_told`: seconds since it told so."""
-    assert state.waiting is not None
-    seconds = format_seconds(round(state.waiting.seconds + since_told))
-    if state.waiting.awaited == JOINING:
-        return f"{joined_line(state)}; nobody came for {seconds}"
-    return f"{whom(state.waiting)}; no progress for {seconds}"
+def waiting_line(state: RunState, now: float | None = None, sees_all: bool = True) -> str:
+    """Return what the exchange waits for, and since when there was no progress.
+
+    `now`: seconds since the epoch, by default when the exchange reported it. `sees_all`: whether `state` is given the
+    reports of all members, so that it knows how many inner steps the slowest replica has done.
+    """
+    assert state.waiting is not None and state.waiting_told is not None
+    now = state.waiting_told if now is None else max(now, state.waiting_told)
+    seconds = round(state.waiting.seconds + now - state.waiting_told)
+    if state.waiting.awaited == CONTRIBUTING:
+        return _contributing(state, state.waiting, now, seconds, sees_all)
+    what = joined_line(state) if state.waiting.awaited == JOINING else whom(state.waiting)
+    return f"{what}; no progress for {format_seconds(seconds)}"
+
+
+def _contributing(state: RunState, waiting: Waiting, now: float, seconds: float, sees_all: bool) -> str:
+    """`round 1: training (2 of 50 inner steps; waiting for 5 of 5 contributions)`, which members are late, and for how
+    many `seconds` the round has stalled: an inner step may take longer than the exchange waits before it reports.
+    """
+    missing = [one.member for one in waiting.missing]
+    total = len({*state.contributing_members(waiting.round), *missing})
+    names = f" from {listed(missing)}" if len(missing) < total else ""
+    waits = f"waiting for {len(missing)} of {format_count(total, 'contribution')}{names}"
+    silent = [
+        f"{one.member} for {format_seconds(round(one.silent_seconds))}" if one.silent_seconds else one.member
+        for one in waiting.missing
+        if not one.HasField("silent_seconds") or one.silent_seconds >= FIRST_TOLD
+    ]
+    heard = f"; no heartbeat from {listed(silent)}" if silent else ""
+    stalled = f"; no progress for {format_seconds(seconds)}"
+    if not sees_all or waiting.round != state.rounds + 1:
+        return f"round {waiting.round}: {waits}{heard}{stalled}"
+    done, planned = state.progress_of_open_round(now)
+    is_training = done < planned
+    if is_training and not silent and seconds < STALL_SECONDS:
+        stalled = ""
+    what = "training" if is_training else "trained"
+    unit = "s" if state.inner_steps is None else "inner steps"
+    return f"round {waiting.round}: {what} ({done:.4g} of {planned:.4g} {unit}; {waits}){heard}{stalled}"
+
+
+def earlier_line(state: RunState) -> str:
+    """`rounds 1 to 12 were closed earlier; last validation loss 4.3100`"""
+    last = state.closed_earlier
+    rounds = "round 1 was" if last == 1 else f"rounds 1 to {last} were"
+    losses = (state.mean_validation_loss(round_) for round_ in range(last, -1, -1))
+    loss = next((loss for loss in losses if loss is not None), None)
+    return f"{rounds} closed earlier" + ("" if loss is None else f"; last validation loss {_loss(loss)}")
 
 
 def round_line(state: RunState, round_: int) -> str:
@@ -243,10 +316,10 @@ def _status(state: RunState, now: float) -> Iterator[Text]:
     """Who is gone, and who is missing, if the run waits for somebody."""
     yield from (Text(f" {line}", style="yellow") for line in trouble_lines(state.standings, now))
     if state.waiting is not None and state.waiting_told is not None:
-        yield Text(f" {waiting_line(state, now - state.waiting_told)}", style="yellow")
+        yield Text(f" {waiting_line(state, now)}", style="yellow")
     elif state.reading is not None:
         yield Text(f" {reading_line(state.reading.what, state.reading.share)}", style="dim")
-    elif state.joined_after is None:
+    elif not state.has_all_needed:
         yield Text(f" {joined_line(state)}", style="dim")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,7 +19,13 @@ from hetero_pp.units import format_bytes, format_seconds
 class OwnRounds:
     """Turns what some members tell, and what concerns everybody, into lines. Needs no other member's reports."""
 
-    def __init__(self, spec: RunSpec, members: Sequence[str], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: RunSpec, members: Sequence[str], say: Callable[[str], None], since: float = -math.inf
+    ) -> None:
+        """`since`: when this host started these members. Their rounds before that are summed up in one line."""
+        self._since = since
+        self._earlier: dict[str, int] = {}
+        """Last round that each member reported before this start."""
         self._state = RunState(spec)
         self._happenings = Happenings(spec)
         self._members = members
@@ -33,14 +40,14 @@ class OwnRounds:
 
     def on_report(self, report: Report) -> None:
         """Take in one report, and say what is new."""
-        was_here = self._state.joined_after is not None
+        had_joined = self._state.joined_at is not None
         self._state.apply(report)
         for line in self._happenings.lines(report):
             self._say(line)
-        if not was_here and self._state.joined_after is not None:
+        if not had_joined and self._state.joined_at is not None:
             self._say(joined_line(self._state))
         if report.HasField("waiting") and self._state.waiting is not None:
-            self._say(waiting_line(self._state))
+            self._say(waiting_line(self._state, sees_all=False))
         if report.HasField("reading"):
             self._reading(report.reading.what, report.reading.share)
         if report.HasField("begun"):
@@ -48,7 +55,16 @@ class OwnRounds:
                 self._say(f"resuming after round {report.begun.last_round}")
             self._has_begun = True
         if report.HasField("member_round") and report.member in self._members:
-            self._say(self._line(report.member, report.member_round))
+            self._round(report.time, report.member, report.member_round)
+
+    def _round(self, time: float, member: str, told: MemberRound) -> None:
+        if time < self._since:
+            self._earlier[member] = max(told.round, self._earlier.get(member, 0))
+            return
+        for name, last in self._earlier.items():
+            self._say(f"{name} trained up to round {last} in an earlier start")
+        self._earlier.clear()
+        self._say(self._line(member, told))
 
     def _line(self, member: str, told: MemberRound) -> str:
         """`round 3/16: home.1: training loss 4.2, 12 s (waiting for neighbours 3 s, outer round 2 s), sent 1.2 MB`."""
@@ -64,7 +80,9 @@ class OwnRounds:
 
     def _losses(self, member: str, round_: int) -> Iterator[str]:
         """Those that are known on this host."""
-        replica = self._state.replicas[self._state.spec.members[member].replica.name]
+        replica = self._state.replicas.get(self._state.spec.members[member].replica.name)
+        if replica is None:
+            return
         if round_ in replica.validation_loss:
             yield f"validation loss {replica.validation_loss[round_]:.4f}"
         loss = replica.round_loss(round_)

@@ -64,18 +64,21 @@ class RunState:
             for replica in spec.replicas_ever
             if not replica.optional
         }
-        """Those that the run needs or needed, and each other one once all of it has come."""
+        """Replicas that the run needs or needed, and optional replicas from their first appearance in a report."""
         self._links = {
             name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
             for name, link in spec.links.items()
         }
         self.lines = lines_of(spec, self._links)
         self.closed: dict[int, ClosedRound] = {}
+        self._last_closed = 0
+        self.closed_earlier = 0
+        """Number of the last round that an earlier start of the run closed; 0 if the run begins."""
         self.refusals: Counter[str] = Counter()
         """By kind."""
         self.joined: set[str] = set()
-        self.joined_after: float | None = None
-        """Seconds until all members had joined; None before."""
+        self.joined_at: float | None = None
+        """Time of the report with which all needed members had joined; None if it has not been received."""
         self.links = self._links_of_those_who_came()
         """By name, those of members that the run needs, or that have come."""
         self.waiting: Waiting | None = None
@@ -105,9 +108,13 @@ class RunState:
                 case "begun":
                     self._begun(report.begun)
                 case "inner_step":
+                    self._came(report.member)
                     self._step(report.time, report.inner_step)
                 case "evaluation":
+                    self._came(report.member)
                     self._evaluated(report.evaluation)
+                case "member_round":
+                    self._came(report.member)
                 case "link_use":
                     self._used(report.time, report.link_use)
                 case "round_closed":
@@ -121,7 +128,7 @@ class RunState:
                 case "finished":
                     self._finished.add(report.member)
                 case "joined":
-                    self._joined(report.member)
+                    self._joined(report.time, report.member)
                 case "reading":
                     self.reading = report.reading if report.reading.share < 1 else None
                 case "waiting":
@@ -138,14 +145,30 @@ class RunState:
         with self.lock:
             self.failed = cause
 
-    def _joined(self, member: str) -> None:
-        self.joined.add(member)
-        if self.joined_after is None and self.joined >= self.spec.needed.keys():
-            self.joined_after = self.elapsed()
-        for name, replica in self._optional.items():
-            if name not in self.replicas and self.joined.issuperset(replica.members):
-                self.replicas[name] = ReplicaState(name, replica.kind, self.inner_steps)
-        self.links = self._links_of_those_who_came()
+    def _joined(self, time: float, member: str) -> None:
+        had_all = self.has_all_needed
+        self._came(member)
+        if self.has_all_needed and not had_all:
+            self.joined_at = time
+
+    def _came(self, *members: str) -> None:
+        """Note that these members have joined. A report can show it whose `joined` report was missed."""
+        new = (self.spec.members.keys() & members) - self.joined
+        if new:
+            self.joined |= new
+            for name, replica in self._optional.items():
+                if name not in self.replicas and self.joined.issuperset(replica.members):
+                    self.replicas[name] = ReplicaState(name, replica.kind, self.inner_steps)
+            self.links = self._links_of_those_who_came()
+
+    def _replica(self, name: str) -> ReplicaState | None:
+        """Return the replica that a report names; None if the run has none of that name.
+
+        A replica that trains has all its members, so the `joined` reports of an optional one need not be known.
+        """
+        if name in self._optional and name not in self.replicas:
+            self._came(*self._optional[name].members)
+        return self.replicas.get(name)
 
     def _links_of_those_who_came(self) -> Mapping[str, LinkState]:
         came = {EXCHANGE, *self.spec.needed, *self.joined}
@@ -157,17 +180,21 @@ class RunState:
         if begun.changes:
             spec = self.spec.with_changes(Changes.from_json(begun.changes))
             self.changes, self.rounds_planned = spec.changes, spec.latest.outer.rounds
+            for replica in spec.replicas_ever:
+                if not replica.optional and replica.name not in self.replicas:
+                    self.replicas[replica.name] = ReplicaState(replica.name, replica.kind, self.inner_steps)
 
     def _step(self, time: float, step: InnerStep) -> None:
-        replica = self.replicas.get(step.replica)
+        replica = self._replica(step.replica)
         fits = self.inner_steps is None or step.step < self.inner_steps
         if replica is not None and 1 <= step.round <= self.rounds_planned and fits:
             replica.apply(time, step)
             self.first_step = time if self.first_step is None else min(self.first_step, time)
 
     def _evaluated(self, evaluation: Evaluation) -> None:
-        if evaluation.replica in self.replicas:
-            self.replicas[evaluation.replica].validation_loss[evaluation.round] = evaluation.loss
+        replica = self._replica(evaluation.replica)
+        if replica is not None:
+            replica.validation_loss[evaluation.round] = evaluation.loss
 
     def _used(self, time: float, use: LinkUse) -> None:
         link = self._links.get(use.link)
@@ -177,21 +204,24 @@ class RunState:
 
     def _closed(self, time: float, record: RoundRecord) -> None:
         for contribution in record.contributions:
-            if contribution.replica in self.replicas and contribution.steps > 0:
-                self.replicas[contribution.replica].keep(record.round, contribution.steps)
+            one = self._replica(contribution.replica)
+            if one is not None and contribution.steps > 0:
+                one.keep(record.round, contribution.steps)
         for replica in self.replicas.values():
             replica.settle(record.round)
         for link in self._links.values():
             for direction in link.directions.values():
                 direction.settle(record.round)
+        self._last_closed = max(self._last_closed, record.round)
         blobs = [blob for contribution in record.contributions for blob in contribution.blobs]
         self.closed[record.round] = ClosedRound(
             record.round, time, sum(blob.size for blob in blobs), sum(blob.kept_values for blob in blobs)
         )
 
     def _verified(self, verified: RoundVerified) -> None:
-        if verified.replica in self.replicas:
-            self.replicas[verified.replica].sha256[verified.round] = verified.parameters_sha256.hex()
+        replica = self._replica(verified.replica)
+        if replica is not None:
+            replica.sha256[verified.round] = verified.parameters_sha256.hex()
 
     def _failure(self, member: str, failure: Failure) -> None:
         if self.failed is None and not failure.consequence:
@@ -207,9 +237,14 @@ class RunState:
         return self.rounds >= self.rounds_planned and not left
 
     @property
+    def has_all_needed(self) -> bool:
+        """Whether all members that the run needs have joined."""
+        return self.joined >= self.spec.needed.keys()
+
+    @property
     def rounds(self) -> int:
-        """Rounds closed."""
-        return len(self.closed)
+        """Number of the last closed round: records are consecutive, though a report of one may have been missed."""
+        return self._last_closed
 
     def progress_of_open_round(self, now: float) -> tuple[float, float]:
         """How much of its inner loop is over, and how long that is: steps of the slowest replica, or seconds."""
@@ -223,7 +258,8 @@ class RunState:
     @property
     def _steps_done(self) -> int:
         """Of the slowest replica that the run needs; if it needs none, of the one that has done most."""
-        needed = [self.replicas[name].steps_done for name in self.standings.awaited(self.rounds + 1)]
+        awaited = self.standings.awaited(self.rounds + 1)
+        needed = [self.replicas[name].steps_done for name in awaited if name in self.replicas]
         return min(needed) if needed else max((one.steps_done for one in self.replicas.values()), default=0)
 
     def elapsed(self, now: float | None = None) -> float:
@@ -268,8 +304,23 @@ class RunState:
         """Mean over the replicas, each in its own forward; None until all have told theirs that the run needs."""
         losses = {name: replica.validation_loss.get(round_) for name, replica in self.of_round(round_).items()}
         known = [loss for loss in losses.values() if loss is not None]
-        is_lacking = any(losses[name] is None for name in self.standings.awaited(round_))
+        is_lacking = any(losses.get(name) is None for name in self.standings.awaited(round_))
         return fmean(known) if known and not is_lacking else None
+
+    def awaited_losses(self, round_: int) -> list[str]:
+        """Return the needed replicas whose validation loss after a round has not been reported."""
+        awaited = [self.replicas[name] for name in self.standings.awaited(round_) if name in self.replicas]
+        return [replica.name for replica in awaited if round_ not in replica.validation_loss]
+
+    def contributing_members(self, round_: int) -> list[str]:
+        """Return the members whose contributions a round waits for: an optional replica only while it is complete."""
+        gone = {self.standings.places[place].replica for place in self.standings.vacant}
+        return [
+            member
+            for replica in self.standings.of_round(round_)
+            if not replica.optional or (replica.name in self.replicas and replica.name not in gone)
+            for member in replica.members
+        ]
 
     def goodput(self) -> tuple[float, float | None]:
         """Tokens of counted contributions a second, and their share of all that were trained for closed rounds.
@@ -283,8 +334,7 @@ class RunState:
     def missing_losses(self, round_: int) -> dict[str, str]:
         """Replicas that have told no validation loss after a round, each with why; empty if that is not known."""
         closed = self.closed.get(round_)
-        awaited = self.standings.awaited(round_)
-        untold = [name for name in awaited if round_ not in self.replicas[name].validation_loss]
+        untold = self.awaited_losses(round_)
         if closed is None or not untold:
             return {}
         after = self.closed.get(round_ + 1)

@@ -1,0 +1,125 @@
+"""Finds an unfinished run of the same name, so that no command replaces it without being told to."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.prompt import Prompt
+
+from hetero_pp.changed_keys import Changes, read_changes
+from hetero_pp.errors import ConfigError
+from hetero_pp.program.launch.claim import claim_all
+from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.units import format_count
+from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.open_log import fetch_configuration, open_log
+
+CONTINUE, NEW, QUIT = "continue", "new", "quit"
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A run that would be lost from sight, though not deleted, if a new one began under its name."""
+
+    where: str
+    """Its folder, or the URL of its log in a store."""
+    name: str
+    last_round: int
+    """Number of the last closed round; 0 if none has closed."""
+    rounds: int
+    """Number of planned rounds."""
+    tickets: int
+    """Tickets with which members take part, or may still join."""
+    is_in_store: bool
+    """Whether its log lies in a store, where a new run needs another name: nothing is moved aside there."""
+
+    def __str__(self) -> str:
+        if self.last_round:
+            return f"{self.where}: run {self.name} stopped after round {self.last_round} of {self.rounds}"
+        tickets = f"{format_count(self.tickets, 'ticket')} to it {'is' if self.tickets == 1 else 'are'}"
+        return f"{self.where}: run {self.name} stopped before round 1 of {self.rounds} closed, and {tickets} valid"
+
+
+def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typed: Sequence[str] = ()) -> bool:
+    """Return whether the command resumes the run of this name instead of starting a new one.
+
+    `resume` and `new` are the options that the user gave, `typed` is the command. With neither, and an unfinished run,
+    the user is asked on a terminal. Raises ConfigError if nobody can be asked, if the user wants to quit, or if another
+    launch uses the run.
+    """
+    if resume and new:
+        raise ConfigError((), "--new: leave out --resume, or give only that")
+    if resume or new:
+        return resume
+    with claim_all(runs.absolute(), config.name):
+        found = find_unfinished(config, runs)
+    if found is None:
+        return False
+    console = standard_output()
+    if not (console.is_terminal and sys.stdin.isatty()):
+        raise ConfigError((), _refusal(found, typed))
+    tell(console, f"{found}.")
+    choices = [CONTINUE, QUIT] if found.is_in_store else [CONTINUE, NEW, QUIT]
+    try:
+        answer = Prompt.ask("Continue it, or start a new one?", console=console, choices=choices, default=CONTINUE)
+    except EOFError:
+        answer = QUIT
+    if answer == QUIT:
+        raise ConfigError((), _refusal(found, typed))
+    return answer == CONTINUE
+
+
+def _refusal(found: Unfinished, typed: Sequence[str]) -> str:
+    """What to type instead, in one line."""
+    other = "give the new one another `name`" if found.is_in_store else "start a new one with --new"
+    command = f" (to continue: {shlex.join([*typed, '--resume'])})" if typed else ""
+    return f"{found}; continue it with --resume, or {other}{command}"
+
+
+def find_unfinished(config: RunConfig, runs: Path) -> Unfinished | None:
+    """Return the unfinished run of this name in the folder `runs`, or in the store of `config`; None if there is none.
+
+    A run is unfinished if it has closed a round, but not its last one; or if it has closed none, and members may hold
+    tickets to it, which a new run would not accept. Raises StoreError if its log cannot be read.
+    """
+    folder = RunFolder(runs.absolute() / config.name)
+    if folder.config.is_file():
+        return _unfinished(folder, str(runs / config.name), config)
+    if config.store.url is None:
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        fetched = RunFolder(Path(scratch) / config.name)
+        fetched.path.mkdir()
+        fetch_configuration(config, fetched)
+        return _unfinished(fetched, "", config) if fetched.config.is_file() else None
+
+
+def _unfinished(folder: RunFolder, where: str, config: RunConfig) -> Unfinished | None:
+    """Look at a run whose configuration is in a folder. A new one tells where it lies, if the old cannot be read."""
+    try:
+        earlier, changes = ConfigFile(folder.config).config, read_changes(folder.changes).settled()
+    except ConfigError:  # as written by another version
+        earlier, changes = config, Changes({})
+    log = open_log(earlier, folder)
+    last, rounds = log.last_record(), changes.had("outer.rounds", earlier.outer.rounds)[-1]
+    tickets = _valid_tickets(folder)
+    if last >= rounds or (last == 0 and tickets == 0):
+        return None
+    is_in_store = config.store.url is not None and open_log(config, folder).store.url() == log.store.url()
+    return Unfinished(where or log.store.url(), config.name, last, rounds, tickets, is_in_store)
+
+
+def _valid_tickets(folder: RunFolder) -> int:
+    if not folder.memberships.is_file():
+        return 0
+    with closing(Memberships(folder.memberships)) as memberships:
+        return memberships.valid_tickets()

@@ -1,0 +1,201 @@
+"""Readers of reports: the exchange remembers only the newest, so any report may be missed, or come twice."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from test_standings import standing
+
+from hetero_pp.changed_keys import NO_CHANGES, REPLICAS, replicas_of
+from hetero_pp.data.tokenizers import load_tokenizer
+from hetero_pp.messages.messages_pb2 import (
+    CONTRIBUTING,
+    FINISHING,
+    GIVEN_UP,
+    HEALED,
+    JOINING,
+    LATE,
+    PAUSED,
+    RESTARTED,
+    SILENT,
+    SUSPENDED,
+    TERM_OVER,
+    WENT_ON,
+    Report,
+)
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.program.launch.recorded import begin_folder
+from hetero_pp.program.report.display import LiveDisplay, live_view, print_result, round_line
+from hetero_pp.program.report.happenings import Happenings
+from hetero_pp.program.report.own_rounds import OwnRounds
+from hetero_pp.program.report.pictures import draw_links, draw_losses
+from hetero_pp.program.report.recorder import Recorder
+from hetero_pp.program.report.state import RunState
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from hetero_pp.run.yaml_file import ConfigFile
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+ROUNDS = 11
+"""More than `STILL_TOLD`, so that readers forget the details of some."""
+
+
+@pytest.fixture(scope="module")
+def recorded(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSpec, list[Report]]:
+    """All reports of a real run, with events of a run in which things fail among them."""
+    config = ConfigFile(MIXED, [f"data.corpus={corpus}", f"outer.rounds={ROUNDS}", "inner.steps=1"]).config
+    spec = RunSpec(config, load_tokenizer(config.data).vocabulary)
+    reports: list[Report] = []
+    run_in_process(spec, begin_folder(spec, tmp_path_factory.mktemp("recorded")), reports.append)
+    return spec, _with_trouble(spec, reports)
+
+
+def _with_trouble(spec: RunSpec, reports: list[Report]) -> list[Report]:
+    found: list[Report] = []
+    trouble = iter(_trouble(spec))
+    for report in reports:
+        found.append(report)
+        event = next(trouble, None) if report.WhichOneof("event") in ("evaluation", "round_closed") else None
+        if event is not None:
+            event.time = report.time
+            found.append(event)
+    assert next(trouble, None) is None
+    return found
+
+
+def _trouble(spec: RunSpec) -> list[Report]:
+    last = list(spec.members)[-1]
+    replica = spec.members[last].replica.name
+    place = {"place": last, "replica": replica, "cause": f"{last} was killed by SIGKILL"}
+    events = [standing(0.0, what, **place) for what in (RESTARTED, SILENT, SUSPENDED, TERM_OVER, GIVEN_UP, HEALED)]
+    events += [standing(0.0, what, replica=replica, round=2) for what in (LATE, PAUSED, WENT_ON)]
+    for awaited in (JOINING, CONTRIBUTING, FINISHING):
+        waits = Report(member="exchange")
+        waits.waiting.awaited, waits.waiting.round, waits.waiting.seconds = awaited, 3, 20.0
+        waits.waiting.missing.add(member=last)
+        events.append(waits)
+    joined = Report(member=last)
+    joined.joined.term = 2
+    goes_on = Report(member="exchange")
+    goes_on.begun.last_round = 2
+    added = [{"name": "more", "kind": "datacenter"}, *replicas_of(spec.config)]
+    goes_on.begun.changes = NO_CHANGES.changed(spec.config, 3, {REPLICAS: added}).to_json()
+    return [*events, joined, goes_on]
+
+
+def _optional(spec: RunSpec) -> RunSpec:
+    """The run with its group as one that comes and goes."""
+    data = spec.config.model_dump(mode="json")
+    data["replicas"][1]["optional"] = True
+    return RunSpec(type(spec.config).model_validate(data), spec.shape.vocabulary)
+
+
+def _read_all(spec: RunSpec, reports: Sequence[Report]) -> RunState:
+    """Feed reports to every reader that needs no file, and look at all that they show."""
+    state, happenings, shown = RunState(spec), Happenings(spec), Console(file=io.StringIO(), width=80)
+    display = LiveDisplay(state, shown, since=reports[0].time if reports else 0.0)
+    hosts = [OwnRounds(spec, members, lambda line: None) for members in (["dc"], ["home.0"], list(spec.members))]
+    for number, report in enumerate(reports):
+        state.apply(report)
+        list(happenings.lines(report))
+        for host in hosts:
+            host.on_report(report)
+        if number % 50 == 0:
+            display.refresh()
+            shown.print(live_view(state, report.time, 40))
+    display._say_what_is_new(is_last=True)
+    for round_ in state.closed:
+        round_line(state, round_)
+    assert state.is_over in (True, False)
+    print_result(shown, state.summary(), Path("runs"))
+    return state
+
+
+def _parts(reports: list[Report]) -> st.SearchStrategy[list[Report]]:
+    """A suffix, a prefix, any subset, and reports that come twice, at once or later."""
+    numbers = st.integers(0, len(reports))
+    chosen = st.lists(st.booleans(), min_size=len(reports), max_size=len(reports))
+    again = st.tuples(numbers, numbers, numbers)
+    return st.one_of(
+        numbers.map(lambda first: reports[first:]),
+        numbers.map(lambda last: reports[:last]),
+        chosen.map(lambda kept: [one for one, is_kept in zip(reports, kept, strict=True) if is_kept]),
+        chosen.map(
+            lambda twice: [one for one, is_twice in zip(reports, twice, strict=True) for _ in range(1 + is_twice)]
+        ),
+        again.map(lambda cuts: reports[cuts[0] :] + reports[cuts[1] :] + reports[: cuts[2]]),
+    )
+
+
+@pytest.mark.parametrize("kind", ["needed", "optional"])
+def test_no_reader_relies_on_having_seen_all_reports(kind: str, recorded: tuple[RunSpec, list[Report]]) -> None:
+    spec, reports = recorded
+    spec = _optional(spec) if kind == "optional" else spec
+
+    @given(_parts(reports))
+    @settings(max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    def read(part: list[Report]) -> None:
+        _read_all(spec, part)
+
+    read()
+
+
+def _without(reports: Sequence[Report], *events: str) -> list[Report]:
+    return [report for report in reports if report.WhichOneof("event") not in events]
+
+
+@pytest.mark.parametrize("member", ["home.1", "home.2"])
+def test_a_host_that_missed_who_joined_shows_the_rounds_of_its_group(
+    member: str, recorded: tuple[RunSpec, list[Report]]
+) -> None:
+    """A member that comes back to an optional group: the exchange no longer remembers how its neighbours joined."""
+    own = [one for one in _without(recorded[1], "joined", "begun", "standing", "waiting") if one.member == member]
+    shown: list[list[str]] = []
+    for spec in recorded[0], _optional(recorded[0]):
+        shown.append([])
+        host = OwnRounds(spec, [member], shown[-1].append)
+        for report in own:
+            host.on_report(report)
+    assert shown[0] == shown[1]
+    assert len(shown[0]) == ROUNDS
+
+
+def test_rounds_after_one_that_was_missed_are_shown(recorded: tuple[RunSpec, list[Report]]) -> None:
+    spec, reports = recorded
+    rest = [
+        one
+        for one in _without(reports, "standing")
+        if not (one.HasField("round_closed") and one.round_closed.round == 3)
+    ]
+    rest = [one for one in rest if not (one.HasField("begun") and one.begun.last_round)]
+    out, state = io.StringIO(), RunState(spec)
+    with LiveDisplay(state, Console(file=out, width=80)):
+        for report in rest:
+            state.apply(report)
+    told = [line.split("/")[0] for line in out.getvalue().splitlines() if line.startswith("round ")]
+    assert [line for line in told if "waiting" not in line][-1] == f"round {ROUNDS}"
+    assert state.rounds == ROUNDS
+
+
+@pytest.mark.parametrize("part", [slice(40, None), slice(None, None, 3), slice(None, 200)])
+def test_what_is_recorded_has_gaps_and_no_complaint(
+    part: slice, recorded: tuple[RunSpec, list[Report]], tmp_path: Path
+) -> None:
+    spec, reports = recorded
+    complaints: list[str] = []
+    state = RunState(_optional(spec))
+    recorder = Recorder(spec, RunFolder(tmp_path), state, complain=complaints.append)
+    for report in copy.deepcopy(reports)[part] * 2:
+        state.apply(report)
+        recorder.on_report(report)
+    recorder.close()
+    draw_losses(state, tmp_path / "loss.png")
+    draw_links(state, tmp_path / "links.png")
+    assert complaints == []
