@@ -55,7 +55,11 @@ RATES = {"10 Mbit/s": 10e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9}
 SMOKE = {"rates": ["1 Gbit/s"], "seconds": 0.1, "repeats": 3, "rounds": 1, "sizes": [64, 4 << 10], "megabytes": 1}
 DEFAULT_MALLOC = "--default-malloc"
 UNARY_METHOD = "/hetero_pp.Benchmark/Send"
-UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+UNLIMITED = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+]
 
 Transfer = Callable[[int, int], float]
 """(message bytes, messages) -> seconds until the other end has them all."""

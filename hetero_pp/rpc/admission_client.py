@@ -12,6 +12,7 @@ from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import AdmissionStub
+from hetero_pp.proxies import Route, route_to
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.handshake import require_trust
@@ -48,21 +49,22 @@ def status(address: str, identity: Identity) -> pb.StatusReply:
 
 
 def _ask(address: str, identity: Identity, call: Callable[[AdmissionStub], Reply]) -> Reply:
-    with closing(make_channel(address, identity, EXCHANGE)) as channel:
+    route = route_to(address)
+    with closing(make_channel(address, identity, EXCHANGE, route)) as channel:
         with readiness(channel) as ready:
             try:
                 ready.result(SECONDS / 10)
             except grpc.FutureTimeoutError:
-                require_trust(address, identity)
+                require_trust(address, identity, route)
         try:
             return call(AdmissionStub(channel))
         except grpc.RpcError as error:
-            raise _translated(error, address) from None
+            raise _translated(error, address, route) from None
 
 
-def _translated(error: grpc.RpcError, address: str) -> HeteroPPError:
+def _translated(error: grpc.RpcError, address: str, route: Route) -> HeteroPPError:
     if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-        return LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(SECONDS)}")
+        return LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(SECONDS)}{route.note}")
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return Refused(f"the exchange at {address} lets nobody in by a ticket")
     return Refused(str(error.details()))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import grpc
 
+from hetero_pp.proxies import Route, route_to
 from hetero_pp.rpc.certificates import Identity
 
 PROTOCOL_VERSION = 12
@@ -51,17 +52,25 @@ _SERVER_OPTIONS: Options = [
 _CALLS_A_WORKER = 4
 
 
-def make_channel(address: str, identity: Identity | None = None, peer: str = "") -> grpc.Channel:
+def make_channel(
+    address: str, identity: Identity | None = None, peer: str = "", route: Route | None = None
+) -> grpc.Channel:
     """A channel to HOST:PORT; it connects when it is first used.
 
     With an identity by TLS, where each side shows who it is; and only to the process of this name, wherever it is.
+    Without a `route` it is decided here, which may take seconds where the environment names a proxy.
     """
-    options = _OPTIONS + _CHANNEL_OPTIONS
+    options = [*_OPTIONS, *_CHANNEL_OPTIONS, *_options_of(route or route_to(address))]
     if identity is None:
         return grpc.insecure_channel(address, options)
     certificate = identity.latest.certificate.encode()
     credentials = grpc.ssl_channel_credentials(identity.authority.encode(), identity.key.encode(), certificate)
     return grpc.secure_channel(address, credentials, [*options, ("grpc.ssl_target_name_override", peer)])
+
+
+def _options_of(route: Route) -> Options:
+    """gRPC would take a proxy from the environment for loopback addresses, too."""
+    return [("grpc.enable_http_proxy", 0)] if route.proxy is None else [("grpc.http_proxy", route.proxy.url)]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import grpc
 
 from hetero_pp.errors import HeteroPPError, LinkClosed, LinkTimeout, MalformedMessage, Refused
 from hetero_pp.messages.messages_pb2 import DESCRIPTOR, LinkFarewell, LinkHello, LinkLeft
+from hetero_pp.proxies import route_to
 from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.link_end import GrpcLinkEnd
 from hetero_pp.rpc.link_hello import Introduction, first_frame
@@ -40,7 +41,8 @@ class Dialling:
 
     def __init__(self, address: str, end: GrpcLinkEnd, introduction: Introduction, epoch: int) -> None:
         self._address, self._end, self._introduction, self._epoch = address, end, introduction, epoch
-        self._channel = make_channel(address, introduction.credentials.identity, introduction.peer)
+        self._route = route_to(address)
+        self._channel = make_channel(address, introduction.credentials.identity, introduction.peer, self._route)
         self._open: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
             call_path(SERVICE, "Open")
         )
@@ -87,7 +89,7 @@ class Dialling:
             if answered is not None:
                 return answered
             if time.monotonic() > deadline:
-                raise LinkTimeout(f"{self._address} did not answer within {timeout:g} s")
+                raise LinkTimeout(f"{self._address} did not answer within {timeout:g} s{self._route.note}")
             self._is_over.wait(AGAIN_SECONDS)
 
     def _attempt(self, deadline: float, timeout: float) -> tuple[LinkStream, Iterator[bytes]] | None:

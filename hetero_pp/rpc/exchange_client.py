@@ -38,6 +38,7 @@ from hetero_pp.outer.exchange_service import (
     AvailableStates,
     Standing,
 )
+from hetero_pp.proxies import route_to
 from hetero_pp.pseudo_gradient.contribution import MAX_BLOB_BYTES, BlobAddress
 from hetero_pp.rpc.callers import Metadata, shown
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
@@ -354,7 +355,7 @@ class ExchangeClient:
         """Why a connection to the exchange does not come about, if that can be seen; connects once to find out."""
         identity = self._credentials.identity
         try:
-            require_trust(self.address, None if identity is None else identity.latest)
+            require_trust(self.address, None if identity is None else identity.latest, self._wires.route)
         except WrongToken as error:
             return self._new_run() if self._was_trusted else error
         except Refused as error:
@@ -365,7 +366,8 @@ class ExchangeClient:
         return new_run(self.address, "token", "bring the new token to this host")
 
     def _does_not_answer(self, seconds: float) -> LinkTimeout:
-        return LinkTimeout(f"the exchange at {self.address} did not answer within {format_seconds(seconds)}; giving up")
+        within = f"{format_seconds(seconds)}{self._wires.route.note}"
+        return LinkTimeout(f"the exchange at {self.address} did not answer within {within}; giving up")
 
     def watch(self, members: Sequence[str] = ()) -> Iterator[pb.Report]:
         """Every report, until the run is over; of some members only theirs, and what concerns everybody."""
@@ -439,7 +441,8 @@ class ExchangeClient:
             return WrongToken(f"the exchange at {self.address} was started with another token")
         if code in ERROR_OF_CODE:
             return ERROR_OF_CODE[code](details)
-        return ExchangeLost(f"the exchange at {self.address} does not answer ({code.name.lower()}: {details})")
+        cause = f"({code.name.lower()}: {details}){self._wires.route.note}"
+        return ExchangeLost(f"the exchange at {self.address} does not answer {cause}")
 
 
 class _Wires:
@@ -447,10 +450,11 @@ class _Wires:
 
     def __init__(self, address: str, credentials: Credentials) -> None:
         self._identity = None if credentials.identity is None else credentials.identity.latest
-        self.control = make_channel(address, self._identity, EXCHANGE)
+        self.route = route_to(address)
+        self.control = make_channel(address, self._identity, EXCHANGE, self.route)
         self.calls = ExchangeStub(self.control)
         # A connection of their own for what is large: on a slow line it would lie in front of everything else.
-        self.bulk = bulk = make_channel(address, self._identity, EXCHANGE)
+        self.bulk = bulk = make_channel(address, self._identity, EXCHANGE, self.route)
         # The stub would take frames for messages; without a serializer they are bytes, and stay them.
         self.snapshot: grpc.UnaryStreamMultiCallable[pb.SnapshotRequest, bytes] = bulk.unary_stream(
             call_path(SERVICE, "Snapshot"), pb.SnapshotRequest.SerializeToString

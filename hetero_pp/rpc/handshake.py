@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import ssl
 import time
 from datetime import UTC, datetime
 
 from hetero_pp.errors import NewRun, Refused, WrongToken
 from hetero_pp.links import EXCHANGE
+from hetero_pp.proxies import DIRECT, Route
 from hetero_pp.rpc.certificates import Identity, Shown, read_certificate
 from hetero_pp.rpc.tickets import ticket_of
 
@@ -16,8 +16,8 @@ _SECONDS = 5.0
 _SAME = "`exchange.insecure` has to be the same on all hosts"
 
 
-def require_trust(address: str, identity: Identity | None) -> None:
-    """Connect to HOST:PORT once, and raise what is wrong with the certificates, if anything is.
+def require_trust(address: str, identity: Identity | None, route: Route = DIRECT) -> None:
+    """Connect to HOST:PORT once, as `route` says, and raise what is wrong with the certificates, if anything is.
 
     Raises WrongToken if the exchange there has another authority than a process that was started with a token, NewRun
     if it has another authority than a process that was let in by a ticket. Raises Refused if another program answers,
@@ -35,11 +35,11 @@ def require_trust(address: str, identity: Identity | None) -> None:
     else:
         context.load_verify_locations(cadata=identity.authority)
     try:
-        with _connected(address) as connection, context.wrap_socket(connection):
+        with route.connect(address, _SECONDS) as connection, context.wrap_socket(connection):
             pass
     except ssl.SSLCertVerificationError:
         assert identity is not None  # else nothing is verified
-        raise _of_another_run(address, identity) from None
+        raise _of_another_run(address, identity, route) from None
     except ssl.SSLError:
         if identity is not None:
             raise Refused(f"{address} does not use TLS, and this host does: {_SAME}") from None
@@ -55,9 +55,9 @@ def new_run(address: str, yours: str, instead: str) -> NewRun:
     return NewRun(f"a new run has begun at {address}; your {yours} belongs to the earlier one; {instead}")
 
 
-def _of_another_run(address: str, identity: Identity) -> Refused:
+def _of_another_run(address: str, identity: Identity, route: Route) -> Refused:
     """The error for a certificate that the authority of this process's run did not sign."""
-    if not _shows_exchange(address):
+    if not _shows_exchange(address, route):
         return Refused(f"{address}: another program answers there, or an exchange of another version")
     if ticket_of(identity.shown.name) is not None:
         return new_run(address, "ticket", "ask for a new ticket")
@@ -66,13 +66,13 @@ def _of_another_run(address: str, identity: Identity) -> Refused:
     return WrongToken(f"the exchange at {address} was started with another token")
 
 
-def _shows_exchange(address: str) -> bool:
+def _shows_exchange(address: str, route: Route) -> bool:
     """Return whether the certificate at an address, whoever signed it, names an exchange."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
-        with _connected(address) as connection, context.wrap_socket(connection) as wrapped:
+        with route.connect(address, _SECONDS) as connection, context.wrap_socket(connection) as wrapped:
             shown = wrapped.getpeercert(binary_form=True) or b""
         return read_certificate(ssl.DER_cert_to_PEM_cert(shown).encode()).name == EXCHANGE
     except (OSError, ValueError):  # ssl.SSLError is an OSError
@@ -92,8 +92,3 @@ def _require_holds(own: Shown) -> None:
 
 def _moment(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def _connected(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), _SECONDS)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
@@ -19,6 +21,7 @@ from obstore.store import MemoryStore, from_url
 
 from hetero_pp.errors import StoreError
 from hetero_pp.files import whole
+from hetero_pp.proxies import PRIVATE_NETWORKS, is_private
 from hetero_pp.store.store import checked
 
 PART_BYTES, MOST_PARTS = 8 * 2**20, 9_000
@@ -153,6 +156,7 @@ def _opened(url: str, options: Mapping[str, str], patience: float) -> Any:
         "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
         "timeout": timedelta(seconds=PART_SECONDS),
         "allow_http": options.get("endpoint", "").startswith("http://"),
+        **_proxy_options(options.get("endpoint", "")),
     }
     retry = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=patience), "backoff": BACKOFF}
     if url.startswith("memory:"):
@@ -161,6 +165,21 @@ def _opened(url: str, options: Mapping[str, str], patience: float) -> Any:
         return from_url(url, client_options=cast(Any, client), retry_config=cast(Any, retry), **cast(Any, options))
     except (BaseError, ValueError) as error:
         raise StoreError(f"{url}: cannot be used ({_reason(error)})") from error
+
+
+def _proxy_options(endpoint: str) -> dict[str, str]:
+    """Options that keep the environment's proxy for public services alone; none if it names no proxy.
+
+    obstore ignores the environment only where it is given a proxy, so it is given one with exceptions.
+    """
+    proxies, parts = getproxies_environment(), urlsplit(endpoint)
+    url = proxies.get(parts.scheme or "https", proxies.get("all", ""))
+    if not proxies.keys() & {"http", "https", "all"} or (url and urlsplit(url).scheme not in ("http", "https")):
+        return {}
+    if not url or (parts.hostname and is_private(parts.hostname)):
+        return {"proxy_url": "http://127.0.0.1:9", "proxy_excludes": "0.0.0.0/0,::/0,*"}
+    no_proxy = ",".join([*PRIVATE_NETWORKS, "localhost", "metadata.google.internal", proxies.get("no", "")])
+    return {"proxy_url": url, "proxy_excludes": no_proxy}
 
 
 def _name(path: str) -> str:

@@ -10,6 +10,7 @@ import urllib.request
 from urllib.parse import urlsplit
 
 from hetero_pp.errors import StoreError
+from hetero_pp.proxies import needs_no_proxy
 
 HEADERS = {"Content-Type": "application/octet-stream", "x-ms-blob-type": "BlockBlob"}
 """The second is Azure's, and of no meaning to others."""
@@ -37,8 +38,9 @@ def download(url: str, size: int, timeout: float) -> bytes:
 
 def _ask(request: urllib.request.Request, done: str, timeout: float, most: int = -1) -> bytes:
     bare = without_signature(request.full_url)
+    proxies = [urllib.request.ProxyHandler({})] if needs_no_proxy(request.full_url) else []
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with urllib.request.build_opener(*proxies).open(request, timeout=timeout) as answer:
             body: bytes = answer.read(most)
             return body
     except urllib.error.HTTPError as error:

@@ -137,7 +137,7 @@ def test_who_has_no_certificate_of_the_run_reaches_nothing(served: Served, ident
 
 def test_who_shows_no_certificate_reaches_nothing(served: Served) -> None:
     credentials = grpc.ssl_channel_credentials(SECRET.authority.certificate.encode())
-    options = [("grpc.ssl_target_name_override", EXCHANGE)]
+    options = [("grpc.ssl_target_name_override", EXCHANGE), ("grpc.enable_http_proxy", 0)]
     with grpc.secure_channel(served.address, credentials, options) as channel:
         assert not _answers(channel)
     with make_channel(served.address) as channel:

@@ -1,0 +1,196 @@
+"""Decides whether a connection uses a proxy of the environment: never to this machine or to a private network.
+
+gRPC, urllib and object stores each read `http_proxy` and its relatives, and would send even loopback through a proxy.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import os
+import re
+import socket
+from base64 import b64encode
+from contextlib import closing
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies_environment, proxy_bypass_environment
+
+PROBE_SECONDS = 5.0
+"""Time limit of each step of trying a proxy: to connect, and to answer."""
+
+PRIVATE_NETWORKS = (
+    "0.0.0.0/32",
+    "127.0.0.0/8",
+    "10.0.0.0/8",
+    "172.16.0.0/12",
+    "192.168.0.0/16",
+    "169.254.0.0/16",
+    "100.64.0.0/10",
+    "::/128",
+    "::1/128",
+    "fc00::/7",
+    "fe80::/10",
+)
+"""Loopback, RFC 1918, link-local, carriers' NAT (RFC 6598, as Tailscale uses it) and unique local (RFC 4193)."""
+
+_NETWORKS = tuple(ipaddress.ip_network(network) for network in PRIVATE_NETWORKS)
+_GRPC_VARIABLES = ("grpc", "https", "http")
+"""`grpc_proxy` wins over `https_proxy`, which wins over `http_proxy`: the order of gRPC."""
+_SERVER_ERROR = re.compile(r"Tunnel connection failed: 5\d\d ")
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A proxy that an environment variable names."""
+
+    variable: str
+    url: str
+    """As gRPC takes it: `http://[USER:PASSWORD@]HOST:PORT`."""
+
+    def __str__(self) -> str:
+        """Return the URL without the password, and the variable, for messages."""
+        parts = urlsplit(self.url)
+        user = f"{parts.username}@" if parts.username else ""
+        return f"{parts.scheme}://{user}{parts.netloc.rpartition('@')[2]} ({self.variable})"
+
+    def connect(self, address: str, seconds: float) -> socket.socket:
+        """Open a tunnel to HOST:PORT. Raises OSError; each step has so many seconds."""
+        parts, (host, port) = urlsplit(self.url), _split(address)
+        if parts.scheme != "http":
+            raise OSError("is not an `http://` proxy, the only kind that gRPC uses")
+        headers = {}
+        if parts.username is not None:
+            secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+            headers["Proxy-Authorization"] = f"Basic {b64encode(secret).decode()}"
+        try:
+            connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=seconds)
+            connection.set_tunnel(host, port, headers)
+            connection.connect()
+        except http.client.HTTPException as error:
+            raise OSError(f"does not speak HTTP: {type(error).__name__}") from error
+        except ValueError as error:
+            raise OSError(f"is not a URL: {error}") from error
+        assert connection.sock is not None
+        return connection.sock
+
+
+@dataclass(frozen=True)
+class Route:
+    """How connections to one address are made."""
+
+    proxy: Proxy | None = None
+    note: str = ""
+    """What an error adds, with a blank before it, if the environment names a proxy for the address."""
+
+    def connect(self, address: str, seconds: float) -> socket.socket:
+        """Open a connection to HOST:PORT on this route. Raises OSError."""
+        if self.proxy is not None:
+            return self.proxy.connect(address, seconds)
+        return socket.create_connection(_split(address), seconds)
+
+
+DIRECT = Route()
+
+
+def route_to(address: str) -> Route:
+    """Decide how gRPC reaches HOST:PORT, or a Unix socket: through the environment's proxy only if that works.
+
+    Tries the proxy, which takes up to PROBE_SECONDS for each step; without a proxy it does nothing.
+    """
+    if address.startswith("unix"):
+        return DIRECT
+    proxy = _grpc_proxy(_split(address)[0])
+    if proxy is None:
+        return DIRECT
+    failure = _failure(proxy, address)
+    if failure:
+        return Route(None, f" (dialled without the proxy {proxy}, which failed: {failure})")
+    return Route(proxy, f" (through the proxy {proxy})")
+
+
+def is_private(host: str) -> bool:
+    """Return whether a host is this machine, or has an address in a private network, by number or by name."""
+    return any(one in network for one in _addresses(host) for network in _NETWORKS)
+
+
+def needs_no_proxy(url: str) -> bool:
+    """Return whether a URL is of a private host, though the environment names proxies."""
+    return bool(getproxies_environment()) and is_private(urlsplit(url).hostname or "")
+
+
+def _grpc_proxy(host: str) -> Proxy | None:
+    """Return the proxy that the environment names for gRPC to a host. None for private hosts and for `no_proxy`."""
+    found = getproxies_environment()
+    if os.environ.get("grpc_proxy") == "":  # noqa: SIM112 (gRPC's own name: empty, it switches proxies off for gRPC)
+        return None
+    variable = next((one for one in _GRPC_VARIABLES if one in found), None)
+    if variable is None or is_private(host) or _is_excluded(host, found.get("no_grpc", found.get("no", ""))):
+        return None
+    url = found[variable]
+    return Proxy(f"{variable}_proxy", url if "://" in url else f"http://{url}")
+
+
+def _is_excluded(host: str, no_proxy: str) -> bool:
+    """Return whether `no_proxy` names a host: by name, by a domain that it is in, or by a network (10.0.0.0/8)."""
+    if proxy_bypass_environment(host, {"no": no_proxy}):
+        return True
+    addresses = [one for one in [_numeric(host)] if one is not None]
+    for entry in no_proxy.split(","):
+        try:
+            network = ipaddress.ip_network(entry.strip(), strict=False)
+        except ValueError:
+            continue
+        if any(one in network for one in addresses):
+            return True
+    return False
+
+
+def _failure(proxy: Proxy, address: str) -> str:
+    """Return why a proxy brings nobody to an address; empty if it does, or says only that nobody is there now."""
+    try:
+        with closing(proxy.connect(address, PROBE_SECONDS)):
+            return ""
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+    if _SERVER_ERROR.match(reason) and not _is_reached(address):
+        return ""  # the exchange may come up later, and then only the proxy reaches it
+    return reason
+
+
+def _is_reached(address: str) -> bool:
+    """Return whether an address answers without a proxy."""
+    try:
+        with DIRECT.connect(address, PROBE_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def _addresses(host: str) -> list[_Address]:
+    """Return the addresses of a host; none if its name is not known here."""
+    numeric = _numeric(host)
+    if numeric is not None:
+        return [numeric]
+    try:
+        found = [_numeric(str(one[4][0])) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return []
+    return [one for one in found if one is not None]
+
+
+def _numeric(host: str) -> _Address | None:
+    """Return a numeric host's address, or the IPv4 address that is mapped into IPv6; None for a name."""
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
