@@ -138,7 +138,7 @@ def write_changes(changes: Changes, path: Path) -> None:
     """Keep them, whole and on the disk."""
     yaml = YAML()
     yaml.default_flow_style = False
-    with whole(path) as part, part.open("w") as file:
+    with whole(path) as part, part.open("w", encoding="utf-8") as file:
         file.write("# Changed when the run went on: from which round each key has which value.\n")
         yaml.dump({key: dict(sorted(values.items())) for key, values in sorted(changes.history.items())}, file)
 

@@ -52,10 +52,10 @@ class StepsTaken:
         """Write what does not follow from the round."""
         if self._of_each_round is None:
             known = {"round": self._round, "total": self._total, "last": self.last}
-            (folder / _FILE).write_text(json.dumps(known))
+            (folder / _FILE).write_text(json.dumps(known), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
         if self._of_each_round is None:
-            saved = json.loads((folder / _FILE).read_text())
+            saved = json.loads((folder / _FILE).read_text(encoding="utf-8"))
             self._round, self._total, self.last = saved["round"], saved["total"], saved["last"]

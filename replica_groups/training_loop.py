@@ -334,12 +334,14 @@ class TrainingLoop:
         self.outer.save(folder)
         self.steps.save(folder)
         if self.outer.trained:
-            (folder / _TERMS).write_text(json.dumps(self._trained_with))
+            (folder / _TERMS).write_text(json.dumps(self._trained_with), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         """Go on with rounds that were trained ahead of a saved state."""
         if (folder / _TERMS).exists():
-            self._trained_with = {int(number): one for number, one in json.loads((folder / _TERMS).read_text()).items()}
+            self._trained_with = {
+                int(number): one for number, one in json.loads((folder / _TERMS).read_text(encoding="utf-8")).items()
+            }
 
     def _evaluate(self, round_: int) -> None:
         outcome = self.member.evaluate(round_)

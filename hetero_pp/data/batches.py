@@ -55,12 +55,12 @@ _POSITION = "data.json"
 
 def save_position(state: Any, folder: Path) -> None:
     """Write where a replica's batches are, or were: what `state` gave."""
-    (folder / _POSITION).write_text(json.dumps(state))
+    (folder / _POSITION).write_text(json.dumps(state), encoding="utf-8")
 
 
 def load_position(batches: Batches, folder: Path) -> None:
     """Go on from what was written there."""
-    batches.load(json.loads((folder / _POSITION).read_text()))
+    batches.load(json.loads((folder / _POSITION).read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,7 +154,7 @@ def _digest(path: Path) -> str:
     """The sha256 of a file, kept beside it in the format of `sha256sum`."""
     beside = path.with_suffix(".sha256")
     if beside.exists():
-        return beside.read_text().split()[0]
+        return beside.read_text(encoding="utf-8").split()[0]
     digest = file_sha256(path)
     write_whole(beside, f"{digest}  {path.name}\n".encode())
     return digest

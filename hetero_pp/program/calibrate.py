@@ -39,7 +39,7 @@ def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:
     if write is not None:
         costs = {member: cost.model_dump(mode="json") for member, cost in measured.items()}
         hardware = {"this-machine": _machine_entry(speed)}
-        with write.open("w") as file:
+        with write.open("w", encoding="utf-8") as file:
             YAML().dump({"hardware": hardware, "measured": costs}, file)
         say(console, f"written to {write}", style="dim")
 

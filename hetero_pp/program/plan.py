@@ -46,7 +46,7 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     print_exchange(console, result.prediction.exchange)
     print_assumption(console, assumed_in(RunSpec(result.config, vocabulary)))
     if json_path is not None:
-        json_path.write_text(json.dumps(_as_json(share, result, write), indent=1) + "\n")
+        json_path.write_text(json.dumps(_as_json(share, result, write), indent=1) + "\n", encoding="utf-8")
     if not result.reached:
         raise ConfigError(
             (),

@@ -92,4 +92,4 @@ def _predict(file: ConfigFile, spec: RunSpec, timeline: Timeline | None) -> Pred
 
 def _write_json(path: Path | None, content: dict[str, Any]) -> None:
     if path is not None:
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

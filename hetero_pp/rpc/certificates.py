@@ -56,7 +56,7 @@ class Identity:
     @property
     def latest(self) -> Identity:
         """The same, with the certificate that is kept."""
-        return replace(self, certificate=Path(self.kept_in).read_text()) if self.kept_in else self
+        return replace(self, certificate=Path(self.kept_in).read_text(encoding="utf-8")) if self.kept_in else self
 
     @property
     def shown(self) -> Shown:

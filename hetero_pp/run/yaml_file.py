@@ -84,7 +84,7 @@ def _overlap(one: Key, other: Key) -> bool:
 
 def save_config(config: RunConfig, path: Path, comments: Sequence[str] = ()) -> None:
     """Write the resolved configuration, below lines of comments; loading it gives an equal one."""
-    with whole(path) as part, part.open("w") as file:
+    with whole(path) as part, part.open("w", encoding="utf-8") as file:
         file.writelines(f"# {line}\n" for line in comments)
         file.write(config_text(config))
 

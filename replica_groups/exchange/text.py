@@ -105,7 +105,7 @@ def _kept(path: Path) -> _Told | None:
 def _read(path: Path) -> _Told:
     """Raises DamagedFile."""
     try:
-        content, checksum = path.read_text().splitlines()
+        content, checksum = path.read_text(encoding="utf-8").splitlines()
         if checksum != _checksum(content):
             raise ValueError("its checksum does not match")
         return TypeAdapter(_Told).validate_json(content)

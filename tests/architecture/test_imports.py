@@ -95,6 +95,24 @@ def test_no_call_has_more_arguments_by_position_than_one_can_read() -> None:
     assert [f"{path}:{call.lineno}" for path, call in calls if len(call.args) > 8] == []
 
 
+def test_text_is_read_and_written_in_one_encoding() -> None:
+    """A file must not depend on the locale: under cron that is ASCII."""
+    calls = [(path, node) for path in FILES for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
+    assert [f"{path}:{call.lineno}" for path, call in calls if _is_of_the_locale(call)] == []
+
+
+def _is_of_the_locale(call: ast.Call) -> bool:
+    """Whether a call opens a file, or a process, as text, and leaves the encoding to the locale."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    given = {keyword.arg for keyword in call.keywords}
+    if "encoding" in given:
+        return False
+    modes = [one.value for one in call.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    is_of_text = any(re.fullmatch(r"[rwax]\+?t?", mode) for mode in modes)
+    is_opened = name in ("open", "fdopen") and (is_of_text or not (call.args or given))
+    return name in ("read_text", "write_text") or is_opened or ("text" in given and name in ("run", "Popen"))
+
+
 def test_only_rpc_imports_grpc() -> None:
     """Itself, or by the generated stubs, which do."""
     users = {_module(path) for path in FILES if any(map(_is_of_grpc, _imports(path)))}

@@ -111,7 +111,7 @@ class _Table:
             if (outcome := outcomes.get(job.key)) is not None:
                 known.setdefault(row.name, {})[job.seed] = outcome
         path = folder / self.setting.scale.name / f"{self.setting.experiment.name}.json"
-        earlier = json.loads(path.read_text()) if path.exists() else {}
+        earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if not known and any(row["ours"] is not None for row in earlier.get("rows", [])):
             say(console, f"{path} is kept: no row of it was trained on this corpus", style="yellow")
             return

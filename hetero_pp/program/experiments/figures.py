@@ -28,7 +28,7 @@ def with_figures(path: Path, results: Results) -> str:
     `difference` (nats) of the second row to the first, `verdict` of a claim, or `law` (percent, and its interval) of a
     trend at a width. A last name `compressed` or `uncompressed` says that a difference or a verdict is of that forward.
     """
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
 
     def figure(match: re.Match[str]) -> str:
         try:

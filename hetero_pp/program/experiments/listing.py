@@ -32,7 +32,7 @@ def list_experiments(request: Request, path: Path | None) -> None:
     entries = [_entry(setting, request) for setting in settings]
     entries += [{"name": name, "state": "broken", "error": str(error)} for name, error in broken.items()]
     if path is not None:
-        path.write_text(json.dumps(entries, indent=1) + "\n")
+        path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     table = PlainTable(["experiment", "title"], ["rows", "claims", "hours", "known"])
     for entry in entries:
         if "error" in entry:
@@ -60,7 +60,7 @@ def print_broken(console: Console, broken: Mapping[str, ConfigError]) -> None:
 def _entry(setting: Setting, request: Request) -> dict[str, Any]:
     experiment, scale = setting.experiment, setting.scale
     path = request.results / scale.name / f"{experiment.name}.json"
-    known = json.loads(path.read_text()) if path.exists() else {"rows": [], "claims": []}
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": [], "claims": []}
     done = sum(row["ours"] is not None for row in known["rows"])
     verdicts = {claim["text"]: claim["verdict"] for claim in known["claims"]}
     representable = [row for row in experiment.rows if setting.not_representable(row) is None]

@@ -109,7 +109,7 @@ def _place(named: tuple[str, dict[str, Any]]) -> tuple[int, str, str, str]:
 def _results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """By the scale and the name: `micro/het-pp/table1`."""
     for path in sorted(folder.glob("*/**/*.json")):
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and "claims" in content:
             if "trends" not in content or any("about" not in claim for claim in content["claims"]):
                 raise ConfigError((), f"{path}: is of an older hetero-pp, expected `reproduce --no-train` to renew it")

@@ -70,7 +70,7 @@ def machine() -> dict[str, Any]:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
+        for line in info.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
@@ -85,4 +85,6 @@ def commit(checkout: Path = CHECKOUT) -> str:
 
 def _git(checkout: Path, *arguments: str) -> str:
     """What it prints; nothing where it fails."""
-    return subprocess.run(["git", *arguments], cwd=checkout, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=checkout, capture_output=True, text=True, encoding="utf-8"
+    ).stdout.strip()

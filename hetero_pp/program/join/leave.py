@@ -54,7 +54,7 @@ def leave(runs: Path, run: str, place: str | None) -> None:
 def _process(path: Path) -> psutil.Process | None:
     """That wrote a file, if it is there still, and not another one that has its number by now."""
     try:
-        number, created = path.read_text().split()
+        number, created = path.read_text(encoding="utf-8").split()
         process = psutil.Process(int(number))
         return process if abs(process.create_time() - float(created)) < 1.0 else None
     except (OSError, ValueError, psutil.NoSuchProcess):

@@ -105,8 +105,11 @@ def _require_name(name: str, of: str) -> None:
 def read_membership(folder: Path) -> Membership:
     """What is kept in a folder. Raises Refused for one that is damaged."""
     try:
-        about = json.loads((folder / _ABOUT).read_text())
-        certificate, key = (folder / _CERTIFICATE).read_text(), (folder / _KEY).read_text()
+        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+        certificate, key = (
+            (folder / _CERTIFICATE).read_text(encoding="utf-8"),
+            (folder / _KEY).read_text(encoding="utf-8"),
+        )
         identity = Identity(certificate, key, about.pop("authority"), str(folder / _CERTIFICATE))
         return Membership(**about, identity=identity, tokenizer=kept_tokenizer(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -162,6 +165,6 @@ def _own_key(path: Path) -> str:
     if not path.is_file():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(as_text(new_key()))
-    return path.read_text()
+    return path.read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
     name, reply = _first_answer(known, address)
     print_status(name, reply)
     if json_path is not None:
-        json_path.write_text(json.dumps(as_json(reply), indent=2) + "\n")
+        json_path.write_text(json.dumps(as_json(reply), indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
 def read_token(path: Path) -> str:
     """The token in a file. Raises ConfigError if there is none."""
     try:
-        token = path.read_text().strip()
+        token = path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ConfigError(
             (),
@@ -103,7 +103,7 @@ def write_token(folder: RunFolder, token: str) -> Path:
     path = folder.token
     path.touch(mode=0o600)
     path.chmod(0o600)
-    path.write_text(token + "\n")
+    path.write_text(token + "\n", encoding="utf-8")
     return path
 
 

@@ -147,6 +147,6 @@ def usable_cores() -> int:
 def _limits_of_containers() -> Iterator[int]:
     """Memory that a container may use, where there is such a limit."""
     for path in map(Path, LIMITS_OF_CONTAINERS):
-        text = path.read_text().strip() if path.is_file() else "max"
+        text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
         if text.isdigit():
             yield int(text)

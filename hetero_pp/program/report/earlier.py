@@ -70,7 +70,7 @@ def last_closed(folder: RunFolder) -> int:
 
 
 def _lines(metrics: Path) -> Iterator[Any]:
-    for line in metrics.read_text(errors="replace").splitlines() if metrics.is_file() else ():
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else ():
         with suppress(ValueError, RecursionError):  # the last line of a run that was killed as it wrote
             yield json.loads(line)
 

@@ -47,7 +47,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._has_begun = not resume
         self._path = folder.metrics.with_name(folder.metrics.name + PART) if resume else folder.metrics
-        self._metrics = self._path.open("w", buffering=1)  # by line: a killed run keeps what it wrote
+        self._metrics = self._path.open("w", buffering=1, encoding="utf-8")  # by line: a killed run keeps what it wrote
         self._board = _Board(folder.path / "tensorboard", state)
 
     def go_on(self) -> None:
