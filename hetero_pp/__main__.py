@@ -2,14 +2,22 @@
 
 import os
 
-from hetero_pp.program.cli import app
+from hetero_pp.program.interrupts import leave_quietly_when_interrupted, leave_when_interrupted
 
 
 def main() -> None:
     """Run the command line."""
+    leave_when_interrupted()
+    from hetero_pp.program.cli import app
+    from hetero_pp.program.report.encoding import make_printable
+
     # Else whoever connects and has no certificate writes lines into what is printed, as many as it likes.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    app()
+    make_printable()
+    try:
+        app()
+    finally:
+        leave_quietly_when_interrupted()
 
 
 if __name__ == "__main__":

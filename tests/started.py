@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from hetero_pp.program.launch.crew import PRELOADED
+from hetero_pp.program.launch.fork_server import PRELOADED
 
 TIMEOUT = 240.0
 """Seconds in which a program of a test has ended, however busy the machine is."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Literal, NoReturn
 
 import typer
+
+from hetero_pp.program.interrupts import INTERRUPTED, interruptible
 
 app = typer.Typer(
     help="Pre-train one language model on datacenters and groups of home machines in one run.",
@@ -24,7 +24,6 @@ app = typer.Typer(
 
 BAD_INPUT = 2
 FAILED = 1
-INTERRUPTED = 130
 
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="The run's name: its folder in runs/.")]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML of the run.")]
@@ -485,9 +484,10 @@ def volume(
 @app.command()
 def methods() -> None:
     """Print the table of methods: the parts of each, with paper and section."""
-    from hetero_pp.program.methods import print_methods
+    with readable_errors():
+        from hetero_pp.program.methods import print_methods
 
-    print_methods()
+        print_methods()
 
 
 @app.command()
@@ -497,13 +497,14 @@ def schema(
     ] = "run",
 ) -> None:
     """Print the JSON schema of a YAML, for editors."""
-    from pydantic import BaseModel
+    with readable_errors():
+        from pydantic import BaseModel
 
-    from hetero_pp.program.chaos.settings import Chaos
-    from hetero_pp.run.config import RunConfig
+        from hetero_pp.program.chaos.settings import Chaos
+        from hetero_pp.run.config import RunConfig
 
-    model: type[BaseModel] = Chaos if of == "chaos" else RunConfig
-    typer.echo(json.dumps(model.model_json_schema(), indent=2))
+        model: type[BaseModel] = Chaos if of == "chaos" else RunConfig
+        print(json.dumps(model.model_json_schema(), indent=2))
 
 
 @contextmanager
@@ -511,21 +512,20 @@ def readable_errors() -> Iterator[None]:
     """One line instead of a traceback for what the user can mend or has caused."""
     from hetero_pp.errors import ConfigError, HeteroPPError
 
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        yield
+        with interruptible():
+            yield
     except ConfigError as error:
         _leave(str(error), BAD_INPUT)
     except HeteroPPError as error:
         _leave(str(error), FAILED)
     except (IsADirectoryError, NotADirectoryError, PermissionError) as error:
         _leave(f"{error.filename}: {error.strerror}", BAD_INPUT)
+    except UnicodeEncodeError as error:
+        line = error.object[: error.end].rpartition("\n")[2] + error.object[error.end :].partition("\n")[0]
+        _leave(f"{line.strip()!a}: cannot be encoded as {error.encoding}: set PYTHONUTF8=1", BAD_INPUT)
     except KeyboardInterrupt:
         _leave("interrupted; every process of the run has ended", INTERRUPTED)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # not by way of SIGINT, which a shell's background jobs ignore
 
 
 def _leave(message: str, code: int) -> NoReturn:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 import grpc
@@ -24,6 +22,7 @@ from hetero_pp.rpc.channels import make_channel
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.relay import CARRIED_BYTES, LINK, SERVICE, TAKEN_BYTES, cost_of
 from hetero_pp.rpc.services import call_path
+from hetero_pp.sockets import socket_folder
 
 _AGAIN_SECONDS = 0.5
 """After which a relay that is gone is asked again."""
@@ -40,7 +39,7 @@ class LocalAddress:
     """Of this machine, for gRPC: a socket in a folder of its own, into which only its owner can look."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="hetero-pp-"))
+        self._folder = socket_folder()
 
     def __str__(self) -> str:
         return f"{_UNIX}{self.path}"

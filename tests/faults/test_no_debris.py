@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,6 +49,14 @@ class Launched:
         self.seen = psutil.Process(self.process.pid).children(recursive=True)
         assert len(self.seen) >= len(MEMBERS)
 
+    def wait_for_another_round(self) -> None:
+        """Until a round is closed that was not when this began."""
+        closed = self.metrics.read_text().count('"round_closed"')
+        for _ in _until(time.monotonic() + 120):
+            assert self.process.poll() is None
+            if self.metrics.read_text().count('"round_closed"') > closed + 1:
+                return
+
     def member(self, name: str) -> int:
         """The process that writes logs/<name>.log."""
         log = self.metrics.parent / "logs" / f"{name}.log"
@@ -87,9 +95,15 @@ def launched(corpus: Path, tmp_path: Path) -> Iterator[Launched]:
                 process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_ends_everything(launched: Launched, number: signal.Signals) -> None:
-    launched.process.send_signal(number)
+@pytest.mark.parametrize("numbers", [[signal.SIGINT, signal.SIGINT], [signal.SIGTERM], [signal.SIGUSR1]])
+def test_interrupt_ends_everything(launched: Launched, numbers: Sequence[signal.Signals]) -> None:
+    if signal.SIGUSR1 in numbers:  # Slurm may send it to every process of a step
+        for process in launched.seen:
+            process.send_signal(signal.SIGUSR1)
+        launched.wait_for_another_round()
+        assert still_running(launched.seen, 0) == launched.seen
+    for number in numbers:
+        launched.process.send_signal(number)
     launched.assert_all_end()
     said, errors = launched.process.communicate()
     assert launched.process.returncode == 130

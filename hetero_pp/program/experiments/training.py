@@ -16,7 +16,7 @@ from rich.console import Console
 from hetero_pp.program.experiments.jobs import Job, Training, train_job
 from hetero_pp.program.experiments.outcomes import Outcome
 from hetero_pp.program.experiments.row_progress import RowProgress, Told
-from hetero_pp.program.launch.crew import PRELOADED
+from hetero_pp.program.launch.fork_server import fork_server, unheard
 from replica_groups.ranks import Ranks
 
 
@@ -25,8 +25,7 @@ def train(jobs: Sequence[Job], training: Training, workers: int, console: Consol
     failures: dict[str, str] = {}
     if not jobs:
         return failures
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_server()
     with RowProgress(jobs, console) as progress, _followed(context, progress) as told:
         pool = ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context)
         futures: dict[Future[Outcome], int] = {
@@ -52,7 +51,9 @@ def train(jobs: Sequence[Job], training: Training, workers: int, console: Consol
 @contextmanager
 def _followed(context: ForkServerContext, progress: RowProgress) -> Iterator[Queue[Told]]:
     """A queue that other processes can tell rounds to, followed while the block runs."""
-    with context.Manager() as manager:
+    with unheard():
+        manager = context.Manager()
+    with manager:
         told: Queue[Told] = manager.Queue()
         follower = threading.Thread(target=progress.follow, args=(told,), name="rounds", daemon=True)
         follower.start()

@@ -7,7 +7,6 @@ processes on two cores would otherwise each pay.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import signal
 import threading
 import time
@@ -23,6 +22,7 @@ from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happene
 from hetero_pp.program.chaos.director import Director
 from hetero_pp.program.chaos.schedule import Schedule
 from hetero_pp.program.launch.addresses import is_reached
+from hetero_pp.program.launch.fork_server import fork_server, unheard
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, Job
 from hetero_pp.program.launch.member_process import process_main
 from hetero_pp.program.launch.restarts import Restarts
@@ -32,9 +32,6 @@ from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys, new_secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.host import rules_of
-
-PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
-"""Imported once for all processes; the first optimizer that is made imports torch._dynamo."""
 
 _SECONDS_FOR_THE_CAUSE = 5.0
 _SECONDS_TO_END = 3.0
@@ -92,8 +89,7 @@ class Crew:
         self._resume = resume
         self._restarts = Restarts(spec.config.restarts)
         self._director = None if chaos is None else Director(chaos, folder, on_report)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context = fork_server()
         self._processes: dict[str, ForkServerProcess] = {}
         self._connections: dict[str, Connection] = {}
         self._exchange: dict[str, str] = {}
@@ -128,7 +124,8 @@ class Crew:
             job = Job(member, self._folder, None if again else self._resume, again)
             orders = None if self._director is None else self._director.orders(member)
             process = self._context.Process(target=process_main, args=(theirs, job, orders), name=member)
-            process.start()
+            with unheard():
+                process.start()
             theirs.close()
             if self._director is not None and orders is not None and process.pid is not None:
                 self._director.started(member, process.pid, orders)

@@ -27,8 +27,10 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import EXCHANGE, exchange_link_name
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.chaos.injected import Orders, faults_of
+from hetero_pp.program.launch.fork_server import ignore_unheard
 from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
+from hetero_pp.program.report.encoding import make_printable
 from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials, Secret
@@ -53,8 +55,10 @@ _SECONDS_KEPT = 5.0
 
 def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -> NoReturn:
     """Run one member of the run until it is over, then end the process. `orders`: of what it has to survive."""
+    ignore_unheard()
     os.setsid()  # Ctrl-C reaches the launcher only, which then ends the others
     _redirect_output(job.folder.output(job.member), job.again)
+    make_printable()
     keep_freed_memory()
     code = CRASHED
     try:

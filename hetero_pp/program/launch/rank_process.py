@@ -18,6 +18,7 @@ from hetero_pp.faults import Missed
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.program.launch.ranks import CREDENTIALS, RankJob
+from hetero_pp.program.report.encoding import make_printable
 from hetero_pp.rpc.connections import NetworkConnections
 from hetero_pp.rpc.credentials import Credentials
 from hetero_pp.rpc.memory import keep_freed_memory
@@ -38,6 +39,7 @@ def main() -> None:
     """Train as one rank of the member that its argument names, until its standard input ends."""
     job = RankJob(**json.loads(sys.argv[1]))
     threading.Thread(target=_follow_parent, name="lifeline", daemon=True).start()
+    make_printable()
     keep_freed_memory()
     folder = RunFolder(Path(job.folder), job.config_name)
     spec = read_run(folder)

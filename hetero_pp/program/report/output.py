@@ -9,6 +9,7 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
+from hetero_pp.program.report.encoding import in_ascii
 from hetero_pp.program.report.folding import fold
 
 WIDTH_OF_FILES = 80
@@ -24,14 +25,16 @@ def standard_output() -> Console:
 
 def say(console: Console, text: str, bold: str = "", style: str = "", indent: str = "") -> None:
     """A sentence, in as many lines as it takes; what it begins with may be `bold`."""
-    found = Text("\n".join(fold(text, console.width, indent)), style=style)
+    shown = in_ascii(text) if console.options.ascii_only else text
+    found = Text("\n".join(fold(shown, console.width, indent)), style=style)
     found.stylize("bold", 0, len(bold))
     console.print(found, soft_wrap=True)
 
 
 def tell(console: Console, line: str, style: str = "", hanging: str = "  ") -> None:
     """What happened: one line, as a log is searched for it; folded on a terminal, with `hanging` before the rest."""
-    shown = "\n".join(fold(line, console.width, hanging=hanging)) if console.is_terminal else line
+    shown = in_ascii(line) if console.options.ascii_only else line
+    shown = "\n".join(fold(shown, console.width, hanging=hanging)) if console.is_terminal else shown
     console.print(Text(shown, style=style), soft_wrap=True)
 
 

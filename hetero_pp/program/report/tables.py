@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from hetero_pp.program.report.encoding import in_ascii
 from hetero_pp.program.report.folding import fold, fold_names, widest_part, widest_word
 from hetero_pp.units import format_bits_per_second
 
@@ -49,6 +50,8 @@ class PlainTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         columns = [self._column(index) for index in range(len(self._heads))]
+        if options.ascii_only:
+            columns = [column.in_ascii() for column in columns]
         if _needed([column.most if column.is_text else column.least for column in columns]) > options.max_width:
             columns = [column for column in columns if column.head not in self.spare]
         parts = _side_by_side(columns, options.max_width)
@@ -75,6 +78,10 @@ class _Column:
     is_text: bool
     folded: int = _LEAST_TEXT
     """The width that a text gets before it is folded."""
+
+    def in_ascii(self) -> _Column:
+        """Return the same for an output that is not UTF-8."""
+        return replace(self, head=in_ascii(self.head), cells=[in_ascii(cell) for cell in self.cells])
 
     @property
     def most(self) -> int:

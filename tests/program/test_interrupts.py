@@ -1,0 +1,128 @@
+"""Ctrl-C, SIGTERM and SIGUSR1 end a command in one line and with exit code 130, from its first import on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hetero_pp.program import interrupts
+from hetero_pp.program.interrupts import interruptible
+from hetero_pp.sockets import socket_folder
+
+TIMEOUT = 120.0
+INTERRUPTED_BY_AN_IMPORT = """
+import os, sys
+from hetero_pp.__main__ import main
+
+module, number, *sys.argv[1:] = sys.argv[1:]
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), int(number))
+
+sys.meta_path.insert(0, Finder())
+main()
+"""
+"""A program that gets a signal in the middle of its imports: argv is a module, a number, and a command."""
+
+
+def _hears_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs ignore, and what they start
+
+
+def _started(command: Sequence[str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=_hears_interrupts
+    )
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("module", "number", "command"),
+    [
+        ("typer", signal.SIGINT, "methods"),
+        ("pydantic", signal.SIGUSR1, "schema"),
+        ("numpy.linalg", signal.SIGTERM, "launch"),
+        ("torch._C", signal.SIGINT, "launch"),
+    ],
+)
+def test_a_signal_while_a_command_is_imported(module: str, number: signal.Signals, command: str) -> None:
+    arguments = ["no.yaml"] if command == "launch" else []
+    program = [sys.executable, "-c", INTERRUPTED_BY_AN_IMPORT, module, str(int(number)), command, *arguments]
+    out, errors = (process := _started(program)).communicate(timeout=TIMEOUT)
+    assert (process.returncode, out, errors) == (130, "", "hetero-pp: interrupted\n")
+
+
+def _imports_torch(process: psutil.Process) -> bool:
+    """Return whether a process is the fork server, and has begun to."""
+    if "forkserver" not in " ".join(process.cmdline()):
+        return False
+    return "libtorch" in (Path("/proc") / str(process.pid) / "maps").read_text()
+
+
+@pytest.mark.starts_processes
+def test_ctrl_c_while_the_fork_server_imports(corpus: Path, tmp_path: Path) -> None:
+    """A terminal sends it to the fork server, too."""
+    yaml = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+    settings = ["--set", f"data.corpus={corpus}", "--set", "outer.rounds=100000", "--runs", str(tmp_path)]
+    process = _started([sys.executable, "-m", "hetero_pp", "launch", str(yaml), *settings])
+    try:
+        started = psutil.Process(process.pid)
+        while not any(_imports_torch(one) for one in started.children()):
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
+        out, errors = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (130, "hetero-pp: interrupted; every process of the run has ended\n")
+    assert "begin anew with: " in out.splitlines()[-1]
+
+
+def test_a_second_interrupt_leaves_the_end_alone_unless_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        now[0] = 6.0
+        signal.raise_signal(signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_what_is_ignored_stays_so() -> None:
+    """A shell's background jobs ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruptible():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_sockets_have_short_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = socket_folder()
+    try:
+        assert folder.stat().st_mode & 0o077 == 0
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(folder / "link"))
+        (folder / "link").unlink()
+    finally:
+        folder.rmdir()
+    assert tempfile.gettempdir() == str(long)
