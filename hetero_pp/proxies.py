@@ -14,7 +14,7 @@ from base64 import b64encode
 from contextlib import closing
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment
 
 PROBE_SECONDS = 5.0
 """Time limit of each step of trying a proxy: to connect, and to answer."""
@@ -135,17 +135,23 @@ def _grpc_proxy(host: str) -> Proxy | None:
 
 def _is_excluded(host: str, no_proxy: str) -> bool:
     """Return whether `no_proxy` names a host: by name, by a domain that it is in, or by a network (10.0.0.0/8)."""
-    if proxy_bypass_environment(host, {"no": no_proxy}):
-        return True
-    addresses = [one for one in [_numeric(host)] if one is not None]
-    for entry in no_proxy.split(","):
-        try:
-            network = ipaddress.ip_network(entry.strip(), strict=False)
-        except ValueError:
-            continue
-        if any(one in network for one in addresses):
+    address = _numeric(host)
+    for entry in no_proxy.lower().split(","):
+        name = entry.strip().removeprefix("*").lstrip(".")
+        if entry.strip() == "*" or (name and f".{host.lower()}".endswith(f".{name}")):
+            return True
+        network = _network(entry.strip())
+        if address is not None and network is not None and address in network:
             return True
     return False
+
+
+def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """Return the network that an entry of `no_proxy` is; None for a name."""
+    try:
+        return ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        return None
 
 
 def _failure(proxy: Proxy, address: str) -> str:
