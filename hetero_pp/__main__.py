@@ -2,7 +2,7 @@
 
 import os
 
-from hetero_pp.program.interrupts import leave_quietly_when_interrupted, leave_when_interrupted
+from hetero_pp.program.interrupts import keep_exit_code, leave_when_interrupted
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     try:
         app()
     finally:
-        leave_quietly_when_interrupted()
+        keep_exit_code()
 
 
 if __name__ == "__main__":

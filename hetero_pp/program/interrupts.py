@@ -26,9 +26,14 @@ def leave_when_interrupted() -> None:
     _install(_leave_with_a_line)
 
 
-def leave_quietly_when_interrupted() -> None:
-    """From now on end the program at once and say nothing more: the command is over."""
-    _install(_leave)
+def keep_exit_code() -> None:
+    """The command is over, and Python shuts down: no Ctrl-C changes the exit code any more. SIGTERM ends it at once.
+
+    Python itself would reset other handlers before its end; signals that are ignored stay ignored.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave)
 
 
 @contextmanager
