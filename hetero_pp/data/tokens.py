@@ -100,7 +100,7 @@ def _kept_rows(path: Path, settings: DataSettings) -> Iterator[str]:
     """Say in one line how many rows were skipped, if any were."""
     beside = path.with_suffix(_ROWS)
     if beside.is_file():
-        rows = Rows(**json.loads(beside.read_text()))
+        rows = Rows(**json.loads(beside.read_text(encoding="utf-8")))
         why = f"`{settings.text_field}` is null"
         yield f"data.corpus: {settings.corpus}: skipped {rows.null:,} of {format_count(rows.read, 'row')}: {why}"
 

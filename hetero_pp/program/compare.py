@@ -117,7 +117,9 @@ def _read(name: str, folder: RunFolder) -> ComparedRun:
 
     for report in reports_until(spec.config, folder, last_closed(folder), complain):
         state.apply(report)
-    return ComparedRun(name, state, json.loads(folder.summary.read_text()) if folder.summary.is_file() else {})
+    return ComparedRun(
+        name, state, json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
+    )
 
 
 def _tokens_until(replica: Any, round_: int) -> float:

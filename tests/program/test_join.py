@@ -223,8 +223,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     code, _, errors = run.wait("another")
     assert (code, "home.1: it was taken back" in errors) == (1, True), errors
     run.processes["dc"].send_signal(signal.SIGUSR1)  # as Slurm, before a job's time is over; Ctrl-C does the same
-    assert run.wait("dc")[1].endswith("homes: dc is free again
-")
+    assert run.wait("dc")[1].endswith("homes: dc is free again\n")
     run.join("dc", tickets["dc"])  # who has left may come back by its ticket
     run.wait_for('"member": "dc", "event": "joined", "address": "", "term": 2')
     done = run.ask("status", "--json", str(tmp_path / "status.json"), host="dc")
