@@ -15,6 +15,7 @@ HeteroPPError
 │   ├── NewRun             the exchange is of a later run than this process
 │   └── WrongToken         a stranger's: without a token of the run
 ├── ReplicasDiffer         two holders of one parameter do not hold the same bits
+├── RunOver                every round is closed: there is nothing left to train
 ├── StoreError             the store of a run cannot be read or written: it may be tried again
 ├── TermOver               somebody else holds this member's place, or will: it has to join again
 ├── Suspended              the member's replica has to be formed anew, and train the round again
@@ -98,6 +99,15 @@ class WrongToken(Refused):
 
 class ReplicasDiffer(HeteroPPError):
     """Two replicas hold different bits for one parameter after an outer round."""
+
+
+class RunOver(HeteroPPError):
+    """Every round of the run is closed: there is nothing left to train."""
+
+    @classmethod
+    def after(cls, round_: int, rounds: int) -> RunOver:
+        """With the sentence that a user is shown."""
+        return cls(f"the run is over (round {round_} of {rounds}); nothing was left to train")
 
 
 class StoreError(HeteroPPError):

@@ -139,14 +139,18 @@ class EnrolReply(_message.Message):
     def __init__(self, place: _Optional[str] = ..., certificate: _Optional[_Union[Certificate, _Mapping]] = ..., configuration: _Optional[str] = ..., tokenizer: _Optional[_Mapping[str, bytes]] = ..., in_lobby: _Optional[_Union[InLobby, _Mapping]] = ...) -> None: ...
 
 class InLobby(_message.Message):
-    __slots__ = ("here", "needed", "probed")
+    __slots__ = ("here", "needed", "probed", "last_round", "rounds")
     HERE_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FIELD_NUMBER: _ClassVar[int]
     PROBED_FIELD_NUMBER: _ClassVar[int]
+    LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     here: int
     needed: int
     probed: bool
-    def __init__(self, here: _Optional[int] = ..., needed: _Optional[int] = ..., probed: _Optional[bool] = ...) -> None: ...
+    last_round: int
+    rounds: int
+    def __init__(self, here: _Optional[int] = ..., needed: _Optional[int] = ..., probed: _Optional[bool] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ()
@@ -171,23 +175,41 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("name", "last_round", "rounds", "places", "refusals", "in_lobby")
+    __slots__ = ("name", "last_round", "rounds", "places", "refusals", "in_lobby", "needed_in_lobby", "guests", "has_begun", "is_over", "paused")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     IN_LOBBY_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_IN_LOBBY_FIELD_NUMBER: _ClassVar[int]
+    GUESTS_FIELD_NUMBER: _ClassVar[int]
+    HAS_BEGUN_FIELD_NUMBER: _ClassVar[int]
+    IS_OVER_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     name: str
     last_round: int
     rounds: int
     places: _containers.RepeatedCompositeFieldContainer[PlaceStatus]
     refusals: int
     in_lobby: int
-    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ...) -> None: ...
+    needed_in_lobby: int
+    guests: _containers.RepeatedCompositeFieldContainer[Guest]
+    has_begun: bool
+    is_over: bool
+    paused: str
+    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ...) -> None: ...
+
+class Guest(_message.Message):
+    __slots__ = ("ticket", "seconds")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ticket: str
+    seconds: float
+    def __init__(self, ticket: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class PlaceStatus(_message.Message):
-    __slots__ = ("name", "replica", "held", "term", "address", "holder", "relayed_bytes", "dials")
+    __slots__ = ("name", "replica", "held", "term", "address", "holder", "relayed_bytes", "dials", "round")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +218,7 @@ class PlaceStatus(_message.Message):
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     RELAYED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIALS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     name: str
     replica: str
     held: bool
@@ -204,7 +227,8 @@ class PlaceStatus(_message.Message):
     holder: int
     relayed_bytes: int
     dials: str
-    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., relayed_bytes: _Optional[int] = ..., dials: _Optional[str] = ...) -> None: ...
+    round: int
+    def __init__(self, name: _Optional[str] = ..., replica: _Optional[str] = ..., held: _Optional[bool] = ..., term: _Optional[int] = ..., address: _Optional[str] = ..., holder: _Optional[int] = ..., relayed_bytes: _Optional[int] = ..., dials: _Optional[str] = ..., round: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("dtype", "shape")
@@ -681,6 +705,16 @@ class Finished(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Over(_message.Message):
+    __slots__ = ("round", "rounds", "finishing")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    FINISHING_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    rounds: int
+    finishing: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[int] = ..., rounds: _Optional[int] = ..., finishing: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class Waiting(_message.Message):
     __slots__ = ("awaited", "round", "missing", "seconds")
     AWAITED_FIELD_NUMBER: _ClassVar[int]
@@ -710,7 +744,7 @@ class Missing(_message.Message):
     def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -727,6 +761,7 @@ class Report(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     READING_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
     time: float
     member: str
     inner_step: InnerStep
@@ -743,7 +778,8 @@ class Report(_message.Message):
     waiting: Waiting
     reading: Reading
     standing: Standing
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+    over: Over
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)

@@ -5,6 +5,7 @@ Served beside the exchange. Whose each call is, is in permissions.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Protocol
 
 import grpc
 
-from hetero_pp.errors import AskAgain, Refused
+from hetero_pp.errors import AskAgain, HeteroPPError, Refused
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import AdmissionServicer
 from hetero_pp.rpc.callers import Callers, Guests, shown_certificate
@@ -58,6 +59,9 @@ class Host(Guests, Protocol):
 class Places(Protocol):
     """Of a run that goes on."""
 
+    def require_going_on(self) -> None:
+        """Raise RunOver if every round is closed, RunFailed if the run has failed."""
+
     def vacant(self) -> Sequence[str]:
         """Those at which nobody is."""
 
@@ -78,8 +82,20 @@ class Lobby(Protocol):
 
     def seated(self, ticket: str) -> None: ...
 
+    def told(self, ticket: str) -> None:
+        """Who shows a ticket has heard that it waits in vain."""
+
+    def wait_until_told(self, seconds: float) -> None:
+        """Give those that wait so much time to hear it."""
+
     @property
     def here(self) -> int: ...
+
+    @property
+    def needed(self) -> int: ...
+
+    @property
+    def guests(self) -> Sequence[tuple[str, float]]: ...
 
 
 @dataclass(frozen=True)
@@ -104,8 +120,12 @@ class Admission(AdmissionServicer):
         told: Told,
         lobby: Lobby,
         relayed: Callable[[str], int],
+        unnamed: Collection[str] | None = None,
     ) -> None:
-        """`relayed`: by member, bytes that went through the relay."""
+        """`relayed`: by member, bytes that went through the relay. `unnamed`: slots that a ticket may take which names
+        none; None: all of them.
+        """
+        self._unnamed = unnamed
         self._host, self._authority, self._callers, self._places, self._told = host, authority, callers, places, told
         self._lobby, self._probing, self._relayed = lobby, threading.Lock(), relayed
         self._seating = threading.Lock()
@@ -119,6 +139,8 @@ class Admission(AdmissionServicer):
         assert ticket is not None
         holder = self._seat(ticket, digest_of(key))
         if isinstance(holder, pb.InLobby):
+            status = self._places.status()
+            holder.last_round, holder.rounds = status.last_round, status.rounds
             return pb.EnrolReply(in_lobby=holder)
         return pb.EnrolReply(
             place=holder.place,
@@ -128,11 +150,12 @@ class Admission(AdmissionServicer):
         )
 
     def _seat(self, ticket: str, key: bytes) -> Holder | pb.InLobby:
-        """Who shows a ticket at a place, or in the lobby."""
+        """Who shows a ticket at a place, or in the lobby. Raises RunOver, RunFailed."""
+        self._require_going_on(ticket)
         with self._seating:
             vacant: Sequence[str] = self._places.vacant()
             if self._host.lacks_place(ticket, key):
-                given = self._lobby.place_for(ticket, [place for place in vacant if self._host.held_by(place) is None])
+                given = self._lobby.place_for(ticket, self._open_to_all(vacant))
                 if isinstance(given, pb.InLobby):
                     return given
                 vacant = [given]
@@ -140,12 +163,35 @@ class Admission(AdmissionServicer):
             self._lobby.seated(ticket)
             return holder
 
+    def _open_to_all(self, vacant: Sequence[str]) -> Sequence[str]:
+        """The free slots that a ticket may take which names none. Raises Refused, with what to ask for, if there are
+        none.
+        """
+        free = [slot for slot in vacant if self._host.held_by(slot) is None]
+        found = [slot for slot in free if self._unnamed is None or slot in self._unnamed]
+        if found:
+            return found
+        run = json.loads(self._told.configuration)["name"]
+        if free:
+            found_free = f"every stage of a group is taken; {', '.join(free)} is free, for a ticket that names it"
+            raise Refused(f"{found_free}: ask who serves the run for `hetero-pp invite {run} --place {free[0]}`")
+        ask = f"ask who serves the run to free one (`hetero-pp revoke {run} SLOT`), or to add a replica to its YAML"
+        raise Refused(f"every slot of the run is taken: {ask}")
+
+    def _require_going_on(self, ticket: str) -> None:
+        try:
+            self._places.require_going_on()
+        except HeteroPPError:
+            self._lobby.told(ticket)
+            raise
+
     def Probe(  # type: ignore[override]  # a Frame is raw bytes
         self, frames: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
         """One line at a time, so that each is measured alone. Raises AskAgain while another is."""
         ticket = self._callers.of(context).ticket
         assert ticket is not None
+        self._require_going_on(ticket)
         over = threading.Timer(PROBE_SECONDS, context.cancel)
         over.start()
         try:
@@ -174,7 +220,9 @@ class Admission(AdmissionServicer):
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         reply = self._places.status()
-        reply.in_lobby = self._lobby.here
+        reply.in_lobby, reply.needed_in_lobby = self._lobby.here, self._lobby.needed
+        for ticket, seconds in self._lobby.guests:
+            reply.guests.add(ticket=ticket, seconds=seconds)
         for place in reply.places:
             holder = self._host.held_by(place.name)
             place.holder = 0 if holder is None else holder.number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -16,21 +17,38 @@ from hetero_pp.proxies import Route, route_to
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel, readiness
 from hetero_pp.rpc.handshake import require_trust
+from hetero_pp.rpc.services import ERROR_OF_CODE
 from hetero_pp.units import format_seconds
 
 SECONDS = 30.0
 """Within which an exchange that is there answers."""
 
+_ENDED = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED)
+"""By which the exchange says that the run is over, or has failed."""
+
 Reply = TypeVar("Reply")
 
 
-def enrol(address: str, identity: Identity, request: bytes) -> pb.EnrolReply:
+def enrol(
+    address: str,
+    identity: Identity,
+    request: bytes,
+    seconds: float | None = None,
+    on_wait: Callable[[float, float], None] = lambda *_: None,
+) -> pb.EnrolReply:
     """A place and a certificate, for who shows a ticket and asks for a certificate of its key.
 
-    Raises Refused if it gets none, LinkTimeout if the exchange does not answer.
+    Raises Refused if it gets none, RunOver or RunFailed if the run has ended, LinkTimeout if the exchange does not
+    answer within so many seconds (by default SECONDS). `on_wait` is told once if it takes long to connect: for how many
+    seconds already, and how many there are in all.
     """
-    asked = pb.EnrolRequest(version=PROTOCOL_VERSION, request=request)
-    return _ask(address, identity, lambda calls: calls.Enrol(asked, wait_for_ready=True, timeout=SECONDS))
+    seconds, asked = SECONDS if seconds is None else seconds, pb.EnrolRequest(version=PROTOCOL_VERSION, request=request)
+    call = partial(_enrol, asked, seconds)
+    return _ask(address, identity, call, seconds, on_wait)
+
+
+def _enrol(request: pb.EnrolRequest, seconds: float, calls: AdmissionStub) -> pb.EnrolReply:
+    return calls.Enrol(request, wait_for_ready=True, timeout=seconds)
 
 
 def renew(address: str, identity: Identity) -> str:
@@ -43,28 +61,38 @@ def give(address: str, identity: Identity) -> None:
     _ask(address, identity, lambda calls: calls.Give(pb.GiveRequest(), timeout=SECONDS))
 
 
-def status(address: str, identity: Identity) -> pb.StatusReply:
+def status(address: str, identity: Identity, seconds: float | None = None) -> pb.StatusReply:
     """Who is there. Raises as `enrol`."""
-    return _ask(address, identity, lambda calls: calls.Status(pb.StatusRequest(), wait_for_ready=True, timeout=SECONDS))
+    seconds, asked = SECONDS if seconds is None else seconds, pb.StatusRequest()
+    return _ask(address, identity, lambda calls: calls.Status(asked, wait_for_ready=True, timeout=seconds), seconds)
 
 
-def _ask(address: str, identity: Identity, call: Callable[[AdmissionStub], Reply]) -> Reply:
-    route = route_to(address)
+def _ask(
+    address: str,
+    identity: Identity,
+    call: Callable[[AdmissionStub], Reply],
+    seconds: float | None = None,
+    on_wait: Callable[[float, float], None] = lambda *_: None,
+) -> Reply:
+    seconds, route = SECONDS if seconds is None else seconds, route_to(address)
     with closing(make_channel(address, identity, EXCHANGE, route)) as channel:
         with readiness(channel) as ready:
             try:
-                ready.result(SECONDS / 10)
+                ready.result(seconds / 10)
             except grpc.FutureTimeoutError:
                 require_trust(address, identity, route)
+                on_wait(seconds / 10, seconds)
         try:
             return call(AdmissionStub(channel))
         except grpc.RpcError as error:
-            raise _translated(error, address, route) from None
+            raise _translated(error, address, seconds, route) from None
 
 
-def _translated(error: grpc.RpcError, address: str, route: Route) -> HeteroPPError:
+def _translated(error: grpc.RpcError, address: str, seconds: float, route: Route) -> HeteroPPError:
     if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-        return LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(SECONDS)}{route.note}")
+        return LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(seconds)}{route.note}")
+    if error.code() in _ENDED:
+        return ERROR_OF_CODE[error.code()](error.details())
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return Refused(f"the exchange at {address} lets nobody in by a ticket")
     return Refused(str(error.details()))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from types import TracebackType
 
-from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed
+from hetero_pp.errors import ExchangeLost, HeteroPPError, LinkClosed, RunOver
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shared_lines import Lines
@@ -79,28 +79,40 @@ def reports_to_members(
     credentials: Credentials,
     members: Sequence[str],
     timeout: float,
-    on_wait: Callable[[float], None],
+    on_wait: Callable[[float, bool], None],
     on_refused: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Report]:
-    """What some members tell, and what concerns everybody, until these members are through.
+    """Yield what some members report, and what concerns everybody, until these members are through.
 
-    An exchange that is gone is waited for, as another may take its place. While none answers `on_wait` is told for how
-    long, at growing intervals. `on_refused`: see ExchangeClient.wait_until_ready. Raises LinkTimeout, Refused if the
-    exchange is not of the run, and LinkClosed if the run ends before these members are through.
+    An exchange that is gone is waited for, as another may take its place. While none answers, `on_wait` is told at
+    growing intervals for how long, and whether one had answered before. `on_refused`: see
+    ExchangeClient.wait_until_ready.
+
+    Raises LinkTimeout, Refused if the exchange is not of the run. If the exchange ends before these members are
+    through: RunOver after the last round, else LinkClosed.
     """
-    left = set(members)
+    left, over, has_answered = set(members), None, False
+
+    def waits(seconds: float) -> None:
+        on_wait(seconds, has_answered)
+
     with closing(ExchangeClient(address, credentials)) as exchange:
         is_new = _Once()
         while True:
-            exchange.wait_until_ready(timeout, on_wait, on_refused)
+            exchange.wait_until_ready(timeout, waits, on_refused)
+            has_answered = True
             with suppress(ExchangeLost):
                 for report in filter(is_new, exchange.watch(members)):
                     yield report
+                    if report.HasField("over"):
+                        over = RunOver.after(report.over.round, report.over.rounds)
                     if report.HasField("finished"):
                         left.discard(report.member)
                     if not left:
                         return
-                raise LinkClosed(f"the exchange at {address} has ended the run")
+                raise over or LinkClosed(f"the exchange at {address} has ended the run")
+            if over is not None:
+                raise over
             exchange.pause()
 
 

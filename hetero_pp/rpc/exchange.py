@@ -74,6 +74,8 @@ class OpenHouse:
     places: Places
     told: Told
     lobby: Lobby
+    unnamed: Collection[str] | None = None
+    """The slots that a ticket may take which names none; None: all of them."""
 
 
 class WatchedExchange(Protocol):
@@ -206,8 +208,16 @@ def serve_exchange(
     threads += MOST_CARRIED * len(exchange.roster.members)
     handlers = [servicer.handler(), service_handler(RELAY, relay, servicer, MOST_CARRIED)]
     if open_house is not None:
-        host, places, told, lobby = open_house.host, open_house.places, open_house.told, open_house.lobby
-        admission = Admission(host, secret.authority, servicer.callers, places, told, lobby, relay.carried_for)
+        admission = Admission(
+            open_house.host,
+            secret.authority,
+            servicer.callers,
+            open_house.places,
+            open_house.told,
+            open_house.lobby,
+            relay.carried_for,
+            open_house.unnamed,
+        )
         handlers.append(service_handler(ADMISSION, admission, servicer, _MOST_OPEN_OF_A_TICKET))
     return make_server(listen, handlers, threads, secret.authority.identity(EXCHANGE))
 

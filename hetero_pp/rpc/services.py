@@ -23,6 +23,7 @@ from hetero_pp.errors import (
     Refused,
     ReplicasDiffer,
     RunFailed,
+    RunOver,
     Suspended,
     TermOver,
     TooMuch,
@@ -53,6 +54,7 @@ _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
     Suspended: grpc.StatusCode.OUT_OF_RANGE,
     AskAgain: grpc.StatusCode.DEADLINE_EXCEEDED,
     TooMuch: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RunOver: grpc.StatusCode.NOT_FOUND,
 }
 ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
     grpc.StatusCode.PERMISSION_DENIED: Refused,
@@ -62,6 +64,7 @@ ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: TermOver,
     grpc.StatusCode.OUT_OF_RANGE: Suspended,
     grpc.StatusCode.DEADLINE_EXCEEDED: AskAgain,
+    grpc.StatusCode.NOT_FOUND: RunOver,
 }
 """As what a caller raises an error of the other side."""
 

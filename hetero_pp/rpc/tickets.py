@@ -67,9 +67,14 @@ class Ticket:
             raise ValueError("no ticket's")
         return found
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it lets nobody in any more."""
+        return time.time() > self.identity.shown.until
+
     def require_good(self) -> None:
         """Raise Refused for one that is over."""
-        if time.time() > self.identity.shown.until:
+        if self.is_over:
             raise Refused("the ticket is over: ask for another (or is the clock of this host wrong?)")
 
 

@@ -235,6 +235,12 @@ class RunSpec:
                 found.setdefault(member.replica.name, []).append(name)
         return found
 
+    @property
+    def unnamed_slots(self) -> frozenset[str]:
+        """The slots that a ticket may take which names none: stages of groups; all slots of a run without a group."""
+        stages = frozenset(name for name, member in self.members.items() if member.stage is not None)
+        return stages or frozenset(self.members)
+
     @cached_property
     def roster(self) -> Roster:
         """Who takes part, for the exchange."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hetero_pp.changed_keys import NO_CHANGES, Changes
-from hetero_pp.errors import DamagedFile, Refused
+from hetero_pp.errors import DamagedFile, Refused, RunOver
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import (
     CONTRIBUTING,
@@ -54,7 +54,7 @@ from replica_groups.exchange.deposits import DIGEST_BYTES, Deposits, Offer
 from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.restart import newest_sound
-from replica_groups.exchange.standing import reports_of
+from replica_groups.exchange.standing import reports_of, why_paused
 from replica_groups.exchange.text import Text, is_digest
 from replica_groups.exchange.uploads import download_url
 from replica_groups.exchange.watchers import Watchers
@@ -300,13 +300,24 @@ class Exchange:
             lacks = Counter(places[name].replica for name in free)
             return sorted(free, key=lambda name: (places[name].replica in rules.optional, lacks[places[name].replica]))
 
+    def require_going_on(self) -> None:
+        """Raise RunOver if every round is closed, RunFailed if the run has failed."""
+        self.decisions.require_alive()
+        if self.coordinator.is_over:
+            raise RunOver.after(self.coordinator.last_round, self._rounds)
+
     def status(self) -> StatusReply:
         """Who is where, after which round."""
         with self._changed:
-            reply = StatusReply(last_round=self.coordinator.last_round, rounds=self._rounds, refusals=self.refusals)
-            for name, place in self.coordinator.places.items():
+            coordinator = self.coordinator
+            reply = StatusReply(last_round=coordinator.last_round, rounds=self._rounds, refusals=self.refusals)
+            reply.has_begun, reply.is_over = coordinator.rounds is not None, coordinator.is_over
+            if (paused := coordinator.paused) is not None:
+                reply.paused = why_paused(paused.there, len(coordinator.replicas), paused.needed)
+            for name, place in coordinator.places.items():
                 address = self._addresses.get(name, "") if place.held else ""
                 own = reply.places.add(name=name, replica=place.replica, held=place.held, term=place.term)
+                own.round = coordinator.replicas[place.replica].round or 0
                 own.address, own.dials = address, self._ways(name)[0] if address else ""
             return reply
 
@@ -629,7 +640,7 @@ class Exchange:
         self.report([Report(time=time.time(), member=EXCHANGE, failure=failure)])
 
     def wait_until_finished(self) -> None:
-        """Wait until every round is decided, and whoever is there is through."""
+        """Wait until every round is decided, and the members are through whose replicas took part in the last one."""
         self.decisions.wait_until(lambda: self.coordinator.is_through)
 
     def stay(self, member: str) -> None:

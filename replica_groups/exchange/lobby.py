@@ -65,6 +65,9 @@ class Lobby:
         """Ticket -> place, and until when."""
         self._probes: dict[str, float] = {}
         """Ticket -> when its probe began."""
+        self._answered: dict[str, float] = {}
+        """Ticket -> when it was last told to wait, while it does."""
+        self._changed = threading.Condition(self._lock)
 
     @property
     def here(self) -> int:
@@ -73,23 +76,54 @@ class Lobby:
             self._forget()
             return len(self._guests)
 
+    @property
+    def needed(self) -> int:
+        """How many the next group needs; 0 if there are no groups to form."""
+        return min(len(places) for places in self._groups) if self._groups else 0
+
+    @property
+    def guests(self) -> Sequence[tuple[str, float]]:
+        """The tickets of those that wait, and for how many seconds; the one that has waited longest first."""
+        with self._lock:
+            self._forget()
+            now = self._clock()
+            return sorted(((one, now - guest.came) for one, guest in self._guests.items()), key=lambda one: -one[1])
+
+    def told(self, ticket: str) -> None:
+        """Who shows a ticket has heard that the run is over, and does not wait any more."""
+        with self._lock:
+            self._waits_no_more(ticket)
+            self._leave(ticket)
+
+    def wait_until_told(self, seconds: float) -> None:
+        """Give those that wait so much time to ask again, and hear that the run is over."""
+        with self._lock:
+            self._forget()
+            self._changed.wait_for(lambda: not self._answered, seconds)
+
+    def _waits_no_more(self, ticket: str) -> None:
+        self._answered.pop(ticket, None)
+        self._changed.notify_all()
+
     def begin_probe(self, ticket: str) -> None:
         """The line of who shows a ticket is about to be measured. Raises Forbidden if it was lately."""
         with self._lock:
             self._forget()
             if ticket in self._probes or ticket in self._guests:
                 raise Forbidden(f"a line is measured once in {PROBE_AGAIN_SECONDS:g} seconds")
-            self._probes[ticket] = self._clock()
+            self._probes[ticket] = self._answered[ticket] = self._clock()
 
     def probed(self, ticket: str, up: float, down: float) -> None:
         """It was, in bits per second. Who then does not ask is forgotten."""
         with self._lock:
             self._guests[ticket] = _Guest(self._clock(), self._clock(), Line(up, down))
+            self._answered[ticket] = self._clock()
 
     def seated(self, ticket: str) -> None:
         """Who shows a ticket has taken its place: nothing is kept for it any more."""
         with self._lock:
             self._promised.pop(ticket, None)
+            self._waits_no_more(ticket)
 
     def place_for(self, ticket: str, free: Sequence[str]) -> str | InLobby:
         """Of the places that are free, the best first, the one that who shows a ticket may take, or how many wait.
@@ -106,8 +140,8 @@ class Lobby:
                 self._promise(ticket, free)
             if ticket in self._promised:
                 return self._promised[ticket][0]
-            needed = min(len(places) for places in self._groups) if self._groups else 0
-            return InLobby(here=len(self._guests), needed=needed, probed=ticket in self._guests)
+            self._answered[ticket] = self._clock()
+            return InLobby(here=len(self._guests), needed=self.needed, probed=ticket in self._guests)
 
     def _promise(self, ticket: str, free: Sequence[str]) -> None:
         """A place for a ticket, if there is one to be had now; what is promised may yet come back."""
@@ -148,6 +182,8 @@ class Lobby:
         now = self._clock()
         for ticket in [one for one, guest in self._guests.items() if now - guest.asked > FORGET_SECONDS]:
             self._leave(ticket)
+        for ticket in [one for one, answered in self._answered.items() if now - answered > FORGET_SECONDS]:
+            self._waits_no_more(ticket)
         for ticket in [one for one, (_, until) in self._promised.items() if now > until]:
             del self._promised[ticket]
         for ticket in [one for one, begun in self._probes.items() if now - begun > PROBE_AGAIN_SECONDS]:

@@ -43,6 +43,18 @@ class Holder:
     """Why it is no longer let in; None if it is, for as long."""
 
 
+@dataclass(frozen=True)
+class IssuedTicket:
+    """A ticket, as the exchange's host knows it."""
+
+    id: str
+    place: str | None
+    """The slot that it names."""
+    until: float
+    """In seconds since 1970."""
+    is_used: bool
+
+
 class Memberships:
     """Of one run. Safe to use from many threads and processes; what it answers is durable."""
 
@@ -123,7 +135,9 @@ class Memberships:
 
     def _place_for(self, wanted: str | None, vacant: Collection[str]) -> str:
         if wanted is not None:
-            self._require_free(wanted)
+            if self._is_taken(wanted):
+                ask = "ask who serves the run to free it (`hetero-pp revoke`), or for a ticket to another slot"
+                raise Refused(f"{wanted} is taken by another host: {ask}")
             return wanted
         held = {holder.place for holder in self.holders() if self._is_in(holder)}
         free = [place for place in vacant if place not in held]
@@ -157,6 +171,13 @@ class Memberships:
             self._database.execute(
                 "UPDATE holders SET ended = ? WHERE place = ? AND holder = ? AND ended IS NULL", (why, place, number)
             )
+
+    def tickets(self) -> list[IssuedTicket]:
+        """All that were made and not taken back, in the order in which they end."""
+        found = self._database.execute(
+            "SELECT id, place, until, key IS NOT NULL FROM tickets WHERE NOT revoked ORDER BY until, id"
+        )
+        return [IssuedTicket(id, place, until, bool(is_used)) for id, place, until, is_used in found]
 
     def revoke(self, what: str) -> list[str]:
         """Take back what is held of a place, and its tickets that are not used; or a ticket, and what came of it.
@@ -217,9 +238,12 @@ class Memberships:
             raise Refused(f"{place}: the certificate was not renewed in time")
 
     def _require_free(self, place: str) -> None:
-        newest = self._newest(place)
-        if newest is not None and self._is_in(newest):
+        if self._is_taken(place):
             raise Refused(f"{place} is taken: `hetero-pp revoke` takes it back")
+
+    def _is_taken(self, place: str) -> bool:
+        newest = self._newest(place)
+        return newest is not None and self._is_in(newest)
 
     def _is_in(self, holder: Holder) -> bool:
         return holder.ended is None and self._clock() <= holder.until

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import (
@@ -17,6 +17,7 @@ from hetero_pp.messages.messages_pb2 import (
     TERM_OVER,
     WENT_ON,
     Happened,
+    Over,
     Report,
     Standing,
 )
@@ -36,13 +37,20 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
             what = SCALED if scale else LEFT_OUT
             yield _report(what, replica=replica, round=round_, cause=f"{scale:.3g}" if scale else "")
         case e.Paused(round_, there, needed):
-            cause = f"{len(there)} of {len(set(replicas.values()))} replicas are there, {needed} are needed"
-            yield _report(PAUSED, round=round_, cause=cause)
+            yield _report(PAUSED, round=round_, cause=why_paused(there, len(set(replicas.values())), needed))
         case e.WentOn(round_):
             yield _report(WENT_ON, round=round_)
+        case e.Over(round_, rounds, finishing):
+            over = Over(round=round_, rounds=rounds, finishing=finishing)
+            yield Report(time=time.time(), member=EXCHANGE, over=over)
         case e.Heal(place, term, round_, parameter):
             cause = f"held another {parameter} than the log gives"
             yield _report(HEALED, place=place, replica=replicas[place], term=term, round=round_, cause=cause)
+
+
+def why_paused(there: Collection[str], replicas: int, needed: int) -> str:
+    """Why no round can close."""
+    return f"{len(there)} of {replicas} replicas are there, {needed} are needed"
 
 
 def _report(

@@ -18,7 +18,7 @@ REMEMBERED_REPORTS = 10_000
 SECONDS_BETWEEN_LOOKS = 0.5
 """Whether who watches is still there."""
 
-_CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure", "standing")
+_CONCERN_ALL = ("joined", "waiting", "begun", "reading", "failure", "standing", "over")
 
 
 class _Watcher:

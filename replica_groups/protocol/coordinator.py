@@ -69,6 +69,8 @@ class Coordinator:
         self.rounds: int | None = None
         """The last that there will be; None before the run begins."""
         self.lateness = Lateness(rules.grace)
+        self._finishing: set[str] = set()
+        """Once every round is decided: the replicas that took part in the last one, as long as they are complete."""
         self._paused = False
         self._look_at: float | None = None
         self._late: dict[int, Late] = {}
@@ -141,8 +143,13 @@ class Coordinator:
 
     @property
     def is_through(self) -> bool:
-        """Whether every round is decided, and everybody who is there has left."""
-        return self.rounds is not None and self.open is None and not any(p.held for p in self.places.values())
+        """Whether every round is decided, and all members have left whose replica took part in the last one."""
+        return self.is_over and not any(p.held for p in self.places.values() if p.replica in self._finishing)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every round is decided."""
+        return self.rounds is not None and self.open is None
 
     def holds(self, place: str, term: int) -> bool:
         """Whether a term is not over."""
@@ -153,6 +160,7 @@ class Coordinator:
     def _began(self, event: e.Began, now: float) -> Iterator[e.Effect]:
         self.last_round, self.rounds = event.round, event.rounds
         self.rules = replace(self.rules, examples_since=event.examples_since)
+        self._finishing = set(self.alive)
         yield from self._open_next(now, set(self.alive))
 
     # ---- places ----
@@ -274,6 +282,8 @@ class Coordinator:
         """Nobody holds the place any more. What its replica has not contributed whole is void."""
         place.vacate()
         yield e.Fenced(place.name, place.term, cause, silent)
+        if self.is_over:
+            self._finishing.discard(place.replica)  # the other members of its group wait for it in vain
         yield from self._suspend(self.replicas[place.replica], f"{place.name}: {cause}")
         yield from self._let_in(place)
 
@@ -366,6 +376,8 @@ class Coordinator:
             number = self.last_round + 1
             self.open = OpenRound(number, now, taking_part & self.rules.due(number))
             self._look_at = now + self.rules.limit
+        else:
+            yield e.Over(self.last_round, self.rounds, tuple(sorted(self._finishing)))
         for replica in self.replicas.values():
             yield from self._form(replica, now)
 
@@ -438,6 +450,7 @@ class Coordinator:
         yield from (e.Bounded(replica, record.round, 0.0) for replica in record.left_out)
         uncounted = closed.whole.keys() - counted - set(record.left_out)
         yield from (e.TooLate(replica, record.round) for replica in sorted(uncounted))
+        self._finishing = (closed.taking_part | closed.whole.keys()).intersection(self.alive)
         ahead = {name for name, replica in self.replicas.items() if replica.round == record.round + 1}
         yield from self._open_next(now, {name for name in self.alive if name in self._in_step or name in ahead})
         is_behind = any(place.asked is not None and place.asked > self.last_round for place in self.places.values())
@@ -459,14 +472,25 @@ class Coordinator:
         """Say once that no round can close, and once that it can again."""
         if self.open is None:
             return
-        alive = self.rules.due(self.open.number).intersection(self.alive)
-        there, needed = tuple(sorted(alive | self.open.whole.keys())), self._needed
+        there, needed = self._there(self.open), self._needed
         if not self._paused and len(there) < needed:
             self._paused = True
             yield e.Paused(self.open.number, there, needed)
         elif self._paused and len(there) >= needed:
             self._paused = False
             yield e.WentOn(self.open.number)
+
+    def _there(self, opened: OpenRound) -> tuple[str, ...]:
+        """The replicas that can be counted in a round."""
+        alive = self.rules.due(opened.number).intersection(self.alive)
+        return tuple(sorted(alive | opened.whole.keys()))
+
+    @property
+    def paused(self) -> e.Paused | None:
+        """Whether too few replicas are there to close the open round: how many are."""
+        if self.open is None or not self._paused:
+            return None
+        return e.Paused(self.open.number, self._there(self.open), self._needed)
 
     # ---- agreement ----
 

@@ -355,6 +355,16 @@ class WentOn:
 
 
 @dataclass(frozen=True)
+class Over:
+    """Every round is decided."""
+
+    round: int
+    rounds: int
+    finishing: tuple[str, ...]
+    """Replicas that took part in the last round. The end of the run waits for no others."""
+
+
+@dataclass(frozen=True)
 class Heal:
     """Who holds a place holds other bits than replay gives: told when it is found; it is healed with its next round."""
 
@@ -386,6 +396,7 @@ Effect = (
     | Bounded
     | Paused
     | WentOn
+    | Over
     | Heal
     | Stop
 )

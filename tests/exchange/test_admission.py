@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +16,15 @@ from unittest import mock
 import grpc
 import pytest
 from members import TIMEOUT
-from small_run import Run
+from small_run import Clock, Run
 
-from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, RunFailed
+from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, RunFailed, RunOver
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2 import Failure, Finished, Report, StatusReply
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join import membership as membership_module
+from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import admission, admission_client
@@ -36,7 +38,7 @@ from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.probe import _FRAME_BYTES, _FRAMES, BUSY, be_probed
 from hetero_pp.rpc.services import call_path
 from hetero_pp.rpc.tickets import Ticket, make_ticket, ticket_of
-from replica_groups.exchange.lobby import Lobby
+from replica_groups.exchange.lobby import FORGET_SECONDS, Lobby
 from replica_groups.exchange.memberships import Memberships
 
 SECRET = Secret("the run's secret")
@@ -48,6 +50,9 @@ class Places:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+
+    def require_going_on(self) -> None:
+        self._run.exchange.require_going_on()
 
     def vacant(self) -> list[str]:
         return ["a", "b"]
@@ -69,13 +74,15 @@ class Served:
         stack.callback(self.memberships.close)
         told = Told('{"name": "run"}', {"tokenizer.json": b"{}"})
         self.lobby = Lobby({}, group_spares)
+        self.unnamed: frozenset[str] | None = None
+        self.spare = self.memberships.invite("a", HOUR)
         self.told, self.port = told, 0
         self.serve()
 
     def serve(self) -> None:
         """At the port of before, if it was served already."""
         listen, exchange = f"127.0.0.1:{self.port}", self.run.exchange
-        house = OpenHouse(self.memberships, Places(self.run), self.told, self.lobby)
+        house = OpenHouse(self.memberships, Places(self.run), self.told, self.lobby, self.unnamed)
         with mock.patch("hetero_pp.rpc.exchange.Admission", self._make_admission):
             self.server, self.port = serve_exchange(exchange, SECRET, listen, encrypted=True, open_house=house)
         self.address = f"127.0.0.1:{self.port}"
@@ -193,7 +200,7 @@ def test_a_place_by_any_other_name_is_no_file(
     """An exchange cannot have a host write elsewhere."""
     key, host = new_key(), tmp_path / "host"
     named = pb.Certificate(pem=SECRET.authority.sign(key.public_key(), place, 1, time.time() + HOUR))
-    monkeypatch.setattr(membership_module, "enrol", lambda *_: pb.EnrolReply(place=place, certificate=named))
+    monkeypatch.setattr(membership_module, "enrol", lambda *_, **__: pb.EnrolReply(place=place, certificate=named))
     with pytest.raises(Refused, match="expected the name of a place"):
         take_place(served.ticket(), host)
     assert {path.name for path in host.rglob("*") if path.is_file()} == {"key.pem"}
@@ -396,7 +403,7 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         second = threads.submit(served.takes, served.ticket(), "ben")
         assert {first.result(TIMEOUT).place, second.result(TIMEOUT).place} == {"a", "b"}
     assert "run: waiting for a group to form: 1 of 2 are here" in capsys.readouterr().out
-    with pytest.raises(Refused, match="no place of the run is free"):
+    with pytest.raises(Refused, match="every slot of the run is taken"):
         served.takes(served.ticket(), "clara")
 
 
@@ -468,7 +475,7 @@ def test_who_waits_outlasts_an_exchange_that_is_started_again(
         served.wait_until(lambda: served.lobby.here == 1)
         served.stop()
         said = list[str]()
-        served.wait_until(lambda: said.append(capsys.readouterr().out) or "is asked again" in "".join(said))  # type: ignore[func-returns-value]
+        served.wait_until(lambda: said.append(capsys.readouterr().out) or "answered before" in "".join(said))  # type: ignore[func-returns-value]
         served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
         served.serve()
         second = threads.submit(served.takes, served.ticket(), "ben")
@@ -510,3 +517,62 @@ def _until(over: threading.Event, frames: Sequence[bytes] = ()) -> Iterator[byte
     """Says this, and then nothing."""
     yield from frames
     over.wait(TIMEOUT)
+
+
+# ---- the end of the run ----
+
+
+def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
+    served.serve_again()
+    given = served.takes(served.ticket("b"), "in")
+    give(given.address, given.identity)
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(served.takes, served.ticket(), "anna")
+        served.wait_until(lambda: served.lobby.here == 1)
+        told = threads.submit(served.lobby.wait_until_told, TIMEOUT)
+        served.run.exchange.coordinator.last_round = 9
+        served.run.exchange.coordinator.open = None
+        with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); nothing was left to train"):
+            waits.result(TIMEOUT)
+        told.result(TIMEOUT)
+    assert served.lobby.here == 0
+    assert be_probed(served.address, served.ticket().identity).startswith("the run is over")
+    join(served.ticket().to_text(), Here(served.folder / "late"))  # ends well
+    assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); nothing was left to train\n")
+
+
+def test_hosts_that_wait_for_a_group_hear_that_the_run_has_failed(served: Served) -> None:
+    served.run.exchange.fail("made up")
+    with pytest.raises(RunFailed, match="made up"):
+        served.takes(served.ticket())
+
+
+def test_nobody_who_is_gone_keeps_the_end_waiting(served: Served) -> None:
+    clock = Clock()
+    lobby = Lobby({"home": ["a", "b"]}, group_spares, clock)
+    lobby.place_for("gone", ["a", "b"])
+    lobby.place_for("seated", ["a", "b"])
+    lobby.seated("seated")
+    clock.time += FORGET_SECONDS + 1.0
+    lobby.wait_until_told(math.inf)
+
+
+# ---- which slots a ticket is good for ----
+
+
+def test_a_ticket_that_names_no_slot_is_for_groups_alone(served: Served) -> None:
+    served.unnamed = frozenset({"b"})
+    served.serve_again()
+    assert served.takes(served.ticket()).place == "b"
+    free = r"every stage of a group is taken; a is free, for a ticket that names it: "
+    with pytest.raises(Refused, match=free + "ask who serves the run for `hetero-pp invite run --place a`"):
+        served.takes(served.ticket(), "another host")
+    assert served.takes(served.ticket("a"), "datacenter").place == "a"
+    with pytest.raises(Refused, match=r"every slot of the run is taken: ask who serves the run to free one"):
+        served.takes(served.ticket(), "another host")
+    ticket = make_ticket("run", served.address, SECRET.authority, served.spare, time.time() + HOUR)
+    with pytest.raises(Refused, match=r"a is taken by another host: ask who serves the run to free it"):
+        served.takes(ticket, "a second datacenter")

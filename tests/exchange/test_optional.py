@@ -8,7 +8,8 @@ import pytest
 from members import TIMEOUT, in_thread
 from small_run import GRACE, SETTINGS, Run, closed
 
-from hetero_pp.messages.messages_pb2 import JOINING, PAUSED, WENT_ON
+from hetero_pp.errors import RunOver
+from hetero_pp.messages.messages_pb2 import JOINING, PAUSED, WENT_ON, Finished, Report
 from hetero_pp.store.folder import FolderStore
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
@@ -96,3 +97,55 @@ def test_free_places_are_told_by_how_much_their_replica_lacks(run: Run) -> None:
     for place in ("dc", "one.0", "one.1", "two.0"):
         run.exchange.died(place, "its host is off")
     assert run.exchange.vacant() == ["dc", "two.0", "one.0", "one.1"]
+
+
+# ---- the end of the run ----
+
+
+def finish(run: Run, *members: str) -> None:
+    """These members are through all their rounds."""
+    run.exchange.report([Report(member=member, finished=Finished()) for member in members])
+
+
+def train_to_the_end(run: Run, *members: str) -> None:
+    """These members contribute to every round that is left."""
+    for round_ in range(closed(run) + 1, SETTINGS.rounds + 1):
+        run.deposit(round_, *members)
+        assert closed(run) == round_
+        if round_ < SETTINGS.rounds:
+            run.assign(round_, *members)
+
+
+def told_of_the_end(run: Run) -> list[tuple[int, int, list[str]]]:
+    watching = run.exchange.watch()
+    run.exchange.end_watching()
+    return [(one.over.round, one.over.rounds, list(one.over.finishing)) for one in watching if one.HasField("over")]
+
+
+def test_the_end_waits_for_no_group_that_is_incomplete_or_took_no_part(run: Run) -> None:
+    """`one` has lost a member; `two` is complete, and its members have not asked for work yet."""
+    run.assign(0)
+    run.exchange.died("one.1", "its host is off")
+    run.exchange.died("two.0", "its host is off")
+    run.exchange.join("two.0", "")
+    train_to_the_end(run, "dc")
+    assert not run.exchange.coordinator.is_through
+    with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\); nothing was left to train"):
+        run.exchange.require_going_on()
+    assert run.assign(0, "one.0", "two.0") == {"one.0": 0, "two.0": 0}
+    finish(run, "dc")
+    run.exchange.wait_until_finished()
+    held = {place.name for place in run.exchange.status().places if place.held}
+    assert held == {"one.0", "two.0", "two.1"}
+    assert told_of_the_end(run) == [(9, 9, ["dc"])]
+
+
+def test_the_end_waits_for_a_group_that_trained_the_last_round_as_long_as_it_is_complete(run: Run) -> None:
+    run.assign(0)
+    run.exchange.died("two.1", "its host is off")
+    train_to_the_end(run, "dc", "one.0", "one.1")
+    finish(run, "dc", "one.0")
+    assert not run.exchange.coordinator.is_through
+    run.exchange.died("one.1", "its host is off")
+    run.exchange.wait_until_finished()
+    assert told_of_the_end(run) == [(9, 9, ["dc", "one"])]

@@ -482,14 +482,14 @@ def test_who_watches_waits_for_the_exchange() -> None:
 def test_of_some_members_what_they_tell_is_followed_until_they_are_through(served: Served) -> None:
     finished = [pb.Report(member=member, finished=pb.Finished()) for member in ("home.0", "dc", "home.1")]
     served.exchange.reports = [*finished, pb.Report(member="dc")]
-    told = reports_to_members(served.address, WATCHER, ["home.0", "home.1"], TIMEOUT, lambda _: None)
+    told = reports_to_members(served.address, WATCHER, ["home.0", "home.1"], TIMEOUT, lambda *_: None)
     assert [report.member for report in told] == ["home.0", "dc", "home.1"]
     served.stop()
     assert served.exchange.asked == [("watch", "home.0", "home.1")]
 
 
 def test_an_exchange_that_ends_before_its_members_are_through_is_missed(served: Served) -> None:
-    told = reports_to_members(served.address, WATCHER, ["home.0", "dc"], TIMEOUT, lambda _: None)
+    told = reports_to_members(served.address, WATCHER, ["home.0", "dc"], TIMEOUT, lambda *_: None)
     with pytest.raises(LinkClosed, match="has ended the run"):
         list(told)
 

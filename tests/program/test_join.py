@@ -29,7 +29,7 @@ from hetero_pp.errors import ConfigError, LinkClosed, NewRun, RunFailed
 from hetero_pp.messages.messages_pb2 import Report, StatusReply
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join.command import Here, join
-from hetero_pp.program.join.invite import invite, revoke, seconds_of
+from hetero_pp.program.join.invite import good_for, invite, revoke, seconds_of
 from hetero_pp.program.join.leave import leavable, leave
 from hetero_pp.program.join.membership import take_place
 from hetero_pp.program.join.status import print_status, status
@@ -94,7 +94,9 @@ class Run:
 
     def invite(self, *more: str) -> str:
         done = self.ask("invite", *more)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0, done.stderr
+        named = more[more.index("--place") + 1] if "--place" in more else "a stage of group"
+        assert f"homes: this ticket is for {'the datacenter replica ' * (named == 'dc')}{named}" in done.stderr
         return done.stdout.strip()
 
     def join(self, host: str, ticket: str, data: Path | None = None) -> None:
@@ -160,8 +162,11 @@ def runs(tmp_path: Path, corpus: Path) -> Iterator[list[Run]]:
 def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     runs: list[Run], tmp_path: Path, corpus: Path
 ) -> None:
+    """A fourth one waits for a group, and hears that the run is over."""
     run = Run(tmp_path, corpus, 3)
     runs.append(run)
+    with (tmp_path / "run.yaml").open("a") as file:
+        file.write("  - {name: more, kind: participants, count: 0..2, stages: 2, batch_size: 4, micro_batches: 2}\n")
     run.serve()
     messy = Path(shutil.copytree(corpus, tmp_path / "messy"))
     (messy / "._00.txt").write_text("is hidden")
@@ -169,11 +174,15 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     tickets = {
         "anna": run.invite("--place", "home.1", "--address", run.address),
         "ben": run.invite(),
-        "dc.example": run.invite(),
+        "dc.example": run.invite("--place", "dc"),
     }
+    run.join("anna", tickets["anna"], data=messy)
+    run.join("ben", tickets["ben"], data=messy)
+    run.wait_for('"member": "home.0", "event": "joined"')
+    run.join("waits", run.invite())
+    run.wait_until(lambda: _status(run)["waiting"] == 1)
+    run.join("dc.example", tickets["dc.example"], data=messy)
     assert all(ticket.startswith("hpp1.") and "\n" not in ticket for ticket in tickets.values())
-    for host, ticket in tickets.items():
-        run.join(host, ticket, data=messy)
     skipped = f"data.corpus: {messy}: read 20 files; skipped 1 hidden file and 1 repeated link"
     for host in tickets:
         code, said, errors = run.wait(host)
@@ -186,6 +195,9 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     for host in tickets:
         secrets = {path.name: path.stat().st_mode & 0o777 for path in run.runs(host).rglob("*.pem")}
         assert secrets == {"key.pem": 0o600, "certificate.pem": 0o600}, host
+    code, said, errors = run.wait("waits")
+    assert (code, errors) == (0, "")
+    assert said.endswith("homes: the run is over (round 3 of 3); nothing was left to train\n")
     alone = run_program("launch", "--in-process", str(tmp_path / "run.yaml"), "--runs", str(run.runs("alone")))
     assert alone.returncode == 0, alone.stderr
     for found in ("parameters_sha256", "validation_loss"):
@@ -255,7 +267,7 @@ def test_a_group_forms_whenever_enough_have_joined_and_goes(runs: list[Run], tmp
     run = Run(tmp_path, corpus, 100_000, lease="2 s", groups="name: home, count: 0..2")
     runs.append(run)
     run.serve()
-    run.join("dc", run.invite())  # the places that the run needs are taken first
+    run.join("dc", run.invite("--place", "dc"))
     run.wait_for_round("dc", 2)
     for host in ("anna", "ben"):
         run.join(host, run.invite())
@@ -447,6 +459,10 @@ def test_tickets_by_which_nobody_comes_in(served: Served, tmp_path: Path, capsys
 def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"--place home\.2: expected one of dc, home\.0, home\.1"):
         served.invite("home.2", capsys)
+    with pytest.raises(
+        ConfigError, match=r"--place home: is a group: leave out --place .*, or name a stage as home\.0"
+    ):
+        served.invite("home", capsys)
     with pytest.raises(ConfigError, match=r"--expires: found `soon`, expected a number and a unit such as `24h`"):
         seconds_of("soon")
     assert seconds_of("24h") == 24 * 3600
@@ -463,6 +479,34 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
     path.write_text(path.read_text().replace("exchange: {", "exchange: {insecure: true, "))
     with pytest.raises(ConfigError, match=r"exchange\.insecure: nobody is let in by a ticket without TLS"):
         invite(served.runs, "homes", None, 1.0, None)
+
+
+def test_an_invitation_says_what_its_ticket_is_good_for(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(place: str | None) -> list[str]:
+        invite(served.runs, "homes", place, 3600.0, served.address)
+        return capsys.readouterr().err.splitlines()
+
+    first, dc = told(None)
+    assert first.startswith("homes: this ticket is for a stage of group home; it lets one host in until 20")
+    command = "`hetero-pp invite homes --place dc`"
+    assert dc == f"homes: dc is still free, and is a datacenter's, which needs a ticket that names it: {command}"
+    (one,) = told("home.1")
+    assert one.startswith("homes: this ticket is for home.1, a stage of group home; ")
+    (one,) = told("dc")
+    assert one.startswith("homes: this ticket is for the datacenter replica dc; ")
+    assert len(told(None)) == 1  # dc is spoken for
+
+
+def test_groups_of_one_entry_are_called_by_its_name() -> None:
+    dc, group = {"name": "dc", "kind": "datacenter"}, {"kind": "participants", "stages": 2}
+    groups = [{"name": "home", "count": "0..50", **group}, {"name": "lab-2", **group}]
+    config = _config("standard-library", replicas=[dc, *groups])
+    assert good_for(config, None) == "a stage of group home or lab-2"
+    slots = {f"{group}.{stage}" for group in [*(f"home-{n + 1}" for n in range(50)), "lab-2"] for stage in (0, 1)}
+    assert RunSpec(config, 256).unnamed_slots == slots
+    alone = _config("standard-library", replicas=[dc])
+    assert good_for(alone, None) == "the first of dc that is free then"
+    assert RunSpec(alone, 256).unnamed_slots == {"dc"}
 
 
 def test_who_joins_twice_is_refused_and_takes_nothing_from_who_joined_first(
@@ -602,7 +646,7 @@ def _config(corpus: str, **more: object) -> RunConfig:
             "stages": [{"layers": 2}, {"layers": 2, "listen": "ben.example:47601"}],
         },
     ]
-    found = {"name": "homes", "model": {"preset": "micro"}, "replicas": replicas, "data": {"corpus": corpus}, **more}
+    found = {"name": "homes", "model": {"preset": "micro"}, "replicas": replicas, "data": {"corpus": corpus}} | more
     found |= {"outer": {"rounds": 3}, "inner": {"steps": 2, "learning_rate": 1e-2}}
     return RunConfig.model_validate(found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from test_run_state import START, begun, evaluation, inner_step, joined, link_use, made_up_spec, waiting
 
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Report
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Over, Report
 from hetero_pp.program.report.own_rounds import OwnRounds
 
 
@@ -81,3 +81,9 @@ def test_rounds_of_an_earlier_start_are_one_line() -> None:
         "round 4/9: dc: 8 s (outer round 2.5 s), sent 0 B",
         "round 5/9: dc: 8 s (outer round 2.5 s), sent 0 B",
     ]
+
+
+def test_a_host_that_took_no_part_in_the_last_round_says_that_the_run_is_over() -> None:
+    over = Report(time=START + 40, member="exchange", over=Over(round=2, rounds=2, finishing=["dc"]))
+    assert shown(["home.0"], [over]) == ["made-up: the run is over (round 2 of 2); nothing was left to train"]
+    assert shown(["dc"], [over]) == []

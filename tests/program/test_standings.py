@@ -38,6 +38,7 @@ from hetero_pp.messages.messages_pb2 import (
     TERM_OVER,
     WENT_ON,
     Happened,
+    Over,
     Report,
 )
 from hetero_pp.program.report.display import live_view, print_result, round_line
@@ -271,6 +272,18 @@ def test_a_run_is_over_though_a_member_that_was_given_up_never_finished() -> Non
     gone = standing(START + 1, TERM_OVER, place="home.1", replica="home", term=1, cause=KILLED)
     assert state_of([*reports, gone]).is_over
     assert not state_of([gone, *(finished(START, name) for name in ("dc", "home.0"))]).is_over  # rounds are left
+
+
+def test_a_run_is_over_though_a_replica_that_took_no_part_in_the_last_round_never_finished() -> None:
+    reports = [one for one in made_up_reports() if one.member != "dc" or not one.HasField("finished")]
+    assert not state_of(reports).is_over
+    over = Report(time=START + 50, member="exchange", over=Over(round=2, rounds=2, finishing=["home"]))
+    assert state_of([*reports, over]).is_over
+    over.over.finishing.append("dc")
+    assert not state_of([*reports, over]).is_over
+    assert list(flat_lines(over)) == [
+        {"time": START + 50, "member": "exchange", "event": "over", "round": 2, "rounds": 2, "finishing": "home, dc"}
+    ]
 
 
 def test_hashes_at_the_end_are_of_those_that_are_there() -> None:

@@ -12,11 +12,13 @@ import grpc
 import pytest
 from test_ended_early import MIXED, ROUNDS
 
-from hetero_pp.errors import LinkClosed
+from hetero_pp.errors import LinkClosed, LinkTimeout, RunOver
 from hetero_pp.links import EXCHANGE, LAUNCHER
-from hetero_pp.messages.messages_pb2 import Begun, Finished, Joined, Report
+from hetero_pp.messages.messages_pb2 import Begun, Finished, Joined, Over, Report
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.hosts import no_answer
 from hetero_pp.program.launch.recorded import Beginnings
+from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.connections import reports_of, reports_to_members
 from hetero_pp.rpc.credentials import Secret
 from hetero_pp.rpc.exchange import IsAsked, WatchedExchange, serve_exchange
@@ -129,7 +131,7 @@ def test_so_do_other_hosts_until_their_members_are_through() -> None:
     told = _watched_over_two(
         [JOINED, BEGUN],
         [AGAIN, FINISHED, BEGUN],
-        lambda address: reports_to_members(address, WATCHER, ["dc"], TIMEOUT, lambda _: None),
+        lambda address: reports_to_members(address, WATCHER, ["dc"], TIMEOUT, lambda *_: None),
     )
     assert told == [JOINED, BEGUN, AGAIN, FINISHED]
 
@@ -138,5 +140,43 @@ def test_an_exchange_that_ends_the_run_is_no_reason_to_wait_for_another() -> Non
     exchange = Telling([JOINED], ends=True)
     server, address = exchange.serve()
     with pytest.raises(LinkClosed, match="has ended the run"):
-        list(reports_to_members(address, WATCHER, ["dc"], TIMEOUT, lambda _: None))
+        list(reports_to_members(address, WATCHER, ["dc"], TIMEOUT, lambda *_: None))
     exchange.stop(server)
+
+
+def test_a_host_whose_members_are_not_through_hears_that_the_run_is_over() -> None:
+    """Whether the exchange then ends the stream, or is just gone: another one is not waited for."""
+    over = Report(time=5.0, member=EXCHANGE, over=Over(round=9, rounds=9, finishing=["dc"]))
+    for ends in (True, False):
+        exchange = Telling([JOINED, over], ends=ends)
+        server, address = exchange.serve()
+        told = reports_to_members(address, WATCHER, ["dc"], TIMEOUT, lambda *_: None)
+        assert [next(told), next(told)] == [JOINED, over]
+        if not ends:
+            exchange.stop(server)
+        with pytest.raises(RunOver, match=r"the run is over \(round 9 of 9\)"):
+            next(told)
+        if ends:
+            exchange.stop(server)
+
+
+def test_a_host_is_told_whether_the_exchange_had_answered_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_client, "FIRST_TOLD", 0.1)
+    monkeypatch.setattr(exchange_client, "_AT_ONCE", 0.1)
+    waits: list[bool] = []
+
+    def watching(seconds: float) -> Iterator[Report]:
+        return reports_to_members(address, WATCHER, ["dc"], seconds, lambda _, known: waits.append(known))
+
+    exchange = Telling([JOINED], ends=False)
+    server, address = exchange.serve()
+    told = watching(2.0)
+    assert next(told) == JOINED
+    exchange.stop(server)
+    for expected, one in ((True, told), (False, watching(0.5))):
+        waits.clear()
+        with pytest.raises(LinkTimeout):
+            next(one)
+        assert set(waits) == {expected}
+    assert "answered before, and has not for 10 s: the run is over, or" in no_answer("a:1", 10.0, 60.0, True)
+    assert "has not answered for 10 s: it was not started yet, or" in no_answer("a:1", 10.0, 60.0, False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused
+from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused, RunOver
 from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place
 from hetero_pp.program.launch.command import run_members
@@ -45,16 +45,22 @@ def join(text: str, here: Here) -> None:
 
     Raises ConfigError for a ticket by which nobody is let in, and for what this host lacks.
     """
+    say = partial(tell, standard_output())
     try:
-        membership = take_place(Ticket.from_text(text), here.runs.absolute(), partial(tell, standard_output()))
+        ticket = Ticket.from_text(text)
+        membership = take_place(ticket, here.runs.absolute(), say)
     except LinkTimeout as error:
-        raise ConfigError((), f"{error}; the run is over, or its exchange is not served now") from None
+        found = f"{error}; the run {ticket.run} is over, or nobody serves it now, or it is reached elsewhere"
+        raise ConfigError((), f"{found}; ask its operator") from None
     except Refused as error:
         raise ConfigError((), str(error)) from None
-    _train(membership, here)
+    except RunOver as error:
+        say(f"{ticket.run}: {error}")
+        return
+    _train(membership, here, has_answered=not ticket.is_over)
 
 
-def _train(membership: Membership, here: Here) -> None:
+def _train(membership: Membership, here: Here, has_answered: bool) -> None:
     say, runs = partial(tell, standard_output()), here.runs.absolute()
     folder = RunFolder(runs / membership.run, f"config-{membership.place}.yaml")
     with leavable(folder, membership.place):  # who has joined twice is refused, and gives nothing back
@@ -62,7 +68,9 @@ def _train(membership: Membership, here: Here) -> None:
             prepared = _prepared(membership, here, folder)
             _require_same_text(membership, prepared)
             with renewed(membership, say):
-                run_members(prepared, runs, membership.place, _exchange(membership, prepared.spec.config, here))
+                run_members(
+                    prepared, runs, membership.place, _exchange(membership, prepared.spec.config, here, has_answered)
+                )
         except (ConfigError, KeyboardInterrupt):
             if became := _give_back(membership):
                 say(f"{membership.run}: {became}")
@@ -99,10 +107,10 @@ def _require_same_text(membership: Membership, prepared: Prepared) -> None:
         client.close()
 
 
-def _exchange(membership: Membership, config: RunConfig, here: Here) -> Exchange:
+def _exchange(membership: Membership, config: RunConfig, here: Here, has_answered: bool) -> Exchange:
     keys, keys_from = InvitedKeys(membership.credentials), Path(membership.identity.kept_in)
     listen = here.listen or listens(config, [membership.place])
-    return Exchange(membership.address, keys, keys_from, config.exchange.timeout, listen)
+    return Exchange(membership.address, keys, keys_from, config.exchange.timeout, listen, has_answered)
 
 
 def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
+from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 
 from hetero_pp.errors import ConfigError, HeteroPPError
+from hetero_pp.links import LAUNCHER
 from hetero_pp.program.launch.hosts import read_token
-from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.program.report.output import complain, standard_output, tell
+from hetero_pp.rpc.admission_client import status
 from hetero_pp.rpc.certificates import Authority
 from hetero_pp.rpc.tickets import make_ticket
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
 from hetero_pp.units import SECONDS, parse_quantity
 from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.patience import NAMED, listed
 
 _EVERYWHERE = ("0.0.0.0", "[::]")
+_EVERYWHERE_IS_HERE = ("0.0.0.0", "127.0.0.1")
+_SECONDS_TO_ASK = 3.0
+_NUMBERED = re.compile(r"-\d+$")
 
 
 def invite(runs: Path, run: str, place: str | None, seconds: float, address: str | None) -> None:
-    """Print a ticket that lets one process in: to this place, or one that is free then.
+    """Print a ticket that lets one process in: to this place, or to a stage of a group that is free then.
+
+    What it is good for is printed to standard error, so that a script gets the ticket alone.
 
     Raises ConfigError for a run that is not served here, or a place that it has not, or that is taken.
     """
@@ -36,6 +50,52 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
         except HeteroPPError as error:
             raise ConfigError((), f"--place: {error}") from None
     sys.stdout.write(make_ticket(run, reached, authority, ticket, time.time() + seconds).to_text() + "\n")
+    until = f"{datetime.fromtimestamp(time.time() + seconds):%Y-%m-%d %H:%M}"
+    complain(f"{run}: this ticket is for {good_for(config, place)}; it lets one host in until {until}")
+    if place is None and (open_slots := _open_datacenters(config, folder, authority)):
+        commands = " or ".join(f"`hetero-pp invite {run} --place {name}`" for name in open_slots)
+        names = ", ".join(open_slots)
+        complain(f"{run}: {names} is still free, and is a datacenter's, which needs a ticket that names it: {commands}")
+
+
+def good_for(config: RunConfig, place: str | None) -> str:
+    """What a ticket lets a host in to, in words: `a stage of group home`, `the datacenter replica dc`."""
+    replicas = {member: replica for replica in config.replicas for member in replica.members}
+    if place in replicas:
+        replica = replicas[place]
+        is_whole = isinstance(replica, DatacenterReplica)
+        return f"the datacenter replica {place}" if is_whole else f"{place}, a stage of group {replica.name}"
+    groups = [replica.name for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
+    if not groups:
+        return f"the first of {', '.join(replica.name for replica in config.replicas)} that is free then"
+    return f"a stage of group {' or '.join(_entries(groups))}"
+
+
+def _entries(groups: Sequence[str]) -> list[str]:
+    """The entries of the YAML that groups are of: `home` for home-1, home-2 and so on."""
+    stems = Counter(_NUMBERED.sub("", name) for name in groups)
+    return list(
+        dict.fromkeys(stem if stems[stem] > 1 else name for name in groups for stem in [_NUMBERED.sub("", name)])
+    )
+
+
+def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority) -> list[str]:
+    """Datacenter replicas of a run with groups that no host holds, and no ticket names that is still good."""
+    if not any(isinstance(replica, ParticipantsReplica) for replica in config.replicas):
+        return []
+    with closing(Memberships(folder.memberships)) as memberships:
+        invited = {one.place for one in memberships.tickets() if not one.is_used and one.until > time.time()}
+        names = [replica.name for replica in config.replicas if isinstance(replica, DatacenterReplica)]
+        found = [name for name in names if name not in invited and memberships.held_by(name) is None]
+    if not found or config.exchange.listen.endswith(":0"):
+        return found
+    try:  # hosts that were started with the run's token have no ticket
+        listen = config.exchange.listen.replace(*_EVERYWHERE_IS_HERE)
+        reply = status(listen, authority.identity(LAUNCHER), _SECONDS_TO_ASK)
+    except HeteroPPError:
+        return found
+    held = {slot.name for slot in reply.places if slot.held}
+    return [name for name in found if name not in held]
 
 
 def revoke(runs: Path, run: str, what: str) -> None:
@@ -74,7 +134,13 @@ def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
 def _require_place(config: RunConfig, place: str | None) -> None:
     places = [member for replica in config.replicas for member in replica.members]
     if place is not None and place not in places:
-        raise ConfigError((), f"--place {place}: expected one of {', '.join(places)}")
+        groups = [replica.name for replica in config.replicas if isinstance(replica, ParticipantsReplica)]
+        if place in [*groups, *_entries(groups)]:
+            stage = next(one for one in places if one.startswith(place))
+            any_stage = "leave out --place for a ticket to any free stage of a group"
+            raise ConfigError((), f"--place {place}: is a group: {any_stage}, or name a stage as {stage}")
+        near = get_close_matches(place, places, n=NAMED) if len(places) > NAMED else []
+        raise ConfigError((), f"--place {place}: expected one of {listed(list(dict.fromkeys([*near, *places])))}")
 
 
 def _reached(config: RunConfig) -> str:

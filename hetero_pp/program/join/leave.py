@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +11,7 @@ import psutil
 
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import write_whole
+from hetero_pp.program.join.processes import own_process, running_process
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.folder import RunFolder
 
@@ -28,7 +28,7 @@ def leavable(folder: RunFolder, place: str) -> Iterator[None]:
     other = _process(path)
     if other is not None:
         raise ConfigError((), f"{place} is already held by process {other.pid} on this host")
-    write_whole(path, f"{os.getpid()} {psutil.Process().create_time()}".encode())
+    write_whole(path, own_process().encode())
     try:
         yield
     finally:
@@ -54,8 +54,6 @@ def leave(runs: Path, run: str, place: str | None) -> None:
 def _process(path: Path) -> psutil.Process | None:
     """That wrote a file, if it is there still, and not another one that has its number by now."""
     try:
-        number, created = path.read_text(encoding="utf-8").split()
-        process = psutil.Process(int(number))
-        return process if abs(process.create_time() - float(created)) < 1.0 else None
-    except (OSError, ValueError, psutil.NoSuchProcess):
+        return running_process(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None

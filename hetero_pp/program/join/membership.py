@@ -7,13 +7,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused
 from hetero_pp.files import write_whole
-from hetero_pp.messages.messages_pb2 import EnrolReply
+from hetero_pp.messages.messages_pb2 import EnrolReply, InLobby
+from hetero_pp.outer.exchange_service import MOST_BETWEEN
+from hetero_pp.program.join.processes import own_process, running_process
+from hetero_pp.program.launch.hosts import no_answer
 from hetero_pp.rpc.admission_client import enrol, renew
 from hetero_pp.rpc.certificates import Identity, as_text, key_from_text, new_key, signing_request
 from hetero_pp.rpc.credentials import Credentials
@@ -21,10 +24,14 @@ from hetero_pp.rpc.probe import be_probed
 from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer
+from hetero_pp.units import format_seconds
 
-_KEY, _CERTIFICATE, _ABOUT = "key.pem", "certificate.pem", "about.json"
+_KEY, _CERTIFICATE, _ABOUT, _WAITING = "key.pem", "certificate.pem", "about.json", "waiting.json"
 _SECONDS_BETWEEN_TRIES = 60.0
 _SECONDS_IN_LOBBY = 2.0
+_SECONDS_FOR_AN_ANSWER = 5.0
+_SECONDS_FOR_AN_EXCHANGE = 3600.0
+"""After which a host gives up that waits for a group, if the exchange has not answered since."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +58,16 @@ class Membership:
 def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -> Membership:
     """Take a place of a run by a ticket, as soon as there is one; or go on with that which it was taken before.
 
-    Raises Refused for a ticket by which nobody is let in, LinkTimeout if the exchange does not answer.
+    Raises Refused for a ticket by which nobody is let in, RunOver or RunFailed if the run has ended, LinkTimeout if the
+    exchange does not answer.
     """
     _require_name(ticket.run, "run")
     folder = RunFolder(runs / ticket.run).identity(ticket.id)
-    if time.time() > ticket.identity.shown.until and (folder / _ABOUT).is_file():
+    if ticket.is_over and (folder / _ABOUT).is_file():
         return read_membership(folder)
     ticket.require_good()
     key = _own_key(folder / _KEY)
-    reply = _enrolled(ticket, signing_request(key_from_text(key)), say)
+    reply = _enrolled(ticket, signing_request(key_from_text(key)), folder, say)
     identity = Identity(reply.certificate.pem, key, ticket.identity.authority)
     if identity.shown.name != reply.place:
         raise Refused(f"the exchange sent a certificate for {identity.shown.name!r}, expected one for {reply.place!r}")
@@ -77,23 +85,83 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
     return read_membership(folder)
 
 
-def _enrolled(ticket: Ticket, request: bytes, say: Callable[[str], None]) -> EnrolReply:
+def _enrolled(ticket: Ticket, request: bytes, folder: Path, say: Callable[[str], None]) -> EnrolReply:
     """Once there is a place. Raises as `take_place`."""
-    reply, told = enrol(ticket.address, ticket.identity, request), ""
-    while reply.HasField("in_lobby"):
-        lobby, why = reply.in_lobby, ""
-        if not lobby.probed:
-            why = be_probed(ticket.address, ticket.identity)
-        said = why or f"waiting for a group to form: {max(lobby.here, 1)} of {lobby.needed} are here"
-        if said != told:
-            say(f"{ticket.run}: {said}")
-        told = said
-        time.sleep(_SECONDS_IN_LOBBY)
-        try:
-            reply = enrol(ticket.address, ticket.identity, request)
-        except LinkTimeout as error:  # it may come back
-            say(f"{ticket.run}: {error}, and is asked again")
+
+    def on_wait(seconds: float, limit: float) -> None:
+        say(f"{ticket.run}: {no_answer(ticket.address, seconds, limit, has_answered=False)}")
+
+    reply, told = enrol(ticket.address, ticket.identity, request, on_wait=on_wait), ""
+    with _shown_as_waiting(folder) as show:
+        while reply.HasField("in_lobby"):
+            lobby, why = reply.in_lobby, ""
+            show(lobby)
+            if not lobby.probed:
+                why = be_probed(ticket.address, ticket.identity)
+            said = why or f"waiting for a group to form: {max(lobby.here, 1)} of {lobby.needed} are here"
+            if said != told:
+                say(f"{ticket.run}: {said}")
+            told = said
+            time.sleep(_SECONDS_IN_LOBBY)
+            reply = _asked_again(ticket, request, lobby, say)
     return reply
+
+
+def _asked_again(ticket: Ticket, request: bytes, lobby: InLobby, say: Callable[[str], None]) -> EnrolReply:
+    """The answer to a host that waits for a group; an exchange that went away may come back. Raises as `take_place`."""
+    since, due = time.monotonic(), 0.0
+    while (silent := time.monotonic() - since) < _SECONDS_FOR_AN_EXCHANGE:
+        try:
+            return enrol(ticket.address, ticket.identity, request, _SECONDS_FOR_AN_ANSWER)
+        except LinkTimeout:
+            silent = time.monotonic() - since
+            if silent >= due:
+                last = f"last heard after round {lobby.last_round} of {lobby.rounds}"
+                found = no_answer(ticket.address, silent, _SECONDS_FOR_AN_EXCHANGE, has_answered=True, last=last)
+                say(f"{ticket.run}: {found}")
+                due = min(2 * silent, silent + MOST_BETWEEN)
+    raise LinkTimeout(f"the exchange at {ticket.address} did not answer within {format_seconds(silent)}")
+
+
+@contextmanager
+def _shown_as_waiting(folder: Path) -> Iterator[Callable[[InLobby], None]]:
+    """While the block runs, `status` on this host reads from a file what the exchange told it of its wait."""
+    since, path = time.time(), folder / _WAITING
+
+    def show(lobby: InLobby) -> None:
+        told = {"here": max(lobby.here, 1), "needed": lobby.needed, "last_round": lobby.last_round}
+        about = {"process": own_process(), "since": since, "asked": time.time(), "rounds": lobby.rounds}
+        write_whole(path, json.dumps(told | about).encode())
+
+    try:
+        yield show
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Of a process of this host, for a group to form; what the exchange told it last."""
+
+    process: str
+    since: float
+    asked: float
+    """When it was told, in seconds since 1970."""
+    here: int
+    needed: int
+    last_round: int
+    rounds: int
+
+
+def waits_in(folder: RunFolder) -> list[Wait]:
+    """The processes of this host that wait for a group of a run now."""
+    found = []
+    for path in folder.identity("").glob(f"*/{_WAITING}"):
+        with suppress(OSError, ValueError, TypeError):
+            wait = Wait(**json.loads(path.read_text()))
+            if running_process(wait.process) is not None:
+                found.append(wait)
+    return found
 
 
 def _require_name(name: str, of: str) -> None:

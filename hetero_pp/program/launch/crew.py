@@ -95,6 +95,8 @@ class Crew:
         self._exchange: dict[str, str] = {}
         """What members are told."""
         self._given_up: set[str] = set()
+        self._idle: set[str] = set()
+        """Members that have nothing left to train: however their processes end, the run is over."""
         self._terms: dict[str, int] = {}
         """For the how-manyeth time each member holds its place."""
         self._silent: dict[str, float] = {}
@@ -182,6 +184,8 @@ class Crew:
                 assert isinstance(sentinel, int)
                 member = sentinels[sentinel]
                 left.discard(member)
+                if member in self._idle:
+                    continue
                 if self._has_died(member):
                     left |= self._replace(member)
                 elif self._exit_code(member) != 0:
@@ -246,7 +250,9 @@ class Crew:
     def on_report(self, report: Report) -> None:
         """Every report of the run. A member here that the exchange has given up is frozen, or hangs."""
         with self._lock:
-            if report.HasField("joined"):
+            if report.HasField("over"):
+                self.end_idle(report.over.finishing)
+            elif report.HasField("joined"):
                 self._silent.pop(report.member, None)
                 self._terms[report.member] = report.joined.term
             elif report.HasField("standing") and report.standing.what == SILENT:
@@ -282,9 +288,20 @@ class Crew:
         timer.daemon = True
         timer.start()
 
-    def _let_go(self) -> None:
-        for connection in self._connections.values():
-            connection.close()
+    def end_idle(self, finishing: Collection[str] = ()) -> None:
+        """Every round is closed: end the members of all other replicas than `finishing`, unless they end by themselves
+        in a moment. They may be fetching a snapshot, or waiting for a group or for the exchange.
+        """
+        members = self._spec.members
+        self._idle |= {one for one in self._processes if one in members and members[one].replica.name not in finishing}
+        timer = threading.Timer(_SECONDS_TO_NOTICE, self._let_go, [self._idle.copy()])
+        timer.daemon = True
+        timer.start()
+
+    def _let_go(self, members: Collection[str] | None = None) -> None:
+        for member, connection in list(self._connections.items()):
+            if members is None or member in members:
+                connection.close()
 
     def _culprit(self, first: str) -> str:
         """Of the processes that end within a moment, the first that did not end because of another."""

@@ -7,13 +7,13 @@ share is the YAML, the exchange's address and a token, without which nobody is l
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from hetero_pp.changed_keys import Values
-from hetero_pp.errors import ConfigError, RunFailed
+from hetero_pp.errors import ConfigError, RunFailed, RunOver
 from hetero_pp.links import EXCHANGE, RELAYED
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import fixed_addresses
@@ -133,6 +133,8 @@ class Exchange:
     """Seconds to wait for it."""
     listen: str = ""
     """Where a member listens for the stages beside it, if that is not as the YAML says."""
+    has_answered: bool = False
+    """Whether it has answered this command already."""
 
 
 def launch_members(
@@ -157,8 +159,8 @@ def launch_members(
         waits = f"waiting for the exchange of this run, for up to {format_seconds(exchange.timeout)}"
         say(f"{cause} (not verified, as its certificate is not of this run: {waits})")
 
-    def on_wait(seconds: float) -> None:
-        say(f"waiting for the exchange at {exchange.address}, which has not answered for {format_seconds(seconds)}")
+    def on_wait(seconds: float, has_answered: bool) -> None:
+        say(no_answer(exchange.address, seconds, exchange.timeout, has_answered or exchange.has_answered))
 
     def on_report(report: Report) -> None:
         rounds.on_report(report)
@@ -168,8 +170,14 @@ def launch_members(
     with Crew(spec, folder, on_report, only, exchange.keys) as crew:
         crew.start(members)
         crew.join_exchange(members, exchange.address, str(exchange.keys_from), exchange.listen)
-        waiting = (exchange.timeout, on_wait, on_refused)
-        told = partial(reports_to_members, exchange.address, crew.credentials, members, *waiting)
+
+        def told() -> Iterator[Report]:
+            waiting = (exchange.timeout, on_wait, on_refused)
+            try:
+                yield from reports_to_members(exchange.address, crew.credentials, members, *waiting)
+            except RunOver:
+                crew.end_idle()
+
         watcher = Watcher(told, crew.on_report, crew.end_soon)
         try:
             crew.wait()
@@ -180,6 +188,17 @@ def launch_members(
                 raise
             raise RunFailed(f"{error}; the run has ended because {rounds.failed}") from None
         watcher.join()
+
+
+def no_answer(address: str, seconds: float, limit: float, has_answered: bool, last: str = "") -> str:
+    """What to tell a user whose host has no answer from the exchange; `last`: what it told when it did answer."""
+    since = format_seconds(seconds)
+    until = f"waiting up to {format_seconds(limit)} (Ctrl-C ends this)"
+    if has_answered:
+        found = f"the exchange at {address} answered before, and has not for {since}{last and f' ({last})'}"
+        return f"{found}: the run is over, or was stopped there, or is being restarted; {until}"
+    found = f"the exchange at {address} has not answered for {since}"
+    return f"{found}: it was not started yet, or the run is over, or the address is wrong; {until}"
 
 
 def commands(config: RunConfig, path: Path, overrides: Sequence[Given]) -> list[str]:

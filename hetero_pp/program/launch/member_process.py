@@ -132,16 +132,24 @@ def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, Any], launcher:
         _send(launcher, failure=str(error))
         exchange.end_watching()
         exchange.wait_until_left(_SECONDS_TO_HEAR)
+        _tell_guests(house)
         server.stop(1).wait()
         return CONSEQUENCE if isinstance(error, RunFailed) else FAILED
     exchange.end_watching()
+    _tell_guests(house)
     server.stop(5).wait()
     return 0
 
 
+def _tell_guests(house: OpenHouse | None) -> None:
+    """Give hosts that wait for a group time to hear that the run has ended."""
+    if house is not None:
+        house.lobby.wait_until_told(_SECONDS_TO_HEAR)
+
+
 def _open_house(spec: RunSpec, job: Job, exchange: Exchange) -> OpenHouse:
     told, lobby = Told(*told_of(spec.config)), Lobby(spec.optional_places, group_spares)
-    return OpenHouse(Memberships(job.folder.memberships), exchange, told, lobby)
+    return OpenHouse(Memberships(job.folder.memberships), exchange, told, lobby, spec.unnamed_slots)
 
 
 def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection, faults: Faults) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+from hetero_pp.errors import RunOver
 from hetero_pp.links import LinkSpec
 from hetero_pp.messages.messages_pb2 import MemberRound, Report
 from hetero_pp.program.report.display import joined_line, waiting_line
@@ -54,6 +55,8 @@ class OwnRounds:
             if report.begun.last_round and not self._has_begun:
                 self._say(f"resuming after round {report.begun.last_round}")
             self._has_begun = True
+        if report.HasField("over") and not self._take_part(report.over.finishing):
+            self._say(f"{self._state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
         if report.HasField("member_round") and report.member in self._members:
             self._round(report.time, report.member, report.member_round)
 
@@ -65,6 +68,10 @@ class OwnRounds:
             self._say(f"{name} trained up to round {last} in an earlier start")
         self._earlier.clear()
         self._say(self._line(member, told))
+
+    def _take_part(self, finishing: Collection[str]) -> bool:
+        """Whether a member of this host took part in the last round."""
+        return any(self._state.spec.members[member].replica.name in finishing for member in self._members)
 
     def _line(self, member: str, told: MemberRound) -> str:
         """`round 3/16: home.1: training loss 4.2, 12 s (waiting for neighbours 3 s, outer round 2 s), sent 1.2 MB`."""

@@ -153,6 +153,9 @@ def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
         waiting = report.waiting
         what = {"awaited": Awaited.Name(waiting.awaited).lower(), "round": waiting.round, "seconds": waiting.seconds}
         yield head | {"event": event} | what | {"members": ", ".join(one.member for one in waiting.missing)}
+    elif event == "over":
+        over = {"round": report.over.round, "rounds": report.over.rounds}
+        yield head | {"event": event} | over | {"finishing": ", ".join(report.over.finishing)}
     elif event == "standing":
         told = report.standing
         yield head | {"event": event} | _fields(told) | {"what": Happened.Name(told.what).lower()}

@@ -22,6 +22,7 @@ from hetero_pp.messages.messages_pb2 import (
     Failure,
     InnerStep,
     LinkUse,
+    Over,
     Reading,
     Refusal,
     Report,
@@ -94,6 +95,8 @@ class RunState:
         self.standings = Standings(spec)
         self._pauses = Pauses()
         self._finished: set[str] = set()
+        self._over: Over | None = None
+        """Told once every round is closed."""
 
     # ---- writing ----
 
@@ -127,6 +130,8 @@ class RunState:
                     self._refused(report.refusal)
                 case "finished":
                     self._finished.add(report.member)
+                case "over":
+                    self._over = report.over
                 case "joined":
                     self._joined(report.time, report.member)
                 case "reading":
@@ -231,9 +236,17 @@ class RunState:
 
     @property
     def is_over(self) -> bool:
-        """Whether every round is recorded, and whoever is there is through: who was given up never will be."""
+        """Whether every round is recorded, and whoever is there is through: who was given up never will be.
+
+        Members of a replica that took no part in the last round, or has lost a member since, are not waited for.
+        """
         came = self.spec.needed.keys() | (self.joined & self.spec.members.keys())
-        left = came - self._finished - self.standings.vacant.keys() - self.standings.given_up.keys()
+        vacant = self.standings.vacant.keys()
+        left = came - self._finished - vacant - self.standings.given_up.keys()
+        if self._over is not None:
+            replicas = {name: member.replica.name for name, member in self.spec.members.items()}
+            awaited = set(self._over.finishing) - {replicas[name] for name in vacant if name in replicas}
+            left = {name for name in left if replicas[name] in awaited}
         return self.rounds >= self.rounds_planned and not left
 
     @property
