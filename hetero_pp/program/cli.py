@@ -212,7 +212,7 @@ def leave(
 def status(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="The run's name, as of its folder in runs/, or HOST:PORT of its exchange."),
+        typer.Argument(metavar="RUN", help="The run's name, its folder, HOST:PORT of its exchange, or a ticket to it."),
     ],
     address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Dial the exchange at this address, not at the known one.")
@@ -220,7 +220,11 @@ def status(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the table to this file.")] = None,
     runs: RunsFolder = Path("runs"),
 ) -> None:
-    """Show which member holds each place of a run that this host serves or has joined."""
+    """Show the round or the end of a run, its slots and members, hosts that wait for a group, and open tickets.
+
+    Works on every host that started, serves or joined the run, or that waits for a group. For a ticket: print the slot
+    that it is for, its expiry, and whether it was used.
+    """
     with readable_errors():
         from hetero_pp.program.join.status import status as ask_and_print
 

@@ -33,6 +33,8 @@ class Ticket:
     """HOST:PORT of the exchange."""
     identity: Identity
     """By which the exchange is asked for a certificate; of no use for anything else."""
+    good_for: str = ""
+    """The slots that it is good for, in words; empty in tickets of older versions. The exchange decides, not this."""
 
     def to_text(self) -> str:
         """In one line, of letters, digits, `-` and `_`."""
@@ -53,7 +55,7 @@ class Ticket:
             if hashlib.sha256(data).digest()[:_CHECK_BYTES] != check:
                 raise ValueError
             found = json.loads(_inflated(data))
-            ticket = cls(found["run"], found["address"], Identity(**found["identity"]))
+            ticket = cls(found["run"], found["address"], Identity(**found["identity"]), str(found.get("good_for", "")))
             ticket.id  # noqa: B018 (its certificate can be read)
         except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
             raise Refused("the ticket is not whole: copy all of it, in one line") from None
@@ -78,11 +80,11 @@ class Ticket:
             raise Refused("the ticket is over: ask for another (or is the clock of this host wrong?)")
 
 
-def make_ticket(run: str, address: str, authority: Authority, ticket: str, until: float) -> Ticket:
+def make_ticket(run: str, address: str, authority: Authority, ticket: str, until: float, good_for: str = "") -> Ticket:
     """The ticket of this id, which is good until then."""
     key = new_key()
     certificate = authority.sign(key.public_key(), _NAME + ticket, 0, until)
-    return Ticket(run, address, Identity(certificate, as_text(key), authority.certificate))
+    return Ticket(run, address, Identity(certificate, as_text(key), authority.certificate), good_for)
 
 
 def ticket_of(name: str) -> str | None:

@@ -48,6 +48,11 @@ class RunFolder:
         return self.path / "authority" / "members.sqlite"
 
     @property
+    def over(self) -> Path:
+        """That the run is over, as a host heard it that carries no exchange."""
+        return self.path / "over.json"
+
+    @property
     def text(self) -> Path:
         """Which text the run is trained on, as the first that reads it told the exchange."""
         return self.path / "text"

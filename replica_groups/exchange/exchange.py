@@ -308,9 +308,11 @@ class Exchange:
 
     def status(self) -> StatusReply:
         """Who is where, after which round."""
+        missing = self.expected().missing
         with self._changed:
             coordinator = self.coordinator
             reply = StatusReply(last_round=coordinator.last_round, rounds=self._rounds, refusals=self.refusals)
+            reply.missing.extend(missing)
             reply.has_begun, reply.is_over = coordinator.rounds is not None, coordinator.is_over
             if (paused := coordinator.paused) is not None:
                 reply.paused = why_paused(paused.there, len(coordinator.replicas), paused.needed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.join import membership as membership_module
 from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
+from hetero_pp.program.join.status import status as status_of
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import admission, admission_client
 from hetero_pp.rpc.admission import Told
@@ -397,12 +399,17 @@ def test_who_finds_no_group_waits_until_enough_are_there(served: Served, capsys:
         first = threads.submit(served.takes, served.ticket(), "anna")
         served.wait_until(lambda: served.lobby.here == 1)
         assert not first.done()
+        status_of(served.folder / "anna", "run", None, None)
+        said = capsys.readouterr().out
+        assert re.search(r"run: this host waits for a group to form, for .*: 1 of 2 are here, 1 more needed\n", said)
+        assert "run: the run is after round 0 of 9; the exchange answered " in said
         asked = served.client(SECRET.credentials("a", encrypted=True))
-        assert status(served.address, SECRET.authority.identity("a")).in_lobby == 1
+        reply = status(served.address, SECRET.authority.identity("a"))
+        assert (reply.in_lobby, reply.needed_in_lobby, len(reply.guests)) == (1, 2, 1)
         asked.close()
         second = threads.submit(served.takes, served.ticket(), "ben")
         assert {first.result(TIMEOUT).place, second.result(TIMEOUT).place} == {"a", "b"}
-    assert "run: waiting for a group to form: 1 of 2 are here" in capsys.readouterr().out
+    assert "run: waiting for a group to form: 1 of 2 are here" in said
     with pytest.raises(Refused, match="every slot of the run is taken"):
         served.takes(served.ticket(), "clara")
 
@@ -542,6 +549,8 @@ def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
     assert be_probed(served.address, served.ticket().identity).startswith("the run is over")
     join(served.ticket().to_text(), Here(served.folder / "late"))  # ends well
     assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); nothing was left to train\n")
+    status_of(served.folder / "late", "run", None, None)
+    assert capsys.readouterr().out.startswith("run: the run is over (round 9 of 9), heard 20")
 
 
 def test_hosts_that_wait_for_a_group_hear_that_the_run_has_failed(served: Served) -> None:

@@ -96,7 +96,7 @@ class Run:
         done = self.ask("invite", *more)
         assert done.returncode == 0, done.stderr
         named = more[more.index("--place") + 1] if "--place" in more else "a stage of group"
-        assert f"homes: this ticket is for {'the datacenter replica ' * (named == 'dc')}{named}" in done.stderr
+        assert re.search(rf"^homes: this ticket is for .*{re.escape(named)}", done.stderr)
         return done.stdout.strip()
 
     def join(self, host: str, ticket: str, data: Path | None = None) -> None:
@@ -198,6 +198,8 @@ def test_three_hosts_join_by_tickets_and_come_to_the_bits_of_one_process(
     code, said, errors = run.wait("waits")
     assert (code, errors) == (0, "")
     assert said.endswith("homes: the run is over (round 3 of 3); nothing was left to train\n")
+    assert run.ask("status").stdout.startswith("homes: over after round 3 of 3, at 20")
+    assert run.ask("status", host="waits").stdout.startswith("homes: the run is over (round 3 of 3), heard 20")
     alone = run_program("launch", "--in-process", str(tmp_path / "run.yaml"), "--runs", str(run.runs("alone")))
     assert alone.returncode == 0, alone.stderr
     for found in ("parameters_sha256", "validation_loss"):
@@ -239,12 +241,16 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     run.join("dc", tickets["dc"])  # who has left may come back by its ticket
     run.wait_for('"member": "dc", "event": "joined", "address": "", "term": 2')
     done = run.ask("status", "--json", str(tmp_path / "status.json"), host="dc")
-    assert "homes: after round " in done.stdout
+    assert "homes: training round " in done.stdout
     found = json.loads((tmp_path / "status.json").read_text())["places"]
     assert (found["dc"]["holder"], found["dc"]["term"]) == (2, 2)
 
     run.processes["exchange"].terminate()
     run.wait("exchange")
+    interrupted, go_on = run.ask("status").stdout.splitlines()
+    assert re.match(r"homes: interrupted after round \d+ of 100000, at 20", interrupted)
+    folder = run.runs("exchange")
+    assert go_on == f"homes: go on with: hetero-pp serve {folder}/homes/config.yaml --resume --runs {folder}"
     run.serve(waits=False)  # which would lock them all out
     code, _, errors = run.wait("exchange")
     stopped = rf"hetero-pp: {run.runs('exchange')}/homes: run homes stopped after round \d+ of 100000; continue it with"
@@ -543,9 +549,31 @@ def test_who_is_there_is_asked_by_the_name_of_the_run_or_where_its_exchange_is(
     about.write_text("{")
     for run in ("homes", served.address):
         status(runs, run, None, None)
-        assert capsys.readouterr().out.startswith("homes: after round 0 of ")
+        assert capsys.readouterr().out.startswith("homes: has not begun; waiting for members to join: ")
     with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that this host serves, or has joined"):
         status(runs, "127.0.0.1:1", None, None)
+
+
+def test_status_says_what_a_ticket_is_good_for(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(text: str, runs: Path) -> str:
+        status(runs, text, None, tmp_path / "ticket.json")
+        return capsys.readouterr().out
+
+    text, here = served.invite("dc", capsys).strip(), tmp_path / "here"
+    ticket = Ticket.from_text(text)
+    begins = f"homes: ticket {ticket.id} is for the datacenter replica dc; it "
+    assert told(text, here).startswith(f"{begins}lets one host in until 20")
+    take_place(ticket, here)
+    for runs in (here, served.runs):  # who has used it, and who serves the run
+        assert told(text, runs).startswith(f"{begins}was used; it was good until 20")
+    assert json.loads((tmp_path / "ticket.json").read_text())["state"] == "used"
+    old = Ticket(ticket.run, ticket.address, ticket.identity)
+    assert "is for a slot that it does not name (it is of an older version); " in told(old.to_text(), here)
+    assert told(served.invite("home.1", capsys, 0.0), here).count("; it expired 20") == 1
+    with pytest.raises(ConfigError, match="the ticket is not whole"):
+        status(here, text[:-7], None, None)
 
 
 def test_a_run_by_any_other_name_is_no_folder(tmp_path: Path) -> None:
@@ -610,7 +638,8 @@ def test_a_member_whose_run_was_replaced_ends_as_one_that_the_user_can_mend(
     assert lines == [f"{cause} (not verified, as its certificate is not of this run: {waits})"]
 
 
-def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     reply = StatusReply(last_round=3, rounds=9)
     for address, relayed in (("", 5_000_000), ("relay", 0), ("relay", 5_000_000), ("ben:\x1b7", 0), ("ben:7", 9_000)):
         reply.places.add(name="p", held=True, address=address, relayed_bytes=relayed)
@@ -620,7 +649,7 @@ def test_how_a_place_is_reached_is_shown(capsys: pytest.CaptureFixture[str]) -> 
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     links = ["", "relayed", "5 MB relayed", r"ben:\x1b7", "ben:7, 9 kB relayed"]
     links += [r"dials ann:\x1b7", "dials a:7, 9 B relayed"]
-    assert [row[6].strip() for row in rows] == links
+    assert [row[5].strip() for row in rows] == links
 
 
 def test_groups_that_nobody_has_joined_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -634,7 +663,7 @@ def test_groups_that_nobody_has_joined_are_counted_and_not_listed(capsys: pytest
     said = capsys.readouterr().out
     shown = [line.split("│")[1].strip() for line in said.splitlines() if line.startswith("│")]
     assert shown == ["g0.0", "g0.1", "g1.0", "g1.1", "g3.0", "g3.1", "g4.0", "g4.1"]
-    assert "and 2 replicas more that nobody has joined" in said
+    assert "2 more replicas that nobody has joined" in said
 
 
 def _config(corpus: str, **more: object) -> RunConfig:

@@ -12,6 +12,7 @@ from hetero_pp.program.join.membership import Membership, renewed, take_place
 from hetero_pp.program.launch.command import run_members
 from hetero_pp.program.launch.hosts import Exchange, listens
 from hetero_pp.program.launch.inputs import Prepared, prepare
+from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.rpc.admission_client import give
@@ -56,6 +57,7 @@ def join(text: str, here: Here) -> None:
         raise ConfigError((), str(error)) from None
     except RunOver as error:
         say(f"{ticket.run}: {error}")
+        keep_over(RunFolder(here.runs.absolute() / ticket.run), error)
         return
     _train(membership, here, has_answered=not ticket.is_over)
 

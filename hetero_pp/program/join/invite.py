@@ -49,9 +49,11 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
             ticket = memberships.invite(place, seconds)
         except HeteroPPError as error:
             raise ConfigError((), f"--place: {error}") from None
-    sys.stdout.write(make_ticket(run, reached, authority, ticket, time.time() + seconds).to_text() + "\n")
-    until = f"{datetime.fromtimestamp(time.time() + seconds):%Y-%m-%d %H:%M}"
-    complain(f"{run}: this ticket is for {good_for(config, place)}; it lets one host in until {until}")
+    until, slots = time.time() + seconds, good_for(config, place)
+    sys.stdout.write(make_ticket(run, reached, authority, ticket, until, slots).to_text() + "\n")
+    complain(
+        f"{run}: this ticket is for {slots}; it lets one host in until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
+    )
     if place is None and (open_slots := _open_datacenters(config, folder, authority)):
         commands = " or ".join(f"`hetero-pp invite {run} --place {name}`" for name in open_slots)
         names = ", ".join(open_slots)

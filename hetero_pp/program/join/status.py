@@ -1,145 +1,235 @@
-"""`hetero-pp status`: who is in a run, as its exchange says; asked by who serves it, or was let in."""
+"""`hetero-pp status`: what a run does, as its exchange says or its folder; on any host that serves, joined or waits."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
-from rich.table import Table
-
-from hetero_pp.errors import ConfigError, HeteroPPError
-from hetero_pp.links import LAUNCHER, RELAYED
-from hetero_pp.messages.messages_pb2 import PlaceStatus, StatusReply
-from hetero_pp.program.join.membership import memberships_in
+from hetero_pp.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
+from hetero_pp.links import LAUNCHER
+from hetero_pp.messages.messages_pb2 import StatusReply
+from hetero_pp.program.join.invite import good_for
+from hetero_pp.program.join.membership import Wait, memberships_in, waits_in
+from hetero_pp.program.join.on_disk import RunOnDisk, is_running, read_run_on_disk
+from hetero_pp.program.join.status_tables import as_json, print_status, print_tickets
 from hetero_pp.program.launch.hosts import read_token
-from hetero_pp.program.report.output import standard_output
+from hetero_pp.program.launch.over import Over, read_over
+from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.rpc.admission_client import status as ask
 from hetero_pp.rpc.certificates import Authority, Identity
-from hetero_pp.rpc.plain_text import plain
+from hetero_pp.rpc.tickets import PREFIX, Ticket
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
-from hetero_pp.units import format_bytes, format_count
+from hetero_pp.units import format_seconds
+from replica_groups.exchange.memberships import Memberships
+from replica_groups.exchange.patience import listed
 
-EMPTY_SHOWN = 2
-"""Replicas that nobody has joined: of a run with room for many groups most are so."""
+SECONDS = 10.0
+"""Within which an exchange that is there answers."""
+_SECONDS_OF_AN_ENDED_RUN = 3.0
+"""The same where this host has heard that the run is over: it may have been extended since."""
 
 
 def status(runs: Path, run: str, address: str | None, json_path: Path | None) -> None:
-    """Print who is at which place of a run, which its name tells, or HOST:PORT of its exchange.
+    """Print what a run does: by its name, its folder, HOST:PORT of its exchange, or a ticket to it.
 
-    Raises ConfigError for a run that this host is not of, or that nobody serves.
+    Raises ConfigError for a run that this host is not of, or whose exchange does not answer.
     """
-    runs = runs.absolute()
-    known = _known_at(runs, run) if ":" in run else [_known(RunFolder(runs / run))]
-    name, reply = _first_answer(known, address)
-    print_status(name, reply)
+    if run.startswith(PREFIX):
+        found = _of_ticket(run, runs.absolute())
+    elif ":" in run:
+        found = _of_address(runs.absolute(), run)
+    else:
+        folder = _folder(runs.absolute(), run)
+        found = _of_folder(folder, address)
     if json_path is not None:
-        json_path.write_text(json.dumps(as_json(reply), indent=2) + "\n", encoding="utf-8")
+        json_path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _folder(runs: Path, run: str) -> RunFolder:
+    """That a user named, by itself or as the run's name. Raises ConfigError if there is none, with names like it."""
+    for path in (runs / run, Path(run).absolute()):
+        if path != runs and _is_of_a_run(path):
+            return RunFolder(path)
+    names = sorted(path.name for path in runs.glob("*/") if _is_of_a_run(path))
+    near = get_close_matches(run, names, n=3)
+    there = f"did you mean {' or '.join(near)}?" if near else f"there are {listed(names)}" if names else "there is none"
+    raise ConfigError((), f"{runs}: found no run {run} that this host started, serves or has joined: {there}")
+
+
+def _is_of_a_run(path: Path) -> bool:
+    folder = RunFolder(path)
+    return folder.config.is_file() or folder.identity("").is_dir() or bool(_own_parts(folder))
+
+
+def _own_parts(folder: RunFolder) -> list[str]:
+    """What this host carries of a run that another host serves: members, replicas."""
+    return sorted(path.stem.removeprefix("config-") for path in folder.path.glob("config-*.yaml"))
+
+
+def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
+    """Print what a run does, as the exchange says, or what this host knows of it. Returns the same for programs."""
+    name = folder.path.name
+    if waits := waits_in(folder):
+        return _print_waits(name, waits)
+    if folder.config.is_file() and address is None and not _may_ask(folder):
+        return _print_on_disk(folder, read_run_on_disk(folder))
+    over = read_over(folder)
+    try:
+        known = _known(folder)
+        reply = ask(address or known.address, known.identity, SECONDS if over is None else _SECONDS_OF_AN_ENDED_RUN)
+    except HeteroPPError as error:
+        if over is not None:
+            return _print_over(name, over)
+        if not isinstance(error, LinkTimeout):
+            raise
+        since = f"{address or known.address} did not answer within {format_seconds(SECONDS)}"
+        served = "`serve` runs on this host, and is starting or frozen"
+        what = served if known.serves else "the run is over, or was stopped there"
+        raise ConfigError((), f"{name}: the exchange at {since}: {what}") from None
+    return _print_reply(known, reply)
+
+
+def _may_ask(folder: RunFolder) -> bool:
+    """Whether an exchange runs on this host that says who is there: without TLS it does not, nor does `launch`."""
+    return folder.token.is_file() and is_running(folder) and not ConfigFile(folder.config).config.exchange.insecure
+
+
+def _print_reply(known: _Known, reply: StatusReply) -> dict[str, object]:
+    print_status(known.name, reply)
+    if known.serves:
+        _print_tickets(known.folder)
+    return as_json(reply)
+
+
+def _print_tickets(folder: RunFolder) -> None:
+    config = ConfigFile(folder.config).config
+    with closing(Memberships(folder.memberships)) as memberships:
+        tickets = memberships.tickets()
+    print_tickets(tickets, {one.place: good_for(config, one.place) for one in tickets}, time.time())
 
 
 @dataclass(frozen=True)
 class _Known:
     """A run that this host serves, or has joined."""
 
-    name: str
+    folder: RunFolder
     address: str
     """HOST:PORT of its exchange."""
     identity: Identity
     """By which this host shows who it is."""
+    serves: bool
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.name
 
 
-def _first_answer(known: Sequence[_Known], address: str | None) -> tuple[str, StatusReply]:
-    """Of several runs, one after the other at one address, that which is there now. Raises ConfigError."""
-    complaint = ""
-    for one in known:
-        try:
-            return one.name, ask(address or one.address, one.identity)
-        except HeteroPPError as error:
-            complaint = str(error)
-    raise ConfigError((), complaint)
-
-
-def _known_at(runs: Path, address: str) -> list[_Known]:
-    """Those whose exchange is at an address, as this host knows it, the newest first. Raises ConfigError."""
+def _of_address(runs: Path, address: str) -> dict[str, object]:
+    """Of several runs that were at one address, print the one that is there now. Raises ConfigError."""
     found = []
     for path in sorted(runs.glob("*/"), key=lambda path: -path.stat().st_mtime):
         with suppress(HeteroPPError):
             found.append(_known(RunFolder(path)))
-    at_address = [one for one in found if one.address == address]
-    if not at_address:
-        raise ConfigError((), f"{runs}: found no run at {address} that this host serves, or has joined")
-    return at_address
+    complaint = f"{runs}: found no run at {address} that this host serves, or has joined"
+    if addresses := sorted({one.address for one in found}):
+        complaint += f": it knows {listed(addresses)}"
+    for one in [one for one in found if one.address == address]:
+        try:
+            return _print_reply(one, ask(one.address, one.identity, SECONDS))
+        except HeteroPPError as error:
+            complaint = f"{error}: its run is over, or nobody serves it now"
+    raise ConfigError((), complaint)
 
 
 def _known(folder: RunFolder) -> _Known:
     """The run of a folder. Raises ConfigError if this host is not of it, Refused for what is damaged."""
     if folder.token.is_file() and folder.config.is_file():
         listen = ConfigFile(folder.config).config.exchange.listen.replace("0.0.0.0", "127.0.0.1")
-        return _Known(folder.path.name, listen, Authority(read_token(folder.token)).identity(LAUNCHER))
+        return _Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
     found = memberships_in(folder)
     if not found:
-        raise ConfigError((), f"{folder.path}: found no run that this host serves, or has joined")
-    return _Known(folder.path.name, found[0].address, found[0].identity.latest)
+        own = f": it carries {', '.join(parts)}, by the run's token" if (parts := _own_parts(folder)) else ""
+        what = f"found no run that this host serves, or has joined by a ticket{own}"
+        raise ConfigError((), f"{folder.path}: {what}; ask on the host of the exchange")
+    return _Known(folder, found[0].address, found[0].identity.latest, serves=False)
 
 
-def print_status(run: str, reply: StatusReply) -> None:
-    """As a table."""
-    table = Table(title=f"{run}: after round {reply.last_round} of {reply.rounds}", title_justify="left")
-    for name in ("place", "replica", "held", "term", "by", "link"):
-        table.add_column(name)
-    left_out = _empty(reply)[EMPTY_SHOWN:]
-    for place in reply.places:
-        if place.replica in left_out:
-            continue
-        by = f"ticket, holder {place.holder}" if place.holder else "the run's token" if place.held else ""
-        held = "yes" if place.held else "no"
-        table.add_row(place.name, place.replica, held, str(place.term or ""), by, _link(place))
-    standard_output().print(table)
-    if left_out:
-        standard_output().print(f"and {format_count(len(left_out), 'replica')} more that nobody has joined")
-    if reply.in_lobby:
-        standard_output().print(f"waiting for a group to form: {reply.in_lobby}")
-    standard_output().print(f"refused so far: {reply.refusals}")
+# ---- without an answer of the exchange ----
 
 
-def _empty(reply: StatusReply) -> list[str]:
-    """Replicas that nobody has joined yet, in their order."""
-    joined = {place.replica for place in reply.places if place.held or place.term}
-    return [name for name in dict.fromkeys(place.replica for place in reply.places) if name not in joined]
+def _print_waits(run: str, waits: Sequence[Wait]) -> dict[str, object]:
+    """What the exchange has told processes of this host that wait for a group."""
+    say = partial(tell, standard_output())
+    for wait in waits:
+        more = max(wait.needed - wait.here, 0)
+        until = f"{more} more needed" if more else "a group forms now"
+        since = f"for {format_seconds(max(time.time() - wait.since, 0.0))}"
+        asked = f"the exchange answered {format_seconds(max(time.time() - wait.asked, 0.0))} ago"
+        say(f"{run}: this host waits for a group to form, {since}: {wait.here} of {wait.needed} are here, {until}")
+        say(f"{run}: the run is after round {wait.last_round} of {wait.rounds}; {asked}")
+    return {"state": "waiting for a group", "waits": [asdict(wait) for wait in waits]}
 
 
-def _link(place: PlaceStatus) -> str:
-    """Where it may be dialled, or dials the stage before, and what of its links went through the exchange."""
-    if not place.address:
-        return ""
-    relayed = f"{format_bytes(place.relayed_bytes)} relayed" if place.relayed_bytes else ""
-    address = "" if place.address == RELAYED else plain(place.address)
-    dials = f"dials {plain(place.dials)}" if place.dials else ""
-    return ", ".join(filter(None, [address, dials, relayed])) or "relayed"
+def _print_over(run: str, over: Over) -> dict[str, object]:
+    """What this host heard at the end of a run that another host served."""
+    when = f"{datetime.fromtimestamp(over.heard):%Y-%m-%d %H:%M:%S}"
+    tell(standard_output(), f"{run}: {over.told}, heard {when}; its exchange does not answer any more")
+    return {"state": "over", "told": over.told, "changed": over.heard}
 
 
-def as_json(reply: StatusReply) -> dict[str, object]:
-    """For programs."""
-    places = {place.name: _place(place) for place in reply.places}
-    return {
-        "last_round": reply.last_round,
-        "rounds": reply.rounds,
-        "refusals": reply.refusals,
-        "waiting": reply.in_lobby,
-        "places": places,
-    }
+_ENDS: Mapping[str, str] = {
+    "running": "runs on this host,",
+    "over": "over",
+    "interrupted": "interrupted",
+    "failed": "failed",
+    "killed": "ended without a summary",
+}
 
 
-def _place(place: PlaceStatus) -> dict[str, object]:
-    return {
-        "replica": place.replica,
-        "held": place.held,
-        "term": place.term,
-        "holder": place.holder or None,
-        "address": place.address,
-        "dials": place.dials,
-        "relayed_bytes": place.relayed_bytes,
-    }
+def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
+    """What the folder of a run says of it."""
+    say, name = partial(tell, standard_output()), folder.path.name
+    why = "it was killed, or its host went down" if found.state == "killed" else found.why
+    when = f"{datetime.fromtimestamp(found.changed):%Y-%m-%d %H:%M:%S}"
+    end = f"{_ENDS[found.state]} after round {found.last_round} of {found.rounds}, at {when}"
+    say(f"{name}: {end}{f': {why}' if why else ''}")
+    if found.resume:
+        say(f"{name}: go on with: {found.resume}")
+    return found.as_json()
+
+
+def _of_ticket(text: str, runs: Path) -> dict[str, object]:
+    """Print what a ticket says: which run, for which slot, until when. The exchange is not asked."""
+    try:
+        ticket = Ticket.from_text(text)
+    except Refused as error:
+        raise ConfigError((), str(error)) from None
+    until, is_used = ticket.identity.shown.until, _is_used(ticket, RunFolder(runs / ticket.run))
+    slots = ticket.good_for or "a slot that it does not name (it is of an older version)"
+    state = "expired" if ticket.is_over else "used" if is_used else "open"
+    told = {"run": ticket.run, "id": ticket.id, "good_for": ticket.good_for, "exchange": ticket.address}
+    words = {"expired": "it expired", "used": "it was used; it was good until", "open": "it lets one host in until"}
+    when = f"{words[state]} {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
+    tell(
+        standard_output(),
+        f"{ticket.run}: ticket {ticket.id} is for {slots}; {when}; the exchange is at {ticket.address}",
+    )
+    return told | {"until": until, "state": state}
+
+
+def _is_used(ticket: Ticket, folder: RunFolder) -> bool:
+    """Whether a ticket was used, as far as this host knows: it serves the run, or has joined by the ticket."""
+    if Path(ticket.run).name != ticket.run:
+        return False
+    if folder.memberships.is_file():
+        with closing(Memberships(folder.memberships)) as memberships:
+            return any(one.id == ticket.id and one.is_used for one in memberships.tickets())
+    return (folder.identity(ticket.id) / "about.json").is_file()

@@ -18,6 +18,7 @@ from hetero_pp.links import EXCHANGE, RELAYED
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.crew import Crew
+from hetero_pp.program.launch.over import keep_over
 from hetero_pp.program.launch.watcher import Watcher
 from hetero_pp.program.report.own_rounds import OwnRounds
 from hetero_pp.rpc.connections import reports_of, reports_to_members
@@ -164,6 +165,8 @@ def launch_members(
 
     def on_report(report: Report) -> None:
         rounds.on_report(report)
+        if report.HasField("over"):
+            keep_over(folder, RunOver.after(report.over.round, report.over.rounds))
         if rounds.failed is not None:
             crew.end_soon(rounds.failed)
 

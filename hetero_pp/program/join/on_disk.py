@@ -1,0 +1,94 @@
+"""What the folder of a run says of it, without its exchange: whether it ended, after which round, when and why."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from hetero_pp.changed_keys import read_changes
+from hetero_pp.links import EXCHANGE
+from hetero_pp.program.launch.claim import LOCKS
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.yaml_file import ConfigFile
+
+INTERRUPTED = "interrupted"
+"""The cause that is recorded of a run that a user has interrupted."""
+
+
+@dataclass(frozen=True)
+class RunOnDisk:
+    """What a folder says of its run."""
+
+    state: str
+    """`running`, `over`, `interrupted`, `failed`, or `killed`: of the last nobody recorded the end."""
+    last_round: int
+    rounds: int
+    changed: float
+    """When something was recorded last, in seconds since 1970."""
+    why: str = ""
+    resume: str = ""
+    """The command that goes on with the run; empty if there is nothing to go on with."""
+
+    def as_json(self) -> dict[str, object]:
+        """For programs."""
+        return asdict(self)
+
+
+def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
+    """The run of a folder in which it was recorded. Raises ConfigError for a configuration that cannot be read."""
+    config = ConfigFile(folder.config).config
+    rounds = read_changes(folder.changes).settled().at(config, None).outer.rounds
+    summary: dict[str, object] = {}
+    with suppress(OSError, ValueError):
+        summary = json.loads(folder.summary.read_text())
+    written = [path.stat().st_mtime for path in (folder.summary, folder.metrics, folder.config) if path.is_file()]
+    if is_running(folder):
+        return RunOnDisk("running", _closed(folder), rounds, max(written))
+    last, why = _number(summary.get("rounds")), str(summary.get("failed") or "")
+    if not summary:
+        return RunOnDisk("killed", _closed(folder), rounds, max(written), resume=_resume(folder))
+    if not why:
+        return RunOnDisk("over", last, rounds, max(written))
+    state = INTERRUPTED if why == INTERRUPTED else "failed"
+    return RunOnDisk(state, last, rounds, max(written), "" if state == INTERRUPTED else why, _resume(folder))
+
+
+def is_running(folder: RunFolder) -> bool:
+    """Whether a launch on this host carries the exchange of the run."""
+    path = folder.path.parent / LOCKS / folder.path.name / EXCHANGE
+    if not path.exists():
+        return False
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def _number(found: object) -> int:
+    return found if isinstance(found, int) else 0
+
+
+def _closed(folder: RunFolder) -> int:
+    """The last round whose close was recorded."""
+    return max((_number(line.get("round")) for line in _lines(folder.metrics)), default=0)
+
+
+def _lines(metrics: Path) -> Iterator[dict[str, object]]:
+    with suppress(OSError), metrics.open(errors="replace") as file:
+        for line in file:
+            if '"round_closed"' in line:
+                with suppress(ValueError):
+                    yield json.loads(line)
+
+
+def _resume(folder: RunFolder) -> str:
+    """The command that goes on with a run: the one that started it, `serve` or `launch`."""
+    command = "serve" if folder.token.is_file() else "launch"
+    return shlex.join(["hetero-pp", command, str(folder.config), "--resume", "--runs", str(folder.path.parent)])

@@ -1,0 +1,164 @@
+"""Prints what the exchange says of its run: whether it trains, who holds which slot, who waits for a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from rich.console import Console
+from rich.table import Table
+
+from hetero_pp.links import RELAYED
+from hetero_pp.messages.messages_pb2 import PlaceStatus, StatusReply
+from hetero_pp.program.report.output import standard_output, tell
+from hetero_pp.rpc.plain_text import plain
+from hetero_pp.units import format_bytes, format_count, format_seconds
+from replica_groups.exchange.memberships import IssuedTicket
+from replica_groups.exchange.patience import listed
+
+EMPTY_SHOWN = 2
+"""How many replicas are shown that nobody has joined. Most replicas of a run with room for many groups are empty."""
+
+
+def state_of(reply: StatusReply) -> str:
+    """One word for a program: `joining`, `training`, `paused` or `over`."""
+    if reply.is_over:
+        return "over"
+    if not reply.has_begun:
+        return "joining"
+    return "paused" if reply.paused else "training"
+
+
+def headline(reply: StatusReply) -> str:
+    """What the run does now, in one sentence."""
+    missing = listed([plain(one) for one in reply.missing])
+    round_ = f"round {reply.last_round + 1} of {reply.rounds}"
+    match state_of(reply):
+        case "over":
+            return f"over, after round {reply.last_round} of {reply.rounds}" + (
+                f"; {missing} still end" if missing else ""
+            )
+        case "joining":
+            return f"has not begun; waiting for members to join: {missing or 'nobody'}"
+        case "paused":
+            return f"paused in {round_}: {reply.paused}"
+    return f"training {round_}" + (f"; waiting for contributions of {missing}" if missing else "")
+
+
+def print_status(run: str, reply: StatusReply) -> None:
+    """The state of the run, then a table of its slots."""
+    console = standard_output()
+    tell(console, f"{run}: {headline(reply)}")
+    incomplete = _incomplete(reply)
+    table = Table()
+    for name in ("Slot", "Replica", "State", "Let in by", "Connection"):
+        table.add_column(name)
+    left_out = _empty(reply)[EMPTY_SHOWN:]
+    for slot in reply.places:
+        if slot.replica not in left_out:
+            state = _state(slot, slot.replica in incomplete, reply.is_over)
+            table.add_row(slot.name, slot.replica, state, _let_in_by(slot), _connection(slot))
+    console.print(table)
+    if left_out:
+        tell(console, f"{format_count(len(left_out), 'more replica')} that nobody has joined")
+    for replica, missing in incomplete.items():
+        tell(console, f"{replica} is not complete: it waits for a host at {', '.join(missing)}")
+    _print_guests(console, reply)
+    tell(console, f"refused calls so far: {reply.refusals}")
+
+
+def _incomplete(reply: StatusReply) -> dict[str, list[str]]:
+    """The replicas of which some slots are held and others are not: with the latter."""
+    found: dict[str, list[str]] = {}
+    for name in {slot.replica: None for slot in reply.places}:
+        own = [slot for slot in reply.places if slot.replica == name]
+        if any(slot.held for slot in own) and not all(slot.held for slot in own):
+            found[name] = [slot.name for slot in own if not slot.held]
+    return found
+
+
+def _empty(reply: StatusReply) -> list[str]:
+    """Replicas that nobody has joined yet, in their order."""
+    joined = {slot.replica for slot in reply.places if slot.held or slot.term}
+    return [name for name in dict.fromkeys(slot.replica for slot in reply.places) if name not in joined]
+
+
+def _state(slot: PlaceStatus, is_incomplete: bool, is_over: bool) -> str:
+    if not slot.held:
+        return "invited, not here" if slot.holder else "left" if slot.term else "free"
+    if is_over:
+        return "ending"
+    if is_incomplete:
+        return "waits for its group"
+    return f"trains round {slot.round}" if slot.round else "waits for a round"
+
+
+def _let_in_by(slot: PlaceStatus) -> str:
+    if slot.holder:
+        return "a ticket" if slot.holder == 1 else f"a ticket (holder {slot.holder})"
+    return "the run's token" if slot.held else ""
+
+
+def _connection(slot: PlaceStatus) -> str:
+    """Where it may be dialled, or dials the stage before, and what of its links went through the exchange."""
+    if not slot.address:
+        return ""
+    relayed = f"{format_bytes(slot.relayed_bytes)} relayed" if slot.relayed_bytes else ""
+    address = "" if slot.address == RELAYED else plain(slot.address)
+    dials = f"dials {plain(slot.dials)}" if slot.dials else ""
+    return ", ".join(filter(None, [address, dials, relayed])) or "relayed"
+
+
+def _print_guests(console: Console, reply: StatusReply) -> None:
+    """Who waits for a group, and for how many more hosts."""
+    if not reply.in_lobby:
+        return
+    more = max(reply.needed_in_lobby - reply.in_lobby, 0)
+    until = f"{format_count(more, 'more host')} needed" if more else "a group forms now"
+    guests = listed([f"ticket {plain(one.ticket)} for {format_seconds(one.seconds)}" for one in reply.guests])
+    tell(console, f"{format_count(reply.in_lobby, 'host')} waiting for a group to form, {until} ({guests})")
+
+
+def print_tickets(tickets: Sequence[IssuedTicket], good_for: dict[str | None, str], now: float) -> None:
+    """The tickets that may still be used, as the exchange's host knows them; how many others there were."""
+    console = standard_output()
+    open_ = [one for one in tickets if not one.is_used and one.until > now]
+    if open_:
+        table = Table()
+        for name in ("Open ticket", "Good for", "Until"):
+            table.add_column(name)
+        for one in open_:
+            table.add_row(one.id, good_for[one.place], f"{datetime.fromtimestamp(one.until):%Y-%m-%d %H:%M}")
+        console.print(table)
+    used = sum(one.is_used for one in tickets)
+    expired = len(tickets) - used - len(open_)
+    tell(console, f"tickets: {len(open_)} open, {used} used, {expired} expired")
+
+
+def as_json(reply: StatusReply) -> dict[str, object]:
+    """For programs."""
+    return {
+        "state": state_of(reply),
+        "last_round": reply.last_round,
+        "rounds": reply.rounds,
+        "paused": reply.paused or None,
+        "missing": list(reply.missing),
+        "refusals": reply.refusals,
+        "waiting": reply.in_lobby,
+        "needed_to_form": reply.needed_in_lobby,
+        "guests": [{"ticket": one.ticket, "seconds": one.seconds} for one in reply.guests],
+        "places": {slot.name: _slot(slot) for slot in reply.places},
+    }
+
+
+def _slot(slot: PlaceStatus) -> dict[str, object]:
+    return {
+        "replica": slot.replica,
+        "held": slot.held,
+        "round": slot.round or None,
+        "term": slot.term,
+        "holder": slot.holder or None,
+        "address": slot.address,
+        "dials": slot.dials,
+        "relayed_bytes": slot.relayed_bytes,
+    }

@@ -1,0 +1,37 @@
+"""What a host that carries no exchange keeps of the end of a run: that its exchange has told it, and when."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from hetero_pp.errors import RunOver
+from hetero_pp.files import write_whole
+from hetero_pp.run.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Over:
+    """The end of a run, as this host heard it."""
+
+    told: str
+    """Such as `the run is over (round 100 of 100)`."""
+    heard: float
+    """In seconds since 1970."""
+
+
+def keep_over(folder: RunFolder, over: RunOver) -> None:
+    """Note that the run of a folder is over; on a disk that is full it is not noted."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        write_whole(folder.over, json.dumps(asdict(Over(str(over).partition(";")[0], time.time()))).encode())
+
+
+def read_over(folder: RunFolder) -> Over | None:
+    """What was noted; None if the run is not known to be over."""
+    try:
+        return Over(**json.loads(folder.over.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

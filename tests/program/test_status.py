@@ -1,0 +1,178 @@
+"""What `status` says of a run: in every state, with and without its exchange."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from hetero_pp.errors import ConfigError
+from hetero_pp.links import EXCHANGE
+from hetero_pp.messages.messages_pb2 import StatusReply
+from hetero_pp.program.join.status import status
+from hetero_pp.program.join.status_tables import as_json, print_status, print_tickets
+from hetero_pp.program.launch.claim import LOCKS
+from replica_groups.exchange.memberships import IssuedTicket
+
+CONFIG = """
+name: solo
+model: {preset: micro}
+data: {sequence_length: 32}
+inner: {steps: 2, learning_rate: 1e-2}
+outer: {rounds: 9}
+replicas: [{name: dc, kind: datacenter}]
+"""
+
+
+def reply(state: str = "training") -> StatusReply:
+    """Of a run with one complete replica, one incomplete group, and one group that nobody has joined."""
+    found = StatusReply(last_round=3, rounds=9, has_begun=state != "joining", is_over=state == "over", missing=["dc"])
+    found.paused = "1 of 3 replicas are there, 2 are needed" if state == "paused" else ""
+    found.places.add(name="dc", replica="dc", held=True, term=1, round=4)
+    found.places.add(name="one.0", replica="one", held=True, term=3, holder=3)
+    found.places.add(name="one.1", replica="one", term=1)
+    found.places.add(name="two.0", replica="two", holder=1)
+    found.places.add(name="two.1", replica="two")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ("joining", "has not begun; waiting for members to join: dc"),
+        ("training", "training round 4 of 9; waiting for contributions of dc"),
+        ("paused", "paused in round 4 of 9: 1 of 3 replicas are there, 2 are needed"),
+        ("over", "over, after round 3 of 9; dc still end"),
+    ],
+)
+def test_the_first_line_says_what_the_run_does(state: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_status("solo", reply(state))
+    assert capsys.readouterr().out.splitlines()[0] == f"solo: {told}"
+    assert as_json(reply(state))["state"] == state
+
+
+def test_each_slot_has_its_state_and_who_let_it_in(capsys: pytest.CaptureFixture[str]) -> None:
+    print_status("solo", reply())
+    said = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in said.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["dc", "dc", "trains round 4", "the run's token"],
+        ["one.0", "one", "waits for its group", "a ticket (holder 3)"],
+        ["one.1", "one", "left", ""],
+        ["two.0", "two", "invited, not here", "a ticket"],
+        ["two.1", "two", "free", ""],
+    ]
+    assert "one is not complete: it waits for a host at one.1\n" in said
+
+
+@pytest.mark.parametrize(
+    ("needed", "told"), [(3, "2 more hosts needed"), (2, "1 more host needed"), (1, "a group forms now")]
+)
+def test_who_waits_for_a_group_and_for_how_many_more(
+    needed: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = reply()
+    found.in_lobby, found.needed_in_lobby = 1, needed
+    found.guests.add(ticket="0123456789abcdef", seconds=95.0)
+    print_status("solo", found)
+    line = f"1 host waiting for a group to form, {told} (ticket 0123456789abcdef for 1:35)\n"
+    assert line in capsys.readouterr().out
+    assert as_json(found)["guests"] == [{"ticket": "0123456789abcdef", "seconds": 95.0}]
+
+
+def test_open_tickets_are_listed_and_the_others_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    tickets = [
+        IssuedTicket("open", "dc", 2e9, False),
+        IssuedTicket("used", None, 2e9, True),
+        IssuedTicket("late", None, 1e9, False),
+    ]
+    print_tickets(tickets, {"dc": "the datacenter replica dc", None: "a stage of group home"}, 1.5e9)
+    said = capsys.readouterr().out
+    (row,) = [line for line in said.splitlines() if line.startswith("│")]
+    assert [cell.strip() for cell in row.split("│")[1:3]] == ["open", "the datacenter replica dc"]
+    assert said.endswith("tickets: 1 open, 1 used, 1 expired\n")
+
+
+# ---- without an exchange ----
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a run of which six rounds were recorded."""
+    path = tmp_path / "runs" / "solo"
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(CONFIG)
+    rounds = [{"event": "round_closed", "round": round_} for round_ in range(1, 7)]
+    whole = "".join(json.dumps(one) + "\n" for one in rounds)
+    (path / "metrics.jsonl").write_text(whole + '{"event": "round_closed", "r')  # killed as it wrote
+    return path
+
+
+@pytest.mark.parametrize(
+    ("summary", "state", "told"),
+    [
+        ({"rounds": 9}, "over", "over after round 9 of 9"),
+        ({"rounds": 6, "failed": "interrupted"}, "interrupted", "interrupted after round 6 of 9"),
+        ({"rounds": 6, "failed": "dc: made up"}, "failed", "failed after round 6 of 9: dc: made up"),
+        (None, "killed", "ended without a summary after round 6 of 9: it was killed, or its host went down"),
+    ],
+)
+def test_a_run_that_has_ended_says_how_and_how_to_go_on(
+    folder: Path,
+    summary: dict[str, object] | None,
+    state: str,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    for run in ("solo", str(folder)):
+        status(folder.parent, run, None, tmp_path / "found.json")
+        said = capsys.readouterr().out
+        assert re.sub(r", at 20\S+ \d\d:\d\d:\d\d", "", said.splitlines()[0]) == f"solo: {told}"
+    command = f"hetero-pp launch {folder}/config.yaml --resume --runs {folder.parent}"
+    assert said.endswith(f"solo: go on with: {command}\n") == (state != "over")
+    assert json.loads((tmp_path / "found.json").read_text())["state"] == state
+    (folder / "token").write_text("a secret")
+    status(folder.parent, "solo", None, None)
+    assert ("go on with: hetero-pp serve " in capsys.readouterr().out) == (state != "over")
+
+
+def test_a_run_that_a_launch_carries_now(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    locks = folder.parent / LOCKS / "solo"
+    locks.mkdir(parents=True)
+    with FileLock(locks / EXCHANGE):
+        status(folder.parent, "solo", None, None)
+        assert capsys.readouterr().out.startswith("solo: runs on this host, after round 6 of 9, at 20")
+    status(folder.parent, "solo", None, None)
+    assert "ended without a summary" in capsys.readouterr().out
+
+
+def test_a_name_that_does_not_exist(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"found no run sola that this host .*: did you mean solo\?"):
+        status(folder.parent, "sola", None, None)
+    with pytest.raises(ConfigError, match=r"found no run another that .*: there are solo"):
+        status(folder.parent, "another", None, None)
+    with pytest.raises(ConfigError, match=r"found no run solo that .*: there is none"):
+        status(tmp_path, "solo", None, None)
+
+
+def test_a_host_that_carries_a_part_by_the_runs_token(folder: Path) -> None:
+    (folder / "config.yaml").rename(folder / "config-home.0.yaml")
+    with pytest.raises(ConfigError, match=r"it carries home\.0, by the run's token; ask on the host of the exchange"):
+        status(folder.parent, "solo", None, None)
+
+
+def test_an_exchange_that_does_not_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_pp.program.join.status.SECONDS", 0.3)
+    (folder / "token").write_text("0" * 32)
+    with pytest.raises(
+        ConfigError, match=r"solo: the exchange at 127\.0\.0\.1:1 did not answer within 300 ms: `serve` runs"
+    ):
+        status(folder.parent, "solo", "127.0.0.1:1", None)
+    with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that .*: it knows 127\.0\.0\.1:0"):
+        status(folder.parent, "127.0.0.1:1", None, None)
