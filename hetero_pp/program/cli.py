@@ -125,7 +125,9 @@ def invite(
     run: RunName,
     place: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Reserve a replica, or a stage such as home.2; by default any free one."),
+        typer.Option(
+            metavar="NAME", help="Reserve a datacenter replica, or a stage such as home.2; by default any group's stage."
+        ),
     ] = None,
     expires: Annotated[
         str, typer.Option(metavar="DURATION", help="Set how long the ticket is valid, such as `24h`.")

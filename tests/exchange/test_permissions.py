@@ -87,6 +87,7 @@ TOLD: dict[str, tuple[pb.Report, set[str]]] = {
     "joined": (pb.Report(joined=pb.Joined(term=9)), set()),
     "begun": (pb.Report(begun=pb.Begun()), set()),
     "waiting": (pb.Report(waiting=pb.Waiting()), set()),
+    "over": (pb.Report(over=pb.Over(round=9, rounds=9)), set()),
     "reading": (pb.Report(reading=pb.Reading(what="text")), set()),
     "standing": (pb.Report(standing=pb.Standing(what=pb.TERM_OVER)), set()),
     "nothing": (pb.Report(), set()),

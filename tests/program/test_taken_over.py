@@ -11,17 +11,21 @@ from typing import Any, cast
 import grpc
 import pytest
 from test_ended_early import MIXED, ROUNDS
+from test_run_state import made_up_spec
 
 from hetero_pp.errors import LinkClosed, LinkTimeout, RunOver
 from hetero_pp.links import EXCHANGE, LAUNCHER
 from hetero_pp.messages.messages_pb2 import Begun, Finished, Joined, Over, Report
+from hetero_pp.program.launch import crew as crew_module
 from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.hosts import no_answer
 from hetero_pp.program.launch.recorded import Beginnings
 from hetero_pp.rpc import exchange_client
 from hetero_pp.rpc.connections import reports_of, reports_to_members
-from hetero_pp.rpc.credentials import Secret
+from hetero_pp.rpc.credentials import Secret, SecretKeys
 from hetero_pp.rpc.exchange import IsAsked, WatchedExchange, serve_exchange
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import Roster
 from replica_groups.exchange.exchange import Exchange
 
@@ -180,3 +184,19 @@ def test_a_host_is_told_whether_the_exchange_had_answered_before(monkeypatch: py
         assert set(waits) == {expected}
     assert "answered before, and has not for 10 s: the run is over, or" in no_answer("a:1", 10.0, 60.0, True)
     assert "has not answered for 10 s: it was not started yet, or" in no_answer("a:1", 10.0, 60.0, False)
+
+
+@pytest.mark.starts_processes
+def test_members_that_have_nothing_left_to_train_are_ended_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever they wait: here for the first word of their launcher. That is no failure of the run."""
+    monkeypatch.setattr(crew_module, "_SECONDS_TO_NOTICE", 0.1)
+    reports: list[Report] = []
+    keys = SecretKeys(SECRET, encrypted=False)
+    with Crew(made_up_spec(), RunFolder(tmp_path), reports.append, "home", keys) as crew:
+        crew.start(["home.0", "home.1"])
+        over = Report(time=5.0, member=EXCHANGE, over=Over(round=9, rounds=9, finishing=["dc"]))
+        crew.on_report(over)
+        crew.wait()
+    assert reports == [over]
