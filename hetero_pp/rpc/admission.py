@@ -85,8 +85,8 @@ class Lobby(Protocol):
     def told(self, ticket: str) -> None:
         """Who shows a ticket has heard that it waits in vain."""
 
-    def wait_until_told(self, seconds: float) -> None:
-        """Give those that wait so much time to hear it."""
+    def wait_until_told(self, seconds: float) -> bool:
+        """Give those that wait so much time to hear it; whether all did."""
 
     @property
     def here(self) -> int: ...

@@ -95,11 +95,11 @@ class Lobby:
             self._waits_no_more(ticket)
             self._leave(ticket)
 
-    def wait_until_told(self, seconds: float) -> None:
-        """Give those that wait so much time to ask again, and hear that the run is over."""
+    def wait_until_told(self, seconds: float) -> bool:
+        """Give those that wait so much time to ask again, and hear that the run is over; whether all did."""
         with self._lock:
             self._forget()
-            self._changed.wait_for(lambda: not self._answered, seconds)
+            return self._changed.wait_for(lambda: not self._answered, seconds)
 
     def _waits_no_more(self, ticket: str) -> None:
         self._answered.pop(ticket, None)
