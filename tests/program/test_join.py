@@ -250,7 +250,7 @@ def test_places_are_left_given_back_and_taken_again(runs: list[Run], tmp_path: P
     interrupted, go_on = run.ask("status").stdout.splitlines()
     assert re.match(r"homes: interrupted after round \d+ of 100000, at 20", interrupted)
     folder = run.runs("exchange")
-    assert go_on == f"homes: go on with: hetero-pp serve {folder}/homes/config.yaml --resume --runs {folder}"
+    assert go_on == f"homes: resume with: hetero-pp serve {folder}/homes/config.yaml --resume --runs {folder}"
     run.serve(waits=False)  # which would lock them all out
     code, _, errors = run.wait("exchange")
     stopped = rf"hetero-pp: {run.runs('exchange')}/homes: run homes stopped after round \d+ of 100000; continue it with"

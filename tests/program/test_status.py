@@ -135,11 +135,11 @@ def test_a_run_that_has_ended_says_how_and_how_to_go_on(
         said = capsys.readouterr().out
         assert re.sub(r", at 20\S+ \d\d:\d\d:\d\d", "", said.splitlines()[0]) == f"solo: {told}"
     command = f"hetero-pp launch {folder}/config.yaml --resume --runs {folder.parent}"
-    assert said.endswith(f"solo: go on with: {command}\n") == (state != "over")
+    assert said.endswith(f"solo: resume with: {command}\n") == (state != "over")
     assert json.loads((tmp_path / "found.json").read_text())["state"] == state
     (folder / "token").write_text("a secret")
     status(folder.parent, "solo", None, None)
-    assert ("go on with: hetero-pp serve " in capsys.readouterr().out) == (state != "over")
+    assert ("resume with: hetero-pp serve " in capsys.readouterr().out) == (state != "over")
 
 
 def test_a_run_that_a_launch_carries_now(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,7 @@ def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
     end = f"{_ENDS[found.state]} after round {found.last_round} of {found.rounds}, at {when}"
     say(f"{name}: {end}{f': {why}' if why else ''}")
     if found.resume:
-        say(f"{name}: go on with: {found.resume}")
+        say(f"{name}: resume with: {found.resume}")
     return found.as_json()
 
 
