@@ -126,7 +126,7 @@ def invite(
     place: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Reserve a datacenter replica, or a stage such as home.2; by default any group's stage."
+            metavar="NAME", help="Reserve this datacenter replica or stage (home.2); by default any stage of a group."
         ),
     ] = None,
     expires: Annotated[

@@ -158,7 +158,7 @@ def waits_in(folder: RunFolder) -> list[Wait]:
     found = []
     for path in folder.identity("").glob(f"*/{_WAITING}"):
         with suppress(OSError, ValueError, TypeError):
-            wait = Wait(**json.loads(path.read_text()))
+            wait = Wait(**json.loads(path.read_text(encoding="utf-8")))
             if running_process(wait.process) is not None:
                 found.append(wait)
     return found

@@ -46,7 +46,7 @@ def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
     rounds = read_changes(folder.changes).settled().at(config, None).outer.rounds
     summary: dict[str, object] = {}
     with suppress(OSError, ValueError):
-        summary = json.loads(folder.summary.read_text())
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     written = [path.stat().st_mtime for path in (folder.summary, folder.metrics, folder.config) if path.is_file()]
     if is_running(folder):
         return RunOnDisk("running", _closed(folder), rounds, max(written))

@@ -32,6 +32,6 @@ def keep_over(folder: RunFolder, over: RunOver) -> None:
 def read_over(folder: RunFolder) -> Over | None:
     """What was noted; None if the run is not known to be over."""
     try:
-        return Over(**json.loads(folder.over.read_text()))
+        return Over(**json.loads(folder.over.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
