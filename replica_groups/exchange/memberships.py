@@ -60,7 +60,7 @@ class Memberships:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock, self._lock = clock, threading.RLock()
         self._database = sqlite3.connect(path, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         path.chmod(0o600)
         self._database.execute("PRAGMA journal_mode=WAL")
@@ -68,8 +68,9 @@ class Memberships:
         self._database.executescript(_SCHEMA)
 
     def close(self) -> None:
-        """It cannot be asked any more."""
-        self._database.close()
+        """Close the database. Waits for a query of another thread: SQLite crashes if a connection is closed under it."""
+        with self._lock:
+            self._database.close()
 
     def invite(self, place: str | None, seconds: float) -> str:
         """A ticket's id, with which one process may take this place, or one that is free then, within so many seconds.
@@ -174,9 +175,9 @@ class Memberships:
 
     def tickets(self) -> list[IssuedTicket]:
         """All that were made and not taken back, in the order in which they end."""
-        found = self._database.execute(
-            "SELECT id, place, until, key IS NOT NULL FROM tickets WHERE NOT revoked ORDER BY until, id"
-        )
+        query = "SELECT id, place, until, key IS NOT NULL FROM tickets WHERE NOT revoked ORDER BY until, id"
+        with self._lock:
+            found = self._database.execute(query).fetchall()
         return [IssuedTicket(id, place, until, bool(is_used)) for id, place, until, is_used in found]
 
     def revoke(self, what: str) -> list[str]:
@@ -223,7 +224,9 @@ class Memberships:
 
     def holders(self) -> list[Holder]:
         """All that there were, by place and number."""
-        found = self._database.execute("SELECT place, holder, until, ended FROM holders ORDER BY place, holder")
+        query = "SELECT place, holder, until, ended FROM holders ORDER BY place, holder"
+        with self._lock:
+            found = self._database.execute(query).fetchall()
         return [Holder(*row) for row in found]
 
     def _require_in(self, place: str, number: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -173,3 +174,17 @@ def test_of_many_at_once_one_takes_a_ticket_and_none_a_place_twice(tmp_path: Pat
     assert sum(place is not None for place, _ in found) == 1
     taken = [place for pair in found for place in pair if place is not None]
     assert len(set(taken)) == len(taken) == 9
+
+
+def test_closing_waits_for_a_query_of_another_thread(tmp_path: Path) -> None:
+    """SQLite ends the process if a connection is closed while another thread uses it."""
+    found = Memberships(tmp_path / "members.sqlite")
+    closer = threading.Thread(target=found.close)
+    with found._lock:  # as every query holds it
+        closer.start()
+        closer.join(0.2)
+        assert closer.is_alive()
+        assert found.holders() == []
+    closer.join()
+    with pytest.raises(sqlite3.ProgrammingError):
+        found.holders()
