@@ -7,6 +7,7 @@ round a run goes on from, and nobody has to say again what was changed.
 
 from __future__ import annotations
 
+import io
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from hetero_pp.errors import ConfigError, MalformedMessage
-from hetero_pp.files import whole
+from hetero_pp.files import write_whole
 from hetero_pp.settings import NotPartOf, Settings, meaning
 
 Values = Mapping[str, Any]
@@ -138,9 +139,10 @@ def write_changes(changes: Changes, path: Path) -> None:
     """Keep them, whole and on the disk."""
     yaml = YAML()
     yaml.default_flow_style = False
-    with whole(path) as part, part.open("w", encoding="utf-8") as file:
-        file.write("# Changed when the run went on: from which round each key has which value.\n")
-        yaml.dump({key: dict(sorted(values.items())) for key, values in sorted(changes.history.items())}, file)
+    text = io.StringIO()
+    text.write("# Changed when the run went on: from which round each key has which value.\n")
+    yaml.dump({key: dict(sorted(values.items())) for key, values in sorted(changes.history.items())}, text)
+    write_whole(path, text.getvalue().encode())
 
 
 def _history(values: Any) -> dict[str, dict[int, Any]]:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hetero_pp.errors import DamagedFile
+from hetero_pp.errors import DamagedFile, StoreError
 from hetero_pp.files import whole
 from hetero_pp.model import ModelShape, Transformer, initialise
 from hetero_pp.outer.step import parameter_sha256, parameters_sha256
 from hetero_pp.subspace import random_basis
+from hetero_pp.tensor_files import save_tensors
 
 BASIS = "subspace.basis"
 MOMENTUM = "outer.momentum."
@@ -72,11 +72,14 @@ def save_snapshot(snapshot: Snapshot, path: Path) -> None:
         DIGEST: _digest(str(snapshot.round), hashes),
     }
     with whole(path) as part:
-        save_file(tensors, part, metadata)
+        save_tensors(tensors, part, metadata)
 
 
 def load_snapshot(path: Path, called: str = "") -> Snapshot:
-    """Read a snapshot back. Raises DamagedFile if it is not what was written, and calls it by its path, or so."""
+    """Read a snapshot back. Errors call it by its path, or `called`.
+
+    Raises DamagedFile if it is not what was written, StoreError if the disk does not give it.
+    """
     with open_snapshot(path, called) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         round_ = int(file.metadata()[ROUND])
@@ -95,7 +98,9 @@ def open_snapshot(path: Path, called: str = "") -> Iterator[safe_open]:
             metadata = file.metadata() or {}
     except FileNotFoundError:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), called) from None
-    except (SafetensorError, OSError) as error:
+    except OSError as error:  # nothing says that the file is damaged: it may be read later
+        raise StoreError(f"{called}: cannot be read ({error.strerror or error})") from None
+    except SafetensorError as error:
         raise DamagedFile(f"{called} is damaged: {error}") from None
     if metadata.get(DIGEST) != _digest(metadata.get(ROUND, ""), hashes):
         raise DamagedFile(f"{called} is damaged: its tensors do not match its digest")

@@ -14,6 +14,7 @@ from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.messages.messages_pb2 import InnerStep
 from hetero_pp.model import EMBEDDING
+from hetero_pp.tensor_files import save_object
 from replica_groups.moments import Moments
 from replica_groups.outer_round import OuterRound
 from replica_groups.parameter_store import LocalParameters
@@ -115,7 +116,7 @@ class StageMember:
 
     def save(self, folder: Path) -> None:
         """See TrainingMember."""
-        torch.save(self.worker.stage.state(), folder / _STATE)
+        save_object(self.worker.stage.state(), folder / _STATE)
         if self.batches is not None:
             self.batches.save(folder)
 

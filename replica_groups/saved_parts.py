@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hetero_pp.errors import HeteroPPError
 from hetero_pp.files import whole
 from hetero_pp.outer.step import parameter_of
 from hetero_pp.pseudo_gradient.rows import Shape, rows_of
+from hetero_pp.tensor_files import save_tensors
 from replica_groups.ranks import Ranks
 
 
@@ -22,7 +22,7 @@ def write_part(folder: Path, ranks: Ranks, tensors: Mapping[str, Tensor]) -> Non
     """Keep this rank's rows of tensors; names may have a prefix that ends in a colon."""
     file = folder / f"outer-{ranks.rank}-of-{ranks.world}.safetensors"
     with whole(file) as part:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
+        save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, part)
 
 
 def read_part(folder: Path, ranks: Ranks, shapes: Mapping[str, Shape], tile: tuple[int, int]) -> dict[str, Tensor]:

@@ -10,25 +10,31 @@ begins anew, or goes on from an earlier round, has no use for is moved to <folde
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from hetero_pp.errors import HeteroPPError
-from hetero_pp.files import file_sha256, rename_whole, write_whole
+from hetero_pp.files import complaint, file_sha256, keep_trying, naming, rename_whole, write_whole
 from hetero_pp.outer.exchange_service import AvailableStates
 from replica_groups.ranks import ALONE, Ranks
 from replica_groups.state_copies import StateCopies
 
 KEPT = 2
 DIGESTS = "digests.json"
+
+_UNREAD = "cannot be read: "
+"""What stands, with the reason, instead of the digest of a file that the disk does not give."""
 
 T = TypeVar("T")
 
@@ -64,10 +70,15 @@ class SavedStates:
         part = self.folder / "fetched"
         round_ = None if self.copies is None else self.copies.fetch(part, after, before)
         if round_ is not None:
+            keep_trying(partial(self._take, part, round_), self._say)
+        return round_
+
+    def _take(self, part: Path, round_: int) -> None:
+        """Have what was fetched as the state after a round. It may be called again."""
+        if part.exists():
             if self.path(round_).exists():
                 self.path(round_).rename(self._new_aside() / self.path(round_).name)
             rename_whole(part, self.path(round_))
-        return round_
 
     def path(self, round_: int) -> Path:
         """Where the state after a round is."""
@@ -108,9 +119,13 @@ class SavedStates:
 
     def _digests(self, folder: Path) -> dict[str, str]:
         """sha256 of every file in a folder, each read by one rank."""
-        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS)
-        mine = files[self.ranks.rank :: self.ranks.world]
-        own = {path.relative_to(folder).as_posix(): _sha256(path) for path in mine}
+        own: dict[str, str] = {}
+        try:
+            files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS)
+            mine = files[self.ranks.rank :: self.ranks.world]
+            own = {path.relative_to(folder).as_posix(): _sha256(path) for path in mine}
+        except OSError as error:  # the other ranks wait for this one's
+            own = {".": f"{_UNREAD}{error.strerror}"}
         parts = self.ranks.gather_bytes(json.dumps(own).encode())
         return {name: digest for part in parts for name, digest in json.loads(part).items()}
 
@@ -126,9 +141,9 @@ class SavedStates:
             return None
         aside = None
         if self.ranks.is_first:
-            aside = self._new_aside()
+            aside = keep_trying(self._new_aside, self._say)
             for round_ in others:
-                self.path(round_).rename(aside / self.path(round_).name)
+                keep_trying(partial(self.path(round_).rename, aside / self.path(round_).name), self._say)
         return Path(self._broadcast(str(aside)))
 
     def _new_aside(self) -> Path:
@@ -141,23 +156,52 @@ class SavedStates:
     def is_due(self, round_: int) -> bool:
         return round_ % self.every == 0
 
-    def save(self, round_: int, write: Callable[[Path], object]) -> None:
-        """Let `write` fill a folder for this round; forget all but the newest."""
+    def save(self, round_: int, write: Callable[[Path], object]) -> str:
+        """Let `write` fill a folder for this round; forget all but the newest.
+
+        Returns why that failed on the disk of one of the ranks, on all of them, empty if it did not. What was saved
+        before then stays, and nothing of this round is left.
+        """
         part = self.folder / "part"
+        failure = (
+            self._failure_of(partial(self._begin, part), self.ranks.is_first)
+            or self._failure_of(partial(write, part))
+            or self._failure_of(partial(self._end, part, round_, self._digests(part)), self.ranks.is_first)
+        )
         if self.ranks.is_first:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        self.ranks.wait()
-        write(part)
-        self.ranks.wait()
-        files = self._digests(part)
-        if self.ranks.is_first:
-            write_whole(part / DIGESTS, _Noted(run=self.run, files=files).model_dump_json(indent=1).encode())
-            rename_whole(part, self.path(round_))
-            for old in self.rounds()[:-KEPT]:
-                shutil.rmtree(self.path(old))
-            if self.copies is not None:
+            if failure:
+                shutil.rmtree(part, ignore_errors=True)
+            elif self.copies is not None:
                 self.copies.saved(round_, self.path(round_))
+        return failure
+
+    def _failure_of(self, do: Callable[[], object], is_mine: bool = True) -> str:
+        """Do something on those ranks whose it is; what an OSError of any of them says, on all of them."""
+        failure = ""
+        if is_mine:
+            try:
+                with naming(self.folder):
+                    do()
+            except OSError as error:
+                failure = complaint(error)
+        failures = (one.decode() for one in self.ranks.gather_bytes(failure.encode()))
+        return next(filter(None, failures), "")
+
+    def _begin(self, part: Path) -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+
+    def _end(self, part: Path, round_: int, files: dict[str, str]) -> None:
+        for name, digest in files.items():
+            if digest.startswith(_UNREAD):
+                raise OSError(errno.EIO, digest, str(part / name))
+        write_whole(part / DIGESTS, _Noted(run=self.run, files=files).model_dump_json(indent=1).encode())
+        rename_whole(part, self.path(round_))
+        for old in self.rounds()[:-KEPT]:
+            shutil.rmtree(self.path(old), ignore_errors=True)  # else after the next state
+
+    def _say(self, line: str) -> None:
+        print(f"{self.folder.name}: {line}", file=sys.stderr, flush=True)
 
 
 def _sha256(path: Path) -> str:
@@ -165,4 +209,4 @@ def _sha256(path: Path) -> str:
     try:
         return file_sha256(path)
     except OSError as error:
-        return f"unread: {error.strerror}"
+        return f"{_UNREAD}{error.strerror}"

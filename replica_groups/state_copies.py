@@ -63,7 +63,7 @@ class StateCopies:
                 self._store.get_to(key, path)
             self._say(f"fetched the state after round {newest.round} from {self._store.url(newest.folder)}")
             return newest.round
-        except (StoreError, FileNotFoundError) as error:
+        except (StoreError, OSError) as error:
             self._say(f"its states cannot be fetched from the store: {error}")
             return None
 

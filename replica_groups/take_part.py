@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from hetero_pp.data.sources import Source, open_source
 from hetero_pp.faults import NO_FAULTS, Faults
+from hetero_pp.files import keep_trying
 from hetero_pp.link.ends import LinkEnds
 from hetero_pp.link.shaping import MonotonicClock
 from hetero_pp.link.shared_lines import Lines
@@ -85,6 +87,10 @@ def take_part(
     begins when that is open. With `steps_of` rounds that are time are as long as that says; see round_length. `faults`
     are what the member has to survive.
     """
+
+    def say(line: str) -> None:
+        print(f"{member.name}: {line}", file=sys.stderr, flush=True)
+
     config = spec.config
     link = spec.links[exchange_link_name(member.name)]
     kind = CarriedExchange if config.outer.overlap else ShapedExchange
@@ -92,7 +98,7 @@ def take_part(
     exchange: ExchangeService = (
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
-    source = open_source(config.data, folder.cache) if member.reads_data else None
+    source = keep_trying(lambda: open_source(config.data, folder.cache), say) if member.reads_data else None
     run = exchange.agree(member.name, spec.agreed, text_digest(spec, source))
     copies = _copies(config, folder, member) if ranks.is_first else None
     states = SavedStates(folder.state(member.name), run, config.states_every, ranks, copies)

@@ -126,6 +126,8 @@ class TrainingLoop:
         self.faults = faults
         self.holds = 0
         """The round after which the member holds theta."""
+        self._unsaved = 0
+        """States in a row that could not be saved."""
         self._saved: int | None = None
         """The round after which its state was saved, until the rounds since are caught up with."""
         self._has_started = False
@@ -239,7 +241,7 @@ class TrainingLoop:
         self._finish(round_, times, started + spent_ahead)
         if self.states.is_due(round_) or round_ == spec.latest.outer.rounds:  # from the last the run may be extended
             self.reporter.flush()  # a run that goes on from this state has lost no report from before it
-            self.states.save(round_, partial(self._save, round_))
+            self._save_state(round_)
 
     def _inner_loop_of(self, work: Assignment, spec: RunSpec) -> _InnerLoop:
         """That of the assigned round: trained now, unless all of the replica has trained it ahead, as it is due now."""
@@ -326,6 +328,19 @@ class TrainingLoop:
         self.member.timing()
         self._report_links(round_)  # first: whoever hears that the round is over knows what it sent
         self.reporter.send(report)
+
+    def _save_state(self, round_: int) -> None:
+        """Save the state after a round. If the disk does not take it the member trains on, and says so now and then."""
+        failure = self.states.save(round_, partial(self._save, round_))
+        has_failed, self._unsaved = self._unsaved, self._unsaved + 1 if failure else 0
+        is_told = has_failed > 0
+        if failure:  # the 1st, 2nd, 4th, 8th, ... in a row
+            is_told = self._unsaved & (self._unsaved - 1) == 0
+            print(f"{self.reporter.member}: its state after round {round_} is not saved: {failure}", file=sys.stderr)
+        if is_told and self.outer.ranks.is_first:
+            report = self.reporter.new()
+            report.state_saving.round, report.state_saving.failure = round_, failure
+            self.reporter.send(report)
 
     def _save(self, round_: int, folder: Path) -> None:
         self.faults.write()

@@ -29,7 +29,7 @@ from hetero_pp.program.launch.fork_server import PRELOADED
 TIMEOUT = 240.0
 """Seconds in which a program of a test has ended, however busy the machine is."""
 
-LAUNCHERS = ["hetero_pp.program.launch.command", "torch.utils.tensorboard", "matplotlib.figure"]
+LAUNCHERS = ["hetero_pp.program.launch.command", "tensorboard.summary.writer.record_writer", "matplotlib.figure"]
 """What a launcher imports besides, at once and as it records and draws."""
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -81,7 +82,8 @@ def find_clusters(store: TokenStore, sequence_length: int, count: int, seed: int
         return kept
     windows = store.train[: size * (sequence_length + 1)].reshape(size, sequence_length + 1)
     found = Clusters(labels=_found(windows, store.vocabulary, count, seed))
-    write_whole(path, bytes.fromhex(found.digest) + found.labels.astype("<u2").tobytes())
+    with suppress(OSError):  # else they are found again by who needs them next
+        write_whole(path, bytes.fromhex(found.digest) + found.labels.astype("<u2").tobytes())
     return found
 
 

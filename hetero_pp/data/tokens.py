@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from hetero_pp.data.corpora import Rows, documents, fingerprint
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
-from hetero_pp.files import file_sha256, rename_whole, write_whole
+from hetero_pp.files import file_sha256, naming, rename_whole, write_whole
 from hetero_pp.progress import OnProgress, untold
 from hetero_pp.units import format_count, format_number
 
@@ -67,13 +68,14 @@ def prepare_tokens(
     path = cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix="encoding-", dir=cache) as scratch:
+        with naming(path), TemporaryDirectory(prefix="encoding-", dir=cache, ignore_cleanup_errors=True) as scratch:
             rows = Rows()
             texts = documents(settings, partial(on_progress, "encoding the corpus"), rows)
             written = _write(Path(scratch), texts, tokenizer, on_progress)
             _keep_rows(path, rows)
             rename_whole(written, path)
-    tokens = np.load(path, mmap_mode="r")
+    with naming(path):
+        tokens = np.load(path, mmap_mode="r")
     held_out = round(len(tokens) * settings.validation_share)
     if not 0 < held_out < len(tokens):
         raise ConfigError(
@@ -112,13 +114,14 @@ def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progres
     spans = _encode(texts, tokenizer, dtype, unordered)
     source = np.memmap(unordered, dtype=dtype, mode="r")
     path = scratch / "tokens.npy"
-    tokens = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=source.shape)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": source.shape}
     end = 0
-    for _, first, last in sorted(spans):
-        tokens[end : end + last - first] = source[first:last]
-        end += last - first
-        on_progress("ordering its documents", end / len(tokens))
-    tokens.flush()
+    with path.open("wb") as file:  # not mapped into memory: a disk that is full would kill the process
+        np.lib.format.write_array_header_1_0(file, header)
+        for _, first, last in sorted(spans):
+            file.write(source[first:last].data)
+            end += last - first
+            on_progress("ordering its documents", end / len(source))
     return path
 
 
@@ -154,7 +157,9 @@ def _digest(path: Path) -> str:
     """The sha256 of a file, kept beside it in the format of `sha256sum`."""
     beside = path.with_suffix(".sha256")
     if beside.exists():
-        return beside.read_text(encoding="utf-8").split()[0]
+        with naming(beside):
+            return beside.read_text(encoding="utf-8").split()[0]
     digest = file_sha256(path)
-    write_whole(beside, f"{digest}  {path.name}\n".encode())
+    with suppress(OSError):  # else it is computed again by who needs it next
+        write_whole(beside, f"{digest}  {path.name}\n".encode())
     return digest

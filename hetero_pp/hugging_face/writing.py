@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hetero_pp.data.settings import DataSettings
@@ -18,6 +17,7 @@ from hetero_pp.hugging_face.config_json import to_json
 from hetero_pp.hugging_face.names import halves_of_pairs, is_rotated, their_name
 from hetero_pp.hugging_face.tokenizer_files import write_tokenizer
 from hetero_pp.model import ModelShape
+from hetero_pp.tensor_files import save_tensors
 
 DTypeName = Literal["bf16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -66,7 +66,7 @@ def write_weights(
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {their_name(name): _converted(name, parameters(name), heads, dtype) for name in names}
         with whole(folder / file) as part:
-            save_file(tensors, part, {"format": "pt"})
+            save_tensors(tensors, part, {"format": "pt"})
         files |= dict.fromkeys(tensors, file)
     total = sum(sizes.values())
     if len(shards) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -52,7 +53,8 @@ class FileBucket:
                 [self._bucket.free_at] = _FREE_AT.unpack(content)
 
     def _write(self) -> None:
-        self._path.write_bytes(_FREE_AT.pack(self._bucket.free_at))
+        with suppress(OSError):  # of a disk that fails: then this process alone keeps to the rate for a while
+            self._path.write_bytes(_FREE_AT.pack(self._bucket.free_at))
 
 
 _FREE_AT = struct.Struct("<d")

@@ -44,6 +44,7 @@ class Awaited(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOINING: _ClassVar[Awaited]
     CONTRIBUTING: _ClassVar[Awaited]
     FINISHING: _ClassVar[Awaited]
+    STORING: _ClassVar[Awaited]
 PURPOSE_UNSPECIFIED: Purpose
 ACTIVATION: Purpose
 GRADIENT: Purpose
@@ -70,6 +71,7 @@ AWAITED_UNSPECIFIED: Awaited
 JOINING: Awaited
 CONTRIBUTING: Awaited
 FINISHING: Awaited
+STORING: Awaited
 
 class Frame(_message.Message):
     __slots__ = ()
@@ -175,7 +177,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("name", "last_round", "rounds", "places", "refusals", "in_lobby", "needed_in_lobby", "guests", "has_begun", "is_over", "paused", "missing")
+    __slots__ = ("name", "last_round", "rounds", "places", "refusals", "in_lobby", "needed_in_lobby", "guests", "has_begun", "is_over", "paused", "missing", "obstacle", "obstacle_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +190,8 @@ class StatusReply(_message.Message):
     IS_OVER_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     last_round: int
     rounds: int
@@ -200,7 +204,9 @@ class StatusReply(_message.Message):
     is_over: bool
     paused: str
     missing: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ...) -> None: ...
+    obstacle: str
+    obstacle_seconds: float
+    def __init__(self, name: _Optional[str] = ..., last_round: _Optional[int] = ..., rounds: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceStatus, _Mapping]]] = ..., refusals: _Optional[int] = ..., in_lobby: _Optional[int] = ..., needed_in_lobby: _Optional[int] = ..., guests: _Optional[_Iterable[_Union[Guest, _Mapping]]] = ..., has_begun: _Optional[bool] = ..., is_over: _Optional[bool] = ..., paused: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., obstacle: _Optional[str] = ..., obstacle_seconds: _Optional[float] = ...) -> None: ...
 
 class Guest(_message.Message):
     __slots__ = ("ticket", "seconds")
@@ -621,6 +627,14 @@ class LinkUse(_message.Message):
     busy_seconds: float
     def __init__(self, link: _Optional[str] = ..., direction: _Optional[str] = ..., round: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., messages: _Optional[int] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
 
+class StateSaving(_message.Message):
+    __slots__ = ("round", "failure")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    failure: str
+    def __init__(self, round: _Optional[int] = ..., failure: _Optional[str] = ...) -> None: ...
+
 class MemberRound(_message.Message):
     __slots__ = ("round", "compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds", "blocked_seconds")
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -718,16 +732,18 @@ class Over(_message.Message):
     def __init__(self, round: _Optional[int] = ..., rounds: _Optional[int] = ..., finishing: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Waiting(_message.Message):
-    __slots__ = ("awaited", "round", "missing", "seconds")
+    __slots__ = ("awaited", "round", "missing", "seconds", "obstacle")
     AWAITED_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
     awaited: Awaited
     round: int
     missing: _containers.RepeatedCompositeFieldContainer[Missing]
     seconds: float
-    def __init__(self, awaited: _Optional[_Union[Awaited, str]] = ..., round: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[Missing, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
+    obstacle: str
+    def __init__(self, awaited: _Optional[_Union[Awaited, str]] = ..., round: _Optional[int] = ..., missing: _Optional[_Iterable[_Union[Missing, _Mapping]]] = ..., seconds: _Optional[float] = ..., obstacle: _Optional[str] = ...) -> None: ...
 
 class Reading(_message.Message):
     __slots__ = ("what", "share")
@@ -746,7 +762,7 @@ class Missing(_message.Message):
     def __init__(self, member: _Optional[str] = ..., silent_seconds: _Optional[float] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over")
+    __slots__ = ("time", "member", "inner_step", "evaluation", "link_use", "member_round", "failure", "refusal", "round_closed", "round_verified", "joined", "finished", "begun", "waiting", "reading", "standing", "over", "state_saving")
     TIME_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     INNER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -764,6 +780,7 @@ class Report(_message.Message):
     READING_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
+    STATE_SAVING_FIELD_NUMBER: _ClassVar[int]
     time: float
     member: str
     inner_step: InnerStep
@@ -781,7 +798,8 @@ class Report(_message.Message):
     reading: Reading
     standing: Standing
     over: Over
-    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ...) -> None: ...
+    state_saving: StateSaving
+    def __init__(self, time: _Optional[float] = ..., member: _Optional[str] = ..., inner_step: _Optional[_Union[InnerStep, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., link_use: _Optional[_Union[LinkUse, _Mapping]] = ..., member_round: _Optional[_Union[MemberRound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., round_closed: _Optional[_Union[RoundRecord, _Mapping]] = ..., round_verified: _Optional[_Union[RoundVerified, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reading: _Optional[_Union[Reading, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., state_saving: _Optional[_Union[StateSaving, _Mapping]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("reports",)

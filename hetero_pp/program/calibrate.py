@@ -10,6 +10,7 @@ import torch
 from ruamel.yaml import YAML
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.files import whole
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.read import spec_of
@@ -39,7 +40,7 @@ def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:
     if write is not None:
         costs = {member: cost.model_dump(mode="json") for member, cost in measured.items()}
         hardware = {"this-machine": _machine_entry(speed)}
-        with write.open("w", encoding="utf-8") as file:
+        with whole(write) as part, part.open("w", encoding="utf-8") as file:
             YAML().dump({"hardware": hardware, "measured": costs}, file)
         say(console, f"written to {write}", style="dim")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -525,13 +527,25 @@ def readable_errors() -> Iterator[None]:
         _leave(str(error), BAD_INPUT)
     except HeteroPPError as error:
         _leave(str(error), FAILED)
-    except (IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        _leave(f"{error.filename}: {error.strerror}", BAD_INPUT)
     except UnicodeEncodeError as error:
         line = error.object[: error.end].rpartition("\n")[2] + error.object[error.end :].partition("\n")[0]
         _leave(f"{line.strip()!a}: cannot be encoded as {error.encoding}: set PYTHONUTF8=1", BAD_INPUT)
+    except OSError as error:
+        _leave_for(error)
     except KeyboardInterrupt:
         _leave("interrupted; every process of the run has ended", INTERRUPTED)
+
+
+def _leave_for(error: OSError) -> NoReturn:
+    """Print one line for a file that cannot be written or read. Raises any other error as it is."""
+    from hetero_pp.files import OF_FILES, complaint
+
+    if error.errno not in OF_FILES:
+        raise error
+    if error.filename is None and error.errno == errno.ENOSPC:
+        with suppress(OSError):  # nor can what is left be written when the process ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    _leave(complaint(error) if error.filename is not None else f"standard output: {error.strerror}", BAD_INPUT)
 
 
 def _leave(message: str, code: int) -> NoReturn:

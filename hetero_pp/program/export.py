@@ -34,7 +34,12 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
             to.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError((), f"--to {to}: cannot be made ({error.strerror})") from None
-        size = write_model(to, parameters, spec.parameter_shapes, spec.shape, spec.config.data, dtype)
+        try:
+            size = write_model(to, parameters, spec.parameter_shapes, spec.shape, spec.config.data, dtype)
+        except OSError:
+            for path in to.iterdir():  # the folder was empty, and can be given again
+                path.unlink()
+            raise
     tell(standard_output(), f"{to}: {spec.config.name} after round {number}, {size / 1e6:.1f} MB of {dtype}")
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hetero_pp.data.tokenizers import load_tokenizer
 from hetero_pp.errors import ConfigError
+from hetero_pp.files import write_whole
 from hetero_pp.planner.search import Result, describe_penalty, search
 from hetero_pp.program.report.output import say, standard_output
 from hetero_pp.program.show_exchange import print_exchange
@@ -46,7 +47,7 @@ def plan(path: Path, overrides: Sequence[str], target: str, json_path: Path | No
     print_exchange(console, result.prediction.exchange)
     print_assumption(console, assumed_in(RunSpec(result.config, vocabulary)))
     if json_path is not None:
-        json_path.write_text(json.dumps(_as_json(share, result, write), indent=1) + "\n", encoding="utf-8")
+        write_whole(json_path, (json.dumps(_as_json(share, result, write), indent=1) + "\n").encode())
     if not result.reached:
         raise ConfigError(
             (),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.files import write_whole
 from hetero_pp.program.report.output import standard_output
 from hetero_pp.program.show_prediction import print_assumption, print_prediction, print_sweep
 from hetero_pp.run.changes import Given
@@ -92,4 +93,4 @@ def _predict(file: ConfigFile, spec: RunSpec, timeline: Timeline | None) -> Pred
 
 def _write_json(path: Path | None, content: dict[str, Any]) -> None:
     if path is not None:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -72,6 +72,7 @@ REPORTS: Mapping[str, Callable[[Report, str, Roster], bool]] = {
     "evaluation": _own_replica,
     "link_use": _own_link,
     "member_round": _anything,
+    "state_saving": _anything,
     "failure": _anything,
     "refusal": _anything,
     "finished": _anything,

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from hetero_pp.errors import ConfigError, dotted
-from hetero_pp.files import whole
+from hetero_pp.files import write_whole
 from hetero_pp.run.changes import Entry, Given, Override, in_order, require_named
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.described_weights import with_weights_described
@@ -84,9 +84,8 @@ def _overlap(one: Key, other: Key) -> bool:
 
 def save_config(config: RunConfig, path: Path, comments: Sequence[str] = ()) -> None:
     """Write the resolved configuration, below lines of comments; loading it gives an equal one."""
-    with whole(path) as part, part.open("w", encoding="utf-8") as file:
-        file.writelines(f"# {line}\n" for line in comments)
-        file.write(config_text(config))
+    header = "".join(f"# {line}\n" for line in comments)
+    write_whole(path, f"{header}{config_text(config)}".encode())
 
 
 def config_text(config: RunConfig) -> str:

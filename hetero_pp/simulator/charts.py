@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from hetero_pp.files import whole
 from hetero_pp.links import DIRECTIONS
 from hetero_pp.run.alike import alike, lines_alike, range_of
 from hetero_pp.run.spec import RunSpec
@@ -58,7 +59,8 @@ def draw_prediction(spec: RunSpec, prediction: Prediction, path: Path) -> None:
     title = "links and lines" if prediction.lines else "links"
     right.set(title=f"{title}: bytes of a round", xlabel="share of a round that it is busy")
     right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.9 / rows - 0.06), ncols=2, frameon=False)
-    figure.savefig(path, dpi=90)
+    with whole(path) as part:
+        figure.savefig(part, dpi=90, format=path.suffix.removeprefix(".") or "png")
 
 
 def _member_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
@@ -202,7 +204,8 @@ def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[s
     for bound, where in published.items():
         left.plot([], [], color="black", linestyle="", label=f"{where}: {bound}", **_MARKERS[bound])
     left.legend()
-    figure.savefig(path, dpi=90)
+    with whole(path) as part:
+        figure.savefig(part, dpi=90, format=path.suffix.removeprefix(".") or "png")
 
 
 def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> None:
@@ -217,14 +220,14 @@ def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> Non
     a_round, in_all, volumes, *others = figure.subplots(1, 4 if has_published else 3, sharey=True)
     for axes, factors in (a_round, [1.0] * len(rows)), (in_all, [one.rounds for one in predictions]):
         outer = [one.outer_seconds * factor for one, factor in zip(predictions, factors, strict=True)]
-        whole = [one.round_seconds * factor for one, factor in zip(predictions, factors, strict=True)]
-        axes.barh(places, whole, label="inner steps and evaluation")
-        axes.barh(places, outer, left=[a - b for a, b in zip(whole, outer, strict=True)], label="outer round")
-        for place, seconds in enumerate(whole):
+        both = [one.round_seconds * factor for one, factor in zip(predictions, factors, strict=True)]
+        axes.barh(places, both, label="inner steps and evaluation")
+        axes.barh(places, outer, left=[a - b for a, b in zip(both, outer, strict=True)], label="outer round")
+        for place, seconds in enumerate(both):
             text = (format_duration(seconds), (seconds, place), (3, 0), "data", "offset points")
             axes.annotate(*text, va="center", fontsize="small")
-        _scale(axes.xaxis, "s", whole)
-        axes.set_xlim(0, 1.25 * max(whole))
+        _scale(axes.xaxis, "s", both)
+        axes.set_xlim(0, 1.25 * max(both))
     a_round.set(xlabel="time of a round")
     in_all.set(xlabel="time of all rounds")
     volumes.barh([row - 0.2 for row in places], [one.sent_bytes for one in predictions], 0.4, label="sent")
@@ -240,7 +243,8 @@ def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> Non
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
         axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    figure.savefig(path, dpi=90)
+    with whole(path) as part:
+        figure.savefig(part, dpi=90, format=path.suffix.removeprefix(".") or "png")
 
 
 def _draw_ratios(axes: Any, predictions: Sequence[Prediction]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero_pp.files import whole
 from hetero_pp.simulator.pipeline import Array, OnSpan
 
 NANOSECONDS = 1e9
@@ -42,7 +43,7 @@ class Timeline:
         from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
 
         tracks: dict[tuple[str, str], int] = {}
-        with path.open("wb") as file:
+        with whole(path) as part, part.open("wb") as file:
             builder = StreamingTraceProtoBuilder(file)
             for span in self.spans:
                 for key in ((span.replica, ""), (span.replica, span.track)):

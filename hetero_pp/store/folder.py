@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from hetero_pp.errors import StoreError
-from hetero_pp.files import PART, flush, remove_parts, whole
+from hetero_pp.files import PART, flush, free_space, is_part, remove_parts, whole
 from hetero_pp.store.store import checked
 
 MOST_TRIES = 10
@@ -32,7 +32,7 @@ class FolderStore:
 
     def get(self, key: str) -> bytes:
         """See Store."""
-        with _told("read", self.path(key)):
+        with storing("read", self.path(key)):
             return self.path(key).read_bytes()
 
     def put(self, key: str, data: bytes) -> None:
@@ -42,20 +42,20 @@ class FolderStore:
     def create(self, key: str, data: bytes) -> bool:
         """See Store."""
         path = self.path(key)
-        with _told("written", path):
+        with storing("written", path):
             return _retried(lambda: _create(path, data))
 
     def below(self, folder: str = "") -> list[str]:
         """See Store."""
         top = self.path(folder) if folder else self.folder
-        with _told("listed", top):
+        with storing("listed", top):
             found = (Path(here) / name for here, _, names in os.walk(top, onerror=_raise) for name in names)
             return sorted(path.relative_to(self.folder).as_posix() for path in found if _is_whole(path.name))
 
     def names(self, folder: str = "") -> list[str]:
         """See Store."""
         top = self.path(folder) if folder else self.folder
-        with _told("listed", top):
+        with storing("listed", top):
             try:
                 with os.scandir(top) as found:
                     return sorted(f"{one.name}/" if one.is_dir() else one.name for one in found if _is_whole(one.name))
@@ -65,18 +65,18 @@ class FolderStore:
     def delete(self, keys: Sequence[str]) -> None:
         """See Store. Folders that are empty then go, too."""
         for path in map(self.path, keys):
-            with _told("removed", path):
+            with storing("removed", path):
                 path.unlink(missing_ok=True)
             self._remove_empty(path.parent)
 
     def size(self, key: str) -> int:
         """See Store."""
-        with _told("read", self.path(key)):
+        with storing("read", self.path(key)):
             return self.path(key).stat().st_size
 
     def copy(self, key: str, to: str) -> None:
         """See Store."""
-        with _told("read", self.path(key)):
+        with storing("read", self.path(key)):
             self.put_file(to, self.path(key))
 
     def put_file(self, key: str, path: Path) -> None:
@@ -85,7 +85,7 @@ class FolderStore:
 
     def get_to(self, key: str, path: Path) -> None:
         """See Store."""
-        with _told("read", self.path(key)), whole(path) as part:
+        with storing("read", self.path(key)), whole(path) as part:
             shutil.copyfile(self.path(key), part)
 
     def path(self, key: str) -> Path:
@@ -112,7 +112,7 @@ class FolderStore:
             with whole(path) as part:
                 write(part)
 
-        with _told("written", path):
+        with storing("written", path):
             _retried(put)
 
     def _remove_empty(self, folder: Path) -> None:
@@ -150,7 +150,8 @@ def _create(path: Path, data: bytes) -> bool:
     except FileExistsError:
         return False
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # it was never made, or cannot be removed now
+            part.unlink()
         # Also by who lost: it goes on from what the winner wrote, whose name need not be on the disk yet.
         flush(path.parent)
 
@@ -164,7 +165,7 @@ def _retried(write: Callable[[], T]) -> T:
 
 
 def _is_whole(name: str) -> bool:
-    return not name.endswith(PART)
+    return not is_part(name)
 
 
 def _raise(error: OSError) -> None:
@@ -174,11 +175,15 @@ def _raise(error: OSError) -> None:
 
 
 @contextmanager
-def _told(done: str, path: Path) -> Iterator[None]:
-    """Have one line say which file cannot be used, and why; that one is not there stays what it is."""
+def storing(done: str, path: Path) -> Iterator[None]:
+    """Have one line say which file cannot be `written`, `read`, ..., why, and what room its disk has.
+
+    Raises StoreError instead of OSError; that a file is not there stays what it is.
+    """
     try:
         yield
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
     except OSError as error:
-        raise StoreError(f"{path}: cannot be {done} ({error.strerror})") from error
+        reason = "; ".join(filter(None, (error.strerror, free_space(error, path))))
+        raise StoreError(f"{path}: cannot be {done} ({reason})") from error

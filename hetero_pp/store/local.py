@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hetero_pp.files import whole
-from hetero_pp.store.folder import make_folder
+from hetero_pp.store.folder import make_folder, storing
 from hetero_pp.store.store import Store
 
 
@@ -29,17 +29,21 @@ def writing(store: Store, key: str) -> Iterator[Path]:
     """A path to write a file at, which becomes the object if the block ends well."""
     path = store.path(key)
     if path is not None:
-        make_folder(path.parent)
-        with whole(path) as part:
-            yield part
+        with storing("written", path):
+            make_folder(path.parent)
+            with whole(path) as part:
+                yield part
         return
     with _scratch(key) as copy:
-        yield copy
+        with storing("written", copy):
+            yield copy
         store.put_file(key, copy)
 
 
 @contextmanager
 def _scratch(key: str) -> Iterator[Path]:
     """Where Python's `tempfile` makes files: TMPDIR says where."""
-    with tempfile.TemporaryDirectory(prefix="hetero-pp-") as folder:
-        yield Path(folder) / key.rpartition("/")[2]
+    with storing("written", Path(tempfile.gettempdir())):
+        folder = tempfile.TemporaryDirectory(prefix="hetero-pp-", ignore_cleanup_errors=True)
+    with folder as name:
+        yield Path(name) / key.rpartition("/")[2]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hetero_pp.learning_rates import LearningRates
+from hetero_pp.tensor_files import save_object
 from replica_groups.moments import Moments
 from replica_groups.parameter_store import LocalParameters
 from replica_groups.whole import WholeReplica
@@ -48,7 +49,7 @@ class PlainEngine(LocalParameters):
     def save(self, folder: Path) -> None:
         """See Engine."""
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self.whole.state(), folder / _STATE)
+        save_object(self.whole.state(), folder / _STATE)
 
     def load(self, folder: Path) -> None:
         """See Engine."""

@@ -5,6 +5,7 @@ The model is the project's own; torchtitan's Trainer is not used. Parameters are
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import torchtitan.tools.utils
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -170,7 +172,14 @@ class TitanEngine:
 
     def save(self, folder: Path) -> None:
         """See Engine: in torch's distributed format, which another number of ranks can read."""
-        dcp.save(self._state(), checkpoint_id=folder)
+        try:
+            dcp.save(self._state(), checkpoint_id=folder)
+        except CheckpointException as error:  # on every rank, though the disk of one has failed
+            cause, _ = next(iter(error.failures.values()))
+            if not isinstance(cause, OSError | RuntimeError):
+                raise
+            number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
+            raise OSError(number, str(cause).split("\n", 1)[0], str(folder)) from error
 
     def load(self, folder: Path) -> None:
         """See Engine."""

@@ -5,6 +5,7 @@ Nothing is compiled at start: DeepSpeed would build its shared-memory collective
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,26 @@ class ZeroEngine:
         """See ParameterStore."""
 
     def save(self, folder: Path) -> None:
-        """See Engine: in DeepSpeed's own format."""
-        self.engine.save_checkpoint(str(folder), tag="state")
+        """See Engine: in DeepSpeed's own format. A disk that fails is told once DeepSpeed is through, as ranks wait for
+        each other there.
+        """
+        failures: list[str] = []
+        files = self.engine.checkpoint_engine
+        write = files.save
+
+        def save(content: dict, path: str) -> None:
+            try:
+                write(content, path)
+            except (OSError, RuntimeError) as error:  # torch tells of a full disk by the latter
+                failures.append(str(error).split("\n", 1)[0])
+
+        files.save = save
+        try:
+            self.engine.save_checkpoint(str(folder), tag="state", save_latest=False)
+        finally:
+            files.save = write
+        if failures:
+            raise OSError(errno.EIO, failures[0], str(folder))
 
     def load(self, folder: Path) -> None:
         """See Engine. Raises FileNotFoundError if nothing was saved there."""

@@ -33,6 +33,8 @@ class Auditor:
         self.rounds = rounds
         self.snapshot_every = snapshot_every
         self._retention = retention or Retention(exchange.log)
+        self._unpruned: list[int] = []
+        """Rounds that are audited, and of which blobs that were not counted may be left."""
         self._start = snapshot
         self._basis = snapshot.basis
         self._optimizer = optimizer or OuterOptimizer(exchange.settings)
@@ -42,8 +44,11 @@ class Auditor:
         self._thread = threading.Thread(target=self._run, name="auditor", daemon=True)
 
     def start(self) -> None:
-        """Write the snapshot that the run begins or goes on with, and begin to follow the rounds."""
-        self.exchange.log.write_snapshot(self._start)
+        """Write the snapshot that the run begins or goes on with, and begin to follow the rounds.
+
+        Waits for a disk that does not take it. Raises RunFailed.
+        """
+        self.exchange.decisions.patiently(lambda: self.exchange.log.write_snapshot(self._start))
         self._thread.start()
 
     def join(self, seconds: float | None = None) -> None:
@@ -72,8 +77,11 @@ class Auditor:
         self.exchange.confirm(EXCHANGE, round_, hashes)
         store, sha256 = self.exchange.log.store, parameters_sha256(hashes)
         self.exchange.decisions.patiently(lambda: write_audit(store, round_, record.sha256, sha256))
-        with suppress(StoreError):  # what is not removed is in nobody's way
-            self._retention.audited(round_)
+        self._unpruned.append(round_)
+        with suppress(StoreError):  # what is not removed is in nobody's way, and is tried again after the next round
+            while self._unpruned:
+                self._retention.audited(self._unpruned[0])
+                self._unpruned.pop(0)
         if round_ == self.rounds or round_ % self.snapshot_every == 0:
             self._save(round_)
 

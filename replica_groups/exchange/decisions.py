@@ -6,18 +6,18 @@ Nothing is decided here. What the coordinator answers to members lies ready for 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from hetero_pp.errors import AskAgain, DamagedFile, HeteroPPError, Refused, RunFailed, StoreError, Suspended, TermOver
-from hetero_pp.links import EXCHANGE
+from hetero_pp.files import FIRST_PAUSE, LONGEST_PAUSE
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.topology import MagnitudeSettings
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, bound
+from replica_groups.exchange.obstacles import Obstacles
 from replica_groups.exchange.records import from_message, to_message
 from replica_groups.protocol import events as e
 from replica_groups.protocol.coordinator import Coordinator
@@ -25,9 +25,6 @@ from replica_groups.protocol.rules import Rules
 
 REMEMBERED_RECORDS = 16
 """How many are kept in memory; older ones are read from the log."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds after which a store that could not be reached is tried again."""
 
 T = TypeVar("T")
 
@@ -66,6 +63,7 @@ class Decisions:
         self.log = log
         self.changed = threading.Condition()
         self.failure: str | None = None
+        self.obstacles = Obstacles()
         terms = {place: term for place, term in log.terms().items() if place in rules.places}
         self.coordinator = Coordinator(rules, clock(), terms, goes_on)
         self._clock, self._on_effect = clock, on_effect
@@ -141,10 +139,14 @@ class Decisions:
         return None
 
     def _claim(self, place: str, term: int, process: str) -> e.Event:
+        operation = ("claim", place)
         try:
-            return e.Claimed(place, term, process, self.log.claim_term(place, term))
-        except (HeteroPPError, OSError):
+            is_first = self.log.claim_term(place, term)
+        except (HeteroPPError, OSError) as error:
+            self.obstacles.failed(operation, str(error))
             return e.NotClaimed(place)
+        self.obstacles.over(operation)
+        return e.Claimed(place, term, process, is_first)
 
     def _look_up(self, place: str) -> e.Event | None:
         with contextlib.suppress(HeteroPPError, OSError):
@@ -157,7 +159,8 @@ class Decisions:
             if self._magnitudes is not None:
                 bound(message, self._before(record.round), self._magnitudes, self._trains_on)
             kept = self.log.create_record(message)
-        except (HeteroPPError, OSError):
+        except (HeteroPPError, OSError) as error:
+            self.obstacles.failed(("record", record.round), str(error))
             return e.NotRecorded(record.round)
         return self._recorded(kept)
 
@@ -173,6 +176,7 @@ class Decisions:
         return None
 
     def _recorded(self, kept: RoundRecord) -> e.Event:
+        self.obstacles.over(("record", kept.round))
         with self.changed:
             self._records[kept.round] = kept
             while len(self._records) > REMEMBERED_RECORDS:
@@ -185,16 +189,19 @@ class Decisions:
 
     def patiently(self, do: Callable[[], T]) -> T:
         """Do what needs the store, and again for as long as that cannot be reached. Raises RunFailed."""
-        pause = FIRST_PAUSE
-        while True:
-            try:
-                return do()
-            except StoreError as error:
-                print(f"{EXCHANGE}: {error}; trying again", file=sys.stderr, flush=True)
-            with self.changed:
-                self.changed.wait_for(lambda: self.failure is not None, pause)
-            self.require_alive()
-            pause = min(2 * pause, LONGEST_PAUSE)
+        pause, operation = FIRST_PAUSE, object()
+        try:
+            while True:
+                try:
+                    return do()
+                except StoreError as error:
+                    self.obstacles.failed(operation, str(error))
+                with self.changed:
+                    self.changed.wait_for(lambda: self.failure is not None, pause)
+                self.require_alive()
+                pause = min(2 * pause, LONGEST_PAUSE)
+        finally:
+            self.obstacles.over(operation)
 
     # ---- what calls wait for ----
 

@@ -16,6 +16,8 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -262,6 +264,9 @@ class Exchange:
 
     def expected(self) -> Expected:
         """What it waits for now. While nobody has contributed to a round, inner steps are progress, too."""
+        return replace(self._expected_of_members(), obstacle=self.decisions.obstacles.oldest())
+
+    def _expected_of_members(self) -> Expected:
         with self._changed:
             members, heard, open_round = self.roster.members, dict(self._heard), self.coordinator.open
             if self.coordinator.rounds is None:
@@ -316,6 +321,8 @@ class Exchange:
             reply.has_begun, reply.is_over = coordinator.rounds is not None, coordinator.is_over
             if (paused := coordinator.paused) is not None:
                 reply.paused = why_paused(paused.there, len(coordinator.replicas), paused.needed)
+            if (found := self.decisions.obstacles.oldest()) is not None:
+                reply.obstacle, reply.obstacle_seconds = found
             for name, place in coordinator.places.items():
                 address = self._addresses.get(name, "") if place.held else ""
                 own = reply.places.add(name=name, replica=place.replica, held=place.held, term=place.term)
@@ -371,7 +378,7 @@ class Exchange:
                 if isinstance(answer, e.Refused):
                     raise self._refused(member, answer.reason)
             if tokens := self._tokens.get(member):
-                self._text.note(member, tokens)
+                self.decisions.patiently(partial(self._text.note, member, tokens))
         term = self.decisions.wait_for_term(member, process, is_asked)
         with self._changed:
             self._addresses[member] = address

@@ -20,6 +20,7 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.round_optimizer import round_optimizer
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.store.folder import storing
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
 from replica_groups.exchange.log import ContributionLog
@@ -116,12 +117,12 @@ def begin_run(
         _require_unchanged(resume if goes_on else {})
     try:
         if goes_on:
-            start, spec = _take_over(exchange, spec, folder, resume or {})
+            start, spec = exchange.decisions.patiently(partial(_take_over, exchange, spec, folder, resume or {}))
         elif resume is None:
             start = Restart(first_snapshot(spec, NowAndThen(exchange.tell_reading, 1.0, lambda _: 1.0, time.monotonic)))
             exchange.wait_until_joined()
         else:
-            start, spec = _go_on(exchange, spec, folder, resume)
+            start, spec = exchange.decisions.patiently(partial(_go_on, exchange, spec, folder, resume))
     except HeteroPPError as error:
         exchange.fail(str(error))  # members wait to hear where they begin
         raise
@@ -187,7 +188,8 @@ def _go_on(exchange: Exchange, spec: RunSpec, folder: RunFolder, wanted: Values)
 
 def _keep(spec: RunSpec, folder: RunFolder, log: ContributionLog) -> None:
     """What is changed, where it is read when the run goes on."""
-    write_changes(spec.changes, folder.changes)
+    with storing("written", folder.changes):
+        write_changes(spec.changes, folder.changes)
     keep_configuration(spec.config, folder, log)
 
 

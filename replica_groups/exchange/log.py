@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from safetensors import safe_open
 
-from hetero_pp.errors import DamagedFile
+from hetero_pp.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 from hetero_pp.snapshot import Snapshot, load_snapshot, open_snapshot, save_snapshot
@@ -44,6 +44,8 @@ class ContributionLog:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._unsure: dict[str, bytes] = {}
+        """Claims that failed, of which nobody knows whether the store has kept them: what they would have written."""
 
     # ---- contributions ----
 
@@ -125,9 +127,14 @@ class ContributionLog:
 
     def claim_term(self, place: str, n: int) -> bool:
         """Be the n-th holder of a place; whether this call made it so. Nobody else ever is."""
-        key, mine = f"{TERMS}/{place}/{n}", secrets.token_hex(16).encode()
-        # What is there may be this very claim, if the store's first answer was lost.
-        return self.store.create(key, mine) or self.store.get(key) == mine
+        key = f"{TERMS}/{place}/{n}"
+        mine = self._unsure.pop(key, None) or secrets.token_hex(16).encode()
+        try:
+            # What is there may be this very claim, if the store's first answer was lost.
+            return self.store.create(key, mine) or self.store.get(key) == mine
+        except StoreError:
+            self._unsure[key] = mine
+            raise
 
     def terms(self) -> dict[str, int]:
         """How often each place was taken: the highest term of each that anybody has claimed."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.errors import Forbidden, Refused
+from hetero_pp.errors import Forbidden, Refused, StoreError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tickets (
@@ -60,7 +60,7 @@ class Memberships:
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._clock, self._lock = clock, threading.RLock()
+        self._path, self._clock, self._lock = path, clock, threading.RLock()
         self._database = sqlite3.connect(path, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         path.chmod(0o600)
         self._database.execute("PRAGMA journal_mode=WAL")
@@ -68,7 +68,7 @@ class Memberships:
         self._database.executescript(_SCHEMA)
 
     def close(self) -> None:
-        """Close the database. Waits for a query of another thread: SQLite crashes if a connection is closed under it."""
+        """Close the database, once no other thread queries it: SQLite would crash."""
         with self._lock:
             self._database.close()
 
@@ -268,12 +268,14 @@ class Memberships:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """All of a block, or nothing of it; nobody else changes anything meanwhile."""
+        """All of a block, or nothing of it; nobody else changes anything meanwhile. Raises StoreError."""
         with self._lock:
-            self._database.execute("BEGIN IMMEDIATE")
             try:
+                self._database.execute("BEGIN IMMEDIATE")
                 yield
-            except BaseException:
-                self._database.execute("ROLLBACK")
-                raise
-            self._database.execute("COMMIT")
+                self._database.execute("COMMIT")
+            except sqlite3.OperationalError as error:  # a disk that is full, above all
+                raise StoreError(f"{self._path}: cannot be written ({error})") from error
+            finally:
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Awaited, Missing, Waiting
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Awaited, Missing, Waiting
 from hetero_pp.outer.exchange_service import FIRST_TOLD, MOST_BETWEEN
 from hetero_pp.units import format_seconds
 
@@ -32,6 +32,8 @@ class Expected:
     """When anything came from a member, by a clock of its own."""
     is_bounded: bool = True
     """Whether to give up at all: not once a run has begun, as then it goes on without whoever is gone, or pauses."""
+    obstacle: tuple[str, float] | None = None
+    """The file that cannot be written or read, with why, and for how many seconds: no member is to blame meanwhile."""
 
 
 class Patience:
@@ -49,9 +51,19 @@ class Patience:
         self._due = FIRST_TOLD
         self._longest = 0.0
         self._told = False
+        self._blocked: float | None = None
+        """Seconds for which the obstacle that there is now has been there; None if there is none."""
+        self._blocked_due = 0.0
+        self._blocked_told = False
+        self._short = 0.0
+        """An obstacle that is there for less is not told, as others were told before."""
 
     def look(self, expected: Expected, now: float) -> Waiting | None:
-        """What is to be told now, if anything; without members once a wait that was told is over."""
+        """What is to be told now, if anything; without members and obstacle once a wait that was told is over."""
+        if expected.obstacle is not None:
+            return self._stored(expected, *expected.obstacle)
+        if self._blocked is not None:
+            return self._stored_again(expected)
         before, self._expected = self._expected, expected
         if before is None or (expected.awaited, expected.progress) != (before.awaited, before.progress):
             is_other = before is None or before.awaited != expected.awaited
@@ -65,9 +77,28 @@ class Patience:
         self._told = True
         return self._waiting(expected, now)
 
+    def _stored(self, expected: Expected, why: str, seconds: float) -> Waiting | None:
+        """That something cannot be written or read: at once, and at growing intervals."""
+        if self._blocked is None:
+            self._blocked_due, self._blocked_told = self._short, False
+        self._blocked = seconds
+        if seconds < self._blocked_due:
+            return None
+        self._blocked_due = seconds + min(max(FIRST_TOLD, self._blocked_due), MOST_BETWEEN)
+        self._blocked_told = True
+        return Waiting(awaited=STORING, round=expected.round, seconds=seconds, obstacle=why)
+
+    def _stored_again(self, expected: Expected) -> Waiting | None:
+        """That it can, if it was told that it cannot. Members are waited for anew: they could not go on before."""
+        seconds, self._blocked, self._expected = self._blocked, None, None
+        if not self._blocked_told:
+            return None
+        self._short = min(max(FIRST_TOLD, 2 * self._short), MOST_BETWEEN)
+        return Waiting(awaited=STORING, round=expected.round, seconds=seconds or 0.0)
+
     def lost(self, expected: Expected, now: float) -> str | None:
         """Why to wait no longer, if nothing came within the limit from any of those that are waited for."""
-        if not expected.missing or not expected.is_bounded:
+        if not expected.missing or not expected.is_bounded or expected.obstacle is not None or self._expected is None:
             return None
         last = max([self._since, *(expected.heard[one] for one in expected.missing if one in expected.heard)])
         if now - last < self._limit:
@@ -85,11 +116,16 @@ class Patience:
 
 
 def whom(waiting: Waiting) -> str:
-    """`waiting for 2 members to join: home.0, home.1`: part of a line, and of the cause of a run that gave up."""
+    """`waiting for 2 members to join: home.0, home.1`: part of a line, and of the cause of a run that gave up.
+
+    While a file cannot be written or read: `paused: FILE: cannot be written (...)`.
+    """
     names = listed([_named(one) for one in waiting.missing])
     if waiting.awaited == JOINING:
         count = len(waiting.missing)
         return f"waiting for {count} member{'' if count == 1 else 's'} to join: {names}"
+    if waiting.awaited == STORING:
+        return f"paused: {waiting.obstacle}"
     if waiting.awaited == CONTRIBUTING:
         return f"waiting for contributions to round {waiting.round} from {names}"
     return f"all rounds are closed; waiting for {names} to finish"

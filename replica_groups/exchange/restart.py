@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution, Refused
+from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution, Refused, StoreError
 from hetero_pp.outer.exchange_service import AvailableStates, ExchangeService
 from hetero_pp.outer.step import RoundOptimizer
 from hetero_pp.snapshot import Snapshot
@@ -146,15 +146,23 @@ def snapshot_after(
 
 
 def newest_sound(log: ContributionLog, round_: int, damaged: list[str]) -> Snapshot:
-    """The newest snapshot up to a round; what is found damaged is added to `damaged`. Raises FileNotFoundError."""
+    """The newest snapshot up to a round that can be read; what is found damaged is added to `damaged`.
+
+    Raises FileNotFoundError if there is none, StoreError if it may be read later.
+    """
+    unread: list[StoreError] = []
     for number in sorted(log.snapshots(), reverse=True):
         if number <= round_:
             try:
                 return log.read_snapshot(number)
             except DamagedFile as error:
                 damaged.append(str(error))
+            except StoreError as error:
+                unread.append(error)
             except FileNotFoundError:
                 continue  # a newer one has just taken its place
+    if unread:
+        raise unread[0]
     raise FileNotFoundError(f"found no undamaged snapshot up to round {round_} in {log.store.url()}")
 
 

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from hetero_pp.errors import ConfigError, DamagedFile
 from hetero_pp.files import write_whole
 from hetero_pp.links import EXCHANGE
+from hetero_pp.store.folder import storing
 
 _SHOWN = 12
 """Of a digest, digits that tell it from any other."""
@@ -80,15 +81,17 @@ class Text:
         return f"reads another text than the run: {found}{told_by}"
 
     def note(self, member: str, tokens: str) -> None:
-        """A member that reads these tokens takes part."""
+        """A member that reads these tokens takes part. May be called again after StoreError: that cannot be kept."""
         told = self._told
         by = told.by if told is not None and told.tokens == tokens else ()
         if member in by:
             return
-        self._told = _Told(tokens, (*by, member))
+        now = _Told(tokens, (*by, member))
         if self._path is not None:
-            content = json.dumps({"tokens": tokens, "by": self._told.by})
-            write_whole(self._path, f"{content}\n{_checksum(content)}\n".encode())
+            content = json.dumps({"tokens": tokens, "by": now.by})
+            with storing("written", self._path):
+                write_whole(self._path, f"{content}\n{_checksum(content)}\n".encode())
+        self._told = now
 
 
 def _kept(path: Path) -> _Told | None:

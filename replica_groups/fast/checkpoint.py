@@ -5,14 +5,20 @@ One file per rank; a run with several ranks goes on only if all of them have the
 
 from __future__ import annotations
 
+import secrets
+import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.files import remove_parts, whole
+from hetero_pp.files import PART, complaint, flush, naming, remove_parts
+from hetero_pp.tensor_files import save_object
 from replica_groups.ranks import Ranks
 
 
@@ -52,11 +58,38 @@ class Checkpoint:
         return self.ranks.gather(time.monotonic() - self._saved)[0] >= self.seconds
 
     def save(self, round_: int, state: dict[str, Any]) -> None:
-        """Save the state after a round, so that no reader ever sees half of it."""
-        with whole(self.path) as part:
-            torch.save({"run": self.run, "round": round_, **state}, part)
-            self.ranks.wait()  # nobody replaces its file before everybody has written one
+        """Save the state after a round, so that no reader ever sees half of it.
+
+        If the disk of a rank does not take it, what was saved before stays, and it is tried again when it is due next.
+        """
         self._saved = time.monotonic()
+        content = {"run": self.run, "round": round_, **state}
+        part = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}{PART}")
+        failure = self._failure_of(partial(self._write, content, part))
+        if not any(self.ranks.gather(float(bool(failure)))):  # nobody's file is replaced before all are written
+            failure = self._failure_of(partial(self._name, part))
+        with suppress(OSError):  # it has its name, or was never made
+            part.unlink()
+        if failure:
+            print(f"{failure}; training goes on, and is saved later", file=sys.stderr, flush=True)
+
+    def _failure_of(self, do: Callable[[], object]) -> str:
+        """Do something; what an OSError says, empty if there is none."""
+        try:
+            with naming(self.path):
+                do()
+        except OSError as error:
+            return complaint(error)
+        return ""
+
+    def _write(self, content: dict[str, Any], part: Path) -> None:
+        part.parent.mkdir(parents=True, exist_ok=True)
+        save_object(content, part)
+        flush(part)
+
+    def _name(self, part: Path) -> None:
+        part.replace(self.path)
+        flush(self.path.parent)
 
     def remove(self) -> None:
         """Forget it: the run is over."""

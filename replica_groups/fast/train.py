@@ -76,6 +76,7 @@ def train_fast(
     stacks: bool | None = None,
     similarity_every: int | None = None,
     volume_every: int | None = None,
+    on_result: Callable[[FastResult], object] = lambda result: None,
 ) -> FastResult:
     """Train a whole topology in this thread. `on_round` is told each round's validation loss.
 
@@ -88,7 +89,7 @@ def train_fast(
     bias is not measured. None: on a GPU, if that is faster by a measurement, which a checkpoint remembers.
 
     `similarity_every`: rounds between measurements of how alike contributions are, in one process. `volume_every`: of
-    what they come to on the wires.
+    what they come to on the wires. `on_result` keeps the result; the checkpoint is there until it returns.
 
     Raises ConfigError before the round in which a streamed corpus ends that may not be repeated. The state is saved
     then, and training goes on from it once the corpus may be.
@@ -154,6 +155,7 @@ def train_fast(
         stacked=group.is_stacked,
         slices={} if diverged else _slices(group),
     )
+    on_result(result)
     if kept is not None:
         kept.remove()
     return result

@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 from log_files import folder_of, snapshot_path
 
-import hetero_pp.snapshot
 from hetero_pp.files import PART, whole, write_whole
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.model import ModelShape
@@ -69,7 +68,7 @@ def test_a_torn_write_leaves_what_was_there(
     log = ContributionLog(FolderStore(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", _write_half)
-        patch.setattr(hetero_pp.snapshot, "save_file", _save_half)
+        patch.setattr(safetensors.torch, "save_file", _save_half)
         with pytest.raises(Torn):
             write(log, 1)
     assert not [path for path in _files(tmp_path) if path.suffix in (".blob", ".json", ".safetensors")]
@@ -78,7 +77,7 @@ def test_a_torn_write_leaves_what_was_there(
     before = {path: path.read_bytes() for path in _files(tmp_path)}
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", _write_half)
-        patch.setattr(hetero_pp.snapshot, "save_file", _save_half)
+        patch.setattr(safetensors.torch, "save_file", _save_half)
         with pytest.raises(Torn):
             write(log, 2)
     assert {path: path.read_bytes() for path in before} == before

@@ -8,7 +8,7 @@ import pytest
 from members import assign_all, begin, patient
 from test_exchange import ROSTER, SETTINGS, SHAPE, _address, _blob, _deposits
 
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, Report
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, FINISHING, JOINING, STORING, Report
 from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.snapshot import Snapshot, initial_snapshot
 from hetero_pp.store.folder import FolderStore
@@ -47,6 +47,34 @@ def test_the_end_of_a_wait_that_was_told_is_told_too() -> None:
     assert over is not None
     assert not over.missing
     assert patience.look(Expected(CONTRIBUTING, 1, ["home.0"], 2), 13.0) is None
+
+
+def test_a_disk_that_fails_is_told_at_once_and_then_at_growing_intervals_and_no_member_is_blamed() -> None:
+    patience, lines = Patience(60.0), []
+    for second in range(2000):
+        expected = Expected(CONTRIBUTING, 3, ["home.0"], 0, obstacle=("FILE: cannot be written", float(second)))
+        if (waiting := patience.look(expected, float(second))) is not None:
+            assert (waiting.awaited, waiting.obstacle, list(waiting.missing)) == (
+                STORING,
+                "FILE: cannot be written",
+                [],
+            )
+            assert whom(waiting) == "paused: FILE: cannot be written"
+            lines.append(second)
+        assert patience.lost(expected, float(second)) is None
+    assert lines == [0, 10, 20, 40, 80, 160, 320, 640, 1240, 1840]
+    over = patience.look(Expected(CONTRIBUTING, 3, ["home.0"], 0), 2000.0)
+    assert over is not None
+    assert (over.awaited, over.obstacle, over.seconds) == (STORING, "", 1999.0)
+    assert _told(patience, Expected(CONTRIBUTING, 3, ["home.0"], 0), range(2001, 2015)) == [2011]
+
+
+def test_a_disk_that_fails_for_a_moment_again_and_again_is_not_told_each_time() -> None:
+    patience, lines = Patience(60.0), 0
+    for second in range(1000):
+        obstacle = ("FILE: cannot be written", 0.5) if second % 2 else None
+        lines += patience.look(Expected(CONTRIBUTING, second, [], second, obstacle=obstacle), float(second)) is not None
+    assert lines == 2
 
 
 def test_it_gives_up_on_those_who_are_silent_only() -> None:

@@ -230,10 +230,10 @@ def test_every_tensor_of_a_snapshot_is_in_its_digest(
     snapshot = load_snapshot(trained[0] / "snapshot-000005.safetensors")
     save_snapshot(snapshot, tmp_path / "same")
     assert load_snapshot(tmp_path / "same").round == 5
-    real = hetero_pp.snapshot.save_file
+    real = hetero_pp.snapshot.save_tensors
     monkeypatch.setattr(
         hetero_pp.snapshot,
-        "save_file",
+        "save_tensors",
         lambda tensors, path, metadata: real({**tensors, name: tensors[name] + 1}, path, metadata),
     )
     save_snapshot(snapshot, tmp_path / "other")

@@ -6,13 +6,20 @@ However it went, rounds are consecutive, all replicas hold the same weights, and
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Sequence
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from started import run_program
+from started import TIMEOUT, run_program
 
 from hetero_pp.messages.messages_pb2 import HEALED, INJECTED, RESTARTED, SILENT, SUSPENDED, TERM_OVER, Happened
 
@@ -144,10 +151,112 @@ def test_other_bits_of_theta_are_found_and_healed(survive: Any) -> None:
     assert re.fullmatch(r"home\.1: held another layers\.1\.\S+ than replay gives", healed)
 
 
-def test_a_disk_that_is_full_for_a_while_is_waited_for(survive: Any) -> None:
-    run = survive("{fill: exchange, lasts: 3 s, at: {round: 3}}")
-    run.assert_sound()
-    assert not run.happened(RESTARTED)
+class _OnASmallDisk:
+    """A launch whose runs are on a disk of their own, which can be filled.
+
+    Where nobody may mount one, the exchange's writes fail by a limit on the size of its files, which is set meanwhile.
+    """
+
+    MOUNT = 'mount -t tmpfs -o size=32m tmpfs "$0" || exit 99; "$@"; echo "code $?"; read _'
+
+    def __init__(self, runs: Path, *arguments: str) -> None:
+        runs.mkdir()
+        self._said = runs.with_suffix(".said")
+        command = [sys.executable, "-m", "hetero_pp", *arguments, "--runs", str(runs)]
+        namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
+        probe = [*namespace, "sh", "-c", self.MOUNT, str(runs), "true"]
+        self.is_mounted = subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True).returncode in (0, 1)
+        wrapped = (
+            [*namespace, "sh", "-c", self.MOUNT, str(runs)]
+            if self.is_mounted
+            else ["sh", "-c", '"$@"; echo "code $?"', "sh"]
+        )
+        with self._said.open("w") as file:
+            self._process = subprocess.Popen([*wrapped, *command], stdin=subprocess.PIPE, stdout=file, stderr=file)
+        root = Path(f"/proc/{self._process.pid}/root")
+        self.folder = (root / runs.relative_to("/") if self.is_mounted else runs) / "mixed"
+
+    @property
+    def said(self) -> str:
+        """All that it has printed."""
+        return self._said.read_text()
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Until it holds, which it does before the launch ends."""
+        for _ in range(6000):
+            if condition():
+                return
+            assert "code " not in self.said, self.said
+            time.sleep(0.02)
+        pytest.fail(self.said)
+
+    def wait_for_end(self) -> None:
+        """The launch has ended; its disk is there still."""
+        for _ in range(6000):
+            if "code " in self.said:
+                return
+            time.sleep(0.02)
+        pytest.fail(self.said)
+
+    def fill(self) -> None:
+        """Leave no room; to be called again, as what a run removes is room."""
+        if self.is_mounted:
+            with (self.folder.parent / "filling").open("ab", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+        else:
+            self._limit(0)
+
+    def free(self) -> None:
+        """There is room again."""
+        if self.is_mounted:
+            (self.folder.parent / "filling").unlink()
+        else:
+            self._limit(resource.RLIM_INFINITY)
+
+    def _limit(self, size: int) -> None:
+        output = str(self.folder / "logs" / "exchange.log")
+        for child in psutil.Process(self._process.pid).children(recursive=True):
+            if Path(f"/proc/{child.pid}/fd/1").resolve() == Path(output):
+                resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def end(self) -> None:
+        """Its disk is gone then."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(TIMEOUT)
+
+
+def test_a_disk_that_is_full_for_a_while_is_waited_for(corpus: Path, tmp_path: Path) -> None:
+    """The disk is named, no member is blamed, and the run goes on by itself, to the bits of an undisturbed one."""
+    settings = [f"data.corpus={corpus}", "outer.rounds=8", "snapshots.every=1", "exchange.quorum=1"]
+    arguments = ["launch", str(MIXED), *(part for one in settings for part in ("--set", one))]
+    run = _OnASmallDisk(tmp_path / "small", *arguments)
+    try:
+        run.wait_for((run.folder / "log" / "round-000001" / "record.json").exists)
+        run.wait_for(lambda: run.fill() or "paused: " in run.said)  # type: ignore[func-returns-value]
+        run.free()
+        run.wait_for_end()
+        summary = json.loads((run.folder / "summary.json").read_text())
+        events = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        replayed = run_program("replay", str(run.folder))
+        left = [path for path in run.folder.rglob("*") if path.name.endswith(".part")]
+    finally:
+        run.end()
+    assert "code 0" in run.said
+    no_room = r"No space left on device; \S+ \w+ of 33.6 MB are free on tmpfs, mounted at .*/small"
+    why = no_room if run.is_mounted else "File too large; .*"
+    told = rf"^paused: .*/small/mixed/log/\S+: cannot be \w+ \({why}\); trying again, for .* so far$"
+    assert re.search(told, run.said, re.MULTILINE), run.said
+    assert "mixed: resuming after a pause of " in run.said
+    assert not [line for line in run.said.splitlines() if line.startswith(("waiting for", "hetero-pp:"))]
+    assert not [one for one in events if one.get("what") == "restarted"]
+    assert sorted(one["round"] for one in events if one["event"] == "round_closed") == list(range(1, 9))
+    assert not left
+    assert run_program(*arguments, "--in-process", "--runs", str(tmp_path)).returncode == 0
+    expected = json.loads((tmp_path / "mixed" / "summary.json").read_text())["parameters_sha256"]
+    assert summary["parameters_sha256"] == expected
+    assert replayed.stdout.split()[-1] == expected["dc"]
 
 
 def test_below_a_quorum_a_run_ends_when_restarts_are_used_up(survive: Any) -> None:

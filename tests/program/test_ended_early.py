@@ -524,12 +524,12 @@ def test_an_error_that_nobody_expects_is_in_the_summary(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise ValueError("a bug")
 
     monkeypatch.setattr("replica_groups.exchange.log.save_snapshot", fails)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(ValueError, match="a bug"):
         _train(corpus, tmp_path)
-    assert "No space left on device" in _summary(tmp_path / "mixed")["failed"]
+    assert "a bug" in _summary(tmp_path / "mixed")["failed"]
 
 
 # ---- interrupted ----

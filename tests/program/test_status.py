@@ -54,6 +54,15 @@ def test_the_first_line_says_what_the_run_does(state: str, told: str, capsys: py
     assert as_json(reply(state))["state"] == state
 
 
+def test_a_file_that_cannot_be_written_is_the_cause_of_a_pause(capsys: pytest.CaptureFixture[str]) -> None:
+    found = reply()
+    found.obstacle, found.obstacle_seconds = "/log/a: cannot be written (No space left on device)", 11.2
+    print_status("solo", found)
+    told = f"solo: paused in round 4 of 9, for 11 s so far: {found.obstacle}; trying again"
+    assert " ".join(capsys.readouterr().out.split()).startswith(told)
+    assert (as_json(found)["state"], as_json(found)["paused"]) == ("paused", found.obstacle)
+
+
 def test_each_slot_has_its_state_and_who_let_it_in(capsys: pytest.CaptureFixture[str]) -> None:
     print_status("solo", reply())
     said = capsys.readouterr().out

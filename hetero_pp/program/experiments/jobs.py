@@ -6,15 +6,17 @@ import dataclasses
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetero_pp.data.sources import open_source
+from hetero_pp.files import keep_trying
 from hetero_pp.program.experiments.corpus import Corpus
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.identity import settings_of
@@ -143,7 +145,14 @@ def train_job(
         torch.set_float32_matmul_precision("high")  # TF32: more digits than bf16, at its speed on large matrices
     source = open_source(job.config.data, job.cache)
     on_round(0, math.nan)
-    result = train_fast(
+    outcomes: list[Outcome] = []
+
+    def keep(result: FastResult) -> None:
+        outcomes.append(job.outcome(result, device, began_at))
+        if ranks.rank == 0:
+            keep_trying(partial(add_outcome, job.rows, outcomes[0]), partial(_say, job))
+
+    train_fast(
         RunSpec(job.config, source.vocabulary),
         source,
         on_round,
@@ -154,11 +163,13 @@ def train_job(
         device=device,
         ranks=ranks,
         checkpoint=job.cache.parent / UNFINISHED / f"{job.key}.pt",
+        on_result=keep,
     )
-    outcome = job.outcome(result, device, began_at)
-    if ranks.rank == 0:
-        add_outcome(job.rows, outcome)
-    return outcome
+    return outcomes[0]
+
+
+def _say(job: Job, line: str) -> None:
+    print(f"{job.name}, seed {job.seed}: its outcome is not kept yet: {line}", file=sys.stderr, flush=True)
 
 
 @cache

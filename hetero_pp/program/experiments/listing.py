@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from hetero_pp.errors import ConfigError
+from hetero_pp.files import write_whole
 from hetero_pp.program.experiments.definition import Row
 from hetero_pp.program.experiments.facts import parameter_count, token_count
 from hetero_pp.program.experiments.request import Request
@@ -32,7 +33,7 @@ def list_experiments(request: Request, path: Path | None) -> None:
     entries = [_entry(setting, request) for setting in settings]
     entries += [{"name": name, "state": "broken", "error": str(error)} for name, error in broken.items()]
     if path is not None:
-        path.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
     table = PlainTable(["experiment", "title"], ["rows", "claims", "hours", "known"])
     for entry in entries:
         if "error" in entry:

@@ -6,6 +6,7 @@ Several processes add to it at once, of one command or of several.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from filelock import FileLock
 
 from hetero_pp.errors import ConfigError
-from hetero_pp.files import flush, write_whole
+from hetero_pp.files import flush, naming, write_whole
 
 ROWS = "rows.jsonl"
 """In a scale's folder of results."""
@@ -55,12 +56,22 @@ def add_outcome(path: Path, outcome: Outcome) -> None:
         try:
             known = read_outcomes(path)
         except ConfigError:
-            with path.open("ab") as file:
-                file.write(b"\n" + _line(outcome))
-            flush(path)
+            _append(path, b"\n" + _line(outcome))
             raise
         known.setdefault(outcome["key"], outcome)
         _write(path, known.values())
+
+
+def _append(path: Path, data: bytes) -> None:
+    """All of it, durable, or, if the disk does not take it, nothing."""
+    size = path.stat().st_size
+    try:
+        with naming(path), path.open("ab") as file:
+            file.write(data)
+        flush(path)
+    except OSError:
+        os.truncate(path, size)
+        raise
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -232,7 +231,5 @@ def _own_key(path: Path) -> str:
     """This host's, which it makes once for a ticket and shows nobody."""
     if not path.is_file():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(as_text(new_key()))
+        write_whole(path, as_text(new_key()).encode(), is_secret=True)
     return path.read_text(encoding="utf-8")

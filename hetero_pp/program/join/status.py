@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from hetero_pp.errors import ConfigError, HeteroPPError, LinkTimeout, Refused
+from hetero_pp.files import write_whole
 from hetero_pp.links import LAUNCHER
 from hetero_pp.messages.messages_pb2 import StatusReply
 from hetero_pp.program.join.invite import good_for
@@ -50,7 +51,7 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
         folder = _folder(runs.absolute(), run)
         found = _of_folder(folder, address)
     if json_path is not None:
-        json_path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        write_whole(json_path, (json.dumps(found, indent=2) + "\n").encode())
 
 
 def _folder(runs: Path, run: str) -> RunFolder:

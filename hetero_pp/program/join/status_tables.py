@@ -26,7 +26,7 @@ def state_of(reply: StatusReply) -> str:
         return "over"
     if not reply.has_begun:
         return "joining"
-    return "paused" if reply.paused else "training"
+    return "paused" if reply.paused or reply.obstacle else "training"
 
 
 def headline(reply: StatusReply) -> str:
@@ -40,6 +40,9 @@ def headline(reply: StatusReply) -> str:
             )
         case "joining":
             return f"has not begun; waiting for members to join: {missing or 'nobody'}"
+        case "paused" if reply.obstacle:
+            seconds = format_seconds(max(1, round(reply.obstacle_seconds)))
+            return f"paused in {round_}, for {seconds} so far: {plain(reply.obstacle)}; trying again"
         case "paused":
             return f"paused in {round_}: {reply.paused}"
     return f"training {round_}" + (f"; waiting for contributions of {missing}" if missing else "")
@@ -141,7 +144,7 @@ def as_json(reply: StatusReply) -> dict[str, object]:
         "state": state_of(reply),
         "last_round": reply.last_round,
         "rounds": reply.rounds,
-        "paused": reply.paused or None,
+        "paused": reply.obstacle or reply.paused or None,
         "missing": list(reply.missing),
         "refusals": reply.refusals,
         "waiting": reply.in_lobby,

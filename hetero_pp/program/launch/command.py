@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError
+from hetero_pp.files import print_without_fail
 from hetero_pp.links import EXCHANGE
 from hetero_pp.program.chaos.file import read_chaos
 from hetero_pp.program.chaos.schedule import missed, schedule_of
@@ -68,6 +69,7 @@ def run_topology(
     file of faults that the run has to survive. `new`: start a new run even if one of this name is unfinished. Raises
     ConfigError if there is one, and neither `resume` nor `new` is given.
     """
+    print_without_fail()
     since, file = time.time() if since is None else since, ConfigFile(path, overrides)
     resume = decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)
     prepared = _prepare(file, runs, None, resume)
@@ -112,6 +114,7 @@ def run_on_this_host(
             (),
             f"--only {host.only}: found --in-process, which needs the whole run on this machine; leave out one of them",
         )
+    print_without_fail()
     since, file = time.time() if since is None else since, ConfigFile(path, overrides)
     if host.only == EXCHANGE:
         resume = decide_to_resume(file.config.with_absolute_paths(), runs, resume, new, typed)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hetero_pp.changed_keys import Values
 from hetero_pp.errors import ConfigError, RunFailed, RunOver
+from hetero_pp.files import write_whole
 from hetero_pp.links import EXCHANGE, RELAYED
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.addresses import fixed_addresses
@@ -101,11 +102,8 @@ def read_token(path: Path) -> str:
 
 def write_token(folder: RunFolder, token: str) -> Path:
     """Keep the run's token where only its owner can read it."""
-    path = folder.token
-    path.touch(mode=0o600)
-    path.chmod(0o600)
-    path.write_text(token + "\n", encoding="utf-8")
-    return path
+    write_whole(folder.token, f"{token}\n".encode(), is_secret=True)
+    return folder.token
 
 
 def launch_exchange(

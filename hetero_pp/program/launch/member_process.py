@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, Refused, RunFailed, WrongToken
+from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, Refused, RunFailed, StoreError, WrongToken
 from hetero_pp.faults import Faults
+from hetero_pp.files import keep_trying, print_without_fail
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import EXCHANGE, exchange_link_name
 from hetero_pp.planner.spares import group_spares
@@ -84,11 +85,16 @@ def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -
 
 
 def _redirect_output(path: Path, goes_on: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC), 0o666)
+    """Have a file take what this process prints; what its disk does not take is dropped."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC), 0o666)
+    except OSError:
+        descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    print_without_fail()
 
 
 def _follow_lifeline(launcher: Connection) -> None:
@@ -105,9 +111,12 @@ def _send(launcher: Connection, **message: str) -> None:
 
 
 def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, Any], launcher: Connection, faults: Faults) -> int:
+    def make() -> Exchange:
+        return make_exchange(spec, job.folder, job.resume, job.again, faults=faults)
+
     try:
-        exchange = make_exchange(spec, job.folder, job.resume, job.again, faults=faults)
-    except ConfigError as error:
+        exchange = keep_trying(make, _say) if job.again else make()
+    except (ConfigError, StoreError) as error:
         _send(launcher, failure=str(error))
         return FAILED
     listen = message.get("listen") or spec.config.exchange.listen
@@ -145,6 +154,10 @@ def _tell_guests(house: OpenHouse | None) -> None:
     """Give hosts that wait for a group time to hear that the run has ended."""
     if house is not None:
         house.lobby.wait_until_told(_SECONDS_TO_HEAR)
+
+
+def _say(line: str) -> None:
+    print(f"{EXCHANGE}: {line}", file=sys.stderr, flush=True)
 
 
 def _open_house(spec: RunSpec, job: Job, exchange: Exchange) -> OpenHouse:

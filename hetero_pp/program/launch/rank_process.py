@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from hetero_pp.errors import HeteroPPError, LinkError, RunFailed
 from hetero_pp.faults import Missed
+from hetero_pp.files import print_without_fail
 from hetero_pp.link.shared_lines import Lines
 from hetero_pp.program.launch.job import CONSEQUENCE
 from hetero_pp.program.launch.ranks import CREDENTIALS, RankJob
@@ -40,6 +41,7 @@ def main() -> None:
     job = RankJob(**json.loads(sys.argv[1]))
     threading.Thread(target=_follow_parent, name="lifeline", daemon=True).start()
     make_printable()
+    print_without_fail()
     keep_freed_memory()
     folder = RunFolder(Path(job.folder), job.config_name)
     spec = read_run(folder)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_pp.links import DIRECTIONS
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, Waiting
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Waiting
 from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.program.report.carried import LinkState
 from hetero_pp.program.report.line_tables import live_lines, result_lines
@@ -204,6 +204,8 @@ def waiting_line(state: RunState, now: float | None = None, sees_all: bool = Tru
     seconds = round(state.waiting.seconds + now - state.waiting_told)
     if state.waiting.awaited == CONTRIBUTING:
         return _contributing(state, state.waiting, now, seconds, sees_all)
+    if state.waiting.awaited == STORING:
+        return f"{whom(state.waiting)}; trying again, for {format_seconds(max(1, seconds))} so far"
     what = joined_line(state) if state.waiting.awaited == JOINING else whom(state.waiting)
     return f"{what}; no progress for {format_seconds(seconds)}"
 

@@ -14,11 +14,13 @@ from hetero_pp.messages.messages_pb2 import (
     RESTARTED,
     SCALED,
     SILENT,
+    STORING,
     SUSPENDED,
     TERM_OVER,
     WENT_ON,
     Report,
     Standing,
+    StateSaving,
 )
 from hetero_pp.program.report.standings import with_name
 from hetero_pp.run.spec import RunSpec
@@ -46,8 +48,19 @@ class Happenings:
             case "joined" if self._has_begun and report.member in self._members:
                 self._told_of.pop(report.member, None)
                 yield f"{report.member} has joined{_again(report.joined.term)}"
+            case "waiting" if report.waiting.awaited == STORING and not report.waiting.obstacle:
+                seconds = format_seconds(max(1, round(report.waiting.seconds)))
+                yield f"resuming after a pause of {seconds}: reads and writes succeed again"
+            case "state_saving":
+                yield self._state_saving(report.member, report.state_saving)
             case "standing":
                 yield from self._standing(report.time, report.standing)
+
+    def _state_saving(self, member: str, told: StateSaving) -> str:
+        if not told.failure:
+            return f"{member} saves its state again, after round {told.round}"
+        lost = "it trains on, and saves the next state that is due"
+        return f"{member} could not save its state after round {told.round}: {told.failure}; {lost}"
 
     def _standing(self, time: float, told: Standing) -> Iterator[str]:
         match told.what:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from hetero_pp.files import whole
+from hetero_pp.files import write_whole
 from hetero_pp.lines import WAYS, Way
 from hetero_pp.links import DIRECTIONS, Direction
 from hetero_pp.program.report.carried import LinkState
@@ -304,5 +305,6 @@ def new_figure(height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    with whole(path) as part:
-        figure.savefig(part, format="png")
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    write_whole(path, content.getvalue())

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
-from hetero_pp.errors import RunFailed
-from hetero_pp.files import PART, flush, write_whole
+from hetero_pp.files import PART, LastingLog, complaint, flush, write_whole
 from hetero_pp.messages.messages_pb2 import Awaited, Evaluation, Happened, InnerStep, LinkUse, Report, RoundRecord
 from hetero_pp.program.report.pictures import draw_links, draw_losses
 from hetero_pp.program.report.state import RunState
@@ -22,13 +24,14 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.run.yaml_file import config_text
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.event_pb2 import Event
 
 
 class Recorder:
     """Writes reports as they come. Give each report to `state` first, then to `on_report`.
 
-    What it writes is a view of the run: where that fails it says so, once, and neither ends nor falsifies the run.
+    What it writes is a view of the run: where that fails it says so, once, and neither ends nor falsifies the run. What
+    a disk does not take is written once it has room.
     """
 
     def __init__(
@@ -43,11 +46,16 @@ class Recorder:
         self._folder = folder
         self._state = state
         self._complain = complain
-        self._complained = False
+        self._complained = self._has_ended = False
+        self._takes_place = False
+        """Whether it has yet to replace what an earlier start wrote."""
+        self._has_gaps = False
+        """Whether something that was reported can never be written."""
         self._lock = threading.Lock()
         self._has_begun = not resume
         self._path = folder.metrics.with_name(folder.metrics.name + PART) if resume else folder.metrics
-        self._metrics = self._path.open("w", buffering=1, encoding="utf-8")  # by line: a killed run keeps what it wrote
+        self._metrics = LastingLog(self._path)
+        self._metrics.flush()
         self._board = _Board(folder.path / "tensorboard", state)
 
     def go_on(self) -> None:
@@ -56,40 +64,54 @@ class Recorder:
         Where that could not be written, what the earlier start wrote is kept beside it.
         """
         with self._lock:
-            self._has_begun = True
-            try:
-                self._metrics.flush()
-                flush(self._path)
-                if self._complained and self._folder.metrics.exists():
-                    self._folder.metrics.replace(f"{self._folder.metrics}.before")
-                self._path = self._path.replace(self._folder.metrics)
-                if not self._complained:
-                    self._board.go_on()
-                self._folder.summary.unlink(missing_ok=True)  # of a run that had ended
-                flush(self._folder.path)
-            except OSError as error:
-                self._fails(error)
+            self._has_begun = self._takes_place = True
+            self._take_place()
+
+    def _take_place(self) -> None:
+        """Replace what an earlier start wrote, once all is written that was reported again."""
+        try:
+            self._metrics.flush()
+            flush(self._path)
+            if self._board.log is not None:
+                self._board.log.flush()
+            if self._has_gaps and self._folder.metrics.exists():
+                self._folder.metrics.replace(f"{self._folder.metrics}.before")
+            self._path = self._path.replace(self._folder.metrics)
+            if not self._has_gaps:
+                self._board.go_on()
+            self._folder.summary.unlink(missing_ok=True)  # of a run that had ended
+            flush(self._folder.path)
+            self._takes_place = False
+        except OSError as error:
+            self._fails(error)
 
     def on_report(self, report: Report) -> None:
         """Write one report; nothing any more after `close`."""
         with self._lock:
-            if self._metrics.closed:
+            if self._has_ended:
                 return
             try:
                 self._write(report)
             except Exception as error:  # noqa: BLE001 (see above: whatever fails here is not the run)
+                self._has_gaps = True
                 self._fails(error)
 
     def _write(self, report: Report) -> None:
         for line in flat_lines(report):
-            self._metrics.write(to_json(line) + "\n")
+            self._metrics.write((to_json(line) + "\n").encode())
         self._board.on_report(report)
+        if self._takes_place:
+            self._take_place()
+        for log in (self._metrics, self._board.log):
+            if log is not None and log.failure is not None:
+                self._has_gaps |= log.has_gaps
+                self._fails(log.failure)
 
     def _fails(self, error: Exception) -> None:
         if not self._complained:
-            self._complain(
-                f"{self._folder.path}: metrics cannot be written ({error}); they have a gap, and the run continues"
-            )
+            became = "has gaps" if self._has_gaps else "is incomplete until the disk accepts the rest"
+            why = complaint(error) if isinstance(error, OSError) else str(error)
+            self._complain(f"{self._folder.path}: the record of the run {became}, and the run continues: {why}")
         self._complained = True
 
     def fail(self, cause: str) -> None:
@@ -97,26 +119,31 @@ class Recorder:
         self._state.fail(cause)
 
     def close(self) -> None:
-        """Write summary.json and the pictures, of what is known.
-
-        Raises RunFailed if a run that is known to have failed in nothing else would be left without a summary.
-        """
+        """Write summary.json and the pictures, of what is known. Says which of all files the disk does not take."""
+        folder = self._folder
         with self._lock:
-            for close in (self._metrics.close, self._board.close):
-                try:
-                    close()
-                except Exception as error:  # noqa: BLE001 (see above)
-                    self._fails(error)
+            self._has_ended = True
+            if self._takes_place:
+                self._take_place()
+            self._last(self._metrics.close, "has gaps at its end")
+            self._last(self._board.close, "has gaps at its end")
         if not self._has_begun:
-            self._path.unlink()  # the run did not go on: what it had left stays
+            with suppress(OSError):
+                self._path.unlink()  # the run did not go on: what it had left stays
             return
+        summary = (to_json(self._state.summary(), indent=2) + "\n").encode()
+        self._last(lambda: write_whole(folder.summary, summary), "is not written")
+        self._last(lambda: draw_losses(self._state, folder.path / "loss.png"), "is not drawn")
+        self._last(lambda: draw_links(self._state, folder.path / "links.png"), "is not drawn")
+
+    def _last(self, do: Callable[[], object], became: str) -> None:
+        """Do what is not tried again."""
         try:
-            write_whole(self._folder.summary, (to_json(self._state.summary(), indent=2) + "\n").encode())
-            draw_losses(self._state, self._folder.path / "loss.png")
-            draw_links(self._state, self._folder.path / "links.png")
+            do()
         except OSError as error:
-            if self._state.failed is None:
-                raise RunFailed(f"the run is over, but its summary and pictures cannot be written: {error}") from None
+            path = "what is recorded" if error.filename is None else error.filename
+            self._complain(f"{path} {became}, the run itself is kept: {complaint(error)}")
+        except Exception as error:  # noqa: BLE001 (see above)
             self._fails(error)
 
 
@@ -152,7 +179,8 @@ def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
     elif event == "waiting":
         waiting = report.waiting
         what = {"awaited": Awaited.Name(waiting.awaited).lower(), "round": waiting.round, "seconds": waiting.seconds}
-        yield head | {"event": event} | what | {"members": ", ".join(one.member for one in waiting.missing)}
+        obstacle = {"obstacle": waiting.obstacle} if waiting.obstacle else {}
+        yield head | {"event": event} | what | {"members": ", ".join(one.member for one in waiting.missing)} | obstacle
     elif event == "over":
         over = {"round": report.over.round, "rounds": report.over.rounds}
         yield head | {"event": event} | over | {"finishing": ", ".join(report.over.finishing)}
@@ -200,16 +228,29 @@ class _Board:
         """By round, then by replica: tokens up to its end, until those of all replicas are written."""
         self._written: dict[str, tuple[int, float]] = {}
         """By replica, and for all: tokens and training seconds that were written last."""
+        self.log: LastingLog | None = None
+        """The file; None until there is something to write."""
 
-    @cached_property
-    def _writer(self) -> SummaryWriter:
-        """Made when there is something to write: an attempt to go on that fails leaves no file."""
-        from torch.utils.tensorboard import SummaryWriter
+    def _write(self, event: Event) -> None:
+        """Add an event. The file is made when there is something to write: an attempt to go on that fails leaves none.
 
-        writer = SummaryWriter(str(self._folder), flush_secs=5)
-        config = self._state.spec.with_changes(self._state.changes).latest
-        writer.add_text("configuration", f"```yaml\n{config_text(config)}```", 0)
-        return writer
+        TensorBoard's own writer would do so in a thread, which ends for good when a disk is full for a moment.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import text
+
+        if self.log is None:
+            name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{id(self)}"
+            self.log = LastingLog(self._folder / name)
+            config = self._state.spec.with_changes(self._state.changes).latest
+            summary = text("configuration", f"```yaml\n{config_text(config)}```")
+            for first in (
+                Event(wall_time=time.time(), file_version="brain.Event:2"),
+                Event(wall_time=time.time(), step=0, summary=summary),
+            ):
+                RecordWriter(self.log).write(first.SerializeToString())
+        RecordWriter(self.log).write(event.SerializeToString())
 
     def go_on(self) -> None:
         """Take the place of what earlier starts wrote: all that is to be kept of it was reported again."""
@@ -228,65 +269,69 @@ class _Board:
         elif event == "member_round":
             self._member_round(report.time, report.member, report.member_round.round)
 
-    def _scalar(self, time: float, tag: str, value: float, step: int) -> None:
+    def _scalar(self, when: float, tag: str, value: float, step: int) -> None:
         if step <= self._newest.get(tag, -1):
             return  # evaluated again where the run goes on
-        self._newest[tag] = step
-        self._writer.add_scalar(tag, value, step, walltime=time)
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-    def _inner_step(self, time: float, step: InnerStep) -> None:
+        self._newest[tag] = step
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+        self._write(Event(wall_time=when, step=step, summary=summary))
+
+    def _inner_step(self, when: float, step: InnerStep) -> None:
         replica = self._state.replicas.get(step.replica)
         index = 0 if replica is None else replica.index(step.round, step.step)
         for field, tag in (("loss", "training_loss"), ("gradient_norm",) * 2, ("learning_rate",) * 2):
             if step.HasField(field):
-                self._scalar(time, f"{tag}/{step.replica}", getattr(step, field), index)
+                self._scalar(when, f"{tag}/{step.replica}", getattr(step, field), index)
 
-    def _evaluation(self, time: float, evaluation: Evaluation) -> None:
-        self._scalar(time, f"validation_loss/{evaluation.replica}", evaluation.loss, evaluation.round)
+    def _evaluation(self, when: float, evaluation: Evaluation) -> None:
+        self._scalar(when, f"validation_loss/{evaluation.replica}", evaluation.loss, evaluation.round)
         mean = self._state.mean_validation_loss(evaluation.round)
         if mean is not None:
-            self._scalar(time, "validation_loss/mean", mean, evaluation.round)
+            self._scalar(when, "validation_loss/mean", mean, evaluation.round)
 
-    def _member_round(self, time: float, member: str, round_: int) -> None:
+    def _member_round(self, when: float, member: str, round_: int) -> None:
         """Write a replica's tokens once its first member is through with a round: it has told all of its steps then."""
         for name, replica in self._state.replicas.items():
             if member in (name, f"{name}.0"):
                 tokens = replica.tokens_until(round_)
                 self._tokens.setdefault(round_, {})[name] = tokens
-                self._write_tokens(time, name, tokens, round_)
+                self._write_tokens(when, name, tokens, round_)
         for told in sorted(self._tokens):
             if told < round_ - 1 or self._tokens[told].keys() >= self._state.replicas.keys():
-                self._write_tokens(time, "all", sum(self._tokens.pop(told).values()), told)
+                self._write_tokens(when, "all", sum(self._tokens.pop(told).values()), told)
 
-    def _write_tokens(self, time: float, name: str, tokens: int, round_: int) -> None:
+    def _write_tokens(self, when: float, name: str, tokens: int, round_: int) -> None:
         """Write the tokens up to a round, and their rate since the round before."""
-        seconds = self._state.training_seconds(time)
+        seconds = self._state.training_seconds(when)
         tokens_before, seconds_before = self._written.get(name, (0, 0.0))
         self._written[name] = tokens, seconds
-        self._scalar(time, f"tokens/{name}", tokens, round_)
+        self._scalar(when, f"tokens/{name}", tokens, round_)
         if seconds > seconds_before:
             rate = (tokens - tokens_before) / (seconds - seconds_before)
-            self._scalar(time, f"tokens_per_second/{name}", rate, round_)
+            self._scalar(when, f"tokens_per_second/{name}", rate, round_)
 
-    def _link_use(self, time: float, use: LinkUse) -> None:
+    def _link_use(self, when: float, use: LinkUse) -> None:
         """A count is cumulative within its round: write it when the next round's first one comes."""
         key = (use.link, use.direction)
         if key in self._uses and self._uses[key][1].round != use.round:
             self._round_over(*self._uses[key])
-        self._uses[key] = (time, use)
+        self._uses[key] = (when, use)
 
-    def _round_over(self, time: float, use: LinkUse) -> None:
-        self._scalar(time, f"wire_bytes/{use.link}/{use.direction}", use.wire_bytes, use.round)
+    def _round_over(self, when: float, use: LinkUse) -> None:
+        self._scalar(when, f"wire_bytes/{use.link}/{use.direction}", use.wire_bytes, use.round)
         link = self._state.links.get(use.link)
         for way, direction in link.directions.items() if link is not None else ():
-            share = direction.busy_share(self._state.training_seconds(time))
+            share = direction.busy_share(self._state.training_seconds(when))
             if way == use.direction and share is not None:
-                self._scalar(time, f"busy_share/{use.link}/{way}", share, use.round)
+                self._scalar(when, f"busy_share/{use.link}/{way}", share, use.round)
 
     def close(self) -> None:
         """Write the links' last round, and flush."""
-        for time, use in self._uses.values():
-            self._round_over(time, use)
+        for when, use in self._uses.values():
+            self._round_over(when, use)
         self._uses.clear()
-        if "_writer" in vars(self):
-            self._writer.close()
+        if self.log is not None:
+            self.log.close()

@@ -137,7 +137,7 @@ class RunState:
                 case "reading":
                     self.reading = report.reading if report.reading.share < 1 else None
                 case "waiting":
-                    self.waiting = report.waiting if report.waiting.missing else None
+                    self.waiting = report.waiting if report.waiting.missing or report.waiting.obstacle else None
                     self.waiting_told = report.time
 
     def _refused(self, refusal: Refusal) -> None:

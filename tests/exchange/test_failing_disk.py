@@ -1,0 +1,127 @@
+"""The n-th operation of a disk fails, once or until there is room again, for every n: the exchange waits, and says why.
+
+Nothing is acknowledged that is not kept, nothing half written has a name, and what comes of it has the same bits.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import pytest
+from failing_disk import each_operation, failing_disk
+from members import TIMEOUT, assign_all, in_thread, patient
+from test_exchange import SETTINGS, _blob
+
+from hetero_pp.files import PART
+from hetero_pp.model import ModelShape
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.run.spec import Roster
+from hetero_pp.snapshot import Snapshot, initial_snapshot
+from hetero_pp.store.folder import FolderStore
+from replica_groups.exchange.auditor import Auditor
+from replica_groups.exchange.audits import audited
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.log import ContributionLog
+
+TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENFILE, errno.EMFILE)
+SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=64)
+BLOCKS = frozenset({"tok_embeddings", "layers.0", "norm", "lm_head"})
+ROSTER = Roster({"dc": "dc"}, {"dc": BLOCKS})
+TOKENS = "ab" * 32
+ROUNDS = 1
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails is tried again at once."""
+    monkeypatch.setattr("replica_groups.exchange.decisions.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("replica_groups.exchange.decisions.LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr("replica_groups.protocol.coordinator.RETRY_SECONDS", 0.001)
+
+
+@pytest.fixture(scope="module")
+def snapshot() -> Snapshot:
+    return initial_snapshot(SHAPE, rank=4, seed=1)
+
+
+class _Log:
+    """A log in a folder of its own, and a run of one round that writes it."""
+
+    def __init__(self, folder: Path, snapshot: Snapshot) -> None:
+        self.folder, self.snapshot = folder, snapshot
+        self.log = ContributionLog(FolderStore(folder / "log"))
+        self.exchange = Exchange("run", ROSTER, None, SETTINGS, self.log, rules=patient(ROSTER), text=folder / "text")
+
+    def run(self) -> None:
+        """To its end, with its auditor."""
+        for member in ROSTER.members:
+            self.exchange.agree(member, "{}", TOKENS)
+            self.exchange.join(member, "")
+        auditor = Auditor(self.exchange, self.snapshot, ROUNDS, 1)
+        auditor.start()
+        self.exchange.begin(self.snapshot)
+        for round_ in range(1, ROUNDS + 1):
+            assign_all(self.exchange, round_ - 1)
+            for block in sorted(BLOCKS):
+                address = BlobAddress("run", round_, "dc", block)
+                self.exchange.deposit("dc", address, _blob(self.snapshot, address))
+            for entry in self.exchange.record(round_).contributions:
+                for blob in entry.blobs:
+                    self.exchange.fetch("dc", round_, entry.replica, blob.block)
+        auditor.join()
+
+    def assert_whole(self) -> str:
+        """All that a run leaves is there, and nothing else; the digest of theta after it."""
+        assert self.exchange.decisions.failure is None
+        assert not [path for path in self.folder.rglob("*") if path.name.endswith(PART)]
+        assert self.log.records() == audited(self.log.store) == set(range(1, ROUNDS + 1))
+        assert self.log.snapshots() == set(range(ROUNDS + 1))
+        assert self.exchange.decisions.obstacles.oldest() is None
+        last = self.log.read_snapshot(ROUNDS)
+        return hashlib.sha256(b"".join(one.numpy().tobytes() for _, one in sorted(last.tensors().items()))).hexdigest()
+
+
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "for a while"])
+def test_whatever_of_the_log_cannot_be_written_or_read_a_run_waits_and_comes_to_the_same_bits(
+    tmp_path: Path, snapshot: Snapshot, lasts: bool
+) -> None:
+    undisturbed = _Log(tmp_path / "undisturbed", snapshot)
+    undisturbed.run()
+    expected = undisturbed.assert_whole()
+    with failing_disk(tmp_path / "runs") as disk:
+        for n in each_operation(disk):
+            own = _Log(tmp_path / "runs" / str(n), snapshot)
+            disk.fail(n, lasts, TRANSIENT[n % len(TRANSIENT)])
+            done = in_thread(own.run)
+            if lasts:
+                _wait_for(partial(_has_stopped, own, done))
+                if (obstacle := own.exchange.expected().obstacle) is not None:
+                    why, seconds = obstacle
+                    assert str(own.folder) in why
+                    assert seconds >= 0
+                    assert own.exchange.status().obstacle
+                disk.mend()
+            done.result(TIMEOUT)
+            disk.mend()
+            assert own.assert_whole() == expected, n
+            own.exchange.end_watching()
+
+
+def _has_stopped(own: _Log, done: Future[None]) -> bool:
+    return done.done() or own.exchange.expected().obstacle is not None
+
+
+def _wait_for(condition: Callable[[], object]) -> None:
+    """Until it holds."""
+    waited = threading.Event()
+    for _ in range(int(TIMEOUT / 0.001)):
+        if condition():
+            return
+        waited.wait(0.001)
+    pytest.fail("it never held")

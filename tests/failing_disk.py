@@ -1,0 +1,187 @@
+"""A disk on which one operation fails, or all from one on: every write, flush, name, and read below a folder counts.
+
+As SQLite tests it: fail the first operation, then the second, ... until what is tested is done without a failure.
+Python's own calls are replaced for as long as the block runs, so a new writer is tested without knowing of it. What
+libraries write by themselves (safetensors) is one operation, as is all that torch.save is given by a Python file.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+from safetensors import SafetensorError
+
+import hetero_pp.snapshot
+
+
+class FailingDisk:
+    """Operations on files below a folder, counted from 1; those that `fails` says raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self.count = self.failures = 0
+        self._first = 0
+        self._lasts = False
+        self._number = errno.ENOSPC
+        self._share, self._dice = 0.0, random.Random(1)
+
+    def fail(self, first: int, lasts: bool, number: int = errno.ENOSPC) -> None:
+        """From now on the first-th operation fails; `lasts`: and all after it, until `mend`."""
+        with self._lock:
+            self._first, self._lasts, self._number = first, lasts, number
+            self.count = self.failures = 0
+
+    def fail_by_chance(self, share: float, number: int = errno.ENOSPC) -> None:
+        """From now on this share of the operations of threads but the main one fail, drawn with a seed."""
+        with self._lock:
+            self._share, self._number, self._dice = share, number, random.Random(1)
+            self.count = self.failures = 0
+
+    def mend(self) -> None:
+        """There is room again."""
+        with self._lock:
+            self._first, self._share = 0, 0.0
+
+    def operate(self, path: Any, is_named: bool = False) -> None:
+        """An operation on a file, by its name or not: then the error, too, is without."""
+        if not self.has(path) or (self._share and threading.current_thread() is threading.main_thread()):
+            return
+        with self._lock:
+            self.count += 1
+            fails = self.count == self._first or (self._lasts and 0 < self._first <= self.count)
+            fails = fails or (self._share > 0 and self._dice.random() < self._share)
+            self.failures += fails
+        if fails:
+            raise OSError(self._number, os.strerror(self._number), *([os.fspath(path)] if is_named else []))
+
+    def has(self, path: Any) -> bool:
+        """Whether it is below the folder."""
+        try:
+            found = Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else Path(os.fsdecode(path))
+            return found.absolute().is_relative_to(self._folder)
+        except (OSError, TypeError):
+            return False
+
+
+class _File:
+    """A file whose every write and read is an operation. A write that fails has written half before."""
+
+    def __init__(self, file: Any, disk: FailingDisk, path: Any) -> None:
+        self._file, self._disk, self._path = file, disk, path
+
+    def write(self, data: Any) -> Any:
+        try:
+            self._disk.operate(self._path)
+        except OSError:
+            half = self._file.write(data[: len(data) // 2])
+            if half and isinstance(self._file, io.RawIOBase):
+                return half  # as the system does: the rest is for the next call
+            raise
+        return self._file.write(data)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def read(self, *arguments: Any) -> Any:
+        self._disk.operate(self._path)
+        return self._file.read(*arguments)
+
+    def readinto(self, buffer: Any) -> Any:
+        self._disk.operate(self._path)
+        return self._file.readinto(buffer)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._file)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@contextmanager
+def failing_disk(folder: Path) -> Iterator[FailingDisk]:
+    """The folder's disk, which fails as it is told to, while the block runs."""
+    disk = FailingDisk(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        _replace_files(patch, disk)
+        fsync = os.fsync
+        # What a test is over before a crash of the machine need not be on the disk.
+        patch.setattr(os, "fsync", lambda file: disk.operate(file) if disk.has(file) else fsync(file))
+        for name in ("mkdir", "open", "scandir", "sendfile"):
+            _count(patch, disk, os, name, lambda arguments: arguments[0] if arguments else ".")
+        for name in ("replace", "rename", "link"):
+            _count(patch, disk, os, name, lambda arguments: arguments[1])
+        _replace_libraries(patch, disk)
+        yield disk
+
+
+def each_operation(disk: FailingDisk) -> Iterator[int]:
+    """1, 2, 3, ... for `fail`, until the block has come to its end without a failure."""
+    n = 1
+    yield n
+    while disk.failures:
+        n += 1
+        yield n
+        disk.mend()
+    assert n > 2
+
+
+def _count(
+    patch: pytest.MonkeyPatch, disk: FailingDisk, module: Any, name: str, path_of: Callable[[tuple[Any, ...]], Any]
+) -> None:
+    real = getattr(module, name)
+
+    def operation(*arguments: Any, **options: Any) -> Any:
+        path = path_of(arguments)
+        disk.operate(path, is_named=not isinstance(path, int))
+        return real(*arguments, **options)
+
+    patch.setattr(module, name, operation)
+
+
+def _replace_files(patch: pytest.MonkeyPatch, disk: FailingDisk) -> None:
+    real = io.open
+
+    def opened(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if not disk.has(path):
+            return real(path, mode, *arguments, **options)
+        disk.operate(path, is_named=True)
+        return _File(real(path, mode, *arguments, **options), disk, path)
+
+    patch.setattr(io, "open", opened)
+    patch.setattr(builtins, "open", opened)
+
+
+def _replace_libraries(patch: pytest.MonkeyPatch, disk: FailingDisk) -> None:
+    serialize = safetensors.torch.serialize_file
+
+    def saved(tensors: Any, path: Any, *arguments: Any, **options: Any) -> None:
+        try:
+            disk.operate(path)
+        except OSError as error:
+            said = f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
+            raise SafetensorError(said) from None
+        serialize(tensors, path, *arguments, **options)
+
+    patch.setattr(safetensors.torch, "serialize_file", saved)
+    _count(patch, disk, hetero_pp.snapshot, "safe_open", lambda arguments: arguments[0])
+    _count(patch, disk, np, "load", lambda arguments: arguments[0])

@@ -1,0 +1,390 @@
+"""The n-th operation of a disk fails, for every n: what each writer and reader of the program does then.
+
+The exchange's log is in tests/exchange/test_failing_disk.py; a launch on a disk that is really full in tests/faults.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from failing_disk import FailingDisk, each_operation, failing_disk
+from matplotlib.figure import Figure
+from members import TIMEOUT, in_thread
+from test_run_state import made_up_reports, made_up_spec
+from typer.testing import CliRunner
+
+from hetero_pp.changed_keys import NO_CHANGES, write_changes
+from hetero_pp.data.settings import DataSettings
+from hetero_pp.data.tokens import prepare_tokens
+from hetero_pp.errors import ConfigError, StoreError
+from hetero_pp.files import PART, LastingLog, write_whole
+from hetero_pp.hugging_face.writing import write_weights
+from hetero_pp.model import ModelShape
+from hetero_pp.program.cli import app
+from hetero_pp.program.experiments.outcomes import add_outcome, read_outcomes
+from hetero_pp.program.join.membership import _own_key
+from hetero_pp.program.launch.command import run_topology
+from hetero_pp.program.launch.hosts import write_token
+from hetero_pp.program.report.pictures import save_figure
+from hetero_pp.program.report.recorder import Recorder
+from hetero_pp.program.report.state import RunState
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.yaml_file import save_config
+from hetero_pp.snapshot import Snapshot, initial_snapshot, save_snapshot
+from replica_groups.exchange.memberships import Memberships
+from replica_groups.fast.checkpoint import Checkpoint
+from replica_groups.ranks import ALONE, Ranks
+from replica_groups.saved_states import SavedStates
+
+MIXED = Path(__file__).parents[1] / "equivalence" / "mixed.yaml"
+SHAPE = ModelShape(width=16, layers=1, heads=2, feed_forward=24, vocabulary=64)
+NOW_AND_THEN = 1 / 50
+"""The share of operations that fail in a run."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails is tried again at once."""
+    for module in ("hetero_pp.files", "replica_groups.exchange.decisions"):
+        monkeypatch.setattr(f"{module}.FIRST_PAUSE", 0.001)
+        monkeypatch.setattr(f"{module}.LONGEST_PAUSE", 0.001)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- files that are written at once ----
+
+
+def _snapshot(version: int) -> Snapshot:
+    return Snapshot(1, initial_snapshot(SHAPE, None, seed=version).parameters, None)
+
+
+def _weights(folder: Path, version: int) -> None:
+    parameters = _snapshot(version).parameters
+    shapes = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    write_weights(folder, parameters.__getitem__, shapes, SHAPE.heads, torch.float32)
+
+
+def _tokens(folder: Path, version: int) -> None:
+    folder.mkdir(exist_ok=True)
+    text = folder.parent.with_suffix(".txt")
+    text.write_text("\n\n".join(f"document {version} {number}" for number in range(20)))
+    prepare_tokens(DataSettings(corpus=str(text), validation_share=0.2), folder)
+
+
+WRITERS: dict[str, Callable[[Path, int], object]] = {
+    "bytes": lambda folder, version: write_whole(folder / "file", bytes(100 + version)),
+    "configuration": lambda folder, version: save_config(made_up_spec(seed=version).config, folder / "config.yaml"),
+    "changes": lambda folder, _: write_changes(NO_CHANGES, folder / "changes.yaml"),
+    "token": lambda folder, version: write_token(RunFolder(folder), f"{version}" * 32),
+    "key": lambda folder, _: _own_key(folder / "key"),
+    "snapshot": lambda folder, version: save_snapshot(_snapshot(version), folder / "snapshot"),
+    "weights": _weights,
+    "picture": lambda folder, _: save_figure(Figure(), folder / "loss.png"),
+    "tokens": _tokens,
+}
+
+
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "for a while"])
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_file_is_whole_or_what_it_was_and_the_error_names_it(
+    write: Callable[[Path, int], object], lasts: bool, tmp_path: Path
+) -> None:
+    with failing_disk(tmp_path / "disk") as disk:
+        for n in each_operation(disk):
+            folder = tmp_path / "disk" / str(n)
+            folder.mkdir(parents=True)
+            if n % 2:
+                write(folder, 1)
+            before = _contents(folder)
+            disk.fail(n, lasts)
+            try:
+                write(folder, 2)
+            except OSError as error:
+                assert str(error.filename).startswith(str(folder)), n
+                assert PART not in str(error.filename)
+            disk.mend()
+            after = _contents(folder)
+            assert not [name for name in after if PART in name], n
+            if disk.failures:
+                assert not before or before.keys() <= after.keys()
+                write(folder, 2)
+            assert all(_contents(folder).values())
+
+
+# ---- a member's states ----
+
+
+def _ranks() -> list[Ranks]:
+    """Two, each for a thread."""
+    barrier, told = threading.Barrier(2, timeout=TIMEOUT), dict[int, bytes]()
+
+    class Threads(Ranks):
+        def gather_bytes(self, data: bytes) -> list[bytes]:
+            told[self.rank] = data
+            barrier.wait()
+            found = [told[0], told[1]]
+            barrier.wait()
+            return found
+
+        def gather(self, value: float) -> list[float]:
+            return [float(one) for one in self.gather_bytes(repr(value).encode())]
+
+        def wait(self) -> None:
+            self.gather_bytes(b"")
+
+        def broadcast_bytes(self, data: bytes | None) -> bytes:
+            return self.gather_bytes(data or b"")[0]
+
+    return [Threads(rank, 2) for rank in range(2)]
+
+
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "for a while"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_state_that_cannot_be_saved_is_none_and_all_ranks_go_on(world: int, lasts: bool, tmp_path: Path) -> None:
+    """Whichever rank's disk fails: the states before stay, and the next one is saved."""
+
+    def save(states: list[SavedStates], round_: int) -> list[str]:
+        def write(own: SavedStates, part: Path) -> None:
+            (part / f"moments-{own.ranks.rank}").write_bytes(bytes([round_]) * 1000)
+
+        done = [in_thread(partial(own.save, round_, partial(write, own))) for own in states]
+        return [one.result(TIMEOUT) for one in done]
+
+    def sound(states: list[SavedStates]) -> list[int]:
+        (found,) = {one.result(TIMEOUT).rounds for one in [in_thread(own.check) for own in states]}
+        return sorted(found)
+
+    with failing_disk(tmp_path / "disk") as disk:
+        for n in each_operation(disk):
+            folder = tmp_path / "disk" / str(n)
+            states = [SavedStates(folder, "run", 1, ranks) for ranks in (_ranks() if world == 2 else [ALONE])]
+            assert save(states, 1) == [""] * world
+            disk.fail(n, lasts)
+            (failure,) = set(save(states, 2))
+            disk.mend()
+            if failure:
+                assert failure.startswith(str(folder))
+                assert "No space left on device" in failure
+            assert sound(states) in ([1], [1, 2]), n
+            assert save(states, 3) == [""] * world
+            assert not (folder / "part").exists()
+            assert max(sound(states)) == 3
+
+
+# ---- rows of tables ----
+
+
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "for a while"])
+def test_a_checkpoint_that_cannot_be_saved_leaves_the_one_before(
+    lasts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with failing_disk(tmp_path / "disk") as disk:
+        for n in each_operation(disk):
+            own = Checkpoint(tmp_path / "disk" / f"{n}.pt", "run", ALONE, 0.0)
+            own.save(1, {"theta": torch.ones(100)})
+            disk.fail(n, lasts)
+            own.save(2, {"theta": torch.ones(100)})
+            disk.mend()
+            found = own.load()
+            assert found is not None
+            told = capsys.readouterr().err
+            assert found["round"] == 2 or f"{n}.pt: No space left on device" in told
+            assert not told or disk.failures
+    assert not list((tmp_path / "disk").glob(f"*{PART}"))
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["whole", "damaged"])
+def test_an_outcome_is_added_once_there_is_room(is_damaged: bool, tmp_path: Path) -> None:
+    kept = {"validation_loss": [1.0], "diverged": False, "uncompressed": 1.0, "compressed": 1.0, "tokens": 1}
+    outcome = {"row": "a", "seed": 0, "boundary_bytes_per_token": 1.0, **kept}
+    with failing_disk(tmp_path / "disk") as disk:
+        for n in each_operation(disk):
+            path = tmp_path / "disk" / str(n) / "rows.jsonl"
+            add_outcome(path, outcome | {"key": "first"})
+            if is_damaged:
+                with path.open("ab") as file:
+                    file.write(b"{half")
+            before = path.read_bytes()
+            disk.fail(n, lasts=True)
+            try:
+                add_outcome(path, outcome | {"key": "second"})
+            except OSError:
+                disk.mend()
+                after = path.read_bytes()
+                assert after.startswith(before) and (after == before or b"second" in after), n
+            except ConfigError:
+                assert is_damaged  # and it is added nevertheless
+            disk.mend()
+            if not is_damaged:
+                add_outcome(path, outcome | {"key": "second"})
+                assert list(read_outcomes(path)) == ["first", "second"]
+
+
+# ---- what a run records ----
+
+
+def _record(folder: Path, disk: FailingDisk | None = None, n: int = 0, lasts: bool = False) -> list[str]:
+    told: list[str] = []
+    state = RunState(made_up_spec())
+    recorder = Recorder(made_up_spec(), RunFolder(folder), state, complain=told.append)
+    reports = made_up_reports()
+    if disk is not None:
+        disk.fail(n, lasts)
+    for report in reports[:-1]:
+        state.apply(report)
+        recorder.on_report(report)
+    if disk is not None and n % 2:  # there is room again before the end, or not until after it
+        disk.mend()
+    state.apply(reports[-1])
+    recorder.on_report(reports[-1])
+    recorder.close()
+    return told
+
+
+def _scalars(folder: Path) -> bytes:
+    """Events without the times at which they were written."""
+    (path,) = folder.glob("tensorboard/*")
+    return path.read_bytes()[60:]
+
+
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "for a while"])
+def test_what_is_recorded_is_whole_once_there_is_room_and_is_said_once(
+    lasts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("draw_losses", "draw_links"):  # which take half a second
+        monkeypatch.setattr(f"hetero_pp.program.report.recorder.{name}", lambda _, path: write_whole(path, b"drawn"))
+    assert _record(tmp_path / "undisturbed") == []
+    expected = (tmp_path / "undisturbed" / "metrics.jsonl").read_bytes()
+    with failing_disk(tmp_path / "disk") as disk:
+        for n in each_operation(disk):
+            folder = tmp_path / "disk" / str(n)
+            folder.mkdir(parents=True)
+            told = _record(folder, disk, n, lasts)
+            disk.mend()
+            assert len(told) >= bool(disk.failures) - (not lasts)  # what a short write left is written at once
+            assert len({line.split(" ")[0] for line in told}) == len(told), told
+            assert all("No space left on device" in line for line in told)
+            found = (folder / "metrics.jsonl").read_bytes()
+            if not lasts or n % 2:
+                assert found == expected, n
+                assert _scalars(folder) == _scalars(tmp_path / "undisturbed")
+            else:
+                assert expected.startswith(found)
+            if (folder / "summary.json").exists():
+                assert json.loads((folder / "summary.json").read_text())["rounds"] == 2
+
+
+def test_too_much_that_waits_is_dropped_and_known_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_pp.files.MOST_WAITING", 10)
+    with failing_disk(tmp_path) as disk:
+        log = LastingLog(tmp_path / "log")
+        disk.fail(1, lasts=True)
+        for _ in range(3):
+            log.write(b"0123456789")
+        disk.mend()
+        log.close()
+    assert (tmp_path / "log").read_bytes() == b"0123456789"
+    assert log.has_gaps
+
+
+# ---- whole runs, in one process ----
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("undisturbed")
+    _train(corpus, runs)
+    return runs / "mixed"
+
+
+def _train(corpus: Path, runs: Path) -> dict[str, Any]:
+    settings = [f"data.corpus={corpus}", "snapshots.every=1"]
+    run_topology(MIXED, settings, runs, in_process=True)
+    summary: dict[str, Any] = json.loads((runs / "mixed" / "summary.json").read_text())
+    return summary
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_run_on_a_disk_that_fails_again_and_again_has_the_bits_of_one_that_does_not(
+    number: int, undisturbed: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Members' states, the log, what is recorded, and what is left of a run's start."""
+    with failing_disk(tmp_path / "mixed") as disk:
+        disk.fail_by_chance(NOW_AND_THEN, number)
+        summary = _train(corpus, tmp_path)
+        assert disk.failures > 5
+    expected = json.loads((undisturbed / "summary.json").read_text())
+    assert summary["parameters_sha256"] == expected["parameters_sha256"]
+    found, wanted = (
+        {path.relative_to(one).as_posix() for path in (one / "log").rglob("*") if path.is_file()}
+        for one in (tmp_path / "mixed", undisturbed)
+    )
+    assert found - wanted == set()
+    said = capfd.readouterr()
+    assert "trying again" in said.err
+    assert "could not save its state after round" in said.out
+
+
+# ---- the command line ----
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    found = CliRunner().invoke(app, list(arguments))
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    return found.exit_code, found.stderr.strip()
+
+
+def test_a_command_that_cannot_write_says_so_in_one_line_and_leaves_what_was_there(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "disk"
+    plan = str(MIXED.parents[2] / "configs" / "quickstart.yaml")
+    commands = {
+        "export": ["export", str(undisturbed), "--to", str(folder / "hf")],
+        "replay": ["replay", str(undisturbed), "--to", str(folder / "snapshot"), "--json", str(folder / "replay.json")],
+        "volume": ["volume", str(undisturbed), "--json", str(folder / "volume.json")],
+        "simulate": ["simulate", plan, "--json", str(folder / "simulated.json"), "--chart", str(folder / "chart.png")],
+    }
+    for name, command in commands.items():
+        with failing_disk(folder) as disk:
+            for n in each_operation(disk):
+                folder.mkdir(exist_ok=True)
+                (folder / "snapshot").unlink(missing_ok=True)  # which `replay` never replaces
+                before = {} if name == "export" else _contents(folder)
+                disk.fail(n, lasts=True)
+                code, said = _run(*command)
+                disk.mend()
+                assert (code, len(said.splitlines())) == ((2, 1) if disk.failures else (0, 0)), (name, n, said)
+                assert not disk.failures or str(folder) in said
+                assert not disk.failures or "No space left on device" in said
+                if disk.failures:
+                    after = _contents(folder)
+                    assert not [one for one in after if one not in before and PART in one]
+                    assert all(after.values())
+                    if name == "export":
+                        assert _contents(folder / "hf") == {}
+
+
+# ---- who was invited ----
+
+
+def test_a_database_without_room_is_one_line_and_keeps_what_it_has(tmp_path: Path) -> None:
+    members = Memberships(tmp_path / "members.sqlite")
+    first = members.invite("home.0", 1000.0)
+    members._database.execute("PRAGMA max_page_count=1")
+    with pytest.raises(StoreError, match=r"members\.sqlite: cannot be written \(database or disk is full\)"):
+        for _ in range(1000):
+            members.invite(None, 1000.0)
+    members._database.execute("PRAGMA max_page_count=1000000")
+    assert members.enrol(first, b"key", ["home.0"], 1000.0).place == "home.0"
