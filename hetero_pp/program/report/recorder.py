@@ -247,7 +247,7 @@ class _Board:
             summary = text("configuration", f"```yaml\n{config_text(config)}```")
             for first in (
                 Event(wall_time=time.time(), file_version="brain.Event:2"),
-                Event(wall_time=time.time(), step=0, summary=summary),
+                Event(wall_time=event.wall_time, step=0, summary=summary),
             ):
                 RecordWriter(self.log).write(first.SerializeToString())
         RecordWriter(self.log).write(event.SerializeToString())
