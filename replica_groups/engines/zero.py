@@ -155,9 +155,9 @@ class ZeroEngine:
         files = self.engine.checkpoint_engine
         write = files.save
 
-        def save(content: dict, path: str) -> None:
+        def save(state_dict: dict, path: str) -> None:
             try:
-                write(content, path)
+                write(state_dict, path)
             except (OSError, RuntimeError) as error:  # torch tells of a full disk by the latter
                 failures.append(str(error).split("\n", 1)[0])
 

@@ -92,5 +92,6 @@ class Checkpoint:
         flush(self.path.parent)
 
     def remove(self) -> None:
-        """Forget it: the run is over."""
-        self.path.unlink(missing_ok=True)
+        """Remove the file, if its disk allows it: the run is over."""
+        with suppress(OSError):
+            self.path.unlink()

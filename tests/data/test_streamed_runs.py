@@ -115,7 +115,7 @@ def test_all_ranks_stop_where_the_text_of_one_ends(shards: Path) -> None:
     group = AllReplicas(spec_of(shards), StreamedCorpus(spec_of(shards).config.data))
     before = [batches.state() for batches in group.batches]
     group.ranks = _OtherRank()
-    with pytest.raises(ConfigError, match="found its end on another rank"):
+    with pytest.raises(ConfigError, match="found too little text for another rank"):
         group.read_ahead(1)
     assert [batches.state() for batches in group.batches] == before
 

@@ -265,11 +265,19 @@ def test_a_table_is_made_and_resumed(tmp_path: Path, reproduce: Reproduce) -> No
 
 @pytest.mark.starts_processes
 def test_rows_that_fail_are_told_and_the_exit_code_says_so(tmp_path: Path, reproduce: Reproduce) -> None:
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / ".rows").write_text("a file where checkpoints would go")
+    checkpoints = tmp_path / "runs" / ".rows"
+    checkpoints.parent.mkdir()
+    checkpoints.write_text("a file where checkpoints would go")
+    assert reproduce("toy/one", "--seeds", "1")[0] == 0  # only what an interruption would have saved is lost
+    keys = [json.loads(line)["key"] for line in _rows(tmp_path).read_text().splitlines()]
+    _rows(tmp_path).unlink()
+    checkpoints.unlink()
+    checkpoints.mkdir()
+    for key in keys:
+        (checkpoints / f"{key}.pt").mkdir()
     code, said, errors = reproduce("toy/one", "--seeds", "1")
     assert code == 1
-    assert "none, seed 1 failed: NotADirectoryError" in said
+    assert "none, seed 1 failed: IsADirectoryError" in said
     assert errors == "hetero-pp: 3 of 3 rows were not trained to their end\n"
     assert "not run: costs" in said
 

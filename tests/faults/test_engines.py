@@ -48,11 +48,14 @@ def test_an_engines_own_error_is_told(corpus: Path, tmp_path: Path) -> None:
     [
         ("replicas.0.ranks=3", "replicas[0].batch_size: found micro-batches of 8 sequences, expected a multiple of 3"),
         ("replicas.0.torchtitan.tensor_parallel=4", "replicas[0].torchtitan: found tensor_parallel 4"),
-        ("replicas.0.engine=torch", "replicas[0].engine: found `torch` with 2 ranks"),
-        ('replicas.1.deepspeed={"train_batch_size": 4}', "replicas[1].deepspeed.train_batch_size: follows from"),
+        ("replicas.0.engine=torch", "--set replicas.0.engine=torch: found `torch` with 2 ranks"),
+        (
+            'replicas.1.deepspeed={"train_batch_size": 4}',
+            "replicas[1].deepspeed.train_batch_size: found a key that hetero-pp sets",
+        ),
         ('replicas.1.deepspeed={"bf16": {"enabled": true}}', "replicas[1].deepspeed.zero_optimization: found stage 0"),
         ('outer={"rounds": 1, "method": "adamw_ddp"}', "replicas[0].engine: found `torchtitan`, expected `torch`"),
-        ("replicas.0.nodes=2", "replicas[0].rendezvous: expected HOST:PORT"),
+        ("replicas.0.nodes=2", "replicas[0].rendezvous: found nothing, expected HOST:PORT"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(
@@ -61,12 +64,13 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     done = CliRunner().invoke(app, _command(corpus, tmp_path, setting))
     assert done.exit_code == 2
     assert complaint in done.stderr
-    assert "mixed_engines.yaml:" in done.stderr
+    assert "mixed_engines.yaml:" in done.stderr or f"--set {setting}: " in done.stderr
     assert not (tmp_path / "mixed-engines").exists()
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"`engine: deepspeed` needs it installed: pip install .*\[deepspeed\]"):
+    told = r"found `deepspeed`, which is not installed; install it with: pip install .*\[deepspeed\]"
+    with pytest.raises(ConfigError, match=told):
         require_engine("deepspeed")
     require_engine("torch")

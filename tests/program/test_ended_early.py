@@ -469,7 +469,7 @@ def test_an_error_in_recording_is_told_and_neither_ends_nor_falsifies_the_run(
     assert "failed" not in found
     told = [line for line in capsys.readouterr().out.splitlines() if "No space left on device" in line]
     assert len(told) == 1
-    assert "they have a gap, and the run continues" in told[0]
+    assert "the record of the run has gaps, and the run continues" in told[0]
 
 
 def test_reports_that_cannot_be_followed_are_no_success(

@@ -87,7 +87,7 @@ def test_ctrl_c_while_the_fork_server_imports(corpus: Path, tmp_path: Path) -> N
     finally:
         process.kill()
     assert (process.returncode, errors) == (130, "hetero-pp: interrupted; every process of the run has ended\n")
-    assert "begin anew with: " in out.splitlines()[-1]
+    assert "start the run again with: " in out.splitlines()[-1]
 
 
 def test_a_second_interrupt_leaves_the_end_alone_unless_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:

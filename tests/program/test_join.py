@@ -480,7 +480,7 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
         leave(served.runs, "homes", None)
     path = served.runs / "homes" / "config.yaml"
     path.write_text(path.read_text().replace("127.0.0.1:0", "0.0.0.0:47600"))
-    with pytest.raises(ConfigError, match=r"the exchange listens at 0\.0\.0\.0:47600: say how others reach it"):
+    with pytest.raises(ConfigError, match=r"the exchange listens at 0\.0\.0\.0:47600, which other hosts cannot dial"):
         invite(served.runs, "homes", None, 1.0, None)
     path.write_text(path.read_text().replace("exchange: {", "exchange: {insecure: true, "))
     with pytest.raises(ConfigError, match=r"exchange\.insecure: nobody is let in by a ticket without TLS"):

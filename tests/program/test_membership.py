@@ -268,7 +268,7 @@ def _other_rank(content: dict[str, Any]) -> None:
             lambda it: it["replicas"][1].update(batch_size=8),
             "--resume: replicas[1].batch_size: found 8, expected 4, as in ",
         ),
-        (_other_rank, "replicas[3].boundary.rank: found 16, expected at most 8, the largest when the run began"),
+        (_other_rank, "replicas[3].boundary.rank: found 16, expected at most 8, the largest rank when the run began"),
         (
             lambda it: it.update(links={"slow": {"bandwidth": "1 Mbit/s"}}),
             "links.slow: found 5 entries, expected null",

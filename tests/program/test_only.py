@@ -213,7 +213,9 @@ def test_an_exchange_that_is_started_again_takes_over_from_the_one_that_died(end
     _wait_until_free(endless.port)
     endless.start("exchange", "--resume", "--set", "inner.learning_rate=5e-3")
     code, errors = endless.wait("exchange")
-    assert (code, "`inner.learning_rate`: members of the run are there" in errors) == (1, True), errors
+    assert (code, "`inner.learning_rate`: members of the run still train with the old value" in errors) == (1, True), (
+        errors
+    )
     assert all(endless.processes[part].poll() is None for part in PARTS[1:])
     endless.start("exchange", "--resume")
     endless.wait_for(f'"event": "contribution", "round": {recorded + 4}, "replica": "home"')

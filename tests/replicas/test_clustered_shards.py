@@ -136,7 +136,7 @@ def test_an_exchange_that_counts_examples_lets_no_other_text_in(text: Path, tmp_
     spec, folder = RunSpec(config, 256), RunFolder(tmp_path / "run")
     exchange = make_exchange(spec, folder)
     store = _store(config, folder.cache)
-    with pytest.raises(Refused, match=r"reads another text than the run: .*, as exchange told"):
+    with pytest.raises(Refused, match=r"reads another text than the run: .*, as exchange reads"):
         exchange.agree("a", spec.agreed, store.digest)
     assert exchange.agree("a", spec.agreed, text_digest(spec, store)) == spec.run
     Text(folder.text, lambda _: True, lambda: False).note("a", store.digest)

@@ -206,7 +206,7 @@ def test_all_groups_of_a_fleet_train_until_the_round_is_over() -> None:
 
 def test_steps_that_take_no_time_are_refused() -> None:
     free = {"dc": _cost(0, 0, 0, 1, 1, 1)}
-    with pytest.raises(ConfigError, match="found steps that take no time"):
+    with pytest.raises(ConfigError, match="found steps that take 0 s"):
         predict(_spec([DC], measured=free, top=_timed(1.0)))
 
 
@@ -359,7 +359,7 @@ OFFICE = {"office": {"line": "slow", "members": ["dc", "d2"]}}
     ("simulate", "top", "message"),
     [
         ({"sites": {"a": {"members": ["dc"], "uplink": "up and down"}}}, {}, "which has a line"),
-        ({"exchange_bandwidth": "1 kbit/s"}, {"exchange": {"line": "slow"}}, "expected one of both"),
+        ({"exchange_bandwidth": "1 kbit/s"}, {"exchange": {"line": "slow"}}, "expected only one of them"),
         ({"exchange": "ring_all_gather"}, {"exchange": {"line": "slow"}}, "expected no sites, no exchange.line"),
         ({"fleets": {"dc": {"count": 3}}}, {"sites": OFFICE}, "one of 3 of its kind"),
     ],

@@ -169,5 +169,5 @@ def test_what_has_faded_learns_nothing_more() -> None:
 
 
 def test_they_cannot_fade_backwards() -> None:
-    with pytest.raises(ValueError, match=r"found fade \[0.9, 0.5\], expected a later end"):
+    with pytest.raises(ValueError, match=r"found fade \[0.9, 0.5\], expected an end after the beginning"):
         AnchorSettings(rank=4, fade=(0.9, 0.5))

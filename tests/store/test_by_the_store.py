@@ -130,8 +130,10 @@ def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange
         assert run.counted(1) == {"a": 2, "b": 1}
         assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
     assert len(asked) == 1
-    told = [line for line in capsys.readouterr().err.splitlines() if "by the exchange" in line]
-    assert len(told) == 1 and "cannot be uploaded (Connection refused): contributions go by" in told[0]
+    told = [line for line in capsys.readouterr().err.splitlines() if "through the exchange" in line]
+    assert (
+        len(told) == 1 and "cannot be uploaded (Connection refused); from now on contributions pass through" in told[0]
+    )
 
 
 def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
@@ -154,4 +156,4 @@ def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(
         assert "pass through the exchange" not in capsys.readouterr().err  # nothing is wrong with the store
         with pytest.raises(Refused, match=r"/norm\.\w+\.blob is damaged: it does not match its digest"):
             client.fetch("a", 1, "b", "norm")
-    assert "does not match its digest: contributions go by" in capsys.readouterr().err
+    assert "does not match its digest; from now on contributions pass through the exchange" in capsys.readouterr().err

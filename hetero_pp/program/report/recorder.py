@@ -217,6 +217,9 @@ class _Board:
     """Scalars for TensorBoard: inner steps over the global step, everything else over the round; one value a step."""
 
     def __init__(self, folder: Path, state: RunState) -> None:
+        # Imported now: it takes seconds, for which the first reports of a run would wait unwritten.
+        import torch.utils.tensorboard.summary  # noqa: F401 (which imports tensorboard)
+
         self._folder = folder
         self._state = state
         self._before = list(folder.glob("events.*"))
