@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -270,7 +271,7 @@ def test_rows_that_fail_are_told_and_the_exit_code_says_so(tmp_path: Path, repro
     checkpoints.write_text("a file where checkpoints would go")
     assert reproduce("toy/one", "--seeds", "1")[0] == 0  # only what an interruption would have saved is lost
     keys = [json.loads(line)["key"] for line in _rows(tmp_path).read_text().splitlines()]
-    _rows(tmp_path).unlink()
+    shutil.rmtree(tmp_path / "results")
     checkpoints.unlink()
     checkpoints.mkdir()
     for key in keys:

@@ -483,7 +483,7 @@ def test_invitations_that_cannot_be(served: Served, tmp_path: Path, capsys: pyte
     with pytest.raises(ConfigError, match=r"the exchange listens at 0\.0\.0\.0:47600, which other hosts cannot dial"):
         invite(served.runs, "homes", None, 1.0, None)
     path.write_text(path.read_text().replace("exchange: {", "exchange: {insecure: true, "))
-    with pytest.raises(ConfigError, match=r"exchange\.insecure: nobody is let in by a ticket without TLS"):
+    with pytest.raises(ConfigError, match=r"exchange\.insecure: found true, expected false: tickets need TLS"):
         invite(served.runs, "homes", None, 1.0, None)
 
 

@@ -140,7 +140,7 @@ def test_an_exchange_that_counts_examples_lets_no_other_text_in(text: Path, tmp_
         exchange.agree("a", spec.agreed, store.digest)
     assert exchange.agree("a", spec.agreed, text_digest(spec, store)) == spec.run
     Text(folder.text, lambda _: True, lambda: False).note("a", store.digest)
-    with pytest.raises(ConfigError, match=r"the exchange reads another text than the run: .*, as a told") as error:
+    with pytest.raises(ConfigError, match=r"the exchange reads another text than the run: .*, as a reads") as error:
         make_exchange(spec, folder)
     assert error.value.key == ("data", "corpus")
 
