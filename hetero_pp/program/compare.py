@@ -14,6 +14,7 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.program.report.earlier import last_closed, reports_until
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.pictures import HEIGHT, STYLE, new_figure, save_figure
+from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.state import RunState
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.run.folder import RunFolder
@@ -117,12 +118,11 @@ def _read(name: str, folder: RunFolder) -> ComparedRun:
 
     for report in reports_until(spec.config, folder, last_closed(folder), complain):
         state.apply(report)
-    return ComparedRun(
-        name, state, json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
-    )
+    summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
+    return ComparedRun(name, state, summary)
 
 
-def _tokens_until(replica: Any, round_: int) -> float:
+def _tokens_until(replica: ReplicaState, round_: int) -> float:
     """Steps until the end of a round, at the replica's tokens a step."""
     steps = [replica.steps(one) for one in range(1, replica.last_round + 1)]
     return replica.tokens * sum(steps[:round_]) / sum(steps) if sum(steps) else 0.0

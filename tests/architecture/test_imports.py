@@ -109,7 +109,7 @@ def _is_of_the_locale(call: ast.Call) -> bool:
         return False
     modes = [one.value for one in call.args[:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
     is_of_text = any(re.fullmatch(r"[rwax]\+?t?", mode) for mode in modes)
-    is_opened = name in ("open", "fdopen") and (is_of_text or not (call.args or given))
+    is_opened = name in ("open", "fdopen") and (is_of_text or "errors" in given or not (call.args or given))
     return name in ("read_text", "write_text") or is_opened or ("text" in given and name in ("run", "Popen"))
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from hetero_pp.changed_keys import read_changes
 from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.claim import LOCKS
+from hetero_pp.program.report.earlier import last_closed
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
 
@@ -49,10 +48,10 @@ def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
         summary = json.loads(folder.summary.read_text(encoding="utf-8"))
     written = [path.stat().st_mtime for path in (folder.summary, folder.metrics, folder.config) if path.is_file()]
     if is_running(folder):
-        return RunOnDisk("running", _closed(folder), rounds, max(written))
+        return RunOnDisk("running", last_closed(folder), rounds, max(written))
     last, why = _number(summary.get("rounds")), str(summary.get("failed") or "")
     if not summary:
-        return RunOnDisk("killed", _closed(folder), rounds, max(written), resume=_resume(folder))
+        return RunOnDisk("killed", last_closed(folder), rounds, max(written), resume=_resume(folder))
     if not why:
         return RunOnDisk("over", last, rounds, max(written))
     state = INTERRUPTED if why == INTERRUPTED else "failed"
@@ -73,19 +72,6 @@ def is_running(folder: RunFolder) -> bool:
 
 def _number(found: object) -> int:
     return found if isinstance(found, int) else 0
-
-
-def _closed(folder: RunFolder) -> int:
-    """The last round whose close was recorded."""
-    return max((_number(line.get("round")) for line in _lines(folder.metrics)), default=0)
-
-
-def _lines(metrics: Path) -> Iterator[dict[str, object]]:
-    with suppress(OSError), metrics.open(errors="replace") as file:
-        for line in file:
-            if '"round_closed"' in line:
-                with suppress(ValueError):
-                    yield json.loads(line)
 
 
 def _resume(folder: RunFolder) -> str:

@@ -65,14 +65,20 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
 
 def last_closed(folder: RunFolder) -> int:
     """Return the last round whose close was noted; 0 if none was."""
-    closed = (line for line in _lines(folder.metrics) if isinstance(line, dict) and line.get("event") == "round_closed")
-    return max((line["round"] for line in closed if isinstance(line.get("round"), int)), default=0)
+    closed = (line for line in _lines(folder.metrics, '"round_closed"') if isinstance(line, dict))
+    rounds = (line.get("round") for line in closed if line.get("event") == "round_closed")
+    return max((round_ for round_ in rounds if isinstance(round_, int)), default=0)
 
 
-def _lines(metrics: Path) -> Iterator[Any]:
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else ():
-        with suppress(ValueError, RecursionError):  # the last line of a run that was killed as it wrote
-            yield json.loads(line)
+def _lines(metrics: Path, having: str = "") -> Iterator[Any]:
+    """Yield the lines that hold a text, parsed; nothing if there is no such file."""
+    if not metrics.is_file():
+        return
+    with metrics.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if having in line:
+                with suppress(ValueError, RecursionError):  # the last line of a run that was killed as it wrote
+                    yield json.loads(line)
 
 
 def _report(line: dict[str, Any]) -> Report:

@@ -241,9 +241,10 @@ class _Board:
         """
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import text
 
         if self.log is None:
+            from torch.utils.tensorboard.summary import text
+
             name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{id(self)}"
             self.log = LastingLog(self._folder / name)
             config = self._state.spec.with_changes(self._state.changes).latest
