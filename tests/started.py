@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from hetero_pp.program.launch.fork_server import PRELOADED
+from hetero_pp.program.launch.fork_server import PRELOADED, UNHEARD
 
 TIMEOUT = 240.0
 """Seconds in which a program of a test has ended, however busy the machine is."""
@@ -143,6 +143,7 @@ def _main(
 ) -> None:
     """The life of a started process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)  # a launch in this process may have started the fork server
     os.chdir(cwd)
     for path, descriptor in zip(files, (1, 2), strict=True):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from typing import TypeVar
 
 import grpc
 
-from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused
+from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, StoreError
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import AdmissionStub
@@ -38,39 +37,42 @@ def enrol(
 ) -> pb.EnrolReply:
     """A place and a certificate, for who shows a ticket and asks for a certificate of its key.
 
-    Raises Refused if it gets none, RunOver or RunFailed if the run has ended, LinkTimeout if the exchange does not
-    answer within so many seconds (by default SECONDS). `on_wait` is told once if it takes long to connect: for how many
-    seconds already, and how many there are in all.
+    Raises Refused if it gets none, RunOver or RunFailed if the run has ended, StoreError if a disk or a store fails
+    there, LinkTimeout if the exchange does not answer within so many seconds (by default SECONDS). `on_wait` is told
+    once if it takes long to connect: for how many seconds already, and how many there are in all.
     """
-    seconds, asked = SECONDS if seconds is None else seconds, pb.EnrolRequest(version=PROTOCOL_VERSION, request=request)
-    call = partial(_enrol, asked, seconds)
-    return _ask(address, identity, call, seconds, on_wait)
-
-
-def _enrol(request: pb.EnrolRequest, seconds: float, calls: AdmissionStub) -> pb.EnrolReply:
-    return calls.Enrol(request, wait_for_ready=True, timeout=seconds)
+    asked = pb.EnrolRequest(version=PROTOCOL_VERSION, request=request)
+    return _ask(
+        address,
+        identity,
+        lambda calls, limit: calls.Enrol(asked, wait_for_ready=True, timeout=limit),
+        seconds,
+        on_wait,
+    )
 
 
 def renew(address: str, identity: Identity) -> str:
     """A certificate, as PEM, that holds for longer. Raises as `enrol`."""
-    return _ask(address, identity, lambda calls: calls.Renew(pb.RenewRequest(), timeout=SECONDS)).pem
+    return _ask(address, identity, lambda calls, limit: calls.Renew(pb.RenewRequest(), timeout=limit)).pem
 
 
 def give(address: str, identity: Identity) -> None:
     """Give a place back. Raises as `enrol`."""
-    _ask(address, identity, lambda calls: calls.Give(pb.GiveRequest(), timeout=SECONDS))
+    _ask(address, identity, lambda calls, limit: calls.Give(pb.GiveRequest(), timeout=limit))
 
 
 def status(address: str, identity: Identity, seconds: float | None = None) -> pb.StatusReply:
     """Who is there. Raises as `enrol`."""
-    seconds, asked = SECONDS if seconds is None else seconds, pb.StatusRequest()
-    return _ask(address, identity, lambda calls: calls.Status(asked, wait_for_ready=True, timeout=seconds), seconds)
+    asked = pb.StatusRequest()
+    return _ask(
+        address, identity, lambda calls, limit: calls.Status(asked, wait_for_ready=True, timeout=limit), seconds
+    )
 
 
 def _ask(
     address: str,
     identity: Identity,
-    call: Callable[[AdmissionStub], Reply],
+    call: Callable[[AdmissionStub, float], Reply],
     seconds: float | None = None,
     on_wait: Callable[[float, float], None] = lambda *_: None,
 ) -> Reply:
@@ -83,7 +85,7 @@ def _ask(
                 require_trust(address, identity, route)
                 on_wait(seconds / 10, seconds)
         try:
-            return call(AdmissionStub(channel))
+            return call(AdmissionStub(channel), seconds)
         except grpc.RpcError as error:
             raise _translated(error, address, seconds, route) from None
 
@@ -93,6 +95,8 @@ def _translated(error: grpc.RpcError, address: str, seconds: float, route: Route
         return LinkTimeout(f"the exchange at {address} did not answer within {format_seconds(seconds)}{route.note}")
     if error.code() in _ENDED:
         return ERROR_OF_CODE[error.code()](error.details())
+    if error.code() is grpc.StatusCode.INTERNAL:
+        return StoreError(str(error.details()))
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return Refused(f"the exchange at {address} lets nobody in by a ticket")
     return Refused(str(error.details()))

@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 import grpc
 
+from hetero_pp.proxies import DIRECT
 from hetero_pp.rpc.certificates import Identity
 from hetero_pp.rpc.channels import make_channel, readiness
 
@@ -46,7 +47,7 @@ class Reach:
         return answers
 
     def _answers(self, member: str, address: str) -> bool:
-        with closing(make_channel(address, self._identity, member)) as channel, readiness(channel) as ready:
+        with closing(make_channel(address, self._identity, member, DIRECT)) as channel, readiness(channel) as ready:
             try:
                 ready.result(DIAL_SECONDS)
             except grpc.FutureTimeoutError:

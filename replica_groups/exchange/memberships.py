@@ -59,13 +59,17 @@ class Memberships:
     """Of one run. Safe to use from many threads and processes; what it answers is durable."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """Open the database in a file, which is made if it is not there. Raises StoreError if that cannot be done."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self._clock, self._lock = path, clock, threading.RLock()
-        self._database = sqlite3.connect(path, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        path.chmod(0o600)
-        self._database.execute("PRAGMA journal_mode=WAL")
-        self._database.execute("PRAGMA synchronous=FULL")
-        self._database.executescript(_SCHEMA)
+        try:
+            self._database = sqlite3.connect(path, _BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            path.chmod(0o600)
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=FULL")
+            self._database.executescript(_SCHEMA)
+        except sqlite3.OperationalError as error:
+            raise StoreError(f"{path}: cannot be opened ({error})") from error
 
     def close(self) -> None:
         """Close the database, once no other thread queries it: SQLite would crash."""

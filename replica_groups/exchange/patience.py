@@ -81,6 +81,8 @@ class Patience:
         """That something cannot be written or read: at once, and at growing intervals."""
         if self._blocked is None:
             self._blocked_due, self._blocked_told = self._short, False
+        elif seconds < self._blocked:  # the file that failed first is written now, and another one is not
+            self._blocked_due = self._short
         self._blocked = seconds
         if seconds < self._blocked_due:
             return None

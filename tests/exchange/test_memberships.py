@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_pp.errors import Refused
+from hetero_pp.errors import Refused, StoreError
 from replica_groups.exchange.memberships import Memberships
 
 DAY, HOUR = 86400.0, 3600.0
@@ -188,3 +188,11 @@ def test_closing_waits_for_a_query_of_another_thread(tmp_path: Path) -> None:
     closer.join()
     with pytest.raises(sqlite3.ProgrammingError):
         found.holders()
+
+
+def test_a_database_that_cannot_be_opened_is_told_as_a_store_that_fails(tmp_path: Path) -> None:
+    """The exchange tries such an error again; it does not end."""
+    path = tmp_path / "members.sqlite"
+    path.mkdir()
+    with pytest.raises(StoreError, match=r"members\.sqlite: cannot be opened \("):
+        Memberships(path)

@@ -170,3 +170,15 @@ def test_a_run_that_has_begun_is_never_given_up() -> None:
     assert patience.look(expected, 0.0) is None
     assert patience.lost(expected, 1e9) is None
     assert patience.look(expected, 1e9) is not None
+
+
+def test_another_file_that_fails_is_told_in_place_of_the_first() -> None:
+    patience = Patience(10.0)
+
+    def told(path: str, seconds: float) -> str | None:
+        waiting = patience.look(Expected(CONTRIBUTING, 2, ["a"], 0, obstacle=(path, seconds)), 0.0)
+        return None if waiting is None else waiting.obstacle
+
+    assert told("first", 100.0) == "first"
+    assert told("first", 101.0) is None
+    assert told("second", 30.0) == "second"

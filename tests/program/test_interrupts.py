@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from test_run_state import made_up_spec
 
+from hetero_pp.links import EXCHANGE, LAUNCHER
 from hetero_pp.program import interrupts
 from hetero_pp.program.interrupts import interruptible
+from hetero_pp.program.launch import crew
+from hetero_pp.program.launch.fork_server import unheard
+from hetero_pp.rpc.credentials import Secret, SecretKeys
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.sockets import socket_folder
 
 TIMEOUT = 120.0
@@ -126,3 +134,25 @@ def test_sockets_have_short_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     finally:
         folder.rmdir()
     assert tempfile.gettempdir() == str(long)
+
+
+@pytest.mark.starts_processes
+def test_a_process_whose_start_is_interrupted_ends_with_the_crew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that comes while a process starts is heard as soon as it has started."""
+
+    @contextmanager
+    def interrupted() -> Iterator[None]:
+        with unheard():
+            yield
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(crew, "unheard", interrupted)
+    before, keys = set(multiprocessing.active_children()), SecretKeys(Secret("0" * 32), encrypted=False)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        crew.Crew(made_up_spec(), RunFolder(tmp_path), lambda _: None, LAUNCHER, keys) as started,
+    ):
+        started.start([EXCHANGE])
+    assert set(multiprocessing.active_children()) == before

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.errors import ConfigError, RunOver
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import StatusReply
 from hetero_pp.program.join.status import status
 from hetero_pp.program.join.status_tables import as_json, print_status, print_tickets
 from hetero_pp.program.launch.claim import LOCKS
+from hetero_pp.program.launch.over import forget_over, keep_over, read_over
+from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.memberships import IssuedTicket
 
 CONFIG = """
@@ -185,3 +187,13 @@ def test_an_exchange_that_does_not_answer(folder: Path, monkeypatch: pytest.Monk
         status(folder.parent, "solo", "127.0.0.1:1", None)
     with pytest.raises(ConfigError, match=r"found no run at 127\.0\.0\.1:1 that .*: it knows 127\.0\.0\.1:0"):
         status(folder.parent, "127.0.0.1:1", None, None)
+
+
+def test_a_host_that_joins_again_forgets_that_the_run_was_over(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "solo")
+    keep_over(folder, RunOver.after(9, 9))
+    over = read_over(folder)
+    assert over is not None and over.told == "the run is over (round 9 of 9)"
+    forget_over(folder)
+    assert read_over(folder) is None
+    forget_over(folder)  # nothing to forget

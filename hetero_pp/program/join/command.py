@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused, RunOver
+from hetero_pp.files import print_without_fail
 from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place
 from hetero_pp.program.launch.command import run_members
@@ -46,6 +47,7 @@ def join(text: str, here: Here) -> None:
 
     Raises ConfigError for a ticket by which nobody is let in, and for what this host lacks.
     """
+    print_without_fail()
     say = partial(tell, standard_output())
     try:
         ticket = Ticket.from_text(text)
@@ -73,7 +75,7 @@ def _train(membership: Membership, here: Here, has_answered: bool) -> None:
                 run_members(
                     prepared, runs, membership.place, _exchange(membership, prepared.spec.config, here, has_answered)
                 )
-        except (ConfigError, KeyboardInterrupt):
+        except (ConfigError, OSError, KeyboardInterrupt):
             if became := _give_back(membership):
                 say(f"{membership.run}: {became}")
             raise
@@ -135,6 +137,6 @@ def _give_back(membership: Membership) -> str:
         give(membership.address, membership.identity.latest)
     except NewRun:
         return ""
-    except HeteroPPError as error:
+    except (HeteroPPError, OSError) as error:
         return f"{membership.place} could not be freed: {error}"
     return f"{membership.place} is free again"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hetero_pp.errors import ConfigError, HeteroPPError
 from hetero_pp.links import LAUNCHER
+from hetero_pp.program.join.on_disk import is_running
 from hetero_pp.program.launch.hosts import read_token
 from hetero_pp.program.report.output import complain, standard_output, tell
 from hetero_pp.rpc.admission_client import status
@@ -89,7 +90,7 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
         invited = {one.place for one in memberships.tickets() if not one.is_used and one.until > time.time()}
         names = [replica.name for replica in config.replicas if isinstance(replica, DatacenterReplica)]
         found = [name for name in names if name not in invited and memberships.held_by(name) is None]
-    if not found or config.exchange.listen.endswith(":0"):
+    if not found or config.exchange.listen.endswith(":0") or not is_running(folder):
         return found
     try:  # hosts that were started with the run's token have no ticket
         listen = config.exchange.listen.replace(*_EVERYWHERE_IS_HERE)

@@ -10,12 +10,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused
+from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, StoreError
 from hetero_pp.files import write_whole
 from hetero_pp.messages.messages_pb2 import EnrolReply, InLobby
 from hetero_pp.outer.exchange_service import MOST_BETWEEN
 from hetero_pp.program.join.processes import own_process, running_process
 from hetero_pp.program.launch.hosts import no_answer
+from hetero_pp.program.launch.over import forget_over
 from hetero_pp.rpc.admission_client import enrol, renew
 from hetero_pp.rpc.certificates import Identity, as_text, key_from_text, new_key, signing_request
 from hetero_pp.rpc.credentials import Credentials
@@ -62,11 +63,12 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
     """
     _require_name(ticket.run, "run")
     folder = RunFolder(runs / ticket.run).identity(ticket.id)
-    if ticket.is_over and (folder / _ABOUT).is_file():
+    if ticket.is_over and has_joined(folder):
         return read_membership(folder)
     ticket.require_good()
     key = _own_key(folder / _KEY)
     reply = _enrolled(ticket, signing_request(key_from_text(key)), folder, say)
+    forget_over(RunFolder(runs / ticket.run))
     identity = Identity(reply.certificate.pem, key, ticket.identity.authority)
     if identity.shown.name != reply.place:
         raise Refused(f"the exchange sent a certificate for {identity.shown.name!r}, expected one for {reply.place!r}")
@@ -112,13 +114,15 @@ def _asked_again(ticket: Ticket, request: bytes, lobby: InLobby, say: Callable[[
     while (silent := time.monotonic() - since) < _SECONDS_FOR_AN_EXCHANGE:
         try:
             return enrol(ticket.address, ticket.identity, request, _SECONDS_FOR_AN_ANSWER)
-        except LinkTimeout:
+        except (LinkTimeout, StoreError) as error:
             silent = time.monotonic() - since
             if silent >= due:
                 last = f"last heard after round {lobby.last_round} of {lobby.rounds}"
                 found = no_answer(ticket.address, silent, _SECONDS_FOR_AN_EXCHANGE, has_answered=True, last=last)
-                say(f"{ticket.run}: {found}")
-                due = min(2 * silent, silent + MOST_BETWEEN)
+                say(f"{ticket.run}: {f'{error}; trying again' if isinstance(error, StoreError) else found}")
+                due = max(1.0, min(2 * silent, silent + MOST_BETWEEN))
+            if isinstance(error, StoreError):  # which comes at once
+                time.sleep(_SECONDS_IN_LOBBY)
     raise LinkTimeout(f"the exchange at {ticket.address} did not answer within {format_seconds(silent)}")
 
 
@@ -130,12 +134,14 @@ def _shown_as_waiting(folder: Path) -> Iterator[Callable[[InLobby], None]]:
     def show(lobby: InLobby) -> None:
         told = {"here": max(lobby.here, 1), "needed": lobby.needed, "last_round": lobby.last_round}
         about = {"process": own_process(), "since": since, "asked": time.time(), "rounds": lobby.rounds}
-        write_whole(path, json.dumps(told | about).encode())
+        with suppress(OSError):  # a full disk must not end the wait
+            write_whole(path, json.dumps(told | about).encode())
 
     try:
         yield show
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 @dataclass(frozen=True)
@@ -183,6 +189,11 @@ def read_membership(folder: Path) -> Membership:
         raise Refused(f"{folder}: cannot be read ({error}): ask for another ticket") from None
 
 
+def has_joined(folder: Path) -> bool:
+    """Return whether a ticket's folder has a membership: the host has joined by the ticket."""
+    return (folder / _ABOUT).is_file()
+
+
 def memberships_in(folder: RunFolder) -> list[Membership]:
     """Of this host in a run, the newest first."""
     found = sorted(folder.identity("").glob(f"*/{_ABOUT}"), key=lambda path: -path.stat().st_mtime)
@@ -205,8 +216,10 @@ def renewed(membership: Membership, say: Callable[[str], None]) -> Iterator[None
 
 def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[[str], None]) -> None:
     told = ""
-    while not over.wait(_due_in(membership.identity)):
+    while not over.is_set():
         try:
+            if over.wait(_due_in(membership.identity)):
+                return
             renew_once(membership)
         except (HeteroPPError, OSError) as error:  # a disk that is full may have room later
             if told != str(error):

@@ -17,7 +17,7 @@ from hetero_pp.files import write_whole
 from hetero_pp.links import LAUNCHER
 from hetero_pp.messages.messages_pb2 import StatusReply
 from hetero_pp.program.join.invite import good_for
-from hetero_pp.program.join.membership import Wait, memberships_in, waits_in
+from hetero_pp.program.join.membership import Wait, has_joined, memberships_in, waits_in
 from hetero_pp.program.join.on_disk import RunOnDisk, is_running, read_run_on_disk
 from hetero_pp.program.join.status_tables import as_json, print_status, print_tickets
 from hetero_pp.program.launch.hosts import read_token
@@ -142,11 +142,17 @@ def _of_address(runs: Path, address: str) -> dict[str, object]:
     complaint = f"{runs}: found no run at {address} that this host serves, or has joined"
     if addresses := sorted({one.address for one in found}):
         complaint += f": it knows {listed(addresses)}"
-    for one in [one for one in found if one.address == address]:
+    here = [one for one in found if one.address == address]
+    for one in here:
         try:
             return _print_reply(one, ask(one.address, one.identity, SECONDS))
         except HeteroPPError as error:
             complaint = f"{error}: its run is over, or nobody serves it now"
+    for one in here:
+        if one.serves and not is_running(one.folder):
+            return _print_on_disk(one.folder, read_run_on_disk(one.folder))
+        if (over := read_over(one.folder)) is not None:
+            return _print_over(one.name, over)
     raise ConfigError((), complaint)
 
 
@@ -233,4 +239,4 @@ def _is_used(ticket: Ticket, folder: RunFolder) -> bool:
     if folder.memberships.is_file():
         with closing(Memberships(folder.memberships)) as memberships:
             return any(one.id == ticket.id and one.is_used for one in memberships.tickets())
-    return (folder.identity(ticket.id) / "about.json").is_file()
+    return has_joined(folder.identity(ticket.id))

@@ -126,12 +126,13 @@ class Crew:
             job = Job(member, self._folder, None if again else self._resume, again)
             orders = None if self._director is None else self._director.orders(member)
             process = self._context.Process(target=process_main, args=(theirs, job, orders), name=member)
+            self._connections[member] = ours  # before the start: an interrupt during it has to close the lifeline
             with unheard():
                 process.start()
+                self._processes[member] = process
             theirs.close()
             if self._director is not None and orders is not None and process.pid is not None:
                 self._director.started(member, process.pid, orders)
-            self._processes[member], self._connections[member] = process, ours
 
     def open_exchange(self, listen: str = "") -> str:
         """Have the exchange listen, where the configuration or `listen` says; its address.

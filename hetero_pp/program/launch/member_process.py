@@ -49,7 +49,7 @@ from replica_groups.exchange.patience import watched
 from replica_groups.take_part import take_part
 
 _SECONDS_TO_HEAR = 5.0
-"""How long the exchange goes on answering after a failure."""
+"""How long the exchange answers once the run has ended, for those that have not heard of it."""
 _SECONDS_KEPT = 5.0
 """How long it keeps memory that was freed: longer than a round's frames are apart."""
 
@@ -119,12 +119,17 @@ def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, Any], launcher:
     except (ConfigError, StoreError) as error:
         _send(launcher, failure=str(error))
         return FAILED
+
+    def open_house() -> OpenHouse:
+        return _open_house(spec, job, exchange)
+
     listen = message.get("listen") or spec.config.exchange.listen
     try:
         secret, most_open = Secret(message["secret"]), MOST_OPEN + _further_nodes(spec)  # each stays, under one name
-        house = _open_house(spec, job, exchange) if message["encrypted"] else None
+        opened = (lambda: keep_trying(open_house, _say)) if job.again else open_house
+        house = opened() if message["encrypted"] else None
         server, port = serve_exchange(exchange, secret, listen, most_open, house is not None, house)
-    except OSError as error:
+    except (OSError, StoreError) as error:
         _send(launcher, failure=str(error))
         return FAILED
     _send(launcher, address=f"{listen.rsplit(':', 1)[0]}:{port}")

@@ -24,9 +24,14 @@ class Over:
 
 def keep_over(folder: RunFolder, over: RunOver) -> None:
     """Note that the run of a folder is over; on a disk that is full it is not noted."""
-    folder.path.mkdir(parents=True, exist_ok=True)
     with suppress(OSError):
         write_whole(folder.over, json.dumps(asdict(Over(str(over).partition(";")[0], time.time()))).encode())
+
+
+def forget_over(folder: RunFolder) -> None:
+    """Remove the note: the exchange has given this host a slot, so the run of this name is not over."""
+    with suppress(OSError):
+        folder.over.unlink()
 
 
 def read_over(folder: RunFolder) -> Over | None:
