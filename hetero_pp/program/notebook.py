@@ -24,7 +24,7 @@ from hetero_pp.program.launch.claim import claim
 from hetero_pp.program.launch.in_process import MemberThreads
 from hetero_pp.program.launch.inputs import prepare
 from hetero_pp.program.launch.recorded import begin_folder
-from hetero_pp.program.report.recorder import Recorder
+from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.read import spec_of
@@ -183,7 +183,7 @@ class Run:
             if self._state.failed is not None:
                 raise RunFailed(self._state.failed)
         except BaseException as error:
-            self._end(str(error) or "interrupted")
+            self._end(str(error) or INTERRUPTED)
             raise
         if round_ == self.spec.config.outer.rounds:
             self._end(None)

@@ -313,16 +313,16 @@ class Exchange:
 
     def status(self) -> StatusReply:
         """Who is where, after which round."""
-        missing = self.expected().missing
+        expected = self.expected()
         with self._changed:
             coordinator = self.coordinator
             reply = StatusReply(last_round=coordinator.last_round, rounds=self._rounds, refusals=self.refusals)
-            reply.missing.extend(missing)
+            reply.missing.extend(expected.missing)
             reply.has_begun, reply.is_over = coordinator.rounds is not None, coordinator.is_over
             if (paused := coordinator.paused) is not None:
                 reply.paused = why_paused(paused.there, len(coordinator.replicas), paused.needed)
-            if (found := self.decisions.obstacles.oldest()) is not None:
-                reply.obstacle, reply.obstacle_seconds = found
+            if expected.obstacle is not None:
+                reply.obstacle, reply.obstacle_seconds = expected.obstacle
             for name, place in coordinator.places.items():
                 address = self._addresses.get(name, "") if place.held else ""
                 own = reply.places.add(name=name, replica=place.replica, held=place.held, term=place.term)

@@ -13,11 +13,9 @@ from hetero_pp.changed_keys import read_changes
 from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.claim import LOCKS
 from hetero_pp.program.report.earlier import last_closed
+from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
-
-INTERRUPTED = "interrupted"
-"""The cause that is recorded of a run that a user has interrupted."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from hetero_pp.link.shared_lines import Lines
 from hetero_pp.links import stage_link_name
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.program.launch.watcher import Watcher
+from hetero_pp.program.report.recorder import INTERRUPTED
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import MemberSpec, RunSpec
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica
@@ -52,7 +53,7 @@ def run_in_process(
         members.gate.wait_for_members()
         members.join()
     except BaseException as error:
-        cause = str(error) or "interrupted"
+        cause = str(error) or INTERRUPTED
         members.abort(cause, cause)
         raise
     finally:

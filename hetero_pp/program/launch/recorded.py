@@ -17,7 +17,7 @@ from hetero_pp.program.report.display import LiveDisplay, earlier_line, print_re
 from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.happenings import Happenings
 from hetero_pp.program.report.output import standard_output, tell
-from hetero_pp.program.report.recorder import Recorder
+from hetero_pp.program.report.recorder import INTERRUPTED, Recorder
 from hetero_pp.program.report.state import RunState
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.membership import described, require_known_basis
@@ -80,7 +80,7 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, s
                 "members' output in logs/"
             )
     except (HeteroPPError, KeyboardInterrupt) as error:
-        recorder.fail(str(error) or "interrupted")
+        recorder.fail(str(error) or INTERRUPTED)
         raise
     except Exception as error:
         recorder.fail(f"{type(error).__name__}: {error}")

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
 
+INTERRUPTED = "interrupted"
+"""The cause that is recorded of a run that a user interrupts."""
+
+
 class Recorder:
     """Writes reports as they come. Give each report to `state` first, then to `on_report`.
 
