@@ -271,6 +271,11 @@ class ParticipantsReplica(_Replica):
     def stage_settings(self, stage: int) -> StageSettings | None:
         return self.stages[stage] if isinstance(self.stages, list) else None
 
+    def listen_of(self, stage: int) -> str | None:
+        """Return the address at which a stage's neighbours dial it; None if the YAML names none."""
+        own = self.stage_settings(stage)
+        return None if own is None else own.listen
+
     def line_of(self, stage: int) -> str | None:
         """The kind of line of a stage's machine."""
         own = self.stages if isinstance(self.stages, StagesSettings) else self.stage_settings(stage)

@@ -21,7 +21,7 @@ from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.run.alike import alike, lines_alike, range_of
+from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of
 from hetero_pp.run.batches import examples_in
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -42,7 +42,7 @@ def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     _print_addresses(console, prepared.spec.config)
     spec = prepared.spec
     console.print(_members_table(spec))
-    loads = dict(_loads(spec))
+    loads = _loads(spec)
     console.print(_links_table(spec, loads))
     if spec.lines:
         console.print(_lines_table(spec, loads))
@@ -162,13 +162,13 @@ _LOADS = ("bandwidth", "latency", "a step", "a round", "takes")
 def _links_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLoad]]) -> PlainTable:
     table = PlainTable(["link", ""], _LOADS)
     steps = spec.config.inner.steps or 0
-    for label, name in _first_links(spec):
-        link, loads = spec.links[name], loads_of[name]
+    for same in links_alike(spec, spec.links.values()):
+        link, loads = same[0], loads_of[same[0].name]
         shapes: list[LinkShape] = [link.forward, link.backward]
         both = [loads["forward"], loads["backward"]]
         rounds = [steps * load.step + load.evaluation + load.outer_round for load in both]
         table.add_both(
-            label,
+            range_of([one.name for one in same]),
             DIRECTIONS,
             [format_bandwidth(shape.bandwidth, link.has_lines) for shape in shapes],
             [format_seconds(shape.latency) for shape in shapes],
@@ -211,17 +211,6 @@ def _first_members(spec: RunSpec) -> Iterator[tuple[str, MemberSpec]]:
             yield range_of(same), spec.members[same[0]]
 
 
-def _first_links(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """The links of the same replicas: the names of all that are alike, and the first of these."""
-    for replicas in alike(spec):
-        for hop in range(len(replicas[0].members) - 1):
-            names = [stage_link_name(replica.name, hop) for replica in replicas]
-            yield range_of(names), names[0]
-        for same in zip(*(replica.members for replica in replicas), strict=True):
-            names = [exchange_link_name(member) for member in same]
-            yield range_of(names), names[0]
-
-
 def _examples(spec: RunSpec, examples: Mapping[str, int]) -> Iterator[str]:
     """How many sequences the shard of each replica has; of equal replicas from the smallest to the largest."""
     for replicas in alike(spec):
@@ -230,8 +219,8 @@ def _examples(spec: RunSpec, examples: Mapping[str, int]) -> Iterator[str]:
         )
 
 
-def _loads(spec: RunSpec) -> list[tuple[str, dict[Direction, LinkLoad]]]:
-    """Loads of every link, in the order of the run."""
+def _loads(spec: RunSpec) -> dict[str, dict[Direction, LinkLoad]]:
+    """Return the loads of every link by its name."""
     loads: dict[str, dict[Direction, LinkLoad]] = {}
     for replicas in alike(spec):
         if isinstance(replicas[0], ParticipantsReplica):
@@ -241,7 +230,7 @@ def _loads(spec: RunSpec) -> list[tuple[str, dict[Direction, LinkLoad]]]:
                     loads[stage_link_name(replica.name, hop)] = of_each_hop
     for member in spec.members.values():
         loads[exchange_link_name(member.name)] = exchange_link_loads(spec, member)
-    return [(name, loads[name]) for name in spec.links]
+    return loads
 
 
 def _least_time(bandwidth: float | None, size: int) -> str:

@@ -14,12 +14,11 @@ from hetero_pp.simulator.exchange_load import (
     TRANSFER_SECONDS_A_GIGABYTE,
     ExchangeLoad,
 )
+from hetero_pp.simulator.volumes import RINGS
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_duration
 
 ASSUMED_LINE = 1e9
 """Bits per second at which the time of a round's bytes is shown where the exchange has no line."""
-
-_RINGS = {"ring_all_gather", "ring_all_reduce", "sparse_ring"}
 
 
 def print_exchange(console: Console, load: ExchangeLoad) -> None:
@@ -28,7 +27,7 @@ def print_exchange(console: Console, load: ExchangeLoad) -> None:
     for sentence in (_way(load), _joining(load), _needs(load)):
         if sentence:
             say(console, sentence, style="dim")
-    if not load.is_limited:
+    if not load.is_limited and load.way not in RINGS:
         say(console, _warning(load), bold="exchange:")
 
 
@@ -37,7 +36,7 @@ def _table(load: ExchangeLoad) -> PlainTable:
     carried = load.contributions
     table.add_row("contributions", format_bytes(carried.received), format_bytes(carried.sent))
     if load.relayed_links:
-        name = f"{format_count(load.relayed_links, 'relayed stage link')}"
+        name = format_count(load.relayed_links, "relayed stage link")
         both = (
             ["?", "?"]
             if load.relayed is None
@@ -49,14 +48,15 @@ def _table(load: ExchangeLoad) -> PlainTable:
         down, up = map(format_bits_per_second, limits)
         name = f"{load.line or 'simulate.exchange_bandwidth'}: {down} down, {up} up"
     else:
-        limits, name = (ASSUMED_LINE, ASSUMED_LINE), f"none given; shown: {format_bits_per_second(ASSUMED_LINE)}"
+        given = "none given" if load.line is None else f"{load.line}: unlimited"
+        limits, name = (ASSUMED_LINE, ASSUMED_LINE), f"{given}; shown: {format_bits_per_second(ASSUMED_LINE)}"
     took = load.seconds(*limits)
     table.add_row("takes, at its line", format_duration(took.received), format_duration(took.sent), name)
     return table
 
 
 def _way(load: ExchangeLoad) -> str:
-    if load.way in _RINGS:
+    if load.way in RINGS:
         return f"Contributions go from replica to replica (simulate.exchange: {load.way}), not by the exchange."
     if load.way == "store":
         return (
@@ -101,7 +101,10 @@ def _warning(load: ExchangeLoad) -> str:
     sends = carried.sent >= carried.received
     what = f"sends {format_bytes(carried.sent)}" if sends else f"receives {format_bytes(carried.received)}"
     seconds = format_duration(max(took.received, took.sent))
+    lacks, remedy = "no line given", "give exchange.line"
+    if load.line is not None:
+        lacks, remedy = f"its line `{load.line}` has no bandwidth", f"give lines.{load.line}.bandwidth"
     return (
-        f"exchange: no line given, so its bandwidth is taken as unlimited; it {what} a round: at "
-        f"{format_bits_per_second(ASSUMED_LINE)} that takes {seconds}; give exchange.line"
+        f"exchange: {lacks}, so its bandwidth is taken as unlimited; it {what} a round: at "
+        f"{format_bits_per_second(ASSUMED_LINE)} that takes {seconds}; {remedy}"
     )

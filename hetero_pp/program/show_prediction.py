@@ -14,9 +14,9 @@ from hetero_pp.links import DIRECTIONS
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable, heads_of, spanned
 from hetero_pp.program.show_exchange import print_exchange
-from hetero_pp.run.alike import alike, label_of, lines_alike, range_of
+from hetero_pp.run.alike import alike, label_of, lines_alike, links_alike, range_of
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.memory import MEMORY_KINDS, memory_assumptions
+from hetero_pp.simulator.memory import MEMORY_KINDS, by_kind, memory_assumptions
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
 from hetero_pp.simulator.published import Comparison
 from hetero_pp.simulator.sweep import Sweep
@@ -61,8 +61,8 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     classes = _classes(spec, prediction)
     _print_replicas(console, classes)
     _print_members(console, classes)
-    print_memory(console, spec, classes)
-    _print_links(console, spec, classes)
+    _print_memory(console, spec, classes)
+    _print_links(console, spec, prediction)
     if prediction.lines:
         _print_lines(console, spec, prediction)
     print_exchange(console, prediction.exchange)
@@ -125,10 +125,10 @@ def _print_replicas(console: Console, classes: Sequence[tuple[str, Alike]]) -> N
         "bubble: share of the inner loop in which stages wait for each other though links cost nothing",
         "waits: share of the inner loop that links add (exposed communication)",
     ]
-    explain(console, [*(["lost: replicas that a member leaves within the round"] if has_losses else []), *explained])
+    _explain(console, [*(["lost: replicas that a member leaves within the round"] if has_losses else []), *explained])
 
 
-def explain(console: Console, columns: Sequence[str]) -> None:
+def _explain(console: Console, columns: Sequence[str]) -> None:
     """Print what the columns of a table mean, a line each."""
     for column in columns:
         say(console, column, style="dim", indent="  ")
@@ -147,7 +147,7 @@ def _print_members(console: Console, classes: Sequence[tuple[str, Alike]]) -> No
                 spanned((stage.received_seconds for stage in same), format_seconds),
             )
     console.print(table)
-    explain(
+    _explain(
         console,
         [
             "trains: share of the round in forward, backward and optimizer",
@@ -156,42 +156,37 @@ def _print_members(console: Console, classes: Sequence[tuple[str, Alike]]) -> No
     )
 
 
-def print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, Alike]]) -> None:
+def _print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, Alike]]) -> None:
     """Print the memory of every member by what for, and what is assumed of it."""
-    every = [stage.memory_bytes for _, own in classes for stage in own[0].stages]
-    kinds = [kind for kind in MEMORY_KINDS if any(_of_kind(held, kind) for held in every)]
+    every = [by_kind(stage.memory_bytes) for _, own in classes for stage in own[0].stages]
+    kinds = [kind for kind in MEMORY_KINDS if any(held[kind] for held in every)]
     table = PlainTable(["memory"], [*kinds, "sum", "of"])
     for _, own in classes:
         for same in zip(*(replica.stages for replica in own), strict=True):
             held = same[0].memory_bytes
-            sizes = [_of_kind(held, kind) for kind in kinds] + [sum(held.values()), same[0].memory_capacity_bytes]
+            sizes = [by_kind(held)[kind] for kind in kinds] + [sum(held.values()), same[0].memory_capacity_bytes]
             table.add_row(range_of([stage.member for stage in same]), *map(format_bytes, sizes))
     console.print(table)
-    explain(console, memory_assumptions(spec.config))
+    _explain(console, memory_assumptions(spec.config))
 
 
-def _of_kind(held: Mapping[str, float], kind: str) -> float:
-    return sum(held.get(name, 0.0) for name in MEMORY_KINDS[kind])
-
-
-def _print_links(console: Console, spec: RunSpec, classes: Sequence[tuple[str, Alike]]) -> None:
+def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> None:
     table = PlainTable(["link"], heads_of(DIRECTIONS, "a round", "busy"))
-    for _, own in classes:
-        for same in zip(*(replica.links for replica in own), strict=True):
-            link = spec.links[same[0].name]
-            forward, backward = (link.shape(way).bandwidth is not None for way in DIRECTIONS)
-            table.add_row(
-                range_of([one.name for one in same]),
-                spanned((one.forward_bytes for one in same), format_bytes),
-                spanned((one.backward_bytes for one in same), format_bytes),
-                spanned((one.forward_busy for one in same), format_percent) if forward else "–",
-                spanned((one.backward_busy for one in same), format_percent) if backward else "–",
-            )
+    for same in links_alike(spec, (link for replica in prediction.replicas for link in replica.links)):
+        link = spec.links[same[0].name]
+        forward, backward = (link.shape(way).bandwidth is not None for way in DIRECTIONS)
+        table.add_row(
+            range_of([one.name for one in same]),
+            spanned((one.forward_bytes for one in same), format_bytes),
+            spanned((one.backward_bytes for one in same), format_bytes),
+            spanned((one.forward_busy for one in same), format_percent) if forward else "–",
+            spanned((one.backward_busy for one in same), format_percent) if backward else "–",
+        )
     console.print(table)
     if any(link.has_lines for link in spec.links.values()):
-        explain(console, ["busy –: the link has no limit of its own; the lines that it passes follow"])
+        _explain(console, ["busy –: the link has no limit of its own; the lines that it passes follow"])
     else:
-        explain(console, ["busy: share of the round in which the link carries bytes; –: it has no limit"])
+        _explain(console, ["busy: share of the round in which the link carries bytes; –: it has no limit"])
 
 
 def _print_lines(console: Console, spec: RunSpec, prediction: Prediction) -> None:
@@ -221,7 +216,7 @@ def print_sweep(
             table.add_row(_short(value), *_row(prediction))
         console.print(table)
         _print_published(console, sweep.key, {_short(value): one.published for value, one in predictions.items()})
-    explain(
+    _explain(
         console,
         [
             "outer: the outer round, a part of the round",

@@ -33,22 +33,19 @@ def alike(spec: RunSpec) -> Sequence[Sequence[ReplicaSettings]]:
     Names of one class differ in their numbers alone: `home-1` and `home-2` may be of one class, `anna` and `ben` not.
     A replica that shares a line with another member, or that `simulate` names by itself, is a class of its own.
     """
+    simulate = spec.config.simulate
+    named = {*simulate.fleets, *simulate.measured, *(one for site in simulate.sites.values() for one in site.members)}
     lines = {member: line for line in spec.lines.values() for member in line.members}
     classes: dict[Hashable, list[ReplicaSettings]] = {}
     for replica in spec.config.replicas:
         own = [lines.get(member) for member in replica.members]
-        is_apart = _is_named_by_simulate(spec, replica) or any(len(line.members) > 1 for line in own if line)
+        is_named = not named.isdisjoint({replica.name, *replica.members})
+        is_apart = is_named or any(len(line.members) > 1 for line in own if line)
         settings = replica.model_dump_json(exclude={"name", "optional"})
         family = re.sub(r"\d+", "#", replica.name)
         key = replica.name if is_apart else (family, settings, *(line and line.kind for line in own))
         classes.setdefault(key, []).append(replica)
     return list(classes.values())
-
-
-def _is_named_by_simulate(spec: RunSpec, replica: ReplicaSettings) -> bool:
-    simulate = spec.config.simulate
-    named = {*simulate.fleets, *simulate.measured, *(one for site in simulate.sites.values() for one in site.members)}
-    return not named.isdisjoint({replica.name, *replica.members})
 
 
 def equal_replicas(spec: RunSpec) -> Iterator[Sequence[ReplicaSettings]]:

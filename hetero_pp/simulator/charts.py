@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_pp.files import whole
 from hetero_pp.links import DIRECTIONS
-from hetero_pp.run.alike import alike, lines_alike, range_of
+from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction
 from hetero_pp.simulator.sweep import Sweep
@@ -19,6 +19,7 @@ from hetero_pp.units import format_bits_per_second, format_bytes, format_duratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MARKERS: Mapping[str, dict[str, Any]] = {
     "equal": {"marker": "x"},
@@ -59,6 +60,10 @@ def draw_prediction(spec: RunSpec, prediction: Prediction, path: Path) -> None:
     title = "links and lines" if prediction.lines else "links"
     right.set(title=f"{title}: bytes of a round", xlabel="share of a round that it is busy")
     right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.9 / rows - 0.06), ncols=2, frameon=False)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     with whole(path) as part:
         figure.savefig(part, dpi=90, format=path.suffix.removeprefix(".") or "png")
 
@@ -77,17 +82,15 @@ def _link_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
         sizes = f"↑ {_bytes(one.up_bytes for one in lines)}  ↓ {_bytes(one.down_bytes for one in lines)}"
         busy = [fmean(one.up_busy for one in lines), fmean(one.down_busy for one in lines)]
         yield _Row(f"line of {range_of([one.name for one in lines])}", busy, sizes)
-    found = {replica.name: replica for replica in prediction.replicas}
-    for replicas in alike(spec):
-        for same in zip(*(found[replica.name].links for replica in replicas), strict=True):
-            link = spec.links[same[0].name]
-            is_limited = any(link.shape(way).bandwidth is not None for way in DIRECTIONS)
-            sizes = f"→ {_bytes(one.forward_bytes for one in same)}  ← {_bytes(one.backward_bytes for one in same)}"
-            busy = [fmean(one.forward_busy for one in same), fmean(one.backward_busy for one in same)]
-            why = "limited by its lines" if link.has_lines else "no limit"
-            yield _Row(
-                range_of([one.name for one in same]), busy if is_limited else [], sizes + f" ({why})" * (not is_limited)
-            )
+    for same in links_alike(spec, (link for replica in prediction.replicas for link in replica.links)):
+        link = spec.links[same[0].name]
+        is_limited = any(link.shape(way).bandwidth is not None for way in DIRECTIONS)
+        sizes = f"→ {_bytes(one.forward_bytes for one in same)}  ← {_bytes(one.backward_bytes for one in same)}"
+        busy = [fmean(one.forward_busy for one in same), fmean(one.backward_busy for one in same)]
+        why = "limited by its lines" if link.has_lines else "no limit"
+        yield _Row(
+            range_of([one.name for one in same]), busy if is_limited else [], sizes + f" ({why})" * (not is_limited)
+        )
 
 
 def _bytes(sizes: Iterable[float]) -> str:
@@ -204,8 +207,7 @@ def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[s
     for bound, where in published.items():
         left.plot([], [], color="black", linestyle="", label=f"{where}: {bound}", **_MARKERS[bound])
     left.legend()
-    with whole(path) as part:
-        figure.savefig(part, dpi=90, format=path.suffix.removeprefix(".") or "png")
+    _save(figure, path)
 
 
 def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> None:
@@ -243,8 +245,7 @@ def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> Non
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
         axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    with whole(path) as part:
-        figure.savefig(part, dpi=90, format=path.suffix.removeprefix(".") or "png")
+    _save(figure, path)
 
 
 def _draw_ratios(axes: Any, predictions: Sequence[Prediction]) -> None:

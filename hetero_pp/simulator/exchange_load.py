@@ -7,12 +7,12 @@ in and R (R - 1) times out. The closed forms are those of `hetero_pp/simulator/v
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.links import DIRECTIONS, RELAYED, is_loopback
+from hetero_pp.links import RELAYED, is_loopback
 from hetero_pp.run.alike import equal_replicas
 from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import RunSpec
@@ -20,11 +20,13 @@ from hetero_pp.simulator.costs import OUTER_BYTES
 from hetero_pp.simulator.fleets import message_bytes
 from hetero_pp.simulator.loads import blob_sizes, snapshot_bytes
 from hetero_pp.simulator.volumes import (
+    RINGS,
     exchange_bandwidth,
     is_beside_exchange,
     is_ring,
     line_of_exchange,
     outer_messages,
+    wire_bytes_of,
 )
 from hetero_pp.store.opening import folder_of
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
@@ -104,34 +106,36 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
     Args: `steps` is the number of inner steps of each replica in a round, where `inner.steps` does not say it.
     """
     simulate, line = spec.config.simulate, line_of_exchange(spec)
-    gathered, elsewhere, held = Carried(), Carried(), _Snapshots(0, 0)
+    gathered, elsewhere, largest, first = Carried(), Carried(), 0, 0
     for replica, count in _representatives(spec):
         for name in replica.members:
             member = spec.members[name]
-            ways = {way: _wire(outer_messages(spec, member)[way]) for way in DIRECTIONS}
-            own = Carried(ways["forward"], ways["backward"]) * count
+            messages, size = outer_messages(spec, member), snapshot_bytes(spec, member)
+            own = Carried(wire_bytes_of(messages["forward"]), wire_bytes_of(messages["backward"])) * count
             gathered += own
             elsewhere += Carried() if is_beside_exchange(spec, member) else own
-            held = held.with_member(snapshot_bytes(spec, member), count)
+            largest, first = max(largest, size), first + size * count
     way: str = simulate.exchange
+    served = gathered  # with members at the exchange's own site, whose streams take its CPU, too
     if is_ring(simulate):
-        gathered = elsewhere = Carried()
+        gathered = elsewhere = served = Carried()
     elif _goes_by_store(spec):
         # Members upload and download by themselves; the exchange and its auditor read every contribution to check it.
         way, elsewhere = "store", Carried(received=DECODED_TIMES * gathered.received)
+        served = elsewhere
     links, relayed = _relayed(spec, steps)
     return ExchangeLoad(
         way=way,
         contributions=elsewhere,
         relayed=relayed,
         relayed_links=links,
-        largest_snapshot_bytes=held.largest,
-        first_snapshot_bytes=held.all,
+        largest_snapshot_bytes=largest,
+        first_snapshot_bytes=first,
         line=None if line is None else line.kind,
         received_bits_a_second=exchange_bandwidth(spec, "forward"),
         sent_bits_a_second=exchange_bandwidth(spec, "backward"),
         memory_bytes=_memory(spec, links, way),
-        cpu_seconds=_cpu_seconds(spec, gathered.received, elsewhere, relayed or Carried()),
+        cpu_seconds=_cpu_seconds(spec, gathered.received, served, relayed or Carried()),
     )
 
 
@@ -141,19 +145,6 @@ def _representatives(spec: RunSpec) -> Iterator[tuple[ReplicaSettings, int]]:
     for replicas in equal_replicas(spec):
         first = replicas[0]
         yield first, fleets[first.name].count if first.name in fleets else len(replicas)
-
-
-@dataclass(frozen=True)
-class _Snapshots:
-    largest: int
-    all: int
-
-    def with_member(self, n_bytes: int, count: int) -> _Snapshots:
-        return _Snapshots(max(self.largest, n_bytes), self.all + n_bytes * count)
-
-
-def _wire(messages: list[tuple[int, int]]) -> float:
-    return float(sum(times * wire_bytes(raw_frames(size)) for size, times in messages))
 
 
 def _goes_by_store(spec: RunSpec) -> bool:
@@ -166,14 +157,15 @@ def _relayed(spec: RunSpec, steps: Mapping[str, float] | None) -> tuple[int, Car
     """Stage links that pass the exchange, and what they bring it in a round.
 
     A link is relayed if neither of its stages has an address, and both may be on two hosts: if the exchange listens
-    beyond this machine, or the YAML says `relay`.
+    beyond this machine, or the YAML says `relay`. Without TLS the exchange relays nothing.
     """
-    spans_hosts = not is_loopback(spec.config.exchange.listen)
+    exchange = spec.config.exchange
+    spans_hosts = not exchange.insecure and not is_loopback(exchange.listen)
     links, total, is_known = 0, 0.0, True
     for replica, count in _representatives(spec):
         if not isinstance(replica, ParticipantsReplica):
             continue
-        listens = [_listens(replica, stage) for stage in range(replica.stage_count)]
+        listens = [replica.listen_of(stage) for stage in range(replica.stage_count)]
         hops = sum(_is_relayed(*both, spans_hosts) for both in pairwise(listens))
         if not hops:
             continue
@@ -188,11 +180,6 @@ def _relayed(spec: RunSpec, steps: Mapping[str, float] | None) -> tuple[int, Car
     return links, Carried(total, total) if is_known else None
 
 
-def _listens(replica: ParticipantsReplica, stage: int) -> str | None:
-    own = replica.stage_settings(stage)
-    return None if own is None else own.listen
-
-
 def _is_relayed(before: str | None, after: str | None, spans_hosts: bool) -> bool:
     has_address = any(one not in (None, RELAYED) for one in (before, after))
     return not has_address and (spans_hosts or RELAYED in (before, after))
@@ -203,30 +190,25 @@ def _memory(spec: RunSpec, relayed_links: int, way: str) -> dict[str, float]:
     parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
     outer = spec.config.outer
     moments = 8 if outer.optimizer == "adam" else 4 if outer.momentum else 0
-    largest: dict[str, int] = {}
-    members = 0
+    block, blob, members = Counter[str](), 0, 0
     for replica, count in _representatives(spec):
-        for block, size in blob_sizes(spec)[replica.name].items():
-            largest[block] = largest.get(block, 0) + count * size
-        members += count * len(replica.members)
-    in_flight = 0.0
-    if way == "gather":
-        blobs = [size for replica, _ in _representatives(spec) for size in blob_sizes(spec)[replica.name].values()]
-        in_flight = float(members * max(blobs))
+        sizes = blob_sizes(spec)[replica.name]
+        block.update({name: count * size for name, size in sizes.items()})
+        blob, members = max(blob, *sizes.values()), members + count * len(replica.members)
     return {
         "process": PROCESS_BYTES,
         "parameters": float((8 + moments) * parameters),
-        "one block of all contributions": float(max(largest.values())),
-        "messages in flight": in_flight,
+        "one block of all contributions": 0.0 if way in RINGS else float(max(block.values())),
+        "messages in flight": float(members * blob) if way == "gather" else 0.0,
         "relay": float(2 * RELAY_BYTES * relayed_links),
     }
 
 
-def _cpu_seconds(spec: RunSpec, contributed: float, carried: Carried, relayed: Carried) -> dict[str, float]:
+def _cpu_seconds(spec: RunSpec, contributed: float, served: Carried, relayed: Carried) -> dict[str, float]:
     """CPU seconds of a round, by what for."""
     parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
     return {
-        "transfer": (carried.received + carried.sent) / 1e9 * TRANSFER_SECONDS_A_GIGABYTE,
+        "transfer": (served.received + served.sent) / 1e9 * TRANSFER_SECONDS_A_GIGABYTE,
         "relay": relayed.received / 1e9 * RELAY_SECONDS_A_GIGABYTE,
         "decoding": DECODED_TIMES * contributed / 1e9 * DECODE_SECONDS_A_GIGABYTE,
         "audit": parameters * OUTER_BYTES / CATALOG[ASSUMED].memory_bytes_per_second,

@@ -26,11 +26,16 @@ MEMORY_KINDS: Mapping[str, Sequence[str]] = {
 """Columns of the memory table, and the names of `memory_of_member` that each sums up."""
 
 
+def by_kind(held: Mapping[str, float]) -> dict[str, float]:
+    """Return bytes by MEMORY_KINDS, of what `memory_of_member` gives."""
+    return {kind: sum(held.get(name, 0.0) for name in names) for kind, names in MEMORY_KINDS.items()}
+
+
 def memory_of_member(spec: RunSpec, member: MemberSpec, bytes_per_value: int = 2) -> dict[str, float]:
     """Bytes that a member holds, by what for; activations have so many bytes a value."""
     replica = member.replica
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
-    part, in_flight = part_of(spec, member), micro_batches_in_flight(member)
+    part, in_flight = part_of(spec, member), _micro_batches_in_flight(member)
     checkpointing = checkpointing_of(replica)
     held = memory_of(spec.shape, part, rows, length, in_flight, bytes_per_value, checkpointing)
     if spec.config.outer.overlap:
@@ -40,7 +45,7 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, bytes_per_value: int = 2
     return held
 
 
-def micro_batches_in_flight(member: MemberSpec) -> int:
+def _micro_batches_in_flight(member: MemberSpec) -> int:
     """Micro-batches whose activations a member keeps at once, at most."""
     replica, stage = member.replica, member.stage
     if stage is None or not isinstance(replica, ParticipantsReplica):
@@ -72,8 +77,7 @@ def require_memory(spec: RunSpec, member: MemberSpec, held: Mapping[str, float],
     needed = sum(held.values())
     if needed <= capacity:
         return
-    kinds = {kind: sum(held.get(name, 0.0) for name in names) for kind, names in MEMORY_KINDS.items()}
-    largest = sorted(kinds.items(), key=lambda one: -one[1])
+    largest = sorted(by_kind(held).items(), key=lambda one: -one[1])
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in largest if size)
     found = (
         f"{member.name} needs {format_bytes(needed)} of memory and has {format_bytes(capacity)}: "

@@ -15,7 +15,7 @@ really sent is measured by `hetero_pp/outer/volume.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean
@@ -52,9 +52,18 @@ class Crossing:
         return self.seconds + self.delay
 
 
+RINGS = ("ring_all_gather", "ring_all_reduce", "sparse_ring")
+"""Values of `simulate.exchange` with which replicas pass contributions on to each other, without an exchange."""
+
+
 def is_ring(simulate: SimulateSettings) -> bool:
-    """Whether replicas pass contributions on to each other, without an exchange."""
-    return simulate.exchange in ("ring_all_gather", "ring_all_reduce", "sparse_ring")
+    """Return whether contributions go round a ring of replicas."""
+    return simulate.exchange in RINGS
+
+
+def wire_bytes_of(messages: Iterable[tuple[int, int]]) -> float:
+    """Return the bytes on the wire of messages: (payload bytes, number of such messages)."""
+    return float(sum(times * wire_bytes(raw_frames(size)) for size, times in messages))
 
 
 def check_exchange(spec: RunSpec) -> None:
@@ -131,10 +140,10 @@ def crossing(
     for row, member in enumerate(members):
         shape = link_of(spec, member, direction)
         messages = outer_messages(spec, member)[direction]
-        wire = sum(times * wire_bytes(raw_frames(size)) for size, times in messages)
+        wire = wire_bytes_of(messages)
         drawn = bandwidth is not None and site_of(spec, member) is None
         rate = bandwidth[row] if bandwidth is not None and drawn else (shape.bandwidth or np.inf)
-        sizes.append(float(wire))
+        sizes.append(wire)
         seconds.append(np.broadcast_to(wire * 8 / rate, (count,)))
         delays.append([sum(times for _, times in messages) * (shape.latency + shape.jitter / 2)])
     return Crossing(np.array(sizes), np.stack(seconds), np.array(delays))

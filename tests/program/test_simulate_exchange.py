@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hetero_pp.errors import ConfigError
@@ -17,6 +19,7 @@ from hetero_pp.link.ledger import raw_frames, wire_bytes
 from hetero_pp.links import EXCHANGE
 from hetero_pp.model import shapes_by_block
 from hetero_pp.program.cli import app
+from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.run.read import spec_of
@@ -299,6 +302,7 @@ def test_stage_links_without_an_address_pass_the_exchange(tmp_path: Path) -> Non
     assert load.relayed is not None
     assert load.relayed.received == load.relayed.sent == 6 * a_link
     assert exchange_load(_spec(tmp_path, RELAYED, "exchange.listen=127.0.0.1:47600")).relayed_links == 0
+    assert exchange_load(_spec(tmp_path, RELAYED, "exchange.insecure=true")).relayed_links == 0  # it relays TLS alone
     timed = _spec(tmp_path, RELAYED, "inner={seconds: 60 s}")
     assert exchange_load(timed).relayed is None
     assert exchange_load(timed, {"home-1": 5.0}).relayed == load.relayed
@@ -311,6 +315,37 @@ def test_a_store_carries_contributions_instead_of_the_exchange(tmp_path: Path) -
     assert (stored.way, stored.contributions.sent) == ("store", 0)
     assert stored.contributions.received == 2 * direct.contributions.received
     assert exchange_load(_spec(tmp_path, WHOLE, f"store.url={tmp_path}")).contributions == direct.contributions
+
+
+def _said_of_exchange(spec: RunSpec) -> str:
+    out = io.StringIO()
+    print_exchange(Console(file=out, width=200), exchange_load(spec))
+    return " ".join(out.getvalue().split())
+
+
+def test_in_a_ring_nothing_crosses_the_exchange_and_it_is_given_no_line(tmp_path: Path) -> None:
+    spec = _spec(tmp_path, WHOLE, "simulate.exchange=ring_all_gather")
+    load = exchange_load(spec)
+    assert (load.contributions.received, load.contributions.sent) == (0, 0)
+    assert load.memory_bytes["one block of all contributions"] == load.cpu_seconds["transfer"] == 0
+    assert "give exchange.line" not in _said_of_exchange(spec)
+
+
+def test_a_line_without_a_bandwidth_is_named(tmp_path: Path) -> None:
+    said = _said_of_exchange(_spec(tmp_path, WHOLE, "lines.fibre={latency: 5 ms}", "exchange.line=fibre"))
+    assert "fibre: unlimited; shown: 1 Gbit/s" in said
+    assert "its line `fibre` has no bandwidth" in said
+    assert said.endswith("give lines.fibre.bandwidth")
+
+
+def test_members_at_the_site_of_the_exchange_cost_it_cpu_and_no_line(tmp_path: Path) -> None:
+    two = WHOLE.partition("simulate:")[0] + "  - {name: other, kind: datacenter, batch_size: 8, uplink: home}\n"
+    away = exchange_load(_spec(tmp_path, two))
+    own = two.replace("dc, kind: datacenter, batch_size: 8, uplink: home", "dc, kind: datacenter, batch_size: 8")
+    site = "sites={hub: {line: fibre, members: [dc, exchange]}}"
+    beside = exchange_load(_spec(tmp_path, own, "lines.fibre.bandwidth=1 Gbit/s", site))
+    assert beside.contributions.received < away.contributions.received
+    assert beside.cpu_seconds["transfer"] == away.cpu_seconds["transfer"] > 0
 
 
 @pytest.mark.parametrize("command", ["simulate", "check", "plan"])

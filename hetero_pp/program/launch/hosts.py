@@ -224,13 +224,8 @@ def commands(config: RunConfig, path: Path, overrides: Sequence[Given]) -> list[
 def _is_on_several_hosts(replica: ReplicaSettings) -> bool:
     """Whether a stage of a group says where those beside it, on other hosts, find it."""
     return isinstance(replica, ParticipantsReplica) and any(
-        _listens(replica, stage) is not None for stage in range(replica.stage_count)
+        replica.listen_of(stage) is not None for stage in range(replica.stage_count)
     )
-
-
-def _listens(replica: ParticipantsReplica, stage: int) -> str | None:
-    own = replica.stage_settings(stage)
-    return None if own is None else own.listen
 
 
 def notes(file: ConfigFile) -> list[str]:
@@ -249,8 +244,8 @@ def notes(file: ConfigFile) -> list[str]:
     for index, replica in enumerate(file.config.replicas):
         if _is_on_several_hosts(replica) and isinstance(replica, ParticipantsReplica):
             for stage in range(1, replica.stage_count):
-                if _listens(replica, stage) is None:
-                    before = _listens(replica, stage - 1) not in (None, RELAYED)
+                if replica.listen_of(stage) is None:
+                    before = replica.listen_of(stage - 1) not in (None, RELAYED)
                     found_by = f"dials {replica.members[stage - 1]}" if before else "is reached through the exchange"
                     beside = "must run on the host of the stage before it"
                     how = beside if file.config.exchange.insecure else found_by
