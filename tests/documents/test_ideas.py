@@ -38,6 +38,6 @@ def test_ideas_have_the_figures_of_the_benchmark() -> None:
         other = "as it is" if beside == "30 x 4 bits" else beside
         assert int(seeds) == len(runs[idea].keys() & runs[other].keys())
         assert [float(own), float(plain)] == pytest.approx(above(idea, other), abs=6e-4), idea
-    told = [float(number) for number in re.findall(r"0\.\d{3}\b", section.partition("The loss is that")[2])]
+    told = [float(number) for number in re.findall(r"0\.\d{3}\b", section.partition("Compressed activations")[2])]
     gradients, activations = "only gradients are compressed", "only activations are compressed"
     assert told == pytest.approx([*above("as it is", gradients), *above(activations, "as it is")], abs=6e-4)

@@ -211,7 +211,9 @@ def test_tables(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["claims"][0]["seeds"] == 2
     assert path.with_suffix(".png").stat().st_size > 10_000
     write_overview(tmp_path / "results", tmp_path / "results.md", tmp_path)
-    assert "| [toy/one](#toyone-toy) | micro | 2 | 1 | 0 | 1 |" in (tmp_path / "results.md").read_text()
+    assert (
+        "| [toy/one](results/micro/toy/one.md) | Toy | micro | 2 | 1 | 0 | 1 |" in (tmp_path / "results.md").read_text()
+    )
 
 
 def test_what_is_encoded_does_not_depend_on_a_seed() -> None:

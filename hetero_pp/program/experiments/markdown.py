@@ -10,31 +10,32 @@ from hetero_pp.program.experiments.definition import WAYS
 from hetero_pp.program.experiments.provenance import describe
 
 COLUMNS = {
-    "paper": "the paper's loss, in nats",
-    "paper, %": "how much that is above the paper's loss of the baseline",
-    "ours": "validation loss of the synced model in nats: of each replica's own forward, averaged over replicas; the "
-    "mean over seeds",
-    "spread": "its standard deviation over seeds",
-    "seeds": "how many seeds were trained and did not diverge",
-    "ours, %": "how much `ours` is above the baseline's, paired by seed",
+    "paper": "loss in the paper, nats",
+    "paper, %": "difference from the paper's baseline",
+    "ours": "validation loss of the synced model, nats: own forward pass, mean over replicas and seeds",
+    "spread": "standard deviation of `ours` over seeds",
+    "seeds": "number of seeds that were trained and did not diverge",
+    "ours, %": "difference from our baseline, paired by seed",
     "uncompressed": "loss of the same model without boundaries",
     "compressed": "loss of the same model with the boundaries of a compressed replica",
-    "M": "replicas",
-    "tokens": "what all of them trained on together",
-    "sent, MB": "what a replica contributes to all rounds together",
-    "gathered, MB": "what a replica sends in all rounds if each sends its own contribution once, to an exchange or a "
-    "parameter server: measured, of what was encoded; in brackets by formula, from the settings alone",
-    "ring, MB": "the same in a ring: dense contributions are summed on their way, as if sums had codes as short, and "
-    "sparse ones are passed on",
-    "sparse ring, MB": "the same where sparse ones are summed, too; by formula as if no two replicas kept one position",
-    "CPU, s": "CPU seconds of training a row, all replicas, on the machine below; the mean over seeds",
-    "bytes/token": "what crosses a compressed boundary for a token, in one direction; 0 without one",
-    "bias, %": "how far equation 5's mean pseudo-gradient is from the unbiased one, as a share of the latter's norm",
-    "cosine": "of the angle between what two replicas contribute to a round; the mean over pairs and rounds",
-    "state": "whether the row was trained, or why not",
+    "M": "number of replicas",
+    "tokens": "training tokens of all replicas together",
+    "sent, MB": "size of a replica's contributions over all rounds",
+    "gathered, MB": "bytes sent by a replica if it sends its contribution once, to an exchange or a parameter server; "
+    "measured after encoding, in brackets by formula from the settings",
+    "ring, MB": "bytes sent by a replica in a ring that sums dense contributions (as if sums had codes as short) and "
+    "forwards sparse ones",
+    "sparse ring, MB": "bytes sent by a replica in a ring that sums sparse contributions, too; the formula assumes "
+    "that no two replicas keep the same position",
+    "CPU, s": "CPU seconds to train a row with all replicas, mean over seeds, on the machine named below the table",
+    "bytes/token": "bytes that cross a compressed boundary for a token in one direction; 0 without a boundary",
+    "bias, %": "distance of equation 5's mean pseudo-gradient from the unbiased one, relative to the latter's norm",
+    "cosine": "cosine of the angle between the contributions of two replicas, mean over pairs and rounds",
+    "state": "whether the row was trained, or why it was not",
 }
-"""What a table's columns say. Those of the paper, of CPU seconds and of what is measured are left out where no row has
-any; M, tokens and what is sent where all rows have the same.
+"""Meaning of each column.
+
+A table omits a column of `_WHERE_KNOWN` if no row has a value, and M, tokens or bytes sent if all rows agree.
 """
 
 _WHERE_KNOWN = (
