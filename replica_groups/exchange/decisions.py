@@ -15,16 +15,14 @@ from hetero_pp.errors import AskAgain, DamagedFile, HeteroPPError, Refused, RunF
 from hetero_pp.files import FIRST_PAUSE, LONGEST_PAUSE
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.topology import MagnitudeSettings
+from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog
-from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, bound
+from replica_groups.exchange.magnitudes import bound, remembered_before
 from replica_groups.exchange.obstacles import Obstacles
 from replica_groups.exchange.records import from_message, to_message
 from replica_groups.protocol import events as e
 from replica_groups.protocol.coordinator import Coordinator
 from replica_groups.protocol.rules import Rules
-
-REMEMBERED_RECORDS = 16
-"""How many are kept in memory; older ones are read from the log."""
 
 T = TypeVar("T")
 
@@ -58,7 +56,7 @@ class Decisions:
     ) -> None:
         """`on_effect` is told of every effect, in order, with the lock held. `goes_on`: see Coordinator.
 
-        Without `magnitudes` contributions may be as large as they like; for those and `trains_on` see there.
+        Without `magnitudes` contributions may be as large as they like; `trains_on`: see magnitudes.bound.
         """
         self.log = log
         self.changed = threading.Condition()
@@ -68,6 +66,8 @@ class Decisions:
         self.coordinator = Coordinator(rules, clock(), terms, goes_on)
         self._clock, self._on_effect = clock, on_effect
         self._tokens_a_step, self._magnitudes, self._trains_on = tokens_a_step or {}, magnitudes, trains_on
+        self.limits: ContributionLimits | None = None
+        """What bounds contributions beside others and their own history, once the run has begun."""
         self._welcomed: dict[tuple[str, str], int] = {}
         self._assigned: dict[tuple[str, int], e.Assign] = {}
         self._suspended: dict[tuple[str, int], e.Suspended] = {}
@@ -157,7 +157,7 @@ class Decisions:
         try:
             message = to_message(record, self._tokens_a_step)
             if self._magnitudes is not None:
-                bound(message, self._before(record.round), self._magnitudes, self._trains_on)
+                bound(message, self._before(record.round), self._magnitudes, self._trains_on, self.limits)
             kept = self.log.create_record(message)
         except (HeteroPPError, OSError) as error:
             self.obstacles.failed(("record", record.round), str(error))
@@ -165,10 +165,13 @@ class Decisions:
         return self._recorded(kept)
 
     def _before(self, round_: int) -> Iterator[RoundRecord]:
-        """The last records before a round, as far as the log has them."""
-        for earlier in range(max(1, round_ - REMEMBERED_ROUNDS), round_):
+        """Return the records that a round's contributions are held against, as far as the log has them."""
+        for earlier in remembered_before(round_):
             with contextlib.suppress(DamagedFile, FileNotFoundError):
-                yield self._records.get(earlier) or self.log.read_record(earlier)
+                record = self._records.get(earlier) or self.log.read_record(earlier)
+                with self.changed:
+                    self._records[earlier] = record
+                yield record
 
     def _look(self, round_: int) -> e.Event | None:
         with contextlib.suppress(HeteroPPError, OSError):
@@ -179,8 +182,8 @@ class Decisions:
         self.obstacles.over(("record", kept.round))
         with self.changed:
             self._records[kept.round] = kept
-            while len(self._records) > REMEMBERED_RECORDS:
-                del self._records[min(self._records)]
+            wanted = {*remembered_before(kept.round + 1), kept.round}
+            self._records = {round_: one for round_, one in self._records.items() if round_ in wanted}
         return e.Recorded(from_message(kept))
 
     def kept(self, round_: int) -> RoundRecord:

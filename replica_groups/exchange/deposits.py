@@ -100,6 +100,8 @@ class Deposits:
     def _take(self, offer: Offer, keep: Callable[[], BlobEntry]) -> None:
         """It counts once it is kept. That is waited for by who hands it in, and by nobody else."""
         self._expect_own(offer)
+        if (complaint := self._decisions.coordinator.rules.complaint_of_steps(offer.steps)) is not None:
+            raise self._refused(offer.member, f"`{offer.address.block}`: {complaint}", Kind.UNEXPECTED)
         if not self._is_awaited(offer):
             self._decisions.tell(_deposited(offer, None))  # what comes late is learnt from: how long to wait next
         elif self._begins_to_keep(offer):

@@ -53,6 +53,7 @@ from hetero_pp.snapshot import Snapshot
 from hetero_pp.topology import MagnitudeSettings
 from replica_groups.exchange.decisions import Decisions, IsAsked, always
 from replica_groups.exchange.deposits import DIGEST_BYTES, Deposits, Offer
+from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog, key_of
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.restart import newest_sound
@@ -174,15 +175,19 @@ class Exchange:
         last_round: int | None = None,
         note: str = "",
         examples_since: tuple[tuple[int, Mapping[str, int]], ...] = (),
+        limits: ContributionLimits | None = None,
     ) -> None:
         """Open the round after a snapshot's, or after a later one that is closed; `damaged` files were passed over.
 
         `note` says what the run goes on without; `spec` is the run's as it goes on, if something was changed.
-        `examples_since`: see Rules.
+        `examples_since`: see Rules. `limits` bound the contributions to rounds after this.
         """
         last_round = snapshot.round if last_round is None else last_round
         with self._changed:
             self._deposits.begin(shapes_by_block(shapes_of(snapshot.parameters)))
+            if limits is not None:
+                limits.begin(snapshot.parameters, snapshot.round)
+                self.decisions.limits = limits
             self._names = frozenset(snapshot.parameters)
             if spec is not None:
                 self._rounds, self._changes = spec.latest.outer.rounds, spec.changes

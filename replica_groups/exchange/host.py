@@ -23,6 +23,7 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.store.folder import storing
 from replica_groups.exchange.auditor import Auditor
 from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.limits import contribution_limits, inner_steps
 from replica_groups.exchange.log import ContributionLog
 from replica_groups.exchange.open_log import keep_configuration, open_log
 from replica_groups.exchange.restart import Restart, find_restart, lasting, newest_sound
@@ -82,6 +83,7 @@ def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:
         hang=ever if lonely else Window(own.hang.factor, own.hang.least, own.hang.most),
         joins_at_once=spec.config.inner.seconds is not None,
         tokens_a_step=tokens_a_step(spec) if spec.config.outer.weights == "tokens" else None,
+        steps=inner_steps(spec),
         overlap=spec.config.outer.overlap > 0,
         optional=frozenset(replica.name for replica in spec.config.replicas if replica.optional),
         due_since=tuple(
@@ -131,7 +133,8 @@ def begin_run(
     auditor = Auditor(exchange, start.snapshot, now.outer.rounds, now.snapshots.every, optimizer, retention)
     auditor.start()
     examples = _examples(spec, folder)
-    exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note, examples)
+    limits = contribution_limits(spec)
+    exchange.begin(start.snapshot, start.damaged, spec, start.last_round, start.note, examples, limits)
     return auditor
 
 

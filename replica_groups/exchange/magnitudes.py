@@ -1,90 +1,144 @@
-"""Contributions far larger than those of others, or than the replica's own before: scaled down, or not counted.
+"""Bound contributions: scale down, or leave out, those that are larger than a replica can honestly send.
 
-Honest ones are alike: in sixteen rounds of the quickstart no block of a replica has a norm or a largest value above 1.5
-times the other's, nor above 2.4 times the median of its own eight rounds before.
+A contribution is held against up to three measures, block by block, by its norm and its largest value:
+
+1. what the configured inner steps can move parameters by at most (limits.py), which needs no history;
+2. the median of its round, where three or more contribute;
+3. its replica's own contributions before, as far as the learning rates let these grow or shrink. Where only two
+   contribute, its own lowest level counts as well, unless the other one is as large.
+
+So nothing that one replica sends has another's contribution scaled. Measured on honest runs: at most .92 of the first;
+1.3 times the median of the replica's last eight with error feedback, 2 without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from statistics import median, median_low
 
 from hetero_pp.messages.messages_pb2 import ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import scale_of
 from hetero_pp.topology import MagnitudeSettings
+from replica_groups.exchange.limits import ContributionLimits, Sizes
+from replica_groups.protocol.rules import MOST_TIMES_THE_STEPS
 
-REMEMBERED_ROUNDS = 8
-"""Of a replica's own contributions."""
+RECENT_ROUNDS = 8
+"""Number of rounds whose median is a replica's own level."""
+
+REMEMBERED_ROUNDS = 64
+"""Number of rounds among which a replica's lowest level is looked for, beside the run's first RECENT_ROUNDS."""
 
 _LEAST_ROUNDS = 3
-"""Of which its own say something."""
+"""Number of a replica's own contributions that are enough for a level."""
 
 _LEAST_REPLICAS = 3
-"""Of which the median is not that of who wants it to be another."""
+"""Smallest number of contributions whose median a single replica cannot set."""
 
-Sizes = Mapping[tuple[str, str], float]
-"""(block, what of it) -> the norm of its values, or the largest"""
+
+def remembered_before(round_: int) -> list[int]:
+    """Return the rounds whose records `bound` reads for a round, in order."""
+    recent = range(max(1, round_ - REMEMBERED_ROUNDS), round_)
+    return [*range(1, min(RECENT_ROUNDS + 1, recent.start)), *recent]
 
 
 def bound(
-    record: RoundRecord, before: Iterable[RoundRecord], settings: MagnitudeSettings, trains_on: bool = False
+    record: RoundRecord,
+    before: Iterable[RoundRecord],
+    settings: MagnitudeSettings,
+    trains_on: bool = False,
+    limits: ContributionLimits | None = None,
 ) -> None:
-    """Scale down, or leave out, what is too large in a record that nobody has seen yet. `before`: the last records,
-    by round. `trains_on`: who was not counted does, and sends all of its way once it is.
+    """Scale down or leave out contributions of a record that nobody has read yet.
 
-    Where fewer than three contribute the smaller is the measure of the larger, until each has a history of its own, and
-    nothing is left out for that; nor is what would leave nothing to be counted.
+    `before`: the records of `remembered_before`. With `trains_on`, a replica that was not counted sends several rounds'
+    changes at once. Without `limits`, the smaller of two contributions bounds the larger until that has a history.
+    A contribution is not left out for being the larger of two, nor where nothing would be left.
     """
     *earlier, measured = _with_all_steps([*before, record]) if trains_on else [*before, record]
-    excess = {one.replica: _excess(one, measured, earlier) for one in measured.contributions}
+    if limits is not None:
+        earlier = [_as_in(record.round, past, limits) for past in earlier]
+    largest = {} if limits is None else limits.of(record.round)
+    beyond = {one.replica: _beyond(one, largest) for one in measured.contributions}
+    excess = {one.replica: _excess(one, measured, earlier, limits is not None) for one in measured.contributions}
     left_out = [replica for replica, ratio in excess.items() if ratio > settings.leave_out]
     if len(record.contributions) < _LEAST_REPLICAS:
         left_out = [replica for replica in left_out if len(_own(replica, earlier)) >= _LEAST_ROUNDS]
+    left_out = [one for one in excess if one in left_out or beyond[one] > settings.leave_out / settings.scale]
     if len(left_out) == len(record.contributions):
         left_out = []
     for replica in left_out:
         record.contributions.remove(next(one for one in record.contributions if one.replica == replica))
     record.left_out.extend(left_out)
     for one in record.contributions:
-        if excess[one.replica] > settings.scale:
-            one.scale = settings.scale / excess[one.replica]
+        if (too_large := max(excess[one.replica] / settings.scale, beyond[one.replica])) > 1:
+            one.scale = 1 / too_large
 
 
 def _with_all_steps(records: Iterable[RoundRecord]) -> list[RoundRecord]:
-    """Copies, with as many steps as a replica may have taken since the round that counted it before, or left it out."""
+    """Return copies with the steps that a replica may have taken since it was last counted or left out."""
     found, last = [], dict[str, int]()
     for record in records:
-        copy = RoundRecord()
-        copy.CopyFrom(record)
+        copy = _copy(record)
         for one in copy.contributions:
-            one.steps *= record.round - last.get(one.replica, record.round - 1)
+            one.steps *= min(record.round - last.get(one.replica, record.round - 1), RECENT_ROUNDS)
         last |= dict.fromkeys([*(one.replica for one in copy.contributions), *copy.left_out], record.round)
         found.append(copy)
     return found
 
 
-def _excess(one: ContributionEntry, record: RoundRecord, earlier: Iterable[RoundRecord]) -> float:
-    """How many times as large as expected a contribution is, where it is largest against that."""
+def _as_in(round_: int, past: RoundRecord, limits: ContributionLimits) -> RoundRecord:
+    """Return a record with the sizes that its contributions would have with the learning rates of another round."""
+    copy = _copy(past)
+    before = limits.accumulated(past.round)
+    growth = limits.accumulated(round_) / before if before > 0 else 1.0
+    for one in copy.contributions:
+        for blob in one.blobs:
+            blob.norm, blob.peak = growth * blob.norm, growth * blob.peak
+    return copy
+
+
+def _copy(record: RoundRecord) -> RoundRecord:
+    copy = RoundRecord()
+    copy.CopyFrom(record)
+    return copy
+
+
+def _beyond(one: ContributionEntry, largest: Sizes) -> float:
+    """Return how many times as large as the configuration allows a contribution is; 0 where it says nothing."""
+    return max((size / largest[what] for what, size in _sizes(one).items() if largest.get(what, 0.0) > 0), default=0.0)
+
+
+def _excess(one: ContributionEntry, record: RoundRecord, earlier: Sequence[RoundRecord], has_limits: bool) -> float:
+    """Return how many times as large as others, or its own before, a contribution is, where that is most."""
     own = [_sizes(past, one.steps) for past in _own(one.replica, earlier)]
     around = [_sizes(other, one.steps) for other in record.contributions]
-    has_history = len(own) >= _LEAST_ROUNDS
+    has_history, is_crowd = len(own) >= _LEAST_ROUNDS, len(around) >= _LEAST_REPLICAS
     ratios = [0.0]
-    for what, size in _sizes(one, one.steps).items():
-        references = [median(sizes[what] for sizes in own)] if has_history else []
-        if len(around) >= _LEAST_REPLICAS or not has_history:
-            references.append(median_low([sizes[what] for sizes in around]))
+    for what, size in _sizes(one).items():
+        references = [median(sizes[what] for sizes in own[-RECENT_ROUNDS:])] if has_history else []
+        smaller = median_low([sizes[what] for sizes in around])
+        if is_crowd or not (has_history or has_limits):
+            references.append(smaller)
+        if has_history and not is_crowd:
+            references.append(max(_lowest_level([sizes[what] for sizes in own]), smaller))
         ratios += [size / reference for reference in references if reference > 0]
     return max(ratios)
 
 
+def _lowest_level(sizes: Sequence[float]) -> float:
+    """Return the lowest median of RECENT_ROUNDS contributions in a row."""
+    starts = range(0, max(1, len(sizes) - RECENT_ROUNDS + 1), RECENT_ROUNDS // 2)
+    return min(median(sizes[start : start + RECENT_ROUNDS]) for start in starts)
+
+
 def _own(replica: str, earlier: Iterable[RoundRecord]) -> list[ContributionEntry]:
-    """What was counted of a replica as it was, as far as its size is known."""
+    """Return a replica's contributions that were counted unscaled and whose sizes are known, oldest first."""
     found = (one for record in earlier for one in record.contributions if one.replica == replica)
     return [one for one in found if scale_of(one) == 1 and any(blob.norm for blob in one.blobs)]
 
 
-def _sizes(one: ContributionEntry, steps: int) -> Sizes:
-    """Of more steps, than another took, more is expected: as if this one had taken as many."""
-    factor = max(1.0, steps / max(1, one.steps))
+def _sizes(one: ContributionEntry, steps: int | None = None) -> Sizes:
+    """Return the sizes of a contribution, as if it had come from `steps` steps if these are more than it took."""
+    factor = 1.0 if steps is None else min(max(1.0, steps / max(1, one.steps)), MOST_TIMES_THE_STEPS)
     norms = {(blob.block, "norm"): factor * blob.norm for blob in one.blobs}
     return norms | {(blob.block, "peak"): factor * blob.peak for blob in one.blobs}

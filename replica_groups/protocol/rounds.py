@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from replica_groups.protocol.events import Contribution, Record
-from replica_groups.protocol.rules import Rules
-
-MOST_STEPS = 2**32
-"""That anybody may say a contribution comes of: its tokens have to be a number that a record holds."""
+from replica_groups.protocol.rules import MOST_TIMES_THE_STEPS, Rules
 
 
 @dataclass
@@ -44,9 +42,8 @@ class OpenRound:
         self, replica: str, epoch: int, block: str, entry: Hashable, steps: int, rules: Rules, now: float
     ) -> str | None:
         """Note a blob; why not, if it contradicts what was noted. Depositing twice is depositing once."""
-        least = 0 if rules.tokens_a_step is None else 1
-        if not least <= steps <= MOST_STEPS:
-            return f"`{block}` of {steps} steps, expected {least} to {MOST_STEPS}"
+        if (complaint := rules.complaint_of_steps(steps)) is not None:
+            return f"`{block}`: {complaint}"
         known = self.deposits.get(replica)
         if known is not None and known.epoch != epoch and replica in self.whole:
             return f"a contribution to round {self.number} of epoch {epoch}, after a whole one of epoch {known.epoch}"
@@ -84,12 +81,16 @@ class OpenRound:
         return min(self.quorum_at + grace, max(self.quorum_at, self.opened_at + limit))
 
     def record(self, rules: Rules) -> Record:
-        """What it comes to, as far as contributions are whole."""
+        """What it comes to, as far as contributions are whole.
+
+        Contributions weigh by no more than MOST_TIMES_THE_STEPS of the median's steps.
+        """
         counted = []
+        most = MOST_TIMES_THE_STEPS * median_low([self.deposits[one].steps for one in self.whole]) if self.whole else 0
         for replica in sorted(self.whole):
             own = self.deposits[replica]
             blobs = {block: own.blobs[block] for block in sorted(own.blobs)}
-            weight = rules.weight(replica, own.steps, self.number)
+            weight = rules.weight(replica, min(own.steps, most), self.number)
             counted.append(Contribution(replica, own.epoch, own.steps, weight, blobs))
         late = tuple(sorted(self.taking_part - self.whole.keys()))
         return Record(self.number, tuple(counted), late)

@@ -7,6 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+MOST_STEPS = 2**32
+"""Largest number of steps of a contribution: its tokens have to be a number that a record holds."""
+
+MOST_TIMES_THE_STEPS = 16
+"""How many times the steps of others a contribution's own count: where a round is a time, its member tells them."""
+
 
 @dataclass(frozen=True)
 class Window:
@@ -46,6 +52,9 @@ class Rules:
     """Whether replicas train the next round while what they have contributed is on its way."""
     tokens_a_step: Mapping[str, int] | None = None
     """replica -> tokens, where contributions weigh by tokens; None: they do not."""
+
+    steps: range = range(MOST_STEPS + 1)
+    """The inner steps that a contribution may come from."""
 
     examples_since: tuple[tuple[int, Mapping[str, int]], ...] = ()
     """First round -> (replica -> sequences in its shard) from there on, in order, where contributions weigh by those;
@@ -95,6 +104,14 @@ class Rules:
     def blocks_of(self, replica: str) -> frozenset[str]:
         """All that a whole contribution has."""
         return frozenset().union(*(self.blocks[place] for place in self.places_of(replica)))
+
+    def complaint_of_steps(self, steps: int) -> str | None:
+        """Return why a contribution cannot come from so many inner steps; None if it can."""
+        least = max(self.steps.start, 0 if self.tokens_a_step is None else 1)
+        if least <= steps < self.steps.stop:
+            return None
+        expected = f"{least}" if least + 1 == self.steps.stop else f"{least} to {self.steps.stop - 1}"
+        return f"found {steps} inner steps, expected {expected}"
 
     def weight(self, replica: str, steps: int, round_: int) -> float:
         """Of a contribution to a round that so many inner steps came to."""

@@ -1,0 +1,142 @@
+"""A run with a member that lies: what it gets, and that honest members are neither scaled nor named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hetero_pp.errors import Refused
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
+from hetero_pp.program.launch.in_process import run_in_process
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, scale_of
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.open_log import open_log
+from replica_groups.outer_round import OuterRound
+
+LIAR = "liar"
+ROUNDS, STEPS = 12, 4
+
+Lie = Callable[[int, Tensor], Tensor]
+"""(round, honest change of a parameter) -> what the liar contributes instead"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    loss: float
+    """Of `first` on validation sequences, after the last round."""
+    digest: bytes
+    records: Sequence[RoundRecord]
+    refused: Sequence[str]
+
+    @property
+    def named(self) -> set[str]:
+        """The replicas that some record scales, leaves out or calls late."""
+        scaled = {one.replica for record in self.records for one in record.contributions if scale_of(one) != 1}
+        return scaled.union(*([*record.left_out, *record.late] for record in self.records))
+
+
+def _run(
+    corpus: Path, folder: Path, names: Sequence[str], exchange: Mapping[str, Any] | None = None, **options: Any
+) -> Outcome:
+    config = RunConfig.model_validate(
+        {
+            "name": "t",
+            "seed": 1,
+            "threads": 1,
+            "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 1},
+            "data": {"corpus": str(corpus), "sequence_length": 16, "validation_share": 0.2, "validation_sequences": 8},
+            "inner": {"steps": STEPS, "warmup_steps": 4, "learning_rate": 0.02},
+            "outer": {"rounds": ROUNDS, "compression": {"density": "1/8"}},
+            "exchange": {"quorum": 1.0, **(exchange or {})},
+            "replicas": [{"name": name, "kind": "datacenter", "batch_size": 2} for name in names],
+        }
+    )
+    reports: list[Report] = []
+    spec, own = RunSpec(config, 256), RunFolder(folder)
+    run_in_process(spec, own, reports.append, **options)
+    log = open_log(config, own)
+    evaluations = [one for one in reports if one.HasField("evaluation") and one.member == "first"]
+    verified = [one.round_verified for one in reports if one.HasField("round_verified")]
+    return Outcome(
+        evaluations[-1].evaluation.loss,
+        next(one.parameters_sha256 for one in verified if (one.round, one.replica) == (ROUNDS, "first")),
+        [log.read_record(round_) for round_ in range(1, ROUNDS + 1)],
+        [one.refusal.sender for one in reports if one.HasField("refusal")],
+    )
+
+
+@pytest.fixture
+def tells(monkeypatch: pytest.MonkeyPatch) -> Callable[[Lie], None]:
+    """Have the liar contribute something else than the way that it went."""
+    contributed = OuterRound._contributed
+
+    def tell(lie: Lie) -> None:
+        def changed(outer: OuterRound, round_: int, name: str) -> Tensor:
+            honest = contributed(outer, round_, name)
+            return lie(round_, honest) if outer.replica == LIAR else honest
+
+        monkeypatch.setattr(OuterRound, "_contributed", changed)
+
+    return tell
+
+
+@pytest.mark.parametrize("steps", [0, STEPS - 1, STEPS + 1, 2**32])
+def test_who_claims_other_steps_is_refused_and_changes_nothing(
+    steps: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has the bits of one in which that member is late in every round."""
+    names = ("first", LIAR, "second")
+    soon = {"quorum": 0.6, "grace": {"factor": 1, "least": "1 ms", "most": "1 ms"}}
+    without = _run(corpus, tmp_path / "0", names, soon, missed={LIAR: frozenset(range(1, ROUNDS + 1))})
+    deposit, refusals = Exchange.deposit, list[str]()
+
+    def lies(
+        exchange: Exchange, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, told: int = 0
+    ) -> None:
+        if member != LIAR:
+            deposit(exchange, member, address, data, epoch, told)
+        else:
+            with pytest.raises(Refused, match=f"found {steps} inner steps, expected {STEPS}$") as refused:
+                deposit(exchange, member, address, data, epoch, steps)
+            refusals.append(str(refused.value))
+
+    monkeypatch.setattr(Exchange, "deposit", lies)
+    found = _run(corpus, tmp_path / "1", names, soon)
+    assert refusals
+    assert set(found.refused) == {LIAR}
+    assert found.digest == without.digest
+    assert {one.replica for record in found.records for one in record.contributions} == {"first", "second"}
+    assert found.named <= {LIAR}
+
+
+LIES: dict[str, Lie] = {
+    "a million times as large": lambda _, change: 1e6 * change,
+    "ten times as large": lambda _, change: 10 * change,
+    "2.5 times as large every other round": lambda round_, change: 2.5 ** (round_ // 2) * change,
+    "next to nothing, then a million": lambda round_, change: (1e-6 if round_ < 6 else 1e6) * change,
+    "next to nothing": lambda _, change: 1e-6 * change,
+}
+
+
+@pytest.mark.parametrize("names", [("first", LIAR), ("first", LIAR, "second")], ids=["of two", "of three"])
+@pytest.mark.parametrize("lie", LIES)
+def test_who_sends_too_much_is_bounded_and_nobody_else_is(
+    lie: str, names: Sequence[str], corpus: Path, tmp_path: Path, tells: Callable[[Lie], None]
+) -> None:
+    honest = _run(corpus, tmp_path / "0", names)
+    assert honest.named == set()
+    tells(LIES[lie])
+    found = _run(corpus, tmp_path / "1", names)
+    assert found.named <= {LIAR}
+    assert (LIAR in found.named) == (lie != "next to nothing")
+    assert found.loss < honest.loss + 0.6
