@@ -3,7 +3,7 @@
 A contribution is held against up to three measures, block by block, by its norm and its largest value:
 
 1. what the configured inner steps can move parameters by at most (limits.py), which needs no history;
-2. the median of its round, where three or more contribute;
+2. the median of its round, where three or more contribute, for as many steps and batches as large;
 3. its replica's own contributions before, as far as the learning rates let these grow or shrink. Where only two
    contribute, its own lowest level counts as well, unless the other one is as large.
 
@@ -13,6 +13,7 @@ So nothing that one replica sends has another's contribution scaled. Measured on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from statistics import median, median_low
 
@@ -80,7 +81,8 @@ def _with_all_steps(records: Iterable[RoundRecord]) -> list[RoundRecord]:
     for record in records:
         copy = _copy(record)
         for one in copy.contributions:
-            one.steps *= min(record.round - last.get(one.replica, record.round - 1), RECENT_ROUNDS)
+            rounds = min(record.round - last.get(one.replica, record.round - 1), RECENT_ROUNDS)
+            one.steps, one.tokens = rounds * one.steps, rounds * one.tokens
         last |= dict.fromkeys([*(one.replica for one in copy.contributions), *copy.left_out], record.round)
         found.append(copy)
     return found
@@ -110,8 +112,8 @@ def _beyond(one: ContributionEntry, largest: Sizes) -> float:
 
 def _excess(one: ContributionEntry, record: RoundRecord, earlier: Sequence[RoundRecord], has_limits: bool) -> float:
     """Return how many times as large as others, or its own before, a contribution is, where that is most."""
-    own = [_sizes(past, one.steps) for past in _own(one.replica, earlier)]
-    around = [_sizes(other, one.steps) for other in record.contributions]
+    own = [_sizes(past, one) for past in _own(one.replica, earlier)]
+    around = [_sizes(other, one) for other in record.contributions]
     has_history, is_crowd = len(own) >= _LEAST_ROUNDS, len(around) >= _LEAST_REPLICAS
     ratios = [0.0]
     for what, size in _sizes(one).items():
@@ -137,8 +139,15 @@ def _own(replica: str, earlier: Iterable[RoundRecord]) -> list[ContributionEntry
     return [one for one in found if scale_of(one) == 1 and any(blob.norm for blob in one.blobs)]
 
 
-def _sizes(one: ContributionEntry, steps: int | None = None) -> Sizes:
-    """Return the sizes of a contribution, as if it had come from `steps` steps if these are more than it took."""
-    factor = 1.0 if steps is None else min(max(1.0, steps / max(1, one.steps)), MOST_TIMES_THE_STEPS)
+def _sizes(one: ContributionEntry, like: ContributionEntry | None = None) -> Sizes:
+    """Return the sizes of a contribution, as they would be at most with the steps and the batch of another.
+
+    Changes grow with the number of steps, and with the root of a step's tokens, as gradients have less noise then.
+    """
+    factor = 1.0
+    if like is not None:
+        factor = min(max(1.0, like.steps / max(1, one.steps)), MOST_TIMES_THE_STEPS)
+        own, other = one.tokens / max(1, one.steps), like.tokens / max(1, like.steps)
+        factor *= math.sqrt(max(1.0, other / own)) if own > 0 else 1.0
     norms = {(blob.block, "norm"): factor * blob.norm for blob in one.blobs}
     return norms | {(blob.block, "peak"): factor * blob.peak for blob in one.blobs}

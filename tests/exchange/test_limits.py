@@ -1,4 +1,4 @@
-"""The limits that a configuration sets: no step exceeds them, whatever the gradients are, and no honest contribution."""
+"""The limits that a configuration sets: no step and no honest contribution exceeds them, whatever the gradients are."""
 
 from __future__ import annotations
 
@@ -113,7 +113,13 @@ def test_no_honest_contribution_exceeds_the_limits(
 def _spec(inner: dict[str, Any], outer: dict[str, Any] | None = None, **replica: Any) -> RunSpec:
     sizes = {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2}
     replicas = [{"name": "a", "kind": "datacenter"}, {"name": "b", "kind": "participants", "stages": 2, **replica}]
-    values = {"name": "t", "model": sizes, "inner": inner, "outer": {"rounds": 4, **(outer or {})}, "replicas": replicas}
+    values = {
+        "name": "t",
+        "model": sizes,
+        "inner": inner,
+        "outer": {"rounds": 4, **(outer or {})},
+        "replicas": replicas,
+    }
     return RunSpec(RunConfig.model_validate(values), 256)
 
 

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from members import TIMEOUT, in_thread
-from small_run import SETTINGS, Run
+from small_run import GRACE, SETTINGS, Run
 from test_uncounted import Member
 
+from hetero_pp.errors import Refused
+from hetero_pp.inner import InnerSettings
 from hetero_pp.messages.messages_pb2 import LEFT_OUT, SCALED, BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.model import shapes_by_block, shapes_of
+from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer
-from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, scale_of
+from hetero_pp.pseudo_gradient.compression import CompressionSettings
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, DecodedTensor, decode_blob, encode_blob, scale_of
+from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.topology import MagnitudeSettings
+from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import key_of
-from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, bound
+from replica_groups.exchange.magnitudes import REMEMBERED_ROUNDS, bound, remembered_before
 from replica_groups.exchange.replay import replay
+from replica_groups.protocol.rules import MOST_TIMES_THE_STEPS
 
 SETTING = MagnitudeSettings()
 
@@ -120,6 +129,83 @@ def test_more_steps_come_to_more() -> None:
     assert _bounded(_record(_entry("x", 1.0), fast, _entry("z", 1.0)))[0]["y"] == 1.0
 
 
+@pytest.mark.parametrize("limited", [False, True])
+def test_of_two_slow_growth_is_bounded_and_slow_decay_bounds_nobody(limited: bool) -> None:
+    """It grows 2.5 times every six rounds, and so never fivefold against its last eight: its first eight count, too."""
+    for growth, most in [(2.5 ** (1 / 6), 10), (2.5 ** (-1 / 6), 1)]:
+        limits = _limits(1e30) if limited else None
+        records: list[RoundRecord] = []
+        for round_ in range(1, 121):
+            record = _record(_entry("x", 1.0), _entry("y", growth**round_), round_=round_)
+            before = [one for one in records if one.round in remembered_before(round_)]
+            bound(record, before, SETTING, limits=limits)
+            assert record.contributions[0].replica == "x"
+            assert scale_of(record.contributions[0]) == 1
+            assert all(scale_of(one) * one.blobs[1].norm <= most for one in record.contributions)
+            assert list(record.left_out) in ([], ["y"] if growth > 1 else [])
+            records.append(record)
+
+
+def _limits(allowed: float, rates: Callable[[int], float] = lambda _: 1.0) -> ContributionLimits:
+    """Limits of blocks `a` and `b`, whose norms may be about so large in round 1."""
+    inner = InnerSettings(learning_rate=1.0, weight_decay=0.0)
+    compression = CompressionSettings(density=1.0, error_feedback_decay=0.0)
+    unit = ContributionLimits(inner, OuterSettings(rounds=200, compression=compression), rates)
+    unit.begin({"a": torch.zeros(1), "b": torch.zeros(1)}, 0)
+    share = allowed / unit.of(1)["b", "norm"]
+    found = ContributionLimits(
+        inner, OuterSettings(rounds=200, compression=compression), lambda round_: share * rates(round_)
+    )
+    found.begin({"a": torch.zeros(1), "b": torch.zeros(1)}, 0)
+    assert found.of(1)["b", "norm"] == pytest.approx(allowed)
+    return found
+
+
+def test_of_two_that_begin_nobody_is_scaled_for_the_others_smallness() -> None:
+    record = _record(_entry("x", 1e-6), _entry("y", 1.0, peak=0.1), round_=1)
+    bound(record, [], SETTING, limits=_limits(1.2))
+    assert [scale_of(one) for one in record.contributions] == [1.0, 1.0]
+    assert not record.left_out
+
+
+@pytest.mark.parametrize("names", ["y", "xy", "xyz"])
+def test_what_the_learning_rates_do_not_allow_is_scaled_to_what_they_do(names: str) -> None:
+    for times, scales, left_out in [(3.0, 1 / 3, []), (11.0, None, ["y"]), (1e30, None, ["y"])]:
+        record = _record(*(_entry(one, 2.0 * times if one == "y" else 2.0, peak=0.1) for one in names), round_=1)
+        bound(record, [], SETTING, limits=_limits(2.0))
+        found = {one.replica: scale_of(one) for one in record.contributions}
+        if names == "y":
+            left_out, scales = [], 1 / times
+        assert list(record.left_out) == left_out
+        expected = min(scales or 1.0, 5 / times if len(names) > 2 else 1.0)
+        assert found.pop("y", None) == (None if left_out else pytest.approx(expected, rel=1e-6))
+        assert set(found.values()) <= {1.0}
+
+
+def test_growth_that_follows_the_learning_rates_is_no_growth() -> None:
+    """A warm-up in which contributions become forty times as large in eight rounds, and nobody's falls behind."""
+    for limits, is_scaled in [(_limits(1e9, lambda round_: 1.6**round_), False), (None, True)]:
+        past = [_record(*(_entry(one, 1.6**n) for one in "xyz"), round_=n) for n in range(1, 9)]
+        record = _record(*(_entry(one, 1.6**9) for one in "xyz"), round_=9)
+        bound(record, past, SETTING, limits=limits)
+        assert [scale_of(one) < 1 for one in record.contributions] == [is_scaled] * 3
+
+
+def test_large_batches_come_to_more() -> None:
+    """Their gradients have less noise: measured, 7.3 times as much with 64 times the tokens."""
+    for times, is_scaled in [(64, False), (1, True)]:
+        entries = [_entry("x", 1.0), _entry("y", 7.3), _entry("z", 1.0)]
+        for one in entries:
+            one.tokens = 10 * (100 * times if one.replica == "y" else 100)
+        assert (_bounded(_record(*entries))[0]["y"] < 1) == is_scaled
+
+
+@pytest.mark.parametrize("steps", [10**4, 2**32])
+def test_steps_that_are_claimed_allow_a_bounded_number_of_times_as_much(steps: int) -> None:
+    record = _record(_entry("x", 1.0), _entry("y", 500.0, steps=steps), _entry("z", 1.0))
+    assert _bounded(record)[0] == {"x": 1.0, "y": pytest.approx(SETTING.scale * MOST_TIMES_THE_STEPS / 500), "z": 1.0}
+
+
 # ---- in a run ----
 
 
@@ -203,6 +289,77 @@ def test_replay_applies_the_factor(run: Run) -> None:
                 DecodedTensor(one.indices, one.values * scale_of(entry)).add_to(totals[name], 1.0)
         for name, total in totals.items():
             assert theta[name].equal(start[name] - total / 3 * plain.learning_rate), name
+
+
+def test_steps_that_are_claimed_weigh_a_bounded_number_of_times_as_much(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"a": 1, "b": 1, "c": 1}, quorum=1.0, weighs_tokens=True)
+    run.assign(0)
+    for member, steps in [("a", 2**32), ("b", 7), ("c", 9)]:
+        for block in sorted(run.roster.blocks[member]):
+            address = BlobAddress("run", 1, member, block)
+            run.exchange.deposit(member, address, run.blob(address), steps=steps)
+    weights = {one.replica: one.weight for one in run.exchange.record(1).contributions}
+    assert weights == {"a": 100.0 * 9 * MOST_TIMES_THE_STEPS, "b": 700.0, "c": 900.0}
+
+
+LEVELS = CompressionSettings(density=1 / 8, tile=(8, 8), quantiser="levels", value_bits=2)
+
+
+def _with_levels(run: Run, member: str, levels: Sequence[float]) -> Iterator[tuple[BlobAddress, bytes]]:
+    """Blobs that are as others' but for what their codes stand for."""
+    for block, shapes in shapes_by_block(shapes_of(run.snapshot.parameters)).items():
+        selections = []
+        for name, shape in shapes.items():
+            honest = select(torch.zeros(shape), torch.randn(shape), LEVELS)
+            told = replace(honest.quantised, levels=torch.tensor(levels))
+            selections.append((name, shape, replace(honest, quantised=told)))
+        address = BlobAddress("run", 1, member, block)
+        yield address, encode_blob(address, selections, LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("levels", "becomes"),
+    [
+        ([3e38, -3e38, 3e38, -3e38], "left out"),
+        ([1e-3, 1e-3, 1e-3, 3e38], "left out"),
+        ([1.0, 1.0, 1.0, 30.0], "scaled"),
+        ([1e-45, -1e-45, 0.0, -0.0], "counted"),
+        ([0.0, -0.0, 0.0, -0.0], "counted"),
+        ([math.nan, 0.0, 0.0, 0.0], "refused"),
+        ([0.0, 0.0, 0.0, -math.inf], "refused"),
+    ],
+    ids=str,
+)
+def test_decoded_values_are_what_is_bounded(
+    levels: Sequence[float], becomes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SETTINGS.model_copy(update={"compression": LEVELS})
+    monkeypatch.setattr("small_run.SETTINGS", settings)
+    run = Run(tmp_path, {"a": 1, "b": 1, "c": 1}, quorum=0.6, magnitudes=SETTING)
+    run.assign(0)
+    refused = 0
+    for address, data in _with_levels(run, "c", levels):
+        try:
+            run.exchange.deposit("c", address, data, steps=1)
+        except Refused as error:
+            assert str(error).endswith("a value is not finite")
+            refused += 1
+    _deposit(run, 1, {"a": 1.0, "b": 1.0})
+    run.passes(GRACE.most)
+    record = run.exchange.record(1)
+    found = {one.replica: scale_of(one) for one in record.contributions}
+    assert (found.pop("a"), found.pop("b")) == (1.0, 1.0)
+    assert list(record.left_out) == (["c"] if becomes == "left out" else [])
+    assert list(record.late) == (["c"] if becomes == "refused" else [])
+    assert (refused > 0) == (becomes == "refused")
+    assert (found.get("c", 1.0) < 1) == (becomes == "scaled")
+    theta = {name: tensor.clone() for name, tensor in run.snapshot.parameters.items()}
+
+    def fetch(replica: str, block: str) -> bytes:
+        return run.exchange.fetch("a", 1, replica, block)
+
+    replay(theta, "run", record, fetch, OuterOptimizer(settings))
+    assert all(bool(tensor.isfinite().all()) for tensor in theta.values())
 
 
 def test_members_hold_what_replay_gives(tmp_path: Path) -> None:
