@@ -7,8 +7,8 @@ A contribution is held against up to three measures, block by block, by its norm
 3. its replica's own contributions before, as far as the learning rates let these grow or shrink. Where only two
    contribute, its own lowest level counts as well, unless the other one is as large.
 
-So nothing that one replica sends has another's contribution scaled. Measured on honest runs: at most .92 of the first;
-1.3 times the median of the replica's last eight with error feedback, 2 without.
+Where the first exists, nothing that one replica sends has another's contribution scaled. Honest runs of twelve methods
+and mixes came to .80 of the first at most, and to 2.4 times the others.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def bound(
     changes at once. Without `limits`, the smaller of two contributions bounds the larger until that has a history.
     A contribution is not left out for being the larger of two, nor where nothing would be left.
     """
+    if len(record.contributions) >= _LEAST_REPLICAS:  # others are a measure, so that the lowest level is not needed
+        before = [past for past in before if past.round >= record.round - RECENT_ROUNDS]
     *earlier, measured = _with_all_steps([*before, record]) if trains_on else [*before, record]
     if limits is not None:
         earlier = [_as_in(record.round, past, limits) for past in earlier]
