@@ -207,5 +207,7 @@ def test_steps_that_nobody_can_have_taken_are_refused(steps: int, tmp_path: Path
         address = BlobAddress("run", 1, "a", block)
         with pytest.raises(Refused, match=f"`{block}`: found {steps} inner steps, expected 1 to 4294967296"):
             run.exchange.deposit("a", address, run.blob(address), steps=steps)
+    assert not list(tmp_path.glob("round-*/a")), "what is refused was kept"
     run.deposit(1, "a")
+    assert list(tmp_path.glob("round-*/a"))
     assert [one.tokens for one in run.exchange.record(1).contributions] == [700, 700, 700]
