@@ -14,13 +14,14 @@ import numpy as np
 from hetero_pp.errors import ConfigError
 from hetero_pp.lines import LineSpec, Way
 from hetero_pp.links import LinkSpec, stage_link_name
+from hetero_pp.planner.no_split import no_split
 from hetero_pp.planner.penalty import Rung
 from hetero_pp.planner.split import Array, Load, Sizes, best_split, stage_seconds
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.fleets import Fleet, fleets_of, limited_lines
 from hetero_pp.simulator.loads import stage_link_loads
-from hetero_pp.simulator.machines import assumption, hardware_of, unnamed
+from hetero_pp.simulator.machines import hardware_of
 from hetero_pp.simulator.pipeline import GroupClock, Groups, Hops
 from hetero_pp.simulator.round_steps import round_lengths
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
@@ -127,6 +128,15 @@ def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Seque
     A datacenter replica stays as it is, and so does a group with measured costs: they were measured for its split and
     micro-batches. Raises ConfigError if no split fits the memory of the stages.
     """
+    try:
+        return _schedules_of(config, vocabulary, index)
+    except ConfigError as error:  # of a run that has this replica alone
+        if error.key[:2] != ("replicas", 0):
+            raise
+        raise ConfigError(("replicas", index, *error.key[2:]), error.message) from None
+
+
+def _schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Sequence[Schedule]:
     replica = config.replicas[index]
     if isinstance(replica, DatacenterReplica) or is_measured(config, replica):
         return [_schedule(config, vocabulary, replica)]
@@ -136,13 +146,7 @@ def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Seque
         if np.isfinite(seconds):
             found.append(_schedule(config, vocabulary, _with(replica, load, counts)))
     if not found:
-        members = [one for one in spec.members.values() if one.replica is replica]
-        assumed = assumption(config.simulate, unnamed(members))
-        raise ConfigError(
-            ("replicas", index, "stages"),
-            f"found no split of the layers over the {replica.stage_count} stages that fits their memory, expected more "
-            "or larger machines" + (f"; {assumed}" if assumed else ""),
-        )
+        raise no_split(spec, index, list(_loads(config, replica)))
     most = max(one.steps for one in found)
     return [replace(one, steps=most) for one in found]
 

@@ -62,18 +62,26 @@ class Sizes:
         return cls(**numbers)
 
 
+def part_of_stage(shape: ModelShape, sizes: Sizes, stage: int, load: Load, layers: int) -> Part:
+    """Return what a stage owns with so many layers."""
+    first, last = stage == 0, stage == load.stages - 1
+    parameters = layers * sizes.layer + first * sizes.embedding + last * sizes.head
+    return Part(layers, first, last, parameters, beside(shape, load.boundary, first) if load.stages > 1 else NOTHING)
+
+
+def stage_bytes(shape: ModelShape, part: Part, load: Load, stage: int) -> float:
+    """Return the memory that a stage needs for its part, in bytes."""
+    return sum(memory_of(shape, part, load.sequences, load.length, load.in_flight(stage)).values())
+
+
 def stage_seconds(
     shape: ModelShape, sizes: Sizes, hardware: Hardware, accelerators: int, stage: int, load: Load
 ) -> Array:
     """[L + 1] seconds of a micro-batch, with its share of the optimizer step; infinity where it does not fit."""
-    first, last = stage == 0, stage == load.stages - 1
     found = np.full(shape.layers + 1, np.inf)
-    own = beside(shape, load.boundary, first) if load.stages > 1 else NOTHING
     for layers in range(1, shape.layers - load.stages + 2):
-        parameters = layers * sizes.layer + first * sizes.embedding + last * sizes.head
-        part = Part(layers, first, last, parameters, own)
-        held = memory_of(shape, part, load.sequences, load.length, load.in_flight(stage))
-        if sum(held.values()) <= hardware.memory * accelerators:
+        part = part_of_stage(shape, sizes, stage, load, layers)
+        if stage_bytes(shape, part, load, stage) <= hardware.memory * accelerators:
             cost = cost_on(shape, part, hardware, accelerators, load.sequences, load.length)
             found[layers] = cost.forward + cost.backward + cost.update / load.micro_batches
     return found

@@ -9,13 +9,15 @@ from rich.console import Console
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable
 from hetero_pp.simulator.exchange_load import (
-    DECODE_SECONDS_A_GIGABYTE,
+    CALL_SECONDS,
+    POSITION_SECONDS,
     RELAY_SECONDS_A_GIGABYTE,
     TRANSFER_SECONDS_A_GIGABYTE,
+    VALUE_SECONDS,
     ExchangeLoad,
 )
 from hetero_pp.simulator.volumes import RINGS
-from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_duration
+from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_duration, format_seconds
 
 ASSUMED_LINE = 1e9
 """Bits per second at which the time of a round's bytes is shown where the exchange has no line."""
@@ -82,8 +84,9 @@ def _joining(load: ExchangeLoad) -> str:
 def _needs(load: ExchangeLoad) -> str:
     memory, cpu = load.memory_bytes, load.cpu_seconds
     costs = (
-        f"Assumed: {TRANSFER_SECONDS_A_GIGABYTE:g} CPU s a GB of TLS, {RELAY_SECONDS_A_GIGABYTE:g} relayed, "
-        f"{DECODE_SECONDS_A_GIGABYTE:g} to decode (measured on an AMD EPYC)"
+        f"Assumed CPU: {TRANSFER_SECONDS_A_GIGABYTE:g} s a GB of TLS, {RELAY_SECONDS_A_GIGABYTE:g} s a GB relayed, "
+        f"{format_seconds(CALL_SECONDS)} a call, {1e9 * VALUE_SECONDS:g} ns a value decoded and "
+        f"{1e9 * POSITION_SECONDS:g} ns its position (benchmarks/exchange_load.py)"
     )
     return (
         f"Its process needs about {format_bytes(sum(memory.values()))} of memory ({_parts(memory, format_bytes)}) and "

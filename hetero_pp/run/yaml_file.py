@@ -59,7 +59,7 @@ class ConfigFile:
         place, last = exact[-1] if exact else near[-1]
         said = [last.shown] if exact else dict.fromkeys(one.shown for _, one in near)
         where = "" if place == key and "=" in last.shown else f"{dotted(key)}: "
-        return ConfigError((), f"{' '.join(said)}: {where}{error.message}")
+        return ConfigError((), f"{' '.join(said)}: {where}{self._lines.as_entries(error.message)}")
 
     def _apply(self, one: Override) -> list[Entry]:
         """Change the file's content; return the entries that were not there before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,19 @@ class YamlLines:
         """The same complaint about what should be a `model`, with file and line in front."""
         key, line = self.find(error.key, model)
         where = f"{self.path}:{line}: " + (f"{dotted(key)}: " if key else "")
-        return ConfigError((), where + error.message)
+        return ConfigError((), where + self.as_entries(error.message))
+
+    def as_entries(self, message: str) -> str:
+        """Return the message with hints for groups of `count` replaced by hints for the entry that stands for them all.
+
+        The file has no entry `home-1`: `--set replicas.home-1.batch_size=4` becomes `--set replicas.home.batch_size=4`.
+        """
+        replicas = self.root.get("replicas")
+        for entry in replicas if isinstance(replicas, list) else ():
+            if isinstance(entry, Mapping) and entry.get("count") is not None:
+                name = str(entry.get("name", ""))
+                message = re.sub(rf"--set replicas\.{re.escape(name)}-\d+\.", f"--set replicas.{name}.", message)
+        return message
 
     def plain(self) -> Any:
         """What the root holds, as dicts and lists."""

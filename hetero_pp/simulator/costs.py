@@ -144,22 +144,24 @@ def memory_of(
     bytes_per_value: int = 2,
     checkpointing: Checkpointing = "none",
 ) -> dict[str, float]:
-    """Bytes that a member holds, by what for, with so many micro-batches in flight.
+    """Return the bytes that a member holds, by what for, with so many micro-batches in flight.
 
-    A layer keeps for backward: inputs of both norms and both blocks (4 D), q, k, v and the attention's output (4 D),
-    three of the feed-forward's width (3 F); the head keeps the logits in fp32. With checkpointing a layer keeps its
-    input (D), if `selective` also q, v, the attention's output, gate and down (4 D + F); while its backward runs, one
-    layer at a time has all of its values.
+    A layer keeps for its backward pass: of both norms the input, the normalised input and the output (6 D); q, k, v and
+    the attention's output (4 D); gate, its silu, up and their product (4 F). With checkpointing a layer keeps its input
+    (D), if `selective` also q, v, the attention's output, gate and down (4 D + F). One micro-batch at a time is in its
+    backward pass. It first holds the head's logits, their log-softmax and the gradients of both in fp32 (4 V); then,
+    one layer at a time, what is computed again and gradients (2 D + 2 F). The larger of the two counts.
+    `tests/engines/test_activation_memory.py` measures all of this.
     """
     width, feed_forward = shape.width, shape.feed_forward
-    whole = 8 * width + 3 * feed_forward
+    whole = 10 * width + 4 * feed_forward
     kept = {"none": whole, "selective": 5 * width + feed_forward, "full": width}[checkpointing]
     per_token = part.layers * kept * bytes_per_value
-    per_token += 4 * shape.vocabulary if part.predicts else 0
-    recomputed = 0 if checkpointing == "none" or not part.layers else (whole - kept) * bytes_per_value
+    head = 4 * 4 * shape.vocabulary if part.predicts else 0
+    layer = (whole - kept + 2 * width + 2 * feed_forward) * bytes_per_value if part.layers else 0
     held = {name: float(part.parameters * size) for name, size in BYTES_PER_PARAMETER.items()}
     own = part.beside
     tables = {"T_perp": 4 * own.perpendicular, "followed embedding": 4 * own.followed}
     tables["anchors"] = BYTES_PER_ANCHOR * own.anchors
     held |= {name: float(size) for name, size in tables.items() if size}
-    return held | {"activations": float((per_token * in_flight + recomputed) * sequences * length)}
+    return held | {"activations": float((per_token * in_flight + max(head, layer)) * sequences * length)}

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hetero_pp.links import RELAYED, is_loopback
+from hetero_pp.pseudo_gradient.contribution import kept_values
 from hetero_pp.run.alike import equal_replicas
-from hetero_pp.run.hardware import ASSUMED, CATALOG
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.costs import OUTER_BYTES
 from hetero_pp.simulator.fleets import message_bytes
 from hetero_pp.simulator.loads import blob_sizes, snapshot_bytes
 from hetero_pp.simulator.volumes import (
@@ -26,6 +25,7 @@ from hetero_pp.simulator.volumes import (
     is_ring,
     line_of_exchange,
     outer_messages,
+    replica_count,
     wire_bytes_of,
 )
 from hetero_pp.store.opening import folder_of
@@ -35,14 +35,35 @@ TRANSFER_SECONDS_A_GIGABYTE = 1.9
 """CPU of a TLS stream, both ends: benchmarks/results/link_amd-epyc_2026-11-23.json, messages of 4 MiB."""
 RELAY_SECONDS_A_GIGABYTE = 9.0
 """CPU of what the relay passes on: the same file."""
-DECODE_SECONDS_A_GIGABYTE = 10.0
-"""CPU to decode and measure a contribution: one core of an AMD EPYC, densities 1/128 to 1."""
+CALL_SECONDS = 0.65e-3
+"""CPU of a call that hands in or fetches a blob, beside its bytes: benchmarks/exchange_load.py, 2 to 8 members."""
+ROUND_SECONDS, MEMBER_SECONDS = 0.04, 0.004
+"""CPU to close and audit a round of the smallest model, and for reports and hashes of a member: the same benchmark."""
+VALUE_SECONDS, POSITION_SECONDS = 10e-9, 30e-9
+"""CPU to decode a kept value, and its position where not all values are kept: the same benchmark."""
+FRESH_SECONDS = 12e-9
+"""CPU to take the memory for a value from the system, page by page, in tensors for which the allocator keeps none."""
+AUDIT_SECONDS_A_PARAMETER = 3e-9
+"""CPU of the auditor's mean, outer step and sha256, beside decoding: the same benchmark."""
+SNAPSHOT_SECONDS_A_GIGABYTE = 1.6
+"""CPU to hash and write a snapshot: the same benchmark."""
 DECODED_TIMES = 2
 """A contribution is decoded when it arrives, and again by the auditor."""
-PROCESS_BYTES = 0.4e9
-"""Memory of the process before a run begins: Python, torch and gRPC."""
+
+PROCESS_BYTES = 0.3e9
+"""Python, torch and gRPC (0.24 GB), and the program's other modules (0.06 GB): benchmarks/exchange_load.py."""
+CONNECTION_BYTES = 2e6
+"""Streams and threads of one member: the same benchmark, runs of the smallest model."""
 RELAY_BYTES = 2 * 2**20
 """Memory of the relay, for each direction of a link that it carries (docs/hosts.md)."""
+VALUE_BYTES, POSITION_BYTES = 22, 23
+"""Memory of a kept value while its tensor is decoded: index, code, value; and of its stored position."""
+INDEX_BYTES = 8
+WORKERS_A_MEMBER, MOST_ARENAS = 4, 16
+"""Threads that decode a member's blobs, one after the other. Each keeps the memory that it freed in an arena of the
+allocator; glibc has 8 arenas a core, and two cores are assumed."""
+KEPT_BYTES = 32 * 2**20
+"""The allocator keeps no memory from this size on (hetero_pp/rpc/memory.py)."""
 
 
 @dataclass(frozen=True)
@@ -106,19 +127,21 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
     Args: `steps` is the number of inner steps of each replica in a round, where `inner.steps` does not say it.
     """
     simulate, line = spec.config.simulate, line_of_exchange(spec)
-    gathered, elsewhere, largest, first = Carried(), Carried(), 0, 0
+    gathered, elsewhere, largest, first, calls = Carried(), Carried(), 0, 0, 0
     for replica, count in _representatives(spec):
         for name in replica.members:
             member = spec.members[name]
             messages, size = outer_messages(spec, member), snapshot_bytes(spec, member)
             own = Carried(wire_bytes_of(messages["forward"]), wire_bytes_of(messages["backward"])) * count
             gathered += own
+            calls += count * sum(times for way in messages.values() for _, times in way)
             elsewhere += Carried() if is_beside_exchange(spec, member) else own
             largest, first = max(largest, size), first + size * count
     way: str = simulate.exchange
     served = gathered  # with members at the exchange's own site, whose streams take its CPU, too
     if is_ring(simulate):
-        gathered = elsewhere = served = Carried()
+        elsewhere = served = Carried()
+        calls = 0
     elif _goes_by_store(spec):
         # Members upload and download by themselves; the exchange and its auditor read every contribution to check it.
         way, elsewhere = "store", Carried(received=DECODED_TIMES * gathered.received)
@@ -135,7 +158,7 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
         received_bits_a_second=exchange_bandwidth(spec, "forward"),
         sent_bits_a_second=exchange_bandwidth(spec, "backward"),
         memory_bytes=_memory(spec, links, way),
-        cpu_seconds=_cpu_seconds(spec, gathered.received, served, relayed or Carried()),
+        cpu_seconds=_cpu_seconds(spec, calls, served, relayed or Carried(), way),
     )
 
 
@@ -188,8 +211,7 @@ def _is_relayed(before: str | None, after: str | None, spans_hosts: bool) -> boo
 def _memory(spec: RunSpec, relayed_links: int, way: str) -> dict[str, float]:
     """Bytes that the exchange's process holds at most, by what for."""
     parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
-    outer = spec.config.outer
-    moments = 8 if outer.optimizer == "adam" else 4 if outer.momentum else 0
+    tensor = max(math.prod(shape) for shape in spec.parameter_shapes.values())
     block, blob, members = Counter[str](), 0, 0
     for replica, count in _representatives(spec):
         sizes = blob_sizes(spec)[replica.name]
@@ -197,19 +219,60 @@ def _memory(spec: RunSpec, relayed_links: int, way: str) -> dict[str, float]:
         blob, members = max(blob, *sizes.values()), members + count * len(replica.members)
     return {
         "process": PROCESS_BYTES,
-        "parameters": float((8 + moments) * parameters),
+        "members": CONNECTION_BYTES * members,
+        # the snapshot that members fetch, and the auditor's own parameters and moments
+        "parameters": float((8 + _moment_bytes(spec)) * parameters),
+        "outer step": 4.0 * _TENSORS_OF_A_STEP[_moment_bytes(spec)] * tensor,
         "one block of all contributions": 0.0 if way in RINGS else float(max(block.values())),
+        "decoding": 0.0 if way in RINGS else _decoding_bytes(spec, members),
         "messages in flight": float(members * blob) if way == "gather" else 0.0,
         "relay": float(2 * RELAY_BYTES * relayed_links),
     }
 
 
-def _cpu_seconds(spec: RunSpec, contributed: float, served: Carried, relayed: Carried) -> dict[str, float]:
-    """CPU seconds of a round, by what for."""
+_TENSORS_OF_A_STEP = {0: 3, 4: 5, 8: 7}
+"""By the bytes of moments, tensors that the step of one parameter holds at once: mean, direction and result; for each
+moment also its new value and a product."""
+
+
+def _moment_bytes(spec: RunSpec) -> int:
+    """Bytes a parameter that the outer optimizer keeps."""
+    outer = spec.config.outer
+    return 8 if outer.optimizer == "adam" else 4 if outer.momentum else 0
+
+
+def _decoding_bytes(spec: RunSpec, members: int) -> float:
+    """Memory of all threads that decode, each the largest tensor."""
+    compression = spec.config.outer.compression
+    values = max(kept_values(shape, compression) for shape in spec.parameter_shapes.values())
+    each = values * (VALUE_BYTES + (POSITION_BYTES if compression.density < 1 else 0))
+    return float(each * min(members * (1 if _is_freed_at_once(values) else WORKERS_A_MEMBER), MOST_ARENAS))
+
+
+def _is_freed_at_once(values: int) -> bool:
+    """Whether the allocator gives the memory of so many decoded values back to the system at once."""
+    return values * INDEX_BYTES >= KEPT_BYTES
+
+
+def _decoding_seconds(spec: RunSpec) -> float:
+    """CPU seconds to decode one contribution."""
+    compression = spec.config.outer.compression
+    each = VALUE_SECONDS + (POSITION_SECONDS if compression.density < 1 else 0.0)
+    values = [kept_values(shape, compression) for shape in spec.parameter_shapes.values()]
+    return sum(one * (each + (FRESH_SECONDS if _is_freed_at_once(one) else 0.0)) for one in values)
+
+
+def _cpu_seconds(spec: RunSpec, calls: int, served: Carried, relayed: Carried, way: str) -> dict[str, float]:
+    """CPU seconds of a round, by what for. `calls`: blobs that are handed in and fetched."""
     parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
+    members = sum(count * len(replica.members) for replica, count in _representatives(spec))
+    snapshot = (4 + _moment_bytes(spec)) * parameters / spec.config.snapshots.every
     return {
         "transfer": (served.received + served.sent) / 1e9 * TRANSFER_SECONDS_A_GIGABYTE,
+        "calls": calls * CALL_SECONDS,
         "relay": relayed.received / 1e9 * RELAY_SECONDS_A_GIGABYTE,
-        "decoding": DECODED_TIMES * contributed / 1e9 * DECODE_SECONDS_A_GIGABYTE,
-        "audit": parameters * OUTER_BYTES / CATALOG[ASSUMED].memory_bytes_per_second,
+        "decoding": 0.0 if way in RINGS else DECODED_TIMES * replica_count(spec) * _decoding_seconds(spec),
+        "members": MEMBER_SECONDS * members,
+        "audit": ROUND_SECONDS + AUDIT_SECONDS_A_PARAMETER * parameters,
+        "snapshots": snapshot / 1e9 * SNAPSHOT_SECONDS_A_GIGABYTE,
     }

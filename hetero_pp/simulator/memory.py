@@ -61,13 +61,15 @@ def memory_assumptions(config: RunConfig) -> list[str]:
     found = [
         "weights and gradients: fp32, 4 bytes a parameter each; moments: AdamW's two, 8 bytes a parameter",
         "outer state: error feedback and the start of the round, 8 bytes a parameter; tables: what boundaries keep",
-        "activations: bf16; a layer keeps 8 x width + 3 x feed-forward values a token, the head its logits in fp32, "
-        f"for each micro-batch in flight{extra}",
+        "activations: bf16; a layer keeps 10 x width + 4 x feed-forward values a token for each micro-batch in "
+        f"flight{extra}; fp32, as stages and the engine torch compute, takes twice as much",
+        "a backward pass also holds the larger of: 4 x vocabulary fp32 values a token for logits, log-softmax and "
+        "the gradients of both; 2 x width + 2 x feed-forward values for gradients of a layer, and what it recomputes",
     ]
     if any(checkpointing_of(one) != "none" for one in config.replicas):
         found.append(
             "activation_checkpointing: full keeps 1 x width values a layer and token, selective 5 x width + "
-            "1 x feed-forward; either recomputes one layer at a time, all of whose values are kept meanwhile"
+            "1 x feed-forward (4 x width on a CPU); either recomputes one layer at a time"
         )
     return [*found, "not counted: CUDA and the framework, fragmentation, buffers of collectives"]
 
@@ -112,7 +114,7 @@ def _remedy(spec: RunSpec, member: MemberSpec, needed: float, capacity: float) -
         return "parameters and moments decide: machines with more memory, or more of them, would help"
     enough = [(change, size) for change, size in useful if needed - size <= capacity]
     best, size = enough[0] if enough else max(useful, key=lambda one: one[1])
-    key = f"--set replicas.{member.replica_index}.{best.key}={best.value}"
+    key = f"--set replicas.{member.replica.name}.{best.key}={best.value}"
     return f"{key} would save {format_bytes(size)}" + ("" if enough else ", which is not enough")
 
 

@@ -23,6 +23,7 @@ PRINTED = {
     "compressors": [r"numba, k = 32: -?\d", r"one pass, numba\W+\d", r"templar, 8 at once\W+\d"],
     "engines_agree": [r"staged to eager +[-+]\d", r"staged to launched +[-+]\d.* the same bits\n"],
     "engines": [r"plain\W+\d", r"torchtitan\W+\d.*parameters", r"deepspeed\W+\d.*parameters"],
+    "exchange_load": [r"smallest( +-?[\d.]+){4}\n"],
     "fuzz_contribution": [r"1,000 inputs: \d+ valid, \d+ refused"],
     "homes": [
         r"2 homes, 2 rounds: the bits of one process; they listen at 0 ports\n",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hetero_pp.errors import ConfigError
 from hetero_pp.planner.grouping import LARGEST_LINK, Pool, group
 from hetero_pp.planner.outer import with_outer
 from hetero_pp.planner.penalty import (
@@ -21,8 +23,10 @@ from hetero_pp.planner.penalty import (
     ladder,
     penalty_of,
 )
+from hetero_pp.planner.schedules import schedules_of
 from hetero_pp.planner.split import Load, best_split, best_splits
 from hetero_pp.run.config import RunConfig
+from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.schedule import Action, one_forward_one_backward
 from hetero_pp.topology import BoundarySettings
 
@@ -89,6 +93,51 @@ def test_activations_in_flight_are_those_of_the_schedule(extra: int) -> None:
             held += (event.action is Action.FORWARD) - (event.action is Action.BACKWARD)
             most = max(most, held)
         assert load.in_flight(stage) == most
+
+
+SMALL_MACHINES = """\
+name: t
+model: {preset: 1b, vocabulary: 32000}
+data: {sequence_length: 2048}
+outer: {rounds: 2}
+replicas:
+  - {name: dc, kind: datacenter, hardware: h100}
+  - {name: home, kind: participants, count: 2, stages: 2, batch_size: 8, micro_batches: 8, hardware: small}
+simulate: {hardware: {small: {flops: 1 TFLOP/s, memory: 6 GB, memory_bandwidth: 1 TB/s}}}
+"""
+
+
+def _no_schedules(path: Path, *overrides: str) -> str:
+    """What is said of a group that cannot hold the model; nothing if it can."""
+    file = ConfigFile(path, overrides)
+    try:
+        schedules_of(file.config, None, 1)
+    except ConfigError as error:
+        return str(file.located(error))
+    return ""
+
+
+def test_a_group_without_memory_for_the_model_says_which_machines_lack_how_much(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(SMALL_MACHINES)
+    said = _no_schedules(path)
+    assert said.startswith(
+        f"{path}:7: replicas[1].stages: found 2 stages of home-1 with memory for 3 layers, expected 16 with at least 1 "
+        "each: home-1.0 has 6 GB for 2 layers and needs "
+    )
+    assert "(with 1 sequence a micro-batch)" in said
+    [count] = re.findall(r"--set replicas\.home\.stages=(\d+) would suffice", said)
+    assert not _no_schedules(path, f"replicas.home.stages={count}")
+    assert _no_schedules(path, f"replicas.home.stages={int(count) - 1}")
+    assert "has 2 GB for no layer" in (tiny := _no_schedules(path, "simulate.hardware.small.memory=2 GB"))
+    assert "no number of stages on such machines suffices" in tiny
+
+
+def test_a_replica_that_cannot_run_as_it_is_is_named_by_its_own_place(tmp_path: Path) -> None:
+    """A datacenter replica is planned in a run of its own, where it is the first."""
+    path = tmp_path / "t.yaml"
+    path.write_text(SMALL_MACHINES.replace("participants, count: 2, stages: 2", "datacenter"))
+    assert _no_schedules(path).startswith(f"{path}:7: replicas[1]: home needs ")
 
 
 def _random_pool(seed: int, count: int, stages: int) -> Pool:

@@ -208,7 +208,8 @@ def test_memory_is_24_bytes_a_parameter_and_activations() -> None:
     shape = spec_of(ConfigFile(CONFIGS / "simulate" / "ten_thousand.yaml")).shape
     held = memory_of(shape, Part(3, False, False, 1000), 2, 2048, in_flight=5)
     assert sum(held.values()) - held["activations"] == 24_000
-    assert held["activations"] == 5 * 2 * 2048 * 3 * (8 * 1536 + 3 * 5440) * 2
+    values = 5 * 3 * (10 * 1536 + 4 * 5440) + 2 * 1536 + 2 * 5440  # in flight, and gradients of a layer
+    assert held["activations"] == 2 * 2048 * values * 2
 
 
 TITAN = """\
@@ -218,7 +219,7 @@ data: {sequence_length: 2048}
 outer: {rounds: 2}
 replicas:
   - {name: east, kind: datacenter, engine: torchtitan, ranks: 8, batch_size: 1024, hardware: h100}
-  - {name: home, kind: participants, stages: 2, batch_size: 8, micro_batches: 4, hardware: rtx-4090}
+  - {name: home, kind: participants, count: 1, stages: 2, batch_size: 8, micro_batches: 8, hardware: rtx-4090}
 """
 CHECKPOINTING = "replicas.0.torchtitan.activation_checkpointing"
 
@@ -231,15 +232,14 @@ def test_activation_checkpointing_keeps_less_and_computes_more(tmp_path: Path) -
     for chosen in ("none", "selective", "full"):
         spec = spec_of(ConfigFile(path, ["replicas.0.micro_batches=64", f"{CHECKPOINTING}={chosen}"]))
         east = spec.members["east"]
-        logits = 4 * 32000 * 16 * 2048
-        kept[chosen] = (memory_of_member(spec, east)["activations"] - logits) / (2 * 16 * 2048)
+        kept[chosen] = memory_of_member(spec, east)["activations"] / (2 * 16 * 2048)
         fleet = next(fleets_of(spec, np.random.default_rng(0)))
         backward[chosen] = float(fleet.groups.backward[0, 0] / fleet.groups.forward[0, 0])
     width, feed_forward, layers = 2048, 8192, 16
-    whole = 8 * width + 3 * feed_forward
-    assert kept["none"] == layers * whole
-    assert kept["selective"] == layers * (5 * width + feed_forward) + whole - (5 * width + feed_forward)
-    assert kept["full"] == layers * width + whole - width
+    head = 2 * 4 * 32000  # values of fp32, in bf16: more than a layer's that are computed again
+    assert kept["none"] == layers * (10 * width + 4 * feed_forward) + head
+    assert kept["selective"] == layers * (5 * width + feed_forward) + head
+    assert kept["full"] == layers * width + head
     assert backward["none"] == 2
     assert 2 < backward["selective"] < backward["full"] < 3  # the head is not computed again
 
@@ -247,14 +247,14 @@ def test_activation_checkpointing_keeps_less_and_computes_more(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ((), ["east needs 3.05 TB of memory and has 640 GB: 2.41 TB too much (activations 3.02 TB, ",
-              "--set replicas.0.micro_batches=8 would save 2.64 TB"]),
-        (("replicas.0.micro_batches=128", "replicas.1.hardware=small"),
-         ["home.0 needs 22.5 GB of memory and has 20 GB",
-          "--set replicas.1.extra_in_flight=0 would save 2.68 GB"]),
+        ((), ["east needs 4.68 TB of memory and has 640 GB: 4.04 TB too much (activations 4.65 TB, ",
+              "--set replicas.east.micro_batches=8 would save 4.07 TB"]),
+        (("replicas.0.micro_batches=128", "replicas.1.hardware=small", "simulate.hardware.small.memory=19 GB"),
+         ["home-1.0 needs",
+          "--set replicas.home.extra_in_flight=0 would save 1.74 GB"]),
         (("replicas.0.micro_batches=1024", "replicas.0.hardware=small", "replicas.0.ranks=1"),
-         ["east needs 31.9 GB of memory and has 20 GB", "weights and gradients 9.64 GB, moments 9.64 GB",
-          "--set replicas.0.torchtitan.activation_checkpointing=full would save 2.39 GB, which is not enough"]),
+         ["east needs 33.5 GB of memory and has 20 GB", "weights and gradients 9.64 GB, moments 9.64 GB",
+          "--set replicas.east.torchtitan.activation_checkpointing=full would save 3.36 GB, which is not enough"]),
     ],
 )  # fmt: skip
 def test_too_little_memory_says_of_what_and_which_key_helps(
@@ -279,11 +279,11 @@ def test_what_memory_is_assumed_is_told_under_the_table(tmp_path: Path) -> None:
     said = {}
     for chosen in ("none", "full"):
         code, out, errors = _invoke(
-            str(path), "--set", f"{CHECKPOINTING}={chosen}", "--set", "replicas.0.micro_batches=64"
+            *(str(path), "--set", f"{CHECKPOINTING}={chosen}", "--set", "replicas.0.micro_batches=64"),
         )
         assert code == 0, errors
         said[chosen] = " ".join(out.split())
-    for words in ("fp32, 4 bytes a parameter each", "8 x width + 3 x feed-forward", "1 + extra_in_flight more"):
+    for words in ("fp32, 4 bytes a parameter each", "10 x width + 4 x feed-forward", "1 + extra_in_flight more"):
         assert words in said["none"]
     assert "activation_checkpointing: full keeps 1 x width" in said["full"]
     assert "activation_checkpointing" not in said["none"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +35,8 @@ from hetero_pp.simulator.prediction import Prediction, predict
 from hetero_pp.simulator.sharing import all_sent, fair_ends
 from hetero_pp.simulator.volumes import aggregate_bytes, expected_volume
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
 REPLICAS, CONTRIBUTE, APPLY = 5, 3.0, 4.0
 UP, DOWN = 1e6, 5e6
 COST = "{forward: 1 s, backward: 2 s, update: 0.5 s, contribute: 3 s, apply: 4 s, evaluate: 1 s}"
@@ -331,6 +335,22 @@ def test_in_a_ring_nothing_crosses_the_exchange_and_it_is_given_no_line(tmp_path
     assert "give exchange.line" not in _said_of_exchange(spec)
 
 
+EXCHANGE_LOAD = json.loads(next((ROOT / "benchmarks" / "results").glob("exchange-load_*.json")).read_text())
+
+
+@pytest.mark.parametrize("measured", EXCHANGE_LOAD["runs"], ids=lambda one: one["run"])
+def test_memory_and_cpu_of_the_exchange_are_those_of_launched_runs(
+    measured: dict[str, Any], tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    run = runpy.run_path(str(ROOT / "benchmarks" / "exchange_load.py"))["Run"](**measured["settings"])
+    path = tmp_path / "t.yaml"
+    path.write_text(run.yaml(corpus))
+    load, found, idle = exchange_load(spec_of(ConfigFile(path))), measured["measured"], EXCHANGE_LOAD["idle_bytes"]
+    assert sum(load.memory_bytes.values()) - idle == pytest.approx(found["memory_bytes"] - idle, rel=0.25)
+    assert sum(load.cpu_seconds.values()) == pytest.approx(found["cpu_seconds"], rel=0.3)
+
+
 def test_a_line_without_a_bandwidth_is_named(tmp_path: Path) -> None:
     said = _said_of_exchange(_spec(tmp_path, WHOLE, "lines.fibre={latency: 5 ms}", "exchange.line=fibre"))
     assert "fibre: unlimited; shown: 1 Gbit/s" in said
@@ -365,7 +385,7 @@ def test_a_missing_line_of_the_exchange_is_said(command: str, tmp_path: Path, co
     assert re.search(expected + r"1 Gbit/s that takes [\d.]+ m?s; give exchange.line", without)
     assert "6 relayed stage links" in without
     assert "to each member that joins" in without
-    assert "of memory (process 400 MB, parameters" in without
+    assert "of memory (process 300 MB, members " in without
     lined = said("lines={fibre: {bandwidth: 100 Mbit/s}}", "exchange.line=fibre")
     assert "no line given" not in lined
     assert "fibre: 100 Mbit/s down, 100 Mbit/s up" in lined

@@ -109,8 +109,8 @@ def test_a_container_may_have_less(yaml: Path, machine: pytest.MonkeyPatch, tmp_
 
 def test_activations_that_may_not_fit_are_a_warning(yaml: Path, machine: pytest.MonkeyPatch) -> None:
     """fp32, of one micro-batch of eight sequences of 512 tokens."""
-    a_layer = 8 * 2048 + 3 * 8192
-    gigabytes = (24 * PARAMETERS + 8 * 512 * 4 * (16 * a_layer + 32000)) / 1e9
+    a_layer = 10 * 2048 + 4 * 8192
+    gigabytes = (24 * PARAMETERS + 8 * 512 * 4 * (16 * a_layer + 4 * 32000)) / 1e9
     machine.setattr(psutil, "virtual_memory", lambda: _Memory(64e9, gigabytes * 1e9 + 1e6))
     assert not [message for _, message in _limits(yaml, only="dc") if "memory" in message]
     machine.setattr(psutil, "virtual_memory", lambda: _Memory(64e9, gigabytes * 1e9 - 1e8))

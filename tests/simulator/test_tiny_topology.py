@@ -381,20 +381,22 @@ def _most_in_flight(stage: int, stages: int, micro_batches: int, extra: int) -> 
 @pytest.mark.parametrize("extra", [0, 1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 12])
 def test_memory_holds_all_micro_batches_in_flight(micro_batches: int, extra: int) -> None:
-    """Each 8 D + 3 F numbers of 2 bytes a layer, and the head's logits in fp32; 24 bytes a parameter beside them, and
-    of 4 bytes a number T_perp, and after the first stage the embedding that is followed.
+    """Each takes 10 D + 4 F numbers of 2 bytes a layer. One is in its backward pass: it takes 4 V numbers in fp32 for
+    the head, or 2 D + 2 F for the gradients of a layer. Beside them are 24 bytes a parameter, and of 4 bytes a number
+    T_perp, and after the first stage the embedding that is followed.
     """
     stages = 3
     many = {"batch_size": ROWS * micro_batches, "micro_batches": micro_batches}
     group = {**HOME, "stages": stages, "extra_in_flight": extra, **many}
     spec = _spec([group, {**DC, **many}], layers=3)
     home, dc = predict(spec).replicas
-    tokens, per_layer, logits = ROWS * LENGTH, 2 * (8 * WIDTH + 3 * FEED_FORWARD), 4 * VOCABULARY
+    tokens, per_layer = ROWS * LENGTH, 2 * (10 * WIDTH + 4 * FEED_FORWARD)
+    gradients, head = 2 * (2 * WIDTH + 2 * FEED_FORWARD), 16 * VOCABULARY
     for index, stage in enumerate(home.stages):
         held = _most_in_flight(index, stages, micro_batches, extra)
-        per_token = per_layer + (logits if index == stages - 1 else 0)
-        assert stage.memory_bytes["activations"] == held * tokens * per_token, index
-    assert dc.stages[0].memory_bytes["activations"] == tokens * (3 * per_layer + logits)
+        own = max(gradients, head) if index == stages - 1 else gradients
+        assert stage.memory_bytes["activations"] == tokens * (held * per_layer + own), index
+    assert dc.stages[0].memory_bytes["activations"] == tokens * (3 * per_layer + max(gradients, head))
     layer = 4 * WIDTH**2 + 3 * WIDTH * FEED_FORWARD + 2 * WIDTH
     parameters = [VOCABULARY * WIDTH + layer, layer, layer + WIDTH + VOCABULARY * WIDTH]
     table = 4 * VOCABULARY * WIDTH

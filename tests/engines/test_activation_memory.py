@@ -1,0 +1,77 @@
+"""The memory of activations that is predicted, beside what autograd holds with torchtitan's checkpointing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+from hetero_pp.engine_settings import Checkpointing
+from hetero_pp.model import ModelShape, Transformer, next_token_loss
+from hetero_pp.simulator.costs import Part, memory_of
+
+ROWS, LENGTH, LAYERS = 2, 128, 6
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operations have made and that are still held, and the most of them."""
+
+    def __init__(self, others: Iterable[Tensor]) -> None:
+        """`others` are not counted."""
+        super().__init__()
+        self.now, self.most = 0, 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in others}
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage()._cdata not in self._known:
+                self._add(made.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes())
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _most_bytes(shape: ModelShape, checkpointing: Checkpointing) -> int:
+    """Forward and backward of one micro-batch as the engine has them, with gradients that are there already."""
+    module = Transformer(shape)
+    parameters = list(module.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    if checkpointing != "none":
+        policy = FullAC if checkpointing == "full" else SelectiveAC
+        policy(policy.Config()).apply(module)
+    tokens = torch.randint(0, shape.vocabulary, (ROWS, LENGTH + 1))
+    others = [*parameters, *(one.grad for one in parameters if one.grad is not None)]
+    with LiveBytes([*others, module.rope(LENGTH, torch.device("cpu"))]) as live:
+        logits = module(tokens[:, :-1])
+        next_token_loss(logits, tokens[:, 1:]).backward()
+    return live.most
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize(("feed_forward", "vocabulary"), [(192, 64), (512, 64), (192, 4096)])
+def test_activations_take_what_is_predicted(checkpointing: Checkpointing, feed_forward: int, vocabulary: int) -> None:
+    """In fp32 on a CPU, where layers decide and where logits do."""
+    torch.manual_seed(0)
+    shape = ModelShape(width=128, layers=LAYERS, heads=4, feed_forward=feed_forward, vocabulary=vocabulary)
+    part = Part(LAYERS, embeds=True, predicts=True, parameters=0)
+    predicted = memory_of(shape, part, ROWS, LENGTH, in_flight=1, bytes_per_value=4, checkpointing=checkpointing)
+    assert predicted["activations"] == pytest.approx(_most_bytes(shape, checkpointing), rel=0.15)
