@@ -12,16 +12,16 @@ from rich.console import Console
 from hetero_pp.errors import dotted
 from hetero_pp.lines import WAYS, Way
 from hetero_pp.link.ledger import raw_frames, wire_bytes
-from hetero_pp.links import DIRECTIONS, Direction, LinkShape, exchange_link_name, stage_link_name
+from hetero_pp.links import DIRECTIONS, Direction, exchange_link_name, stage_link_name
 from hetero_pp.model import ModelShape
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
 from hetero_pp.program.report.output import say, standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
-from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned
+from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned, spanned_limits
 from hetero_pp.program.show_exchange import print_exchange
 from hetero_pp.pseudo_gradient.compression import CompressionSettings
-from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of
+from hetero_pp.run.alike import alike, lines_alike, links_alike, range_of, table_rows
 from hetero_pp.run.batches import examples_in
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.spec import MemberSpec, RunSpec
@@ -113,19 +113,26 @@ def _values_of(compression: CompressionSettings) -> str:
 def _engines_and_boundaries(spec: RunSpec) -> dict[tuple[str, str], list[str]]:
     """What trains a datacenter replica, and what crosses between the stages of a group; of which replicas."""
     found: dict[tuple[str, str], list[str]] = {}
-    for replicas in alike(spec):
-        replica, names = replicas[0], range_of([one.name for one in replicas])
-        if isinstance(replica, DatacenterReplica):
-            ranks = f", {replica.world} ranks" if replica.world > 1 else ""
-            found.setdefault(("Engine", f"{replica.engine}{ranks}"), []).append(names)
-        elif replica.stage_count > 1:
-            boundary = replica.boundary
-            rank = boundary.dimensions(spec.shape.width)
-            crosses = "all dimensions" if rank is None else f"rank {rank} of {spec.shape.width}"
-            values = f"{boundary.bits} bits" if boundary.bits else boundary.dtype
-            learned = "" if boundary.anchors is None else f", {_anchors_of(boundary.anchors, spec.shape)}"
-            found.setdefault(("Boundaries", f"{crosses}, {values}{learned}"), []).append(names)
+    for replicas in table_rows(spec):
+        of_row: dict[tuple[str, str], list[str]] = {}
+        for replica in replicas:
+            if isinstance(replica, DatacenterReplica):
+                ranks = f", {replica.world} ranks" if replica.world > 1 else ""
+                of_row.setdefault(("Engine", f"{replica.engine}{ranks}"), []).append(replica.name)
+            elif replica.stage_count > 1:
+                of_row.setdefault(("Boundaries", _boundary_of(replica, spec.shape)), []).append(replica.name)
+        for what, names in of_row.items():
+            found.setdefault(what, []).append(range_of(names))
     return found
+
+
+def _boundary_of(replica: ParticipantsReplica, shape: ModelShape) -> str:
+    boundary = replica.boundary
+    rank = boundary.dimensions(shape.width)
+    crosses = "all dimensions" if rank is None else f"rank {rank} of {shape.width}"
+    values = f"{boundary.bits} bits" if boundary.bits else boundary.dtype
+    learned = "" if boundary.anchors is None else f", {_anchors_of(boundary.anchors, shape)}"
+    return f"{crosses}, {values}{learned}"
 
 
 def _anchors_of(anchors: AnchorSettings, shape: ModelShape) -> str:
@@ -137,19 +144,33 @@ def _anchors_of(anchors: AnchorSettings, shape: ModelShape) -> str:
 
 def _members_table(spec: RunSpec) -> PlainTable:
     table = PlainTable(["member", "kind", "owns"], ["parameters", "micro-batches"])
-    for name, member in _first_members(spec):
-        replica, stage = member.replica, member.stage
-        if isinstance(replica, DatacenterReplica):
-            kind, owns = "datacenter", "whole model"
-        else:
-            assert stage is not None
-            kind = f"stage {stage.index + 1}/{stage.count}"
-            owns = _layers(stage.layers)
-            owns = ("embedding, " if stage.is_first else "") + owns + (", head" if stage.is_last else "")
-        shapes = {name: spec.parameter_shapes[name] for name in member.owned}
-        batches = f"{replica.micro_batches} x {replica.batch_size // replica.micro_batches}"
-        table.add_row(name, kind, owns, f"{_count(shapes):,}", batches)
+    for replicas in table_rows(spec):
+        for same in zip(*(replica.members for replica in replicas), strict=True):
+            members = [spec.members[name] for name in same]
+            kinds, owned, batches = (dict.fromkeys(map(shown, members)) for shown in (_kind, _owns, _batches))
+            counts = [_count({name: spec.parameter_shapes[name] for name in member.owned}) for member in members]
+            parameters = spanned(counts, lambda count: f"{count:,.0f}")
+            table.add_row(
+                range_of(same), *(range_of(list(one)) for one in (kinds, owned)), parameters, range_of([*batches])
+            )
     return table
+
+
+def _kind(member: MemberSpec) -> str:
+    stage = member.stage
+    return "datacenter" if stage is None else f"stage {stage.index + 1}/{stage.count}"
+
+
+def _owns(member: MemberSpec) -> str:
+    stage = member.stage
+    if stage is None:
+        return "whole model"
+    return ("embedding, " if stage.is_first else "") + _layers(stage.layers) + (", head" if stage.is_last else "")
+
+
+def _batches(member: MemberSpec) -> str:
+    replica = member.replica
+    return f"{replica.micro_batches} x {replica.batch_size // replica.micro_batches}"
 
 
 def _layers(layers: range) -> str:
@@ -162,19 +183,25 @@ _LOADS = ("bandwidth", "latency", "a step", "a round", "takes")
 def _links_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLoad]]) -> PlainTable:
     table = PlainTable(["link", ""], _LOADS)
     steps = spec.config.inner.steps or 0
-    for same in links_alike(spec, spec.links.values()):
-        link, loads = same[0], loads_of[same[0].name]
-        shapes: list[LinkShape] = [link.forward, link.backward]
-        both = [loads["forward"], loads["backward"]]
-        rounds = [steps * load.step + load.evaluation + load.outer_round for load in both]
+    for same in links_alike(spec, spec.links.values(), table_rows(spec)):
+        shapes = [[link.shape(way) for link in same] for way in DIRECTIONS]
+        both = [[loads_of[link.name][way] for link in same] for way in DIRECTIONS]
+        rounds = [[steps * load.step + load.evaluation + load.outer_round for load in loads] for loads in both]
+
+        def shown(bandwidth: float | None, has_lines: bool = same[0].has_lines) -> str:
+            return format_bandwidth(bandwidth, has_lines)
+
         table.add_both(
             range_of([one.name for one in same]),
             DIRECTIONS,
-            [format_bandwidth(shape.bandwidth, link.has_lines) for shape in shapes],
-            [format_seconds(shape.latency) for shape in shapes],
-            [format_bytes(load.step) if load.step else "" for load in both],
-            [format_bytes(size) for size in rounds],
-            [_least_time(shape.bandwidth, size) for shape, size in zip(shapes, rounds, strict=True)],
+            [spanned_limits((shape.bandwidth for shape in of_way), shown) for of_way in shapes],
+            [spanned((shape.latency for shape in of_way), format_seconds) for of_way in shapes],
+            [_sizes([load.step for load in loads]) for loads in both],
+            [spanned(sizes, format_bytes) for sizes in rounds],
+            [
+                _least_times([one.bandwidth for one in of_way], sizes)
+                for of_way, sizes in zip(shapes, rounds, strict=True)
+            ],
         )
     return table
 
@@ -190,30 +217,29 @@ def _lines_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLo
                 if passed is not None:
                     step[passed.name, way] += load.step
                     round_[passed.name, way] += steps * load.step + load.evaluation + load.outer_round
-    for same in lines_alike(spec, spec.lines.values()):
-        line = same[0]
-        a_step, a_round = ({way: found[line.name, way] for way in WAYS} for found in (step, round_))
+    for same in lines_alike(spec, spec.lines.values(), table_rows(spec)):
+        kinds = range_of(list(dict.fromkeys(line.kind for line in same)))
+        rates = [[line.bandwidth(way) for line in same] for way in WAYS]
+        a_step, a_round = ([[found[line.name, way] for line in same] for way in WAYS] for found in (step, round_))
         table.add_both(
-            f"{range_of([one.name for one in same])} ({line.kind})",
+            f"{range_of([one.name for one in same])} ({kinds})",
             WAYS,
-            [format_bits_per_second(line.bandwidth(way)) for way in WAYS],
-            [format_bytes(a_step[way]) if a_step[way] else "" for way in WAYS],
-            [format_bytes(a_round[way]) for way in WAYS],
-            [_least_time(line.bandwidth(way), a_round[way]) for way in WAYS],
+            [spanned_limits(of_way, format_bits_per_second) for of_way in rates],
+            [_sizes(sizes) for sizes in a_step],
+            [spanned(sizes, format_bytes) for sizes in a_round],
+            [_least_times(of_way, sizes) for of_way, sizes in zip(rates, a_round, strict=True)],
         )
     return table
 
 
-def _first_members(spec: RunSpec) -> Iterator[tuple[str, MemberSpec]]:
-    """The members of the first replica of each class of equal ones, and the names of all that are like them."""
-    for replicas in alike(spec):
-        for same in zip(*(replica.members for replica in replicas), strict=True):
-            yield range_of(same), spec.members[same[0]]
+def _sizes(sizes: Sequence[int]) -> str:
+    """Bytes of a step; nothing where a step sends none."""
+    return spanned(sizes, format_bytes) if any(sizes) else ""
 
 
 def _examples(spec: RunSpec, examples: Mapping[str, int]) -> Iterator[str]:
     """How many sequences the shard of each replica has; of equal replicas from the smallest to the largest."""
-    for replicas in alike(spec):
+    for replicas in table_rows(spec):
         yield f"{range_of([one.name for one in replicas])} " + spanned(
             (examples[one.name] for one in replicas), lambda count: f"{count:,.0f}"
         )
@@ -233,10 +259,14 @@ def _loads(spec: RunSpec) -> dict[str, dict[Direction, LinkLoad]]:
     return loads
 
 
-def _least_time(bandwidth: float | None, size: int) -> str:
-    if bandwidth is None:
-        return "-"
-    return format_seconds(wire_bytes(raw_frames(size)) * 8 / bandwidth)
+def _least_times(bandwidths: Sequence[float | None], sizes: Sequence[int]) -> str:
+    """The time that limited links need for so many bytes each."""
+    found = [
+        wire_bytes(raw_frames(size)) * 8 / bandwidth
+        for bandwidth, size in zip(bandwidths, sizes, strict=True)
+        if bandwidth is not None
+    ]
+    return spanned(found, format_seconds) if found else "-"
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -14,7 +14,7 @@ from hetero_pp.links import DIRECTIONS
 from hetero_pp.program.report.output import say
 from hetero_pp.program.report.tables import PlainTable, heads_of, spanned
 from hetero_pp.program.show_exchange import print_exchange
-from hetero_pp.run.alike import alike, label_of, lines_alike, links_alike, range_of
+from hetero_pp.run.alike import alike, label_of, lines_alike, links_alike, range_of, table_rows
 from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.memory import MEMORY_KINDS, by_kind, memory_assumptions
 from hetero_pp.simulator.prediction import Prediction, ReplicaPrediction
@@ -65,6 +65,7 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
     _print_links(console, spec, prediction)
     if prediction.lines:
         _print_lines(console, spec, prediction)
+    _print_folded(console, spec)
     print_exchange(console, prediction.exchange)
     _print_published(console, "", {"": prediction.published})
 
@@ -90,7 +91,7 @@ def _classes(spec: RunSpec, prediction: Prediction) -> list[tuple[str, Alike]]:
     """The label of every class of equal replicas, and their predictions."""
     found = {replica.name: replica for replica in prediction.replicas}
     classes: list[tuple[str, Alike]] = []
-    for replicas in alike(spec):
+    for replicas in table_rows(spec):
         own = [found[replica.name] for replica in replicas]
         behind = own[0].count if len(own) == 1 else 1
         label = label_of(replicas)
@@ -158,23 +159,40 @@ def _print_members(console: Console, classes: Sequence[tuple[str, Alike]]) -> No
 
 def _print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, Alike]]) -> None:
     """Print the memory of every member by what for, and what is assumed of it."""
-    every = [by_kind(stage.memory_bytes) for _, own in classes for stage in own[0].stages]
+    every = [by_kind(stage.memory_bytes) for _, own in classes for replica in own for stage in replica.stages]
     kinds = [kind for kind in MEMORY_KINDS if any(held[kind] for held in every)]
     table = PlainTable(["memory"], [*kinds, "sum", "of"])
     for _, own in classes:
         for same in zip(*(replica.stages for replica in own), strict=True):
-            held = same[0].memory_bytes
-            sizes = [by_kind(held)[kind] for kind in kinds] + [sum(held.values()), same[0].memory_capacity_bytes]
-            table.add_row(range_of([stage.member for stage in same]), *map(format_bytes, sizes))
+            by_kinds = [by_kind(stage.memory_bytes) for stage in same]
+            table.add_row(
+                range_of([stage.member for stage in same]),
+                *(spanned((held[kind] for held in by_kinds), format_bytes) for kind in kinds),
+                spanned((sum(held.values()) for held in by_kinds), format_bytes),
+                spanned((stage.memory_capacity_bytes for stage in same), format_bytes),
+            )
     console.print(table)
     _explain(console, memory_assumptions(spec.config))
 
 
+def _print_folded(console: Console, spec: RunSpec) -> None:
+    """Say that rows stand for replicas that differ, and how to predict many replicas without listing them."""
+    folded = sum(len(replicas) for replicas in table_rows(spec)) if len(table_rows(spec)) < len(alike(spec)) else 0
+    if folded:
+        say(
+            console,
+            "Rows with ranges stand for replicas that differ; `--json FILE` has each replica. To draw many replicas "
+            "from ranges of bandwidth and speed instead of listing them, use simulate.fleets.",
+            style="dim",
+        )
+
+
 def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> None:
     table = PlainTable(["link"], heads_of(DIRECTIONS, "a round", "busy"))
-    for same in links_alike(spec, (link for replica in prediction.replicas for link in replica.links)):
-        link = spec.links[same[0].name]
-        forward, backward = (link.shape(way).bandwidth is not None for way in DIRECTIONS)
+    links = (link for replica in prediction.replicas for link in replica.links)
+    for same in links_alike(spec, links, table_rows(spec)):
+        limits = [[spec.links[one.name].shape(way).bandwidth for one in same] for way in DIRECTIONS]
+        forward, backward = (any(limit is not None for limit in of_way) for of_way in limits)
         table.add_row(
             range_of([one.name for one in same]),
             spanned((one.forward_bytes for one in same), format_bytes),
@@ -191,10 +209,10 @@ def _print_links(console: Console, spec: RunSpec, prediction: Prediction) -> Non
 
 def _print_lines(console: Console, spec: RunSpec, prediction: Prediction) -> None:
     table = PlainTable(["line", "kind"], heads_of(WAYS, "a round", "busy"))
-    for same in lines_alike(spec, prediction.lines):
+    for same in lines_alike(spec, prediction.lines, table_rows(spec)):
         table.add_row(
             range_of([line.name for line in same]),
-            same[0].kind,
+            range_of(list(dict.fromkeys(line.kind for line in same))),
             spanned((line.up_bytes for line in same), format_bytes),
             spanned((line.down_bytes for line in same), format_bytes),
             spanned((line.up_busy for line in same), format_percent),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -21,6 +22,9 @@ class _Named(Protocol):
 
 Named = TypeVar("Named", bound=_Named)
 """A line or a link, or what is known of one."""
+
+MOST_CLASSES = 8
+"""Classes of equally shaped replicas that tables show one by one."""
 
 _NAMED_AT_MOST = 3
 """Names that are listed one by one where they are not numbered in a row."""
@@ -46,6 +50,30 @@ def alike(spec: RunSpec) -> Sequence[Sequence[ReplicaSettings]]:
         key = replica.name if is_apart else (family, settings, *(line and line.kind for line in own))
         classes.setdefault(key, []).append(replica)
     return list(classes.values())
+
+
+@lru_cache(maxsize=8)
+def table_rows(spec: RunSpec) -> Sequence[Sequence[ReplicaSettings]]:
+    """Return the replicas behind each row of a table: the classes of `alike`, folded where many have the same shape.
+
+    Replicas have the same shape if their kind and their number of stages are equal. More than MOST_CLASSES classes of
+    one shape fold into a row for each family of names, and into one row if there are more than MOST_CLASSES families.
+    """
+    classes = alike(spec)
+    for with_family in (True, False):
+        shapes = Counter(_shape(replicas[0], with_family) for replicas in classes)
+        rows: dict[Hashable, list[ReplicaSettings]] = {}
+        for place, replicas in enumerate(classes):
+            shape = _shape(replicas[0], with_family)
+            is_fleet = replicas[0].name in spec.config.simulate.fleets
+            rows.setdefault(shape if shapes[shape] > MOST_CLASSES and not is_fleet else place, []).extend(replicas)
+        classes = list(rows.values())
+    return classes
+
+
+def _shape(replica: ReplicaSettings, with_family: bool) -> Hashable:
+    family = re.sub(r"\d+", "#", replica.name) if with_family else ""
+    return replica.kind, len(replica.members), family
 
 
 def equal_replicas(spec: RunSpec) -> Iterator[Sequence[ReplicaSettings]]:
@@ -91,27 +119,33 @@ def _are_numbered(names: Iterable[str]) -> bool:
     return same and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
-def lines_alike(spec: RunSpec, lines: Iterable[Named]) -> list[list[Named]]:
-    """Group what is predicted of lines as the members of equal replicas are grouped; other lines stay alone."""
-    return _grouped(spec, lines, lambda replica: replica.members)
+Classes = Sequence[Sequence[ReplicaSettings]]
 
 
-def links_alike(spec: RunSpec, links: Iterable[Named]) -> list[list[Named]]:
-    """Group links, or what is known of them, as the replicas that they belong to are grouped."""
+def lines_alike(spec: RunSpec, lines: Iterable[Named], classes: Classes | None = None) -> list[list[Named]]:
+    """Group lines, or what is known of them, as the replicas of their members are grouped; other lines stay alone.
+
+    `classes` is how the replicas are grouped, by default as `alike` does.
+    """
+    return _grouped(classes or alike(spec), lines, lambda replica: replica.members)
+
+
+def links_alike(spec: RunSpec, links: Iterable[Named], classes: Classes | None = None) -> list[list[Named]]:
+    """Group links, or what is known of them, as the replicas that they belong to are grouped: see `lines_alike`."""
 
     def links_of(replica: ReplicaSettings) -> list[str]:
         hops = [stage_link_name(replica.name, hop) for hop in range(len(replica.members) - 1)]
         return [*hops, *(exchange_link_name(member) for member in replica.members)]
 
-    return _grouped(spec, links, links_of)
+    return _grouped(classes or alike(spec), links, links_of)
 
 
 def _grouped(
-    spec: RunSpec, found: Iterable[Named], names_of: Callable[[ReplicaSettings], Sequence[str]]
+    classes: Classes, found: Iterable[Named], names_of: Callable[[ReplicaSettings], Sequence[str]]
 ) -> list[list[Named]]:
     places = {
         name: (replicas[0].name, place)
-        for replicas in alike(spec)
+        for replicas in classes
         for replica in replicas
         for place, name in enumerate(names_of(replica))
     }

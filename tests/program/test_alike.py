@@ -164,6 +164,47 @@ def test_a_chart_is_bounded_and_says_what_it_leaves_out(
     assert any(re.fullmatch(r"→ .* kB  ← .* kB \(limited by its lines\)", text) for text in said)
 
 
+@pytest.mark.parametrize("command", ["simulate", "check"])
+def test_many_groups_that_differ_are_rows_with_ranges(command: str, tmp_path: Path, corpus: Path) -> None:
+    """Groups of 2 and of 3 stages, each with a line of its own; few are shown one by one."""
+    data = f"data: {{corpus: {corpus}, sequence_length: 16, validation_share: 0.2, validation_sequences: 4}}"
+
+    def said(count: int) -> str:
+        lines = "".join(f"  l{n}: {{up: {n} Mbit/s, latency: {n} ms}}\n" for n in range(1, count + 1))
+        groups = "".join(
+            f"  - {{name: {name}-{n}, kind: participants, stages: {{count: {stages}, line: l{n}}}, batch_size: {n}}}\n"
+            for name, stages in (("home", 2), ("shed", 3))
+            for n in range(1, count + 1)
+        )
+        path = tmp_path / f"{count}.yaml"
+        path.write_text(UNEQUAL.replace("outer:", f"{data}\nlines:\n{lines}outer:") + groups)
+        return _run(command, path)
+
+    many, few = said(30), said(3)
+    assert len(many.splitlines()) < 160
+    assert "home-30.1" in many and "shed-30.2" in many and "home-20" not in many
+    words = " ".join(many.split())
+    if command == "simulate":
+        assert re.search(r"home-1 \.\. home-30 \(30 groups x .*?10 160 \.\. 4,800 ", words)
+        assert "use simulate.fleets" in words
+        assert "simulate.fleets" not in few
+    else:
+        assert "1 Mbit/s .. 30 Mbit/s" in words
+    assert all(f"home-{n}.1" in few for n in (1, 2, 3))
+
+
+def test_groups_with_jitter_are_bounded_rows_and_charts(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is drawn by itself."""
+    path = _written(tmp_path, corpus, 250)
+    path.write_text(path.read_text().replace("latency: 5 ms", "latency: 5 ms, jitter: 2 ms"))
+    lines = _run("simulate", path, "--chart", chart := tmp_path / "chart.png").splitlines()
+    assert len(lines) < 150
+    assert any(re.search(r"\d ms \.\. [\d.]+ ms", line) for line in lines)
+    assert imread(chart).shape[0] < 1500
+
+
 def test_a_trace_shows_one_group_of_each_kind(tmp_path: Path, corpus: Path) -> None:
     path = tmp_path / "t.pftrace"
     _run("simulate", _written(tmp_path, corpus, 12), "--timeline", path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -147,6 +148,13 @@ def format_bandwidth(value: float | None, has_lines: bool) -> str:
 def spanned(values: Iterable[float], shown: Callable[[float], str]) -> str:
     """Format equal values once, and others as a range: `4.13 s`, or `4.1 s .. 4.3 s`."""
     ordered = sorted(values)
+    low, high = shown(ordered[0]), shown(ordered[-1])
+    return low if low == high else f"{low} .. {high}"
+
+
+def spanned_limits(values: Iterable[float | None], shown: Callable[[float | None], str]) -> str:
+    """Format limits as `spanned` formats numbers. None, which is no limit, is the largest."""
+    ordered = sorted(values, key=lambda value: math.inf if value is None else value)
     low, high = shown(ordered[0]), shown(ordered[-1])
     return low if low == high else f"{low} .. {high}"
 
