@@ -17,7 +17,7 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.hardware import Hardware, hardware_named
 from hetero_pp.run.plan_section import LooseParticipant, PairSettings, PlanSettings
 from hetero_pp.run.spec import RunSpec
-from hetero_pp.simulator.machines import assumption
+from hetero_pp.simulator.machines import SHOWN, assumption
 from hetero_pp.topology import ParticipantsReplica, StageSettings
 
 TIME_LIMIT = 45.0
@@ -47,12 +47,7 @@ def group_participants(config: RunConfig, vocabulary: int | None) -> Grouped:
     seconds = np.array(list(_seconds_of_participants(config, vocabulary)))
     found = group(Pool(seconds, bandwidth, plan.balance), TIME_LIMIT)
     if found is None:
-        assumed = assumption(config.simulate, [person.name for person in people if person.hardware is None])
-        raise ConfigError(
-            ("plan", "participants"),
-            f"found no {plan.stages} of the {len(people)} participants whose memory holds the model together, "
-            "expected more memory, or more `plan.stages`" + (f"; {assumed}" if assumed else ""),
-        )
+        raise _no_group(config, seconds)
     kinds = dict(config.links)
     names = [name for name, _ in zip(_free_names(config), found.groups, strict=False)]
     replicas = list(config.replicas)
@@ -158,6 +153,25 @@ def _seconds_of_participants(config: RunConfig, vocabulary: int | None) -> Itera
         if name not in known:
             known[name] = [stage_seconds(model.shape, sizes, machine, 1, s, load) for s in range(plan.stages)]
         yield known[name]
+
+
+def _no_group(config: RunConfig, seconds: np.ndarray) -> ConfigError:
+    """Return the error for participants of whom no group holds the model: how many layers each has memory for."""
+    plan, people = config.plan, config.plan.participants
+    layers = seconds.shape[2] - 1
+    most = [max(int(np.isfinite(stage).sum()) for stage in own) for own in seconds]
+    held = [
+        f"{person.name} ({person.hardware or config.simulate.machine}) {number}"
+        for number, person in sorted(zip(most, people, strict=True), key=lambda one: -one[0])[:SHOWN]
+    ]
+    more = f", and {len(people) - SHOWN} more" if len(people) > SHOWN else ""
+    told = (
+        f"found {len(people)} participants of whom no {plan.stages} have memory for the model's {layers} layers "
+        f"together; layers that fit each, at most: {', '.join(held)}{more}; expected machines with more memory, or "
+        "more stages a group (`plan.stages`)"
+    )
+    assumed = assumption(config.simulate, [person.name for person in people if person.hardware is None])
+    return ConfigError(("plan", "participants"), "; ".join(filter(None, [told, assumed])))
 
 
 def _free_names(config: RunConfig) -> Iterator[str]:

@@ -152,7 +152,8 @@ class RunConfig(Settings):
             if isinstance(replica, ParticipantsReplica) and replica.boundary.ablations.modified_adamw:
                 here = ("replicas", index, "boundary", "ablations", "modified_adamw")
                 raise ConfigError(
-                    here, f"found it with `inner.optimizer: {self.inner.optimizer}`, expected `inner.optimizer: adamw`"
+                    here,
+                    f"found this key with `inner.optimizer: {self.inner.optimizer}`, expected `inner.optimizer: adamw`",
                 )
 
     def _require_moments(self) -> None:
@@ -167,7 +168,7 @@ class RunConfig(Settings):
                 here = ("replicas", index, "boundary", "ablations", key)
                 raise ConfigError(
                     here,
-                    "found it with `outer.averages_moments`, expected only one of them: averaging needs "
+                    "found this key with `outer.averages_moments`, expected only one of them: averaging needs "
                     "AdamW's own moments",
                 )
 
@@ -201,7 +202,7 @@ class RunConfig(Settings):
             if ablations is not None and (ablations.peer is not None or ablations.grassmann_every is not None):
                 here = ("replicas", index, "boundary", "ablations", "peer" if ablations.peer else "grassmann_every")
                 cell = "`outer.taking_part`" if self.outer.taking_part else "`outer.pretraining`"
-                raise ConfigError(here, f"found it with {cell}, expected only one of them")
+                raise ConfigError(here, f"found this key with {cell}, expected only one of them")
 
     @property
     def states_every(self) -> int:

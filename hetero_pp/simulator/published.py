@@ -54,7 +54,9 @@ def _compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Comp
             continue
         found = _at(prediction, number.what, (*key, "what"), "a number of `--json` such as `outer_seconds`")
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ConfigError((*key, "what"), f"found `{number.what}`, which is no number of `--json`")
+            raise ConfigError(
+                (*key, "what"), f"found `{number.what}`, expected the path of a number in what `simulate --json` writes"
+            )
         yield Comparison(number.what, number.where, number.bound, number.value, float(found))
 
 

@@ -93,7 +93,9 @@ def check_exchange(spec: RunSpec) -> None:
             )
         _check_shared(spec, line)
     if line_of_exchange(spec) is not None and simulate.exchange_bandwidth is not None:
-        raise ConfigError(("simulate", "exchange_bandwidth"), "found it and `exchange.line`, expected only one of them")
+        raise ConfigError(
+            ("simulate", "exchange_bandwidth"), "found this key and `exchange.line`, expected only one of them"
+        )
     if is_ring(simulate):
         _check_ring(spec)
 

@@ -49,6 +49,22 @@ def test_what_is_not_compressed_is_a_line_and_no_point(picture: Figure) -> None:
     assert [[0.0, 4.0], [1.0, 4.0]] in [np.asarray(line.get_xydata()).tolist() for line in of_bytes.get_lines()]
 
 
+@pytest.mark.parametrize(("sizes", "panels"), [([0.0, 16.0, 16.001], 1), ([0.0, 16.0, 32.0], 2)])
+def test_an_axis_below_varies_and_every_panel_shows_something(
+    known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[float], panels: int
+) -> None:
+    """Bytes a token that print alike are no axis; a similarity of a later seed alone is on no panel."""
+    rows = [Row(name="none"), Row(name="a", compressed="all", rank=8), Row(name="b", compressed="half", rank=8)]
+    setting = Setting(MICRO, Experiment(name="toy/plot", title="", baseline="none", rows=rows))
+    outcomes = {row.name: {1: known(4.0, boundary_bytes_per_token=size)} for row, size in zip(rows, sizes, strict=True)}
+    outcomes["a"][2] = known(4.1, boundary_bytes_per_token=sizes[1], similarity=[[1, 0.5, 0.1]])
+    pictures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(figure))
+    draw(result_of(setting, None, outcomes), outcomes, tmp_path / "toy.png")
+    assert len(pictures[0].axes) == panels
+    assert all(axes.has_data() for axes in pictures[0].axes)
+
+
 def test_rows_of_other_lengths_of_rounds_stand_along_inner_steps(
     known: Known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,7 +140,7 @@ def test_sgd_is_torchs(momentum: float | None) -> None:
                     }
                 ]
             },
-            "found it with `inner.optimizer: muon`, expected `inner.optimizer: adamw`",
+            "found this key with `inner.optimizer: muon`, expected `inner.optimizer: adamw`",
         ),
     ],
 )

@@ -263,7 +263,7 @@ def test_what_joins_two_participants(tmp_path: Path, corpus: Path) -> None:
         (["--set", "plan.participants=[]", "--set", "plan.pairs=[]"], "replicas: found nothing, expected at least"),
         (["--set", "simulate.machine=tiny", "--set",
           "simulate.hardware.tiny={flops: 1 GFLOP/s, memory: 1 MB, memory_bandwidth: 1 GB/s}"],
-         "found no 2 of the 5 participants whose memory holds the model together"),
+         "found 5 participants of whom no 2 have memory for the model's 6 layers together"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(tmp_path: Path, corpus: Path, arguments: list[str], words: str) -> None:

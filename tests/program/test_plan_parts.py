@@ -15,6 +15,7 @@ import pytest
 from hetero_pp.errors import ConfigError
 from hetero_pp.planner.grouping import LARGEST_LINK, Pool, group
 from hetero_pp.planner.outer import with_outer
+from hetero_pp.planner.participants import group_participants
 from hetero_pp.planner.penalty import (
     FOUR_BITS,
     MEASURED,
@@ -131,6 +132,25 @@ def test_a_group_without_memory_for_the_model_says_which_machines_lack_how_much(
     assert _no_schedules(path, f"replicas.home.stages={int(count) - 1}")
     assert "has 2 GB for no layer" in (tiny := _no_schedules(path, "simulate.hardware.small.memory=2 GB"))
     assert "no number of stages on such machines suffices" in tiny
+
+
+def test_participants_that_form_no_group_say_what_they_lack(tmp_path: Path) -> None:
+    path, before = tmp_path / "t.yaml", SMALL_MACHINES.partition("replicas:")[0]
+    people = ", ".join(f"{{name: {name}, hardware: small}}" for name in "abc")
+    path.write_text(
+        f"{before}plan: {{stages: 2, batch_size: 8, participants: [{people}]}}\n"
+        "simulate: {hardware: {small: {flops: 1 TFLOP/s, memory: 6 GB, memory_bandwidth: 1 TB/s}}}\n"
+    )
+    file = ConfigFile(path)
+    with pytest.raises(ConfigError) as error:
+        group_participants(file.config, None)
+    said = str(error.value)
+    assert (
+        "found 3 participants of whom no 2 have memory for the model's 16 layers together; layers that fit each" in said
+    )
+    assert re.search(
+        r"at most: a \(small\) \d, b \(small\) \d, c \(small\) \d; expected machines with more memory", said
+    )
 
 
 def test_a_replica_that_cannot_run_as_it_is_is_named_by_its_own_place(tmp_path: Path) -> None:

@@ -110,7 +110,10 @@ def test_values_are_written_as_papers_write_them(value: str | int, number: float
     ("entry", "words"),
     [
         ("{what: loss, value: 2.73, where: x}", "published[0].what: found `loss`, expected a number of `--json`"),
-        ("{what: utilization, value: 1, where: x}", "found `utilization`, which is no number of `--json`"),
+        (
+            "{what: utilization, value: 1, where: x}",
+            "found `utilization`, expected the path of a number in what `simulate --json` writes",
+        ),
         ("{what: days, value: long, where: x}", "published[0].value: found `long`, expected a number, a ratio such as"),
         (
             "{what: days, value: 1, where: x, when: {inner.stops: 1}}",

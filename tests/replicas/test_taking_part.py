@@ -281,7 +281,9 @@ def test_what_all_replicas_keep_equal_needs_all_of_them(ablation: dict[str, Any]
         "stages": 2,
         "boundary": {"rank": "1/4", "ablations": ablation},
     }
-    with pytest.raises(ConfigError, match=r"found it with `outer\.taking_part`, expected only one of them") as error:
+    with pytest.raises(
+        ConfigError, match=r"found this key with `outer\.taking_part`, expected only one of them"
+    ) as error:
         RunConfig.model_validate(config).check()
     assert error.value.key == ("replicas", 1, "boundary", "ablations", next(iter(ablation)))
 

@@ -28,7 +28,7 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels: list[Callable[[Axes], None]] = [lambda axes: _draw_curves(axes, result, outcomes)]
-    if any(one.get("similarity") for seeds in outcomes.values() for one in seeds.values()):
+    if any(_similarity(outcomes.get(row["name"])) for row in result["rows"]):
         panels.append(lambda axes: _draw_similarity(axes, result, outcomes))
     if result["trends"]:
         panels.append(lambda axes: _draw_trends(axes, result["trends"]))
@@ -36,7 +36,8 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
         panels += [lambda axes: _draw_volume(axes, result, "ring"), lambda axes: _draw_volume(axes, result, "gather")]
     else:
         panels += _swept_panels(result) or [*_varied_panels(result), *_usual_panels(result)]
-    figure = Figure(figsize=(6.5 * len(panels) + 2.5, 6), layout="constrained")
+    legend_columns = _legend_columns(sum(row["name"] in outcomes for row in result["rows"]))
+    figure = Figure(figsize=(6.5 * len(panels) + 2.5 * legend_columns, 6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes)
         axes.grid(alpha=0.3)
@@ -48,7 +49,11 @@ def draw(result: Mapping[str, Any], outcomes: Outcomes, path: Path) -> None:
 def _name_rows(figure: Figure) -> None:
     """The rows' names, beside the panels, where they hide nothing."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize=9, ncols=1 + len(labels) // 30)
+    figure.legend(handles, labels, loc="outside right upper", fontsize=9, ncols=_legend_columns(len(labels)))
+
+
+def _legend_columns(rows: int) -> int:
+    return 1 + rows // 30
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -86,8 +91,7 @@ def _steps_of(result: Mapping[str, Any], row: Row) -> int:
 def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) -> None:
     """Of the first seed of each row, with the standard deviation over pairs; the papers' Figures 10 and 11."""
     for number, row in enumerate(result["rows"]):
-        seeds = outcomes.get(row["name"])
-        if seeds and (measured := seeds[min(seeds)].get("similarity")):
+        if measured := _similarity(outcomes.get(row["name"])):
             rounds, means, spreads = zip(*measured, strict=True)
             style = _style(number)
             along = [round_ * _steps_of(result, row) for round_ in rounds]
@@ -97,6 +101,11 @@ def _draw_similarity(axes: Axes, result: Mapping[str, Any], outcomes: Outcomes) 
             )
             axes.fill_between(along, low, high, color=style["color"], alpha=0.15)
     axes.set(xlabel=_progress(result), ylabel="cosine of two contributions")
+
+
+def _similarity(seeds: Mapping[int, Mapping[str, Any]] | None) -> Sequence[tuple[int, float, float]]:
+    """Return (round, mean, spread) of the first seed of a row; nothing where it was not measured."""
+    return (seeds[min(seeds)].get("similarity") or ()) if seeds else ()
 
 
 _WAYS = {"ring": "in a ring", "gather": "gathered, or to a parameter server"}
@@ -120,7 +129,8 @@ def _draw_volume(axes: Axes, result: Mapping[str, Any], way: str) -> None:
 
 def _usual_panels(result: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
     panels: list[Callable[[Axes], None]] = []
-    if len({row["bytes_per_token"] for row, _ in _known(result)}) > 1:
+    sizes = {row["bytes_per_token"] for row, _ in _known(result) if row["bytes_per_token"] > 0}
+    if len(set(map(format_bytes, sizes))) > 1:  # else the axis names one value
         panels.append(lambda axes: _draw_bytes(axes, result))
     if lines := _by_rank(result):
         panels.append(lambda axes: _draw_ranks(axes, result, lines))
