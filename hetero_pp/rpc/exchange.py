@@ -9,7 +9,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +19,7 @@ import grpc
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import ExchangeLost, Forbidden, Refused, WrongToken
+from hetero_pp.errors import ExchangeLost, Forbidden, MalformedMessage, Refused, TooMuch, WrongToken
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages import messages_pb2 as pb
 from hetero_pp.messages.messages_pb2_grpc import ExchangeServicer
@@ -37,6 +39,7 @@ from hetero_pp.rpc.reach import Reach
 from hetero_pp.rpc.relay import MOST_CARRIED, Relay
 from hetero_pp.rpc.relay import SERVICE as RELAY
 from hetero_pp.rpc.services import service_handler
+from hetero_pp.rpc.stalled import cut_when_stalled
 from hetero_pp.run.spec import Roster
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Exchange"]
@@ -46,6 +49,15 @@ MOST_UNREAD = 50_000
 
 REPORTS_A_SECOND, MOST_REPORTS = 1000.0, 10_000
 """Of one caller, and at once; who tells more waits."""
+
+JOINS_A_MINUTE, JOINS_AT_ONCE = 10.0, 20
+"""How often one member may join: each time its group is formed anew, and the log keeps a file."""
+
+STATES_MAX = 1_000
+"""Saved states that a member may name when it joins."""
+
+SNAPSHOTS_IN_MEMORY_MAX = 3
+"""Rounds whose snapshots are sent at the same time, to any number of members."""
 
 LONGEST_WAIT = 20.0
 """Seconds that a call waits for something to happen; who wants to know asks again."""
@@ -231,6 +243,10 @@ class _Servicer(ExchangeServicer):
         """With `reach` members are dialled where they say that they listen."""
         self.exchange, self.callers, self._most_open, self._reach = exchange, callers, most_open, reach
         self._pace = Pace(REPORTS_A_SECOND, MOST_REPORTS)
+        self._joins = Pace(JOINS_A_MINUTE / 60, JOINS_AT_ONCE)
+        self._counting = threading.Lock()
+        self._sent: Counter[int] = Counter()
+        """By round, how many calls send its snapshot."""
         self.process = secrets.token_hex(8)
         """Names this process: one that takes its place knows only what it is told itself."""
 
@@ -277,9 +293,10 @@ class _Servicer(ExchangeServicer):
         until = time.monotonic() + LONGEST_WAIT
         return lambda: context.is_active() and time.monotonic() < until
 
-    def _moving(self, frames: Iterable[bytes], member: str) -> Iterator[bytes]:
-        """The same frames; each that goes over the link shows that the member is there."""
-        for frame in frames:
+    def _moving(self, frames: Iterable[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Yield the same frames. Each one shows that the member is there; a stream without any is cut."""
+        member = self._member(context)
+        for frame in cut_when_stalled(frames, context):
             self.exchange.heard(member)
             yield frame
 
@@ -292,6 +309,10 @@ class _Servicer(ExchangeServicer):
                 f"found protocol version {request.version}, expected {PROTOCOL_VERSION}: install one version of "
                 "hetero-pp on all hosts"
             )
+        if max(len(request.rounds), len(request.damaged)) > STATES_MAX:
+            raise MalformedMessage(f"found more than {STATES_MAX} states in a request to join")
+        if (seconds := self._joins.due_in(self._member(context), 1)) > 0:
+            raise TooMuch(f"{self._member(context)} joins too often; it may again in {seconds:.0f} s")
         available = AvailableStates(frozenset(request.rounds), tuple(map(plain, request.damaged)))
         process = request.process or None
         member, is_asked = self._member(context), self._is_asked(context)
@@ -363,12 +384,34 @@ class _Servicer(ExchangeServicer):
     def Snapshot(  # type: ignore[override]  # a Frame is raw bytes
         self, request: pb.SnapshotRequest, context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        tensors = self.exchange.snapshot(request.names, request.round if request.HasField("round") else None)
-        header = pb.SnapshotHeader(names=request.names)
-        for name in request.names:
+        is_newest = not request.HasField("round")
+        round_ = self.exchange.newest_snapshot(self._is_asked(context))[0] if is_newest else request.round
+        with self._sending(round_):
+            yield from self._snapshot(request.names, round_, context)
+
+    @contextmanager
+    def _sending(self, round_: int) -> Iterator[None]:
+        """Count a snapshot that is being sent. Raises TooMuch if others are: each is a whole model in memory."""
+        with self._counting:
+            if round_ not in self._sent and len(self._sent) >= SNAPSHOTS_IN_MEMORY_MAX:
+                raise TooMuch(f"snapshots after the rounds {sorted(self._sent)} are being sent; ask again in a moment")
+            self._sent[round_] += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._sent[round_] -= 1
+                self._sent += Counter[int]()  # drops those that are zero
+
+    def _snapshot(self, names: Sequence[str], round_: int, context: grpc.ServicerContext) -> Iterator[bytes]:
+        if len(names) != len(set(names)):
+            raise MalformedMessage("found a tensor named twice, expected each at most once")
+        tensors = self.exchange.snapshot(names, round_)
+        header = pb.SnapshotHeader(names=names)
+        for name in names:
             header.tensors.add(dtype=pb.FP32, shape=tensors[name].shape)
-        buffers = (tensors[name].contiguous().numpy().reshape(-1).view("uint8").data for name in request.names)
-        yield from self._moving(header_and_payload_frames(header, buffers), self._member(context))
+        buffers = (tensors[name].contiguous().numpy().reshape(-1).view("uint8").data for name in names)
+        yield from self._moving(header_and_payload_frames(header, buffers), context)
 
     def Deposit(  # type: ignore[override]  # a Frame is raw bytes
         self, frames: Iterator[bytes], context: grpc.ServicerContext
@@ -379,7 +422,7 @@ class _Servicer(ExchangeServicer):
             self.exchange.expect(member, self._address(header), header.size)
             return header.size
 
-        header, data = read_frames(self._moving(frames, member), pb.BlobHeader, announced, MAX_BLOB_BYTES)
+        header, data = read_frames(self._moving(frames, context), pb.BlobHeader, announced, MAX_BLOB_BYTES)
         address = self._address(header)
         self.exchange.deposit(member, address, bytes(data), header.epoch, header.steps, self._term(context))
         return pb.DepositReply(exchange=self.process)
@@ -413,7 +456,7 @@ class _Servicer(ExchangeServicer):
         header = pb.BlobHeader(
             round=request.round, replica=request.replica, block=request.block, size=len(data), stored=stored
         )
-        yield from self._moving(header_and_payload_frames(header, [data]), member)
+        yield from self._moving(header_and_payload_frames(header, [data]), context)
 
     def Confirm(self, request: pb.HashReport, context: grpc.ServicerContext) -> pb.HashReply:
         self.exchange.confirm(self._member(context), request.round, dict(request.sha256), self._term(context))

@@ -13,9 +13,9 @@ from hetero_pp.errors import TooMuch
 class OpenCalls:
     """Of one server."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: of each caller."""
-        self._most = most
+    def __init__(self, most: int, what: str = "calls") -> None:
+        """`most`: how many each caller may have open; `what`: their plural in error messages."""
+        self._most, self._what = most, what
         self._open: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -24,7 +24,7 @@ class OpenCalls:
         """While the block runs. Raises TooMuch."""
         with self._lock:
             if self._open[caller] >= self._most:
-                raise TooMuch(f"{caller} has {self._most} calls open, expected no more")
+                raise TooMuch(f"{caller} has {self._most} {self._what} open, expected no more")
             self._open[caller] += 1
         try:
             yield

@@ -6,7 +6,7 @@ In a call, a Frame of the .proto is one frame of raw bytes; everything else is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -69,6 +69,20 @@ ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
 """As what a caller raises an error of the other side."""
 
 
+REQUEST_BYTES_MAX = 64 << 10
+"""Size of a request, checked before it is parsed: parsing can take fifteen times as much memory."""
+
+_REQUEST_BYTES_MAX = {"Agree": 1 << 20, "Confirm": 4 << 20, "Report": 4 << 20, "Snapshot": 1 << 20}
+"""The same for calls that carry a configuration, hashes or names of all parameters, or many reports."""
+
+BULK_CALLS_MAX = 3
+"""Streams of frames that one caller may have open: it sends or fetches one at a time, and may retry after a lost
+connection that the server has not noticed yet."""
+
+_DETAILS_MAX = 2_000
+"""Characters of an error. gRPC drops the status of a call whose details are too long."""
+
+
 def call_path(service: ServiceDescriptor, call: str) -> str:
     """What a call of a service is asked for by."""
     return f"/{service.full_name}/{service.methods_by_name[call].name}"
@@ -79,9 +93,11 @@ def service_handler(service: ServiceDescriptor, servicer: object, door: Door, mo
 
     A caller has at most so many calls open. A HeteroPPError that is raised ends the call with its status code.
     """
-    open_calls = OpenCalls(most_open)
+    open_calls, open_streams = OpenCalls(most_open), OpenCalls(min(most_open, BULK_CALLS_MAX), "streams")
     handlers = {
-        call.name: _call_handler(_Call(call, getattr(servicer, call.name), door, open_calls))
+        call.name: _call_handler(
+            _Call(call, getattr(servicer, call.name), door, open_calls, open_streams if _is_bulk(call) else None)
+        )
         for call in service.methods
     }
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -95,6 +111,8 @@ class _Call:
     answer: Callable[..., Any]
     door: Door
     open_calls: OpenCalls
+    open_streams: OpenCalls | None
+    """Counts the streams of frames of each caller; None for other calls."""
 
     @contextmanager
     def entered(self, context: grpc.ServicerContext) -> Iterator[None]:
@@ -102,7 +120,7 @@ class _Call:
         caller = None
         try:
             caller = self.door.admit(self.method.name, context)
-            with self.open_calls.one_more(caller):
+            with self.open_calls.one_more(caller), self._one_more_stream(caller):
                 yield
         except HeteroPPError as error:
             if caller is not None and isinstance(error, MalformedMessage):
@@ -111,11 +129,15 @@ class _Call:
                 self.door.refuse(caller, str(error), Kind.FORBIDDEN)
             _abort(context, error)
 
+    def _one_more_stream(self, caller: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.open_streams is None else self.open_streams.one_more(caller)
+
     def request(self, messages: Iterator[bytes]) -> object:
         """What is asked; the messages themselves where there are many, or no protobuf."""
         if self.method.client_streaming:
             return messages
-        return _parsed(self.method.input_type, next(messages, None))
+        most = _REQUEST_BYTES_MAX.get(self.method.name, REQUEST_BYTES_MAX)
+        return _parsed(self.method.input_type, next(messages, None), most)
 
 
 def _call_handler(call: _Call) -> grpc.RpcMethodHandler[Any, Any]:
@@ -135,9 +157,16 @@ def _call_handler(call: _Call) -> grpc.RpcMethodHandler[Any, Any]:
     return grpc.stream_unary_rpc_method_handler(one, None, serializer)
 
 
-def _parsed(kind: Descriptor, message: bytes | None) -> Message:
+def _is_bulk(call: MethodDescriptor) -> bool:
+    """Return whether a call sends a payload in frames in one direction."""
+    return (call.input_type is Frame.DESCRIPTOR) != (call.output_type is Frame.DESCRIPTOR)
+
+
+def _parsed(kind: Descriptor, message: bytes | None, most: int) -> Message:
     if message is None:
         raise MalformedMessage("found the end of the call, expected a request")
+    if len(message) > most:
+        raise MalformedMessage(f"found {len(message)} bytes of {kind.name}, expected at most {most}")
     try:
         return GetMessageClass(kind).FromString(message)
     except DecodeError:
@@ -151,5 +180,5 @@ def _serializer(message: Descriptor) -> Callable[[Message], bytes] | None:
 def _abort(context: grpc.ServicerContext, error: HeteroPPError) -> NoReturn:
     for kind, code in _CODE_OF_ERROR.items():
         if isinstance(error, kind):
-            context.abort(code, str(error))
-    context.abort(grpc.StatusCode.INTERNAL, str(error))
+            context.abort(code, str(error)[:_DETAILS_MAX])
+    context.abort(grpc.StatusCode.INTERNAL, str(error)[:_DETAILS_MAX])

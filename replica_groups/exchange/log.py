@@ -34,6 +34,9 @@ from hetero_pp.store.store import Store
 from replica_groups.exchange.audits import audit_key, audited
 
 TERMS = "terms"
+TERMS_KEPT = 64
+"""Claims of each place that stay in the store. More than one stays, because a second exchange that does not know the
+newest claims must not succeed with an older number."""
 
 _NAMED_DIGITS = 16
 """Of a blob's digest, in its name: no two blobs of one member, round and epoch share them by chance."""
@@ -131,10 +134,13 @@ class ContributionLog:
         mine = self._unsure.pop(key, None) or secrets.token_hex(16).encode()
         try:
             # What is there may be this very claim, if the store's first answer was lost.
-            return self.store.create(key, mine) or self.store.get(key) == mine
+            is_mine = self.store.create(key, mine) or self.store.get(key) == mine
         except StoreError:
             self._unsure[key] = mine
             raise
+        if n > TERMS_KEPT:
+            self.store.delete([f"{TERMS}/{place}/{n - TERMS_KEPT}"])
+        return is_mine
 
     def terms(self) -> dict[str, int]:
         """How often each place was taken: the highest term of each that anybody has claimed."""

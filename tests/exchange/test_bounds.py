@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ from hetero_pp.model import shapes_by_block, shapes_of
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, most_bytes
 from hetero_pp.refusals import Kind
 from hetero_pp.rpc import exchange as served_exchange
-from hetero_pp.rpc.callers import shown
-from hetero_pp.rpc.channels import make_channel
+from hetero_pp.rpc.callers import Callers, shown
+from hetero_pp.rpc.channels import PROTOCOL_VERSION, make_channel
 from hetero_pp.rpc.connections import reports_of
 from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange import MOST_OPEN, MOST_REPORTS, serve_exchange
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.framing import header_and_payload_frames
 from hetero_pp.rpc.pace import Pace
-from hetero_pp.rpc.services import call_path
+from hetero_pp.rpc.services import BULK_CALLS_MAX, REQUEST_BYTES_MAX, call_path
+from hetero_pp.rpc.stalled import cut_when_stalled
 from replica_groups.exchange.watchers import REMEMBERED_REPORTS, Watchers
 
 SECRET = Secret("a secret")
@@ -244,3 +246,114 @@ def test_a_member_that_floods_with_reports_waits_and_nobody_else(
     before = served.run.exchange.reported
     served.client("b").report(flood[:1])
     assert served.run.exchange.reported == before + 1
+
+
+# ---- budgets of one member ----
+
+
+def _ask(served: Served, call: str, request: bytes) -> grpc.RpcError:
+    """The error that a raw request of the member `a` gets."""
+    with make_channel(served.address) as channel, pytest.raises(grpc.RpcError) as error:
+        ask = channel.unary_stream(call_path(SERVICE, call))
+        list(ask(request, metadata=shown(SECRET.credentials("a"), "run", 1), timeout=TIMEOUT))
+    return error.value
+
+
+def test_a_request_that_is_too_long_is_not_parsed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = pb.JoinRequest(version=PROTOCOL_VERSION, rounds=range(1, 40_000)).SerializeToString()
+    assert len(request) > REQUEST_BYTES_MAX
+    monkeypatch.setattr("hetero_pp.rpc.services.GetMessageClass", lambda _: pytest.fail("it was parsed"))
+    error = _ask(served, "Join", request)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == f"found {len(request)} bytes of JoinRequest, expected at most {REQUEST_BYTES_MAX}"
+    assert served.refusals == {Kind.MALFORMED: 1}
+
+
+def test_a_member_names_a_bounded_number_of_states(served: Served) -> None:
+    request = pb.JoinRequest(version=PROTOCOL_VERSION, rounds=range(served_exchange.STATES_MAX + 1))
+    assert _ask(served, "Join", request.SerializeToString()).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_member_that_joins_in_a_loop_has_to_wait(served: Served) -> None:
+    codes = []
+    for number in range(served_exchange.JOINS_AT_ONCE + 1):
+        request = pb.JoinRequest(version=PROTOCOL_VERSION, process=str(number))
+        codes.append(_ask(served, "Join", request.SerializeToString()).code())
+    assert set(codes[:-1]) == {grpc.StatusCode.PERMISSION_DENIED}  # the slot is held
+    assert codes[-1] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("names", [[f"layers.{one}" for one in range(30_000)], ["norm.weight"] * 30_000])
+def test_a_snapshot_is_refused_in_one_line_for_names_that_it_does_not_have(names: list[str], served: Served) -> None:
+    error = _ask(served, "Snapshot", pb.SnapshotRequest(names=names).SerializeToString())
+    assert error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT)
+    assert len(error.details()) < 200
+
+
+def test_few_rounds_have_their_snapshots_in_memory(served: Served) -> None:
+    callers = Callers(SECRET, served.run.exchange.roster)
+    servicer = served_exchange._Servicer(served.run.exchange, callers)
+    with ExitStack() as sending:
+        for round_ in range(served_exchange.SNAPSHOTS_IN_MEMORY_MAX):
+            sending.enter_context(servicer._sending(round_))
+        sending.enter_context(servicer._sending(0))  # the same snapshot
+        with pytest.raises(TooMuch, match=r"^snapshots after the rounds \[0, 1, 2\] are being sent; ask again"):
+            sending.enter_context(servicer._sending(9))
+    with servicer._sending(9):
+        assert list(servicer._sent) == [9]
+
+
+def _half_sent(served: Served) -> Iterator[bytes]:
+    """A deposit of the member `a` of which nothing but the header is sent."""
+    shapes = shapes_by_block(shapes_of(served.run.snapshot.parameters))["norm"]
+    size = most_bytes(BlobAddress("run", 1, "a", "norm"), shapes, SETTINGS.compression)
+    header = pb.BlobHeader(round=1, replica="a", block="norm", size=size, steps=1)
+    channel, waiting = make_channel(served.address), threading.Event()
+    served._stack.callback(channel.close)
+    served._stack.callback(waiting.set)
+
+    def frames() -> Iterator[bytes]:
+        yield next(iter(header_and_payload_frames(header, [bytes(header.size)])))[: 4 + header.ByteSize()]
+        waiting.wait()
+
+    begin: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(call_path(SERVICE, "Deposit"))
+    return iter(begin(frames(), metadata=shown(SECRET.credentials("a"), "run", 1)))
+
+
+def test_a_deposit_that_stands_still_is_cut(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_exchange, "cut_when_stalled", partial(cut_when_stalled, seconds=0.2))
+
+    def waits(frames: Iterator[bytes], *_: object) -> Any:
+        return next(frames), next(frames)
+
+    monkeypatch.setattr(served_exchange, "read_frames", waits)
+    assert _code(_half_sent(served)) is grpc.StatusCode.CANCELLED
+
+
+def test_a_member_has_few_streams_open(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = threading.Semaphore(0)
+
+    def waits(frames: Iterator[bytes], *_: object) -> Any:
+        entered.release()
+        return next(frames), next(frames)
+
+    monkeypatch.setattr(served_exchange, "read_frames", waits)
+    held = [_half_sent(served) for _ in range(BULK_CALLS_MAX)]
+    for _ in held:
+        assert entered.acquire(timeout=TIMEOUT)
+    assert _code(_half_sent(served)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_stream_that_moves_is_not_cut() -> None:
+    class Context:
+        cancelled = threading.Event()
+
+        def cancel(self) -> None:
+            self.cancelled.set()
+
+    context: Any = Context()
+    frames = cut_when_stalled(iter([b"a", b"b"]), context, 0.05)
+    assert list(frames) == [b"a", b"b"]
+    stalled = cut_when_stalled(iter([b"a", b"b"]), context, 0.05)
+    assert next(stalled) == b"a" and not context.cancelled.is_set()
+    assert context.cancelled.wait(TIMEOUT)

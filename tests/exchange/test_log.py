@@ -14,7 +14,7 @@ from hetero_pp.errors import DamagedFile
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
 from hetero_pp.store.folder import FolderStore
-from replica_groups.exchange.log import ContributionLog, blob_key, record_digest
+from replica_groups.exchange.log import TERMS_KEPT, ContributionLog, blob_key, record_digest
 
 BLOB = b"a blob of the norm"
 
@@ -128,6 +128,14 @@ def test_a_term_is_had_once(log: ContributionLog) -> None:
     assert log.terms() == {"home.0": 2, "dc": 10}
     log.forget_after(0)
     assert log.terms() == {"home.0": 2, "dc": 10}
+
+
+def test_old_claims_of_a_slot_are_removed(log: ContributionLog) -> None:
+    for n in range(1, TERMS_KEPT + 4):
+        assert log.claim_term("home.0", n)
+    assert len(log.store.below("terms")) == TERMS_KEPT
+    assert log.terms() == {"home.0": TERMS_KEPT + 3}
+    assert not log.claim_term("home.0", TERMS_KEPT + 2)
 
 
 def test_of_many_that_claim_a_term_one_has_it(log: ContributionLog) -> None:
