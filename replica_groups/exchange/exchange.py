@@ -238,7 +238,7 @@ class Exchange:
         tensors = self._snapshot("a member", self._newest if round_ is None else round_).tensors()
         unknown = [name for name in names if name not in tensors]
         if unknown:
-            raise self._refused("a member", f"no tensor {unknown[0]:.80} in the snapshot ({len(unknown)} unknown)")
+            raise self._refused("a member", f"no tensors in the snapshot are called {unknown[0]:.80} ({len(unknown)} unknown names)")
         return {name: tensors[name] for name in names}
 
     def _snapshot(self, sender: str, round_: int) -> Snapshot:
