@@ -102,7 +102,13 @@ class WatchedExchange(Protocol):
     def agree(self, member: str, configuration: str, tokens: str) -> str: ...
 
     def join(
-        self, member: str, address: str, available: AvailableStates, process: str | None, is_asked: IsAsked
+        self,
+        member: str,
+        address: str,
+        available: AvailableStates,
+        process: str | None,
+        is_asked: IsAsked,
+        is_guest: bool = False,
     ) -> int: ...
 
     def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
@@ -315,9 +321,10 @@ class _Servicer(ExchangeServicer):
             raise TooMuch(f"{self._member(context)} joins too often; it may again in {seconds:.0f} s")
         available = AvailableStates(frozenset(request.rounds), tuple(map(plain, request.damaged)))
         process = request.process or None
-        member, is_asked = self._member(context), self._is_asked(context)
+        caller, is_asked = self.callers.of(context), self._is_asked(context)
         address = self._listens(context, request.address, is_new=True)
-        return pb.JoinReply(term=self.exchange.join(member, address, available, process, is_asked))
+        term = self.exchange.join(caller.name, address, available, process, is_asked, caller.holder > 0)
+        return pb.JoinReply(term=term)
 
     def _listens(self, context: grpc.ServicerContext, address: str, is_new: bool = False) -> str:
         """Where a member says that it listens, once the exchange knows whether it is reached there."""

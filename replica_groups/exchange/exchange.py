@@ -47,6 +47,7 @@ from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import parameters_sha256
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from hetero_pp.refusals import Kind, Refusals
+from hetero_pp.report_bounds import ReportBounds
 from hetero_pp.run.same import Agreement
 from hetero_pp.run.spec import Roster, RunSpec
 from hetero_pp.snapshot import Snapshot
@@ -55,6 +56,7 @@ from replica_groups.exchange.decisions import Decisions, IsAsked, always
 from replica_groups.exchange.deposits import DIGEST_BYTES, Deposits, Offer
 from replica_groups.exchange.limits import ContributionLimits
 from replica_groups.exchange.log import ContributionLog, key_of
+from replica_groups.exchange.member_reports import MemberReports
 from replica_groups.exchange.patience import Expected
 from replica_groups.exchange.restart import newest_sound
 from replica_groups.exchange.standing import reports_of, why_paused
@@ -91,12 +93,14 @@ class Exchange:
         text: Path | None = None,
         reads: str = "",
         clock: Callable[[], float] = time.monotonic,
+        bounds: ReportBounds | None = None,
     ) -> None:
         """Without a snapshot members can join, but nothing else can be asked until `begin` brings one.
 
         Without an agreement members are not asked what they were started with. `goes_on`: another process was this
         run's exchange a moment ago, and members may be there still. `text`: the file that says which text it is
-        trained on. `reads`: the digest of the text that the exchange reads itself, if it does.
+        trained on. `reads`: the digest of the text that the exchange reads itself, if it does. `bounds`: what members
+        may report.
         """
         self.run = run
         self.roster = roster
@@ -141,6 +145,9 @@ class Exchange:
         self._here: set[str] = set()
         self._heard: dict[str, float] = {}
         self._steps_told = 0
+        self._reports, self._reporting = MemberReports(roster, bounds or ReportBounds()), threading.Lock()
+        self._failed: dict[str, str] = {}
+        """Member -> replica, of members that reported their failure and whose slot nobody has taken since."""
         if snapshot is not None:
             self.begin(snapshot)
 
@@ -194,7 +201,7 @@ class Exchange:
             self._held, self._newest, self._begun_after = snapshot, snapshot.round, last_round
         self.decisions.tell(e.Began(last_round, self._rounds, examples_since))
         begun = Begun(last_round=last_round, damaged=damaged, changes=self._changes.to_json(), note=note)
-        self.report([Report(time=time.time(), member=EXCHANGE, begun=begun)])
+        self.report([Report(member=EXCHANGE, begun=begun)])
 
     def _require_begun(self, member: str) -> None:
         """Members of a run that is under way wait for an exchange that takes over."""
@@ -294,11 +301,11 @@ class Exchange:
 
     def tell_waiting(self, waiting: Waiting) -> None:
         """Tell whoever watches whom it waits for."""
-        self.report([Report(time=time.time(), member=EXCHANGE, waiting=waiting)])
+        self.report([Report(member=EXCHANGE, waiting=waiting)])
 
     def tell_reading(self, what: str, share: float) -> None:
         """Tell whoever watches how far something is that members wait for."""
-        self.report([Report(time=time.time(), member=EXCHANGE, reading=Reading(what=what, share=share))])
+        self.report([Report(member=EXCHANGE, reading=Reading(what=what, share=share))])
 
     # ---- who may come ----
 
@@ -373,13 +380,14 @@ class Exchange:
         available: AvailableStates = NO_STATES,
         process: str | None = None,
         is_asked: IsAsked = always,
+        is_guest: bool = False,
     ) -> int:
-        """See ExchangeService. A second process under one name is refused."""
+        """See ExchangeService. A second process under one name is refused. `is_guest`: it was let in by a ticket."""
         self._expect_member(member)
         process = process or secrets.token_hex(8)
         with self._taking:
             self._require_same_text(member)
-            for answer in self.decisions.tell(e.Applied(member, process)):
+            for answer in self.decisions.tell(e.Applied(member, process, is_guest)):
                 if isinstance(answer, e.Refused):
                     raise self._refused(member, answer.reason)
             if tokens := self._tokens.get(member):
@@ -389,9 +397,11 @@ class Exchange:
             self._addresses[member] = address
             self._available[member] = available
             self._changed.notify_all()
-        report = Report(time=time.time(), member=member)
+            self._failed.pop(member, None)
+        report = Report(member=member)
         report.joined.address, report.joined.term = address, term
-        self.report([report])
+        self._tell([report])
+        self.heard(member)
         return term
 
     def dialled(self, member: str, address: str, is_reached: bool | None) -> None:
@@ -599,37 +609,88 @@ class Exchange:
         if missing:
             raise self._refused(member, f"nobody in {replica} confirmed {sorted(missing)} in round {round_}")
         verified = RoundVerified(round=round_, replica=replica, parameters_sha256=parameters_sha256(hashes))
-        self.report([Report(time=time.time(), member=EXCHANGE, round_verified=verified)])
+        self.report([Report(member=EXCHANGE, round_verified=verified)])
 
     # ---- reports, failure and the end ----
 
     def report(self, reports: Sequence[Report], term: int | None = None) -> None:
-        """See ExchangeService. A failure that is another's consequence ends nothing: its member joins again.
+        """See ExchangeService. Passes on what is in range, then raises Refused if something was not.
 
-        Nor does that of a process whose place is another's by now: so it is when one cannot join again after its term.
+        A failure that is the consequence of another ends nothing: its member joins again. Nor does the failure of a
+        process whose slot another process has taken: it cannot join again after its incarnation.
         """
+        complaints = []
         for report in reports:
-            if report.HasField("failure") and self._is_over(report.member, term):
-                report.failure.consequence = True
-        self.watchers.tell(reports)
-        for report in reports:
-            self.heard(report.member)
-            if report.HasField("inner_step"):
-                with self._changed:
-                    self._steps_told += 1
-            if report.HasField("finished") and report.member in self.coordinator.places:
-                self.decisions.tell(e.Left(report.member, self._term(report.member, term)))
-            if report.HasField("failure") and not report.failure.consequence:
-                cause = report.failure.cause
-                self.decisions.fail(cause if report.member == EXCHANGE else f"{report.member}: {cause}")
+            why = None if report.member == EXCHANGE else self._complaint(report)
+            if why is None:
+                self._pass_on(report, term)
+            else:
+                complaints.append(self._refused(report.member, why, Kind.MALFORMED))
+        if complaints:
+            raise complaints[0]
+
+    def _complaint(self, report: Report) -> str | None:
+        """Say why a member's report is refused; None if it is let in."""
+        with self._changed:
+            newest = min(self.coordinator.last_round + 1 + self.coordinator.rules.overlap, self._rounds)
+            if self._goes_on and self.coordinator.rounds is None:
+                newest = self._rounds  # members train already, and the log is being read
+        with self._reporting:
+            return self._reports.check(report, newest)
+
+    def _pass_on(self, report: Report, term: int | None) -> None:
+        """Tell a report to everybody who watches, and do what it asks for."""
+        if report.HasField("failure") and self._is_over(report.member, term):
+            report.failure.consequence = True
+        if report.HasField("failure") and not report.failure.consequence and not self._ends_run(report):
+            self.died(report.member, report.failure.cause, term)
+            return
+        self._tell([report])
+        self.heard(report.member)
+        if report.HasField("inner_step"):
+            with self._changed:
+                self._steps_told += 1
+        if report.HasField("finished") and report.member in self.coordinator.places:
+            self.decisions.tell(e.Left(report.member, self._term(report.member, term)))
+        if report.HasField("failure") and not report.failure.consequence:
+            cause = report.failure.cause
+            self.decisions.fail(cause if report.member == EXCHANGE else f"{report.member}: {cause}")
+
+    def _ends_run(self, report: Report) -> bool:
+        """Whether a failure leaves too few replicas: then going on would wait for ever.
+
+        Of a member that is not needed, or not alone, the slot becomes vacant instead. Before the run begins every
+        needed member has to come, so there its failure ends the beginning.
+        """
+        replica = self.roster.members.get(report.member)
+        if replica is None:
+            return True
+        rules = self.coordinator.rules
+        with self._changed:
+            if self.coordinator.rounds is None:
+                return replica not in rules.optional
+            self._failed[report.member] = replica
+            return not self.coordinator.is_over and rules.is_lost_without(self._failed.values())
+
+    def _tell(self, reports: Sequence[Report]) -> None:
+        """Date reports by one clock that is never set back, and pass them on in that order."""
+        with self._reporting:
+            kept = []
+            for report in reports:
+                if report.member == EXCHANGE:
+                    report.time = self._reports.now()
+                    kept.append(report)
+                elif self._reports.take(report):
+                    kept.append(report)
+            self.watchers.tell(kept)
 
     def _told(self, effect: e.Effect) -> None:
         """What the rules decide is told to whoever watches."""
         if isinstance(effect, e.Closed):
             closed = self.decisions.kept(effect.record.round)
-            self.watchers.tell([Report(time=time.time(), member=EXCHANGE, round_closed=closed)])
+            self._tell([Report(member=EXCHANGE, round_closed=closed)])
         else:
-            self.watchers.tell(list(reports_of(effect, self.roster.members)))
+            self._tell(list(reports_of(effect, self.roster.members)))
 
     @property
     def reported(self) -> int:
@@ -651,7 +712,7 @@ class Exchange:
     def fail(self, cause: str) -> None:
         """End the run: every call that waits, and every later one, raises RunFailed."""
         failure = Failure(cause=cause)
-        self.report([Report(time=time.time(), member=EXCHANGE, failure=failure)])
+        self.report([Report(member=EXCHANGE, failure=failure)])
 
     def wait_until_finished(self) -> None:
         """Wait until every round is decided, and the members are through whose replicas took part in the last one."""
@@ -687,7 +748,7 @@ class Exchange:
         self._refusals.add(sender, reason, kind)
 
     def _tell_refusal(self, refusal: Refusal) -> None:
-        self.report([Report(time=time.time(), member=EXCHANGE, refusal=refusal)])
+        self.report([Report(member=EXCHANGE, refusal=refusal)])
 
     def _refused(self, sender: str, reason: str, kind: Kind = Kind.UNEXPECTED) -> Refused:
         self.refuse(sender, reason, kind)

@@ -13,6 +13,7 @@ from hetero_pp.errors import DamagedFile, HeteroPPError
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.outer.exchange_service import AvailableStates
 from hetero_pp.progress import NowAndThen
+from hetero_pp.report_bounds import ReportBounds
 from hetero_pp.run.batches import examples_in, text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.first_snapshot import first_snapshot
@@ -29,6 +30,8 @@ from replica_groups.exchange.open_log import keep_configuration, open_log
 from replica_groups.exchange.restart import Restart, find_restart, lasting, newest_sound
 from replica_groups.exchange.retention import Retention
 from replica_groups.protocol.rules import Rules, Window
+
+_STEPS_A_SECOND, _STEPS_OF_ANY_ROUND = 100, 10_000
 
 
 class UnderWay(HeteroPPError):
@@ -66,7 +69,15 @@ def make_exchange(
         magnitudes=spec.config.exchange.magnitudes,
         text=folder.text,
         reads=reads,
+        bounds=bounds_of(spec),
     )
+
+
+def bounds_of(spec: RunSpec) -> ReportBounds:
+    """What a run's members may report. A round of time may have 100 steps a second, and 10,000 more."""
+    inner = spec.config.inner
+    steps = inner.steps or _STEPS_OF_ANY_ROUND + math.ceil(_STEPS_A_SECOND * (inner.seconds or 0.0))
+    return ReportBounds(steps, tokens_a_step(spec))
 
 
 def rules_of(spec: RunSpec, lonely: bool = False) -> Rules:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 
-from hetero_pp.errors import HeteroPPError
+from hetero_pp.errors import HeteroPPError, Refused
 from hetero_pp.messages.messages_pb2 import Report
 from hetero_pp.outer.exchange_service import ExchangeService
 
@@ -18,6 +19,7 @@ class Reporter:
         self.member = member
         self._exchange = exchange
         self._interval = interval
+        self._was_refused = False
         self._queue: queue.SimpleQueue[Report | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"reporter {member}", daemon=True)
         self._thread.start()
@@ -60,8 +62,14 @@ class Reporter:
             over = batch[-1] is None
 
     def _deliver(self, reports: list[Report]) -> bool:
+        for report in reports:
+            report.sent = time.time()
         try:
             self._exchange.report(reports)
+        except Refused as error:  # one report was out of range; others, and later ones, may be let in
+            if not self._was_refused:
+                print(f"{self.member}: the exchange refused a report: {error}", file=sys.stderr, flush=True)
+            self._was_refused = True
         except HeteroPPError:
             return False  # the exchange is gone; whoever waits for it says so
         return True

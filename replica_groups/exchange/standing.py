@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Mapping
 
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import (
+    EXCLUDED,
     HEALED,
     LATE,
     LEFT_OUT,
+    NOT_AWAITED,
     PAUSED,
     SCALED,
     SILENT,
@@ -21,6 +22,7 @@ from hetero_pp.messages.messages_pb2 import (
     Report,
     Standing,
 )
+from hetero_pp.units import format_seconds
 from replica_groups.protocol import events as e
 
 
@@ -42,10 +44,15 @@ def reports_of(effect: e.Effect, replicas: Mapping[str, str]) -> Iterator[Report
             yield _report(WENT_ON, round=round_)
         case e.Over(round_, rounds, finishing):
             over = Over(round=round_, rounds=rounds, finishing=finishing)
-            yield Report(time=time.time(), member=EXCHANGE, over=over)
+            yield Report(member=EXCHANGE, over=over)
         case e.Heal(place, term, round_, parameter):
             cause = f"held another {parameter} than the log gives"
             yield _report(HEALED, place=place, replica=replicas[place], term=term, round=round_, cause=cause)
+        case e.Excluded(place, term, round_, until):
+            yield _report(EXCLUDED, place=place, replica=replicas[place], term=term, round=round_, cause=str(until))
+        case e.NotAwaited(replica, round_, missed, seconds):
+            cause = f"missed {missed} rounds in a row: rounds of the next {format_seconds(round(seconds))}"
+            yield _report(NOT_AWAITED, replica=replica, round=round_, cause=cause)
 
 
 def why_paused(there: Collection[str], replicas: int, needed: int) -> str:
@@ -57,4 +64,4 @@ def _report(
     what: Happened, place: str = "", replica: str = "", term: int = 0, round: int = 0, cause: str = ""
 ) -> Report:
     standing = Standing(what=what, place=place, replica=replica, term=term, round=round, cause=cause)
-    return Report(time=time.time(), member=EXCHANGE, standing=standing)
+    return Report(member=EXCHANGE, standing=standing)

@@ -10,7 +10,7 @@ who is there from who is heard. So it may end at any instruction, begin anew, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,19 +29,30 @@ LOOK_SECONDS = 10.0
 REMEMBERED_HASHES = 4
 """Of how many rounds hashes are kept until replay has come to them."""
 
-FEW = 3
-"""Replicas, one of which may hold other bits than replay gives and make nobody doubt replay, whoever is away."""
+LATE_IN_A_ROW = 3
+"""Rounds that a replica may miss in a row before rounds close without waiting for it."""
+
+UNAWAITED_FACTOR = 10.0
+"""How much longer than it was waited for in vain such a replica is not waited for, before one round does so again."""
+
+WRONG_AGAIN_WITHIN = 16
+"""Rounds after a member was healed in which it may not hold other bits again."""
+
+EXCLUDED_ROUNDS = 16
+"""Rounds that a replica does not take part in once a member of it held other bits again."""
 
 REMEMBERED_LATE = 16
 """For how many rounds who is late may be so and be learnt from."""
 
 
 class Late(NamedTuple):
-    """Whom a round did not wait for."""
+    """Replicas that a round did not count."""
 
     quorum_at: float | None
     replicas: set[str]
-    """That have not come since."""
+    """Those that have not come since."""
+    unawaited: frozenset[str]
+    """Those that it did not wait for, as they had missed several rounds in a row."""
 
 
 class Coordinator:
@@ -69,6 +80,8 @@ class Coordinator:
         self.rounds: int | None = None
         """The last that there will be; None before the run begins."""
         self.lateness = Lateness(rules.grace)
+        self._finish_by: float | None = None
+        """When members have to have left; None before the last round is decided."""
         self._finishing: set[str] = set()
         """Once every round is decided: the replicas that took part in the last one, as long as they are complete."""
         self._paused = False
@@ -111,6 +124,7 @@ class Coordinator:
         """What an event, `now`, makes necessary."""
         effects = list(self._handlers[type(event)](event, now))
         if self.open is not None:
+            self.open.is_overdue = now - self.open.opened_at >= self.rules.limit
             self.open.count(self._needed, now)
         effects += self._close_if_due(now)
         effects += self._tell_of_quorum()
@@ -122,6 +136,8 @@ class Coordinator:
         times += [place.claim_at for place in self.places.values() if place.claim_at is not None]
         if self.open is not None and not self.open.writing:
             times += [time for time in (self._closes_at(), self._look_at) if time is not None]
+        if self._finish_by is not None and not self.is_through:
+            times.append(self._finish_by)
         return min(times, default=None)
 
     @property
@@ -136,10 +152,16 @@ class Coordinator:
 
     @property
     def _needed(self) -> int:
-        """How many replicas a quorum of the open round is: of those that come and go, who takes part counts."""
+        """How many replicas a quorum of the open round is.
+
+        Of the optional ones those count that take part: one that missed the last round it took part in only once it
+        has contributed, and after `limit` all of them. Else who takes every round and contributes nothing would keep
+        rounds open for ever.
+        """
         if self.open is None:
             return self.rules.needed_of(())
-        return self.rules.needed_of({*self.open.taking_part, *self.open.whole}, self.open.number)
+        there = {name for name in self.open.taking_part if not self.replicas[name].missed and not self.open.is_overdue}
+        return self.rules.needed_of({*there, *self.open.whole}, self.open.number)
 
     @property
     def is_through(self) -> bool:
@@ -172,7 +194,7 @@ class Coordinator:
         elif place.held and not place.presumed and now - place.silence.since < place.silence.lease / 3:
             yield e.Refused(place.name, f"found a second process of `{place.name}`", event.process)
         else:
-            place.applicant = event.process
+            place.applicant, place.applies_as_guest = event.process, event.is_guest
             yield from self._let_in(place)
 
     def _let_in(self, place: Place) -> Iterator[e.Effect]:
@@ -186,6 +208,7 @@ class Coordinator:
         place.claiming = False
         if event.won and event.term > place.term and not place.held:
             place.take(event.term, event.process, now, self.rules)
+            place.is_guest = place.applies_as_guest
             if place.applicant == event.process:
                 place.applicant = None
             yield e.Welcome(place.name, event.process, place.term)
@@ -353,11 +376,21 @@ class Coordinator:
         assert self.open is not None
         if replica not in self.rules.due(self.open.number):
             return False
+        if self._is_excluded(replica, self.open.number) and replica not in self.open.taking_part:
+            return self._others_there(replica) < self._needed
         if replica in self.open.taking_part or replica in self.open.whole:
             return replica not in self.open.whole
-        there = len(self.open.whole) + len([one for one in self.waited_for if one != replica])
         in_time = now - self.open.opened_at <= self.lateness.grace
-        return self.rules.joins_at_once or in_time or there < self._needed
+        return self.rules.joins_at_once or in_time or self._others_there(replica) < self._needed
+
+    def _others_there(self, replica: str) -> int:
+        """How many other replicas have contributed to the open round, or are waited for."""
+        assert self.open is not None
+        return len(self.open.whole) + len([one for one in self.waited_for if one != replica])
+
+    def _is_excluded(self, replica: str, round_: int) -> bool:
+        """Whether a replica is not to take part, as it held other bits again. A quorum is never lost by that."""
+        return round_ < self.replicas[replica].excluded_until
 
     def _assign(self, replica: Replica, round_: int) -> Iterator[e.Effect]:
         replica.round = round_
@@ -366,7 +399,8 @@ class Coordinator:
         for place in replica.places:
             place.asked = None
             yield e.Assign(place.name, place.term, round_, replica.epoch, place.differs, replica.trained)
-            place.differs = False
+            if place.differs:
+                place.differs, place.healed_for = False, round_
 
     def _open_next(self, now: float, taking_part: set[str]) -> Iterator[e.Effect]:
         """Open the round after the last one that is decided, for these replicas and those that wait."""
@@ -374,9 +408,12 @@ class Coordinator:
         self.open, self._look_at = None, None
         if self.last_round < self.rounds:
             number = self.last_round + 1
-            self.open = OpenRound(number, now, taking_part & self.rules.due(number))
+            taking_part = {name for name in taking_part if not self._is_excluded(name, number)}
+            unawaited = frozenset(name for name, one in self.replicas.items() if now < one.awaited_from)
+            self.open = OpenRound(number, now, taking_part & self.rules.due(number), unawaited=unawaited)
             self._look_at = now + self.rules.limit
         else:
+            self._finish_by = now + self.rules.grace.most
             yield e.Over(self.last_round, self.rounds, tuple(sorted(self._finishing)))
         for replica in self.replicas.values():
             yield from self._form(replica, now)
@@ -415,7 +452,7 @@ class Coordinator:
         replica, late = self.places[event.place].replica, self._late.get(event.round)
         if late is not None and replica in late.replicas:
             late.replicas.discard(replica)
-            if late.quorum_at is not None:
+            if late.quorum_at is not None and replica not in late.unawaited:
                 self.lateness.came(now - late.quorum_at)
             yield e.TooLate(replica, event.round)
 
@@ -444,12 +481,14 @@ class Coordinator:
         counted = {one.replica for one in record.contributions}
         self._in_step = {replica: closed.deposits[replica].epoch for replica in closed.whole}
         self._in_step |= {one.replica: one.epoch for one in record.contributions}
-        self._late[record.round] = Late(closed.quorum_at, closed.taking_part - self._in_step.keys())
+        missing = closed.taking_part - self._in_step.keys()
+        self._late[record.round] = Late(closed.quorum_at, set(missing), closed.unawaited)
         _keep_newest(self._late, REMEMBERED_LATE)
         yield from (e.Bounded(one.replica, record.round, one.scale) for one in record.contributions if one.scale != 1)
         yield from (e.Bounded(replica, record.round, 0.0) for replica in record.left_out)
         uncounted = closed.whole.keys() - counted - set(record.left_out)
         yield from (e.TooLate(replica, record.round) for replica in sorted(uncounted))
+        yield from self._note_missed(closed, missing, now)
         self._finishing = (closed.taking_part | closed.whole.keys()).intersection(self.alive)
         ahead = {name for name, replica in self.replicas.items() if replica.round == record.round + 1}
         yield from self._open_next(now, {name for name in self.alive if name in self._in_step or name in ahead})
@@ -462,6 +501,21 @@ class Coordinator:
         if closed.quorum_at is not None:
             for came in list(closed.whole.values())[closed.quorum :]:
                 self.lateness.came(came - closed.quorum_at)
+
+    def _note_missed(self, closed: OpenRound, missing: Collection[str], now: float) -> Iterator[e.Effect]:
+        """Count the rounds in a row that each replica took part in and did not contribute to in time.
+
+        After a few, rounds close without waiting for it, so that in the long run a tenth of the time is lost at most.
+        """
+        for name in self._in_step:
+            self.replicas[name].missed, self.replicas[name].awaited_from = 0, 0.0
+        waited = self.lateness.grace if closed.quorum_at is None else max(0.0, now - closed.quorum_at)
+        for name in sorted(missing):
+            replica = self.replicas[name]
+            replica.missed += 1
+            if replica.missed >= LATE_IN_A_ROW and name not in closed.unawaited:
+                replica.awaited_from = now + UNAWAITED_FACTOR * waited
+                yield e.NotAwaited(name, closed.number, replica.missed, UNAWAITED_FACTOR * waited)
 
     def _not_recorded(self, event: e.NotRecorded, now: float) -> Iterator[e.Effect]:
         if self.open is not None and event.round == self.open.number:
@@ -516,17 +570,26 @@ class Coordinator:
                 yield from self._found_wrong(self.places[name], round_, wrong[0])
 
     def _found_wrong(self, place: Place, round_: int, parameter: str) -> Iterator[e.Effect]:
+        """The log decides, however many members hold other bits: each is healed, and excluded if that does not last.
+
+        Only if all replicas whose members were started by the operator hold other bits, and these are several, the
+        machine that replays the log is in doubt. What members let in by a ticket say has no part in that.
+        """
         differing = self._differing.setdefault(round_, set())
         _keep_newest(self._differing, REMEMBERED_HASHES)
         differing.add(place.replica)
-        expected = self.rules.expected({*self.alive, *differing}, round_)
-        there = max(expected, min(FEW, len(self.replicas)))
-        if 2 * len(differing) > there:
-            whom = ", ".join(sorted(differing))
-            yield e.Stop(f"after round {round_}, {whom} hold another {parameter} than the log gives")
+        own = {name for name in {*self.alive, *differing} if not self.replicas[name].has_guests}
+        if len(own) > 1 and own <= differing:
+            yield e.Stop(f"after round {round_}, {', '.join(sorted(own))} hold another {parameter} than the log gives")
             return
         place.differs = True
         yield e.Heal(place.name, place.term, round_, parameter)
+        replica, healed = self.replicas[place.replica], place.healed_for
+        if healed is not None and healed <= round_ < healed + WRONG_AGAIN_WITHIN and round_ >= replica.excluded_until:
+            replica.excluded_until = round_ + 1 + EXCLUDED_ROUNDS
+            if self.open is not None and replica.round != self.open.number:
+                self.open.taking_part.discard(replica.name)
+            yield e.Excluded(place.name, place.term, round_, replica.excluded_until)
 
     # ---- time ----
 
@@ -537,6 +600,12 @@ class Coordinator:
             if place.claim_at is not None and now >= place.claim_at:
                 place.claim_at = None
                 yield from self._let_in(place)
+        if self._finish_by is not None and now >= self._finish_by:
+            for place in self.places.values():
+                if place.held and place.replica in self._finishing:
+                    yield from self._end_term(
+                        place, f"it did not leave within {self.rules.grace.most:.0f} s of the end"
+                    )
         if self._look_at is not None and now >= self._look_at and self.open is not None and not self.open.writing:
             self._look_at = now + LOOK_SECONDS
             yield e.Look(self.open.number)

@@ -56,6 +56,8 @@ class Applied:
 
     place: str
     process: str
+    is_guest: bool = False
+    """Whether it was let in by a ticket."""
 
 
 @dataclass(frozen=True)
@@ -375,8 +377,32 @@ class Heal:
 
 
 @dataclass(frozen=True)
+class Excluded:
+    """Who holds a place held other bits again after it was healed: its replica takes part in no round before `until`,
+    unless a quorum needs it.
+    """
+
+    place: str
+    term: int
+    round: int
+    until: int
+
+
+@dataclass(frozen=True)
+class NotAwaited:
+    """A replica missed so many rounds in a row, the last one `round`: rounds that open within so many seconds do not
+    wait for it, unless it contributes in time again.
+    """
+
+    replica: str
+    round: int
+    missed: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Stop:
-    """The run must not go on: nobody knows which bits are right."""
+    """The run must not go on: all replicas of the operator, which are several, hold other bits than replay gives."""
 
     cause: str
 
@@ -398,5 +424,7 @@ Effect = (
     | WentOn
     | Over
     | Heal
+    | Excluded
+    | NotAwaited
     | Stop
 )

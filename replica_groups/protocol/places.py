@@ -25,6 +25,10 @@ class Place:
     """Who holds it, as far as it has named itself."""
     applicant: str | None = None
     """Who waits for it."""
+    applies_as_guest: bool = False
+    """Whether that process was let in by a ticket."""
+    is_guest: bool = True
+    """Whether its holder was, as far as is known: another coordinator may have let it in."""
     claiming: bool = False
     claim_at: float | None = None
     """When to try again, if the store has failed."""
@@ -39,11 +43,13 @@ class Place:
     computes: bool = False
     differs: bool = False
     """Whether it holds other bits than replay gives."""
+    healed_for: int | None = None
+    """The last round that it took theta from the log again for, whoever held the slot."""
 
     def take(self, term: int, process: str | None, now: float, rules: Rules) -> None:
         """Somebody holds it from now on."""
         self.term, self.process = term, process
-        self.held, self.presumed, self.lost = True, False, False
+        self.held, self.presumed, self.lost, self.is_guest = True, False, False, True
         self.asked, self.progress, self.computes, self.differs = None, -1, False, False
         self.silence, self.stillness = Silence(rules.lease, now), Silence(rules.hang, now)
 
@@ -97,6 +103,17 @@ class Replica:
 
     trained: int | None = 0
     """What all of its places had asked with when it was given that round; None if another coordinator knows."""
+    missed: int = 0
+    """Rounds in a row that it took part in and did not contribute to in time."""
+    awaited_from: float = 0.0
+    """Rounds that open before this time do not wait for it, as it missed several in a row."""
+    excluded_until: int = 0
+    """The first round that it may take part in."""
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether a place of it is held by somebody who was let in by a ticket, as far as is known."""
+        return any(place.is_guest for place in self.places)
 
     @property
     def epoch(self) -> int:

@@ -37,6 +37,10 @@ class OpenRound:
     writing: bool = False
     """Whether its record is on its way to the store."""
     retry_at: float | None = None
+    unawaited: frozenset[str] = frozenset()
+    """Replicas that it does not wait for, as they missed several rounds in a row."""
+    is_overdue: bool = False
+    """Whether it is open for longer than `limit`."""
 
     def deposit(
         self, replica: str, epoch: int, block: str, entry: Hashable, steps: int, rules: Rules, now: float
@@ -69,8 +73,9 @@ class OpenRound:
         self.deposits.pop(replica, None)
 
     def waited_for(self, alive: Iterable[str]) -> list[str]:
-        """Of the replicas that are there, those that take part and have not contributed."""
-        return sorted(replica for replica in alive if replica in self.taking_part and replica not in self.whole)
+        """Of the replicas that are there, those that take part, have not contributed, and are waited for at all."""
+        missing = self.taking_part - self.whole.keys() - self.unawaited
+        return sorted(replica for replica in alive if replica in missing)
 
     def closes_at(self, waits: bool, grace: float, limit: float) -> float | None:
         """When it closes if nothing more comes; None while a quorum is missing."""

@@ -298,7 +298,7 @@ def test_who_was_taken_back_watches_no_more(served: Served) -> None:
 
 
 def test_who_was_invited_and_fails_ends_its_own_part_alone(served: Served) -> None:
-    """Who was started with the run's secret is believed that the run has failed."""
+    """A member that was started with the run's secret ends the run once no quorum is left without it."""
     client = served.client(served.takes(served.ticket("b")).credentials)
     client._term = 1
     failed = Report(failure=Failure(cause="made up"))

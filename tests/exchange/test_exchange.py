@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hetero_pp.errors import DamagedFile, HeteroPPError, MalformedContribution, Refused, RunFailed
 from hetero_pp.links import EXCHANGE
-from hetero_pp.messages.messages_pb2 import HEALED, Report, RoundRecord
+from hetero_pp.messages.messages_pb2 import EXCLUDED, HEALED, Report, RoundRecord
 from hetero_pp.model import ModelShape, block_of, shapes_by_block, shapes_of
 from hetero_pp.outer.methods import OuterSettings
 from hetero_pp.outer.step import OuterOptimizer, parameter_sha256, parameters_sha256
@@ -345,8 +345,42 @@ def test_who_confirms_after_the_auditor_is_held_against_it(exchange: Exchange, s
     assert _happened(exchange) == [(HEALED, "home.1", 1)]
 
 
-def test_a_majority_that_differs_ends_the_run(exchange: Exchange, snapshot: Snapshot) -> None:
-    """Nobody knows which bits are right."""
+def test_guests_that_make_hashes_up_do_not_end_a_run(snapshot: Snapshot, tmp_path: Path) -> None:
+    """The log decides, however many they are: each is healed once, and then takes part in no round."""
+    roster = Roster({name: name for name in ("dc", "x", "y")}, dict.fromkeys(("dc", "x", "y"), FIRST | LAST))
+    log = ContributionLog(FolderStore(tmp_path / "guests"))
+    exchange = Exchange("run", roster, None, SETTINGS, log, rules=patient(roster))
+    for member in roster.members:
+        exchange.join(member, "", is_guest=member != "dc")
+    exchange.begin(snapshot)
+    right = _hashes(snapshot, FIRST | LAST)
+    heals = [assign_all(exchange)]
+    for round_ in (1, 2):
+        for member in roster.members:
+            if exchange.coordinator.replicas[member].round == round_:
+                for block in sorted(FIRST | LAST):
+                    address = BlobAddress("run", round_, member, block)
+                    exchange.deposit(member, address, _blob(snapshot, address))
+        exchange.confirm(EXCHANGE, round_, right)
+        for member in roster.members:
+            exchange.confirm(member, round_, right if member == "dc" else right | WRONG)
+        heals.append(assign_all(exchange, round_, None if round_ == 1 else ["dc"]))
+    assert {member: work.heals for member, work in heals[1].items()} == {"dc": False, "x": True, "y": True}
+    assert {member: work.round for member, work in heals[2].items()} == {"dc": 3}
+    assert exchange.coordinator.waited_for == ["dc"]
+    assert _happened(exchange) == [
+        (HEALED, "x", 1),
+        (HEALED, "y", 1),
+        (HEALED, "x", 2),
+        (EXCLUDED, "x", 2),
+        (HEALED, "y", 2),
+        (EXCLUDED, "y", 2),
+    ]
+    exchange.end_watching()
+
+
+def test_if_all_replicas_of_the_operator_differ_the_run_ends(exchange: Exchange, snapshot: Snapshot) -> None:
+    """Then the machine that replays the log may be wrong."""
     _deposit_all(exchange, snapshot)
     exchange.confirm("dc", 1, _hashes(snapshot, FIRST | LAST) | WRONG)
     exchange.confirm("home.0", 1, _hashes(snapshot, FIRST))
@@ -450,15 +484,37 @@ def test_whoever_waits_wakes_when_replicas_differ(exchange: Exchange, snapshot: 
     assert [type(error) for error in errors] == [RunFailed, RunFailed]
 
 
-def test_a_members_failure_is_the_runs(exchange: Exchange) -> None:
-    report = Report(member="home.1")
-    report.failure.cause = "out of memory"
-    exchange.report([report])
-    with pytest.raises(RunFailed, match=r"home\.1: out of memory"):
+def _fails(member: str, cause: str) -> Report:
+    report = Report(member=member)
+    report.failure.cause = cause
+    return report
+
+
+def test_a_members_failure_is_the_runs_once_no_quorum_is_left(exchange: Exchange) -> None:
+    """One member of several cannot end the run: its slot becomes vacant, and another process may take it."""
+    exchange.report([_fails("home.1", "out of memory")])
+    assert not exchange.coordinator.places["home.1"].held
+    exchange.join("home.1", "")
+    exchange.report([_fails("dc", "out of memory")])
+    exchange.join("dc", "")
+    exchange.report([_fails("home.1", "no more heat")])
+    exchange.decisions.require_alive()
+    with pytest.raises(RunFailed, match=r"dc: out of memory again"):
+        exchange.report([_fails("dc", "out of memory again")])
         exchange.record(1)
     exchange.fail("a consequence")
-    with pytest.raises(RunFailed, match="out of memory"):  # the first cause stays
+    with pytest.raises(RunFailed, match="out of memory again"):  # the first cause stays
         exchange.record(1)
+    told = [report.failure.cause for report in _reports(exchange) if report.HasField("failure")]
+    assert told == ["out of memory again", "a consequence"]
+
+
+def test_before_a_run_begins_a_needed_member_that_fails_ends_it(tmp_path: Path) -> None:
+    exchange = Exchange("run", ROSTER, None, SETTINGS, ContributionLog(FolderStore(tmp_path)))
+    exchange.join("home.1", "")
+    exchange.report([_fails("home.1", "no such tokenizer")])
+    with pytest.raises(RunFailed, match=r"home\.1: no such tokenizer"):
+        exchange.wait_until_joined()
 
 
 def test_whoever_waits_for_a_record_wakes_when_the_round_closes(exchange: Exchange, snapshot: Snapshot) -> None:

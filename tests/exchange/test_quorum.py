@@ -9,7 +9,7 @@ from members import TIMEOUT
 from small_run import GRACE, LIMIT, Run, closed
 
 from hetero_pp.errors import Refused
-from hetero_pp.messages.messages_pb2 import LATE, PAUSED, WENT_ON
+from hetero_pp.messages.messages_pb2 import LATE, NOT_AWAITED, PAUSED, WENT_ON
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 
 THREE = {"a": 1, "b": 1, "c": 1}
@@ -211,3 +211,83 @@ def test_steps_that_nobody_can_have_taken_are_refused(steps: int, tmp_path: Path
     run.deposit(1, "a")
     assert list(tmp_path.glob("round-*/a"))
     assert [one.tokens for one in run.exchange.record(1).contributions] == [700, 700, 700]
+
+
+# ---- who takes every round and contributes nothing ----
+
+
+def _rounds_without(run: Run, absent: str, rounds: int) -> list[float]:
+    """Everybody takes part in so many rounds, and one replica contributes nothing: how long each of them takes."""
+    found = []
+    for round_ in range(closed(run) + 1, closed(run) + 1 + rounds):
+        run.assign(round_ - 1)
+        began = run.clock.time
+        run.deposit(round_, *(name for name in run.roster.members if name != absent))
+        while closed(run) < round_:
+            run.passes(1)
+        found.append(run.clock.time - began)
+    return found
+
+
+def test_who_contributes_nothing_is_waited_for_three_times_and_then_seldom(run: Run) -> None:
+    assert _rounds_without(run, "d", 5) == [GRACE.most, GRACE.least, GRACE.least, 0, 0]
+    assert run.late(5) == ["d"]
+    told = [one for one in run.told() if one.what == NOT_AWAITED]
+    assert [(one.replica, one.round, one.cause) for one in told] == [
+        ("d", 3, "missed 3 rounds in a row: rounds of the next 1 min 40 s")
+    ]
+
+
+def test_who_was_not_waited_for_is_waited_for_again_later(run: Run) -> None:
+    """Else a replica that is a little slower than the others would never be counted again."""
+    _rounds_without(run, "d", 3)
+    run.assign(3)
+    run.passes(10 * GRACE.least)
+    run.deposit(4, "a", "b", "c")
+    assert run.counted(4).keys() == {"a", "b", "c"}
+    assert _rounds_without(run, "d", 2) == [GRACE.least, 0]
+
+
+def test_who_contributes_in_time_is_waited_for_at_once(run: Run) -> None:
+    _rounds_without(run, "d", 4)
+    run.assign(4)
+    run.deposit(5, "a", "b", "d", "c")
+    assert run.counted(5).keys() == FOUR.keys()
+    assert _rounds_without(run, "d", 1) == [GRACE.least]
+
+
+def test_optional_replicas_that_contribute_nothing_keep_no_round_open(tmp_path: Path) -> None:
+    """They are no part of a quorum after the limit of one round, until they contribute."""
+    run = Run(tmp_path, {"dc": 1, "x": 1, "y": 1, "z": 1}, optional=["x", "y", "z"])
+    run.assign(0)
+    run.deposit(1, "dc")
+    run.passes(LIMIT - 1)
+    assert closed(run) == 0
+    run.passes(1)
+    assert run.counted(1).keys() == {"dc"}
+    run.assign(1)
+    run.deposit(2, "dc")
+    run.passes(GRACE.most)
+    assert run.counted(2).keys() == {"dc"}
+
+
+# ---- the end ----
+
+
+def _last_round(run: Run) -> None:
+    for round_ in range(1, 10):
+        run.assign(round_ - 1)
+        run.deposit(round_, *run.roster.members)
+
+
+def test_a_run_ends_though_a_member_only_sends_heartbeats(run: Run) -> None:
+    """Members have as long as the longest grace window to fetch the last round, to evaluate, and to leave."""
+    _last_round(run)
+    run.passes(GRACE.most - 1, heard=tuple(FOUR))
+    assert not run.exchange.coordinator.is_through
+    assert run.exchange.coordinator.holds("a", 1)
+    run.passes(1, heard=tuple(FOUR))
+    run.exchange.wait_until_finished()
+    assert run.exchange.beat("a", term=1).is_over
+    run.exchange.join("a", "", process="again")  # nor can it keep the run open by joining again
+    assert run.exchange.coordinator.is_through

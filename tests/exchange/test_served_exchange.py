@@ -91,7 +91,13 @@ class Recorder:
         return CHANGES
 
     def join(
-        self, member: str, address: str, available: AvailableStates, process: str | None, is_asked: IsAsked
+        self,
+        member: str,
+        address: str,
+        available: AvailableStates,
+        process: str | None,
+        is_asked: IsAsked,
+        is_guest: bool = False,
     ) -> int:
         self.asked.append(("join", member, address, available))
         self.processes.append(process)

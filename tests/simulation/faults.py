@@ -123,14 +123,15 @@ class FaultInjector:
             world.network.send(member.host.receive, None, e.Lost(member.place, member.term))
 
     def _corrupt(self) -> None:
-        """One at a time, where the others are more: else nobody could know which bits are right."""
+        """One at a time: if all held other bits, replay would be in doubt."""
         member = self._one()
         world = self._world
-        if member is None or len(world.rules.replicas) < 3 or any(one.is_corrupt for one in world.members):
+        if member is None or any(one.is_corrupt for one in world.members):
             return
         if world.timeline.now < world.corrupt_again_at:
             return
         world.corrupt_again_at = world.timeline.now + 300.0
+        world.corrupted.add(member.place)
         member.theta, member.is_corrupt, member.wrong_rounds = world.dice.randbytes(8), True, 0
         world.tell(f"holds other bits: {member.process}")
 

@@ -19,7 +19,7 @@ from simulation.stores import THETA, Path, Units, replayed
 from simulation.violation import Violation
 
 from replica_groups.protocol import events as e
-from replica_groups.protocol.coordinator import REMEMBERED_HASHES, Coordinator
+from replica_groups.protocol.coordinator import LATE_IN_A_ROW, REMEMBERED_HASHES, Coordinator
 
 if TYPE_CHECKING:
     from simulation.host import Host
@@ -55,6 +55,10 @@ class Watched:
     """Replicas that the open round was opened for."""
     heard: dict[str, float] = field(default_factory=dict)
     """place -> when"""
+    unawaited_until: dict[str, float] = field(default_factory=dict)
+    """replica -> rounds that open before do not wait for it, as it missed several in a row"""
+    finish_by: float | None = None
+    """Until when members have to have left, once all rounds are decided."""
     hangs_until: dict[str, float] = field(default_factory=dict)
     """place -> until when a process that hung may be ended for it"""
 
@@ -198,7 +202,11 @@ class Invariants:
         if isinstance(event, e.Deposited) and before is None:
             self._note_deposit(watched, event, effects, host)
         if coordinator.open is not None and coordinator.open.number == watched.number and watched.quorum_at is None:
-            there = coordinator.open.taking_part | watched.whole
+            is_overdue = host.now - watched.opened_at >= coordinator.rules.limit
+            there = {
+                one for one in coordinator.open.taking_part if not (coordinator.replicas[one].missed or is_overdue)
+            }
+            there |= watched.whole
             needed = coordinator.rules.needed_of(there, coordinator.open.number)
             watched.quorum_at = host.now if len(watched.whole) >= needed else None
         if isinstance(event, e.Left):
@@ -252,8 +260,27 @@ class Invariants:
                 watched.ended[place] = max(term, watched.ended.get(place, 0))
                 if effect.cause:
                     self._out_of_step(watched, places[place])
+            case e.Closed(record):
+                for one in record.contributions:
+                    watched.unawaited_until.pop(one.replica, None)
+            case e.NotAwaited(replica, round_, missed, seconds):
+                self._require_missed(replica, round_, missed)
+                watched.unawaited_until[replica] = host.now + seconds
+                self._world.disturb(seconds, replica)
+            case e.Over():
+                watched.finish_by = host.now + host.coordinator.rules.grace.most
+            case e.Heal(place) | e.Excluded(place) if place not in self._world.corrupted:
+                raise Violation(4, f"{place} holds the bits of replay, and is told that it does not")
+            case e.Excluded(place, _, _, until):
+                self._world.excluded_until[places[place]] = until
             case e.Stop(cause):
                 raise Violation(4, f"the run ends: {cause}")
+
+    def _require_missed(self, replica: str, round_: int, missed: int) -> None:
+        """A replica is waited for unless it is in none of the last records."""
+        counted = [one for one in range(max(1, round_ - LATE_IN_A_ROW + 1), round_ + 1) if self._first[one].of(replica)]
+        if missed < LATE_IN_A_ROW or counted:
+            raise Violation(6, f"{replica} is not waited for, and was counted in rounds {counted}")
 
     def _out_of_step(self, watched: Watched, replica: str) -> None:
         watched.trains.pop(replica, None)
@@ -267,6 +294,8 @@ class Invariants:
         if host.now >= min(watched.quorum_at + rules.grace.least, watched.opened_at + rules.limit) - 1e-6:
             return
         for replica, places in watched.trains.items():
+            if watched.opened_at < watched.unawaited_until.get(replica, 0.0):
+                continue
             is_there = all(coordinator.places[place].held for place in self._world.places_of[replica])
             if is_there and len(places) == len(self._world.places_of[replica]) and record.of(replica) is None:
                 raise Violation(6, f"round {record.round} does not wait for {replica}, which is there and trains")
@@ -307,6 +336,8 @@ class Invariants:
             return
         if not effect.cause:
             raise Violation(5, f"term {effect.term} of {effect.place} is refused, and has not ended")
+        if watched.finish_by is not None and host.now >= watched.finish_by:
+            return
         silent = host.now - max(watched.heard.get(effect.place, watched.since), watched.since)
         hangs = host.now < watched.hangs_until.get(effect.place, 0.0)
         if silent < host.coordinator.rules.lease.least - 1e-6 and not hangs:

@@ -69,6 +69,10 @@ class World:
         self.hosts: list[Host] = []
         self.members: list[Member] = []
         self.corrupt_again_at = 0.0
+        self.corrupted: set[str] = set()
+        """Places of which a member once held other bits."""
+        self.excluded_until: dict[str, int] = {}
+        """replica -> the first round that it may take part in again"""
         self._number = 0
         self._calm_since = dict.fromkeys(self.rules.replicas, 0.0)
         """replica -> when it was, or will be, disturbed for the last time"""
@@ -229,6 +233,9 @@ class World:
 
     def _take_stock(self, replica: str, before: float, record: Record) -> None:
         """Whether a replica that is there is counted, now and then at least."""
+        if record.round < self.excluded_until.get(replica, 0):
+            self._calm_since[replica] = self.timeline.now
+            return
         if self._calm_since[replica] > before or not self._is_well(replica):
             return
         self._live += 1

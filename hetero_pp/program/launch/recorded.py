@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hetero_pp.changed_keys import PENDING, REPLICAS, Changes, Values, read_changes, write_changes
 from hetero_pp.errors import ConfigError, HeteroPPError, RunFailed
 from hetero_pp.links import EXCHANGE
-from hetero_pp.messages.messages_pb2 import Begun, Refusal, Report
+from hetero_pp.messages.messages_pb2 import Begun, Report
 from hetero_pp.program.launch.claim import claim_all
 from hetero_pp.program.launch.inputs import Prepared, new_run_folder
 from hetero_pp.program.launch.same_run import require_same_run, unheeded
@@ -27,7 +28,8 @@ from hetero_pp.run.yaml_file import save_config
 from replica_groups.exchange.open_log import fetch_configuration, keep_configuration, open_log, require_unused
 
 MOST_REFUSALS = 20
-"""That are shown; all are in metrics.jsonl."""
+"""Of the exchange that are shown; all are in metrics.jsonl."""
+MOST_REFUSALS_OF_A_MEMBER = 5
 
 OnReport = Callable[[Report], None]
 Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
@@ -65,7 +67,7 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, s
             if resume:
                 _go_on(spec, folder, report, state, recorder, say)
         if report.HasField("refusal"):
-            refuse(report.refusal)
+            refuse(report)
         for line in happenings.lines(report):
             say(line)
         state.apply(report)
@@ -90,14 +92,20 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, s
     print_result(console, state.summary(), folder.path)
 
 
-def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Refusal], None]:
-    """Says who was not let in and why, once for each; whoever comes again does so from another port."""
-    told: set[str] = set()
+def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:
+    """Says who was not let in, by whom and why, once for each; whoever comes again does so from another port.
 
-    def refuse(refusal: Refusal) -> None:
-        line = f"refused {refusal.sender.rpartition(':')[0] or refusal.sender}: {refusal.reason}"
-        if line not in told and len(told) < MOST_REFUSALS:
-            told.add(line)
+    Every process that refuses has its own number of lines, so that no member can keep those of others from being shown.
+    """
+    told: defaultdict[str, set[str]] = defaultdict(set)
+
+    def refuse(report: Report) -> None:
+        refusal, own = report.refusal, report.member in ("", EXCHANGE)
+        refused = f"refused {refusal.sender.rpartition(':')[0] or refusal.sender}: {refusal.reason}"
+        line = refused if own else f"{report.member} says that it {refused}"
+        lines = told[report.member]
+        if line not in lines and len(lines) < (MOST_REFUSALS if own else MOST_REFUSALS_OF_A_MEMBER):
+            lines.add(line)
             say(line)
 
     return refuse

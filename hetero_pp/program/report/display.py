@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetero_pp.links import DIRECTIONS
+from hetero_pp.links import DIRECTIONS, EXCHANGE
 from hetero_pp.messages.messages_pb2 import CONTRIBUTING, JOINING, STORING, Waiting
 from hetero_pp.outer.exchange_service import FIRST_TOLD
 from hetero_pp.program.report.carried import LinkState
@@ -429,7 +429,9 @@ def _result_lines(summary: Mapping[str, Any], folder: Path) -> Iterator[str]:
     yield from result_standings(summary)
     if summary["refusals"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in summary["refusals_by_kind"].items())
-        yield f"Messages refused: {kinds} (see metrics.jsonl)."
+        told = summary.get("refusals_told_by", {}).items()
+        words = ", ".join(f"{member} reports {count}" for member, count in told if member != EXCHANGE)
+        yield f"Messages refused: {kinds}{words and f'; of these {words}'} (see metrics.jsonl)."
     yield (
         f"{format_count(summary['rounds'], 'outer round')} in {format_seconds(summary['wall_seconds'])}, "
         f"{summary['tokens_per_second']:,.0f} tokens/s over all replicas."

@@ -45,7 +45,7 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
                 reports.append(_report(line))
             elif line["event"] in _KEPT_UNTIL:
                 unplaced.append(_report(line))
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             strange += 1
     if strange:
         complain(f"{strange} unreadable lines of {folder.metrics.name} are skipped")
@@ -82,7 +82,7 @@ def _lines(metrics: Path, having: str = "") -> Iterator[Any]:
 
 
 def _report(line: dict[str, Any]) -> Report:
-    report = Report(time=line["time"], member=line["member"])
+    report = Report(time=float(line["time"]), member=line["member"])
     if line["event"] == "standing":
         line = line | {"what": Happened.Value(line["what"].upper())}
     _fill(getattr(report, line["event"]), line)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hetero_pp.messages.messages_pb2 import (
+    EXCLUDED,
     GIVEN_UP,
     HEALED,
     INJECTED,
     LATE,
     LEFT_OUT,
+    NOT_AWAITED,
     PAUSED,
     RESTARTED,
     SCALED,
@@ -95,6 +97,13 @@ class Happenings:
                 yield f"round {told.round} continues after a pause of {format_seconds(time - self._paused_at)}"
             case what if what == HEALED:
                 yield f"after round {told.round}, {told.place} {told.cause}; it recovers from the log"
+            case what if what == EXCLUDED:
+                yield (
+                    f"after round {told.round}, {told.place} held other parameters than the log again: {told.replica} "
+                    f"takes part in no round before {told.cause}, unless a quorum needs it"
+                )
+            case what if what == NOT_AWAITED:
+                yield f"{told.replica} {told.cause} do not wait for it; what it contributes in time counts"
             case what if what == INJECTED:
                 yield f"on purpose, in round {told.round}: {told.cause}"
 

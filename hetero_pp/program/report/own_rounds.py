@@ -58,10 +58,12 @@ class OwnRounds:
         if report.HasField("over") and not self._take_part(report.over.finishing):
             self._say(f"{self._state.spec.config.name}: {RunOver.after(report.over.round, report.over.rounds)}")
         if report.HasField("member_round") and report.member in self._members:
-            self._round(report.time, report.member, report.member_round)
+            sent = report.sent if report.HasField("sent") else report.time
+            self._round(sent, report.member, report.member_round)
 
-    def _round(self, time: float, member: str, told: MemberRound) -> None:
-        if time < self._since:
+    def _round(self, sent: float, member: str, told: MemberRound) -> None:
+        """`sent`: when a member of this host sent it, by this host's clock."""
+        if sent < self._since:
             self._earlier[member] = max(told.round, self._earlier.get(member, 0))
             return
         for name, last in self._earlier.items():

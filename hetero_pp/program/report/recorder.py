@@ -135,10 +135,12 @@ class Recorder:
             with suppress(OSError):
                 self._path.unlink()  # the run did not go on: what it had left stays
             return
-        summary = (to_json(self._state.summary(), indent=2) + "\n").encode()
-        self._last(lambda: write_whole(folder.summary, summary), "is not written")
+        self._last(lambda: write_whole(folder.summary, self._summary()), "is not written")
         self._last(lambda: draw_losses(self._state, folder.path / "loss.png"), "is not drawn")
         self._last(lambda: draw_links(self._state, folder.path / "links.png"), "is not drawn")
+
+    def _summary(self) -> bytes:
+        return (to_json(self._state.summary(), indent=2) + "\n").encode()
 
     def _last(self, do: Callable[[], object], became: str) -> None:
         """Do what is not tried again."""

@@ -248,4 +248,4 @@ class Standings:
 
 def with_name(place: str, cause: str) -> str:
     """`home.1 was killed by SIGKILL`, whether or not the cause names who it is about."""
-    return cause if cause.startswith(place) else f"{place}: {cause}"
+    return cause if cause.startswith((f"{place} ", f"{place}:")) else f"{place}: {cause}"

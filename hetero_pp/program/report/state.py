@@ -6,6 +6,7 @@ thread holds `lock` meanwhile.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -35,9 +36,11 @@ from hetero_pp.program.report.pauses import Pauses
 from hetero_pp.program.report.replica_state import ReplicaState
 from hetero_pp.program.report.standings import Standings
 from hetero_pp.refusals import Kind
+from hetero_pp.report_bounds import ReportBounds, complaint
 from hetero_pp.run.spec import RunSpec
 
 _KINDS = frozenset(Kind)
+_ANY = ReportBounds()
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class RunState:
         """Number of the last round that an earlier start of the run closed; 0 if the run begins."""
         self.refusals: Counter[str] = Counter()
         """By kind."""
+        self.refusals_told: Counter[str] = Counter()
+        """By the process that reported them: the exchange, or a member, whose word it then is."""
         self.joined: set[str] = set()
         self.joined_at: float | None = None
         """Time of the report with which all needed members had joined; None if it has not been received."""
@@ -101,7 +106,10 @@ class RunState:
     # ---- writing ----
 
     def apply(self, report: Report) -> None:
-        """Take in one report. What names no replica, link or round of this run is left out."""
+        """Take in one report. What names no replica, link or round of this run, or is out of range, is left out."""
+        newest = max(self.rounds_planned, self._last_closed + 2)
+        if not math.isfinite(report.time) or complaint(report, newest, _ANY):
+            return
         with self.lock:
             self.started = report.time if self.started is None else min(self.started, report.time)
             self.latest = report.time if self.latest is None else max(self.latest, report.time)
@@ -127,7 +135,7 @@ class RunState:
                 case "failure":
                     self._failure(report.member, report.failure)
                 case "refusal":
-                    self._refused(report.refusal)
+                    self._refused(report.member, report.refusal)
                 case "finished":
                     self._finished.add(report.member)
                 case "over":
@@ -140,10 +148,11 @@ class RunState:
                     self.waiting = report.waiting if report.waiting.missing or report.waiting.obstacle else None
                     self.waiting_told = report.time
 
-    def _refused(self, refusal: Refusal) -> None:
+    def _refused(self, member: str, refusal: Refusal) -> None:
         """A kind that is none, such as that of a member which makes one up, counts as unexpected."""
         kind = refusal.kind if refusal.kind in _KINDS else Kind.UNEXPECTED
         self.refusals[kind] += refusal.count or 1
+        self.refusals_told[member] += refusal.count or 1
 
     def fail(self, cause: str) -> None:
         """The run has ended before its end; the launcher knows the cause better than any member."""
@@ -387,6 +396,7 @@ class RunState:
                 "standings": self.standings.summary(),
                 "refusals": self.refusals.total(),
                 "refusals_by_kind": dict(sorted(self.refusals.items())),
+                "refusals_told_by": dict(sorted(self.refusals_told.items())),
                 "changes": self.changes.history,
             } | ({} if self.failed is None else {"failed": self.failed})
 

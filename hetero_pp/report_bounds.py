@@ -1,0 +1,119 @@
+"""The range of every number that a member may put into a report.
+
+The exchange refuses a report outside these ranges. Whoever reads recorded reports leaves it out: an earlier version of
+the exchange may have recorded it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from hetero_pp.messages.messages_pb2 import Report
+
+MOST_LOSS = 1e6
+"""Nats per token. A model that guesses has the logarithm of its vocabulary, about 12; one that diverges has more."""
+MOST_NORM = 1e30
+"""Of a gradient: below the largest fp32 number, 3e38."""
+MOST_RATE = 1e6
+"""Of a learning rate."""
+MOST_SECONDS = 1e8
+"""Three years."""
+MOST_BYTES = 1 << 50
+"""On one direction of one link in one round: 1 PiB."""
+MOST_MESSAGES = 1 << 40
+MOST_TOKENS = 1 << 40
+"""Of one inner step or one evaluation, where the batch is not known."""
+MOST_REFUSED = 1_000_000
+"""Messages that one report of refusals may stand for. They are reported once a second."""
+MOST_STEPS = 1 << 30
+"""Inner steps of a round, where neither their number nor the duration of a round is known."""
+
+_SECONDS = (0.0, MOST_SECONDS)
+_RANGES: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "inner_step": {
+        "loss": (0.0, MOST_LOSS),
+        "gradient_norm": (0.0, MOST_NORM),
+        "learning_rate": (0.0, MOST_RATE),
+    },
+    "evaluation": {"loss": (0.0, MOST_LOSS), "tokens": (0, MOST_TOKENS)},
+    "link_use": {
+        "payload_bytes": (0, MOST_BYTES),
+        "wire_bytes": (0, MOST_BYTES),
+        "messages": (0, MOST_MESSAGES),
+        "busy_seconds": _SECONDS,
+    },
+    "member_round": dict.fromkeys(
+        ("compute_seconds", "wait_seconds", "outer_seconds", "evaluation_seconds", "blocked_seconds"), _SECONDS
+    ),
+    "refusal": {"count": (0, MOST_REFUSED)},
+    "state_saving": {},
+    "failure": {},
+    "finished": {},
+}
+"""Event that a member may report -> field -> smallest and largest number, both allowed."""
+
+_DIVERGING = ("loss", "gradient_norm")
+"""Fields that are not finite in an honest report of a run that diverges: such a number counts as unknown."""
+
+_FIRST_ROUND: Mapping[str, int] = {
+    "inner_step": 1,
+    "evaluation": 0,
+    "link_use": 0,
+    "member_round": 1,
+    "state_saving": 0,
+}
+"""Events that name a round, and the first one that they may name."""
+
+
+@dataclass(frozen=True)
+class ReportBounds:
+    """What a run allows."""
+
+    steps: int = MOST_STEPS
+    """Inner steps of one round."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Replica -> tokens of one inner step, where it is known."""
+
+
+def complaint(report: Report, last_round: int, bounds: ReportBounds) -> str | None:
+    """Say which field of a member's report is out of range: the first, or None. `last_round`: the newest of the run."""
+    event = report.WhichOneof("event")
+    if event not in _RANGES:
+        return None
+    told, ranges = getattr(report, event), dict(_RANGES[event])
+    if event in _FIRST_ROUND:
+        ranges["round"] = (_FIRST_ROUND[event], last_round)
+    if event == "inner_step":
+        ranges["step"] = (0, bounds.steps - 1)
+        ranges["tokens"] = (0, bounds.tokens.get(told.replica, MOST_TOKENS))
+    for name, (least, most) in ranges.items():
+        if _is_told(told, name) and not (least <= getattr(told, name) <= most or _has_diverged(told, name)):
+            return f"`{event}.{name}`: got {getattr(told, name):g}, expected {least:g} to {most:g}"
+    return None
+
+
+def drop_unknown(report: Report) -> bool:
+    """Clear the losses and norms of an inner step that are not finite, as those of a run that diverges are not.
+
+    Return False for an evaluation whose loss is not finite: nothing is left of it.
+    """
+    if report.HasField("inner_step"):
+        step = report.inner_step
+        for name in _DIVERGING:
+            if step.HasField(name) and not math.isfinite(getattr(step, name)):
+                step.ClearField(name)
+    return not report.HasField("evaluation") or math.isfinite(report.evaluation.loss)
+
+
+def _has_diverged(told: Message, name: str) -> bool:
+    """Whether a number is what a loss or a norm becomes when training diverges."""
+    return name in _DIVERGING and (math.isnan(getattr(told, name)) or getattr(told, name) == math.inf)
+
+
+def _is_told(told: Message, name: str) -> bool:
+    is_optional = told.DESCRIPTOR.fields_by_name[name].has_presence
+    return not is_optional or told.HasField(name)

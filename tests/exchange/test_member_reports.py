@@ -1,0 +1,189 @@
+"""What a member may report: every number has a range, reports are bounded in number, and the exchange dates them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_run import Run
+
+from hetero_pp.errors import Refused
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.refusals import Kind
+from hetero_pp.report_bounds import MOST_BYTES, ReportBounds, complaint
+from hetero_pp.rpc.permissions import REPORTS
+from hetero_pp.run.spec import Roster
+from replica_groups.exchange.exchange import Exchange
+from replica_groups.exchange.member_reports import MemberReports
+from replica_groups.exchange.reporter import Reporter
+
+STEPS, TOKENS = 10, 400
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Three replicas in round 1 of 9."""
+    run = Run(tmp_path, {"a": 1, "b": 1, "c": 1})
+    run.exchange._reports = MemberReports(run.roster, ReportBounds(STEPS, {"a": TOKENS}))
+    run.assign(0)
+    return run
+
+
+def _step(**values: float) -> pb.Report:
+    told = {"replica": "a", "round": 1, "step": 0, "loss": 3.0, "tokens": TOKENS} | values
+    return pb.Report(member="a", time=1.0, inner_step=pb.InnerStep(**told))  # type: ignore[arg-type]
+
+
+def _use(**values: float) -> pb.Report:
+    use = pb.LinkUse(link="a-exchange", direction="forward", **({"round": 1} | values))  # type: ignore[arg-type]
+    return pb.Report(member="a", link_use=use)
+
+
+def _evaluation(**values: float) -> pb.Report:
+    told = pb.Evaluation(replica="a", **({"round": 1, "loss": 3.0} | values))  # type: ignore[arg-type]
+    return pb.Report(member="a", evaluation=told)
+
+
+def _round(**values: float) -> pb.Report:
+    return pb.Report(member="a", member_round=pb.MemberRound(**({"round": 1} | values)))  # type: ignore[arg-type]
+
+
+def _refusal(**values: object) -> pb.Report:
+    return pb.Report(member="a", refusal=pb.Refusal(**({"kind": Kind.STRANGER} | values)))  # type: ignore[arg-type]
+
+
+OUT_OF_RANGE = {
+    "a round that is not open": _step(round=2),
+    "no round": _step(round=0),
+    "a step beyond the round": _step(step=STEPS),
+    "tokens beyond the batch": _step(tokens=TOKENS + 1),
+    "a huge loss": _step(loss=1e308),
+    "a negative loss": _step(loss=-1.0),
+    "minus infinity": _step(loss=-math.inf),
+    "a huge norm": _step(gradient_norm=1e308),
+    "no learning rate": _step(learning_rate=math.nan),
+    "an evaluation of a made-up round": _evaluation(round=2**32 - 1),
+    "a huge evaluation": _evaluation(loss=1e308),
+    "tokens of no evaluation": _evaluation(tokens=2**63),
+    "a link in a made-up round": _use(round=2**32 - 1),
+    "bytes that no link carries": _use(wire_bytes=MOST_BYTES + 1),
+    "payload that no link carries": _use(payload_bytes=2**64 - 1),
+    "messages that no link carries": _use(messages=2**64 - 1),
+    "a link busy for ever": _use(busy_seconds=math.inf),
+    "a made-up round": _round(round=2**32 - 1),
+    "a round of no time": _round(wait_seconds=math.nan),
+    "a round of all time": _round(compute_seconds=1e308),
+    "a state of a made-up round": pb.Report(member="a", state_saving=pb.StateSaving(round=2**32 - 1)),
+    "more refusals than calls": _refusal(count=2**64 - 1),
+    "a made-up kind of refusal": _refusal(kind="made up"),
+}
+
+
+@pytest.mark.parametrize("report", OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
+def test_what_is_out_of_range_is_refused_in_the_senders_name(report: pb.Report, run: Run) -> None:
+    """What is told beside it is passed on."""
+    with pytest.raises(Refused, match=r"a: `\w+\.\w+`: got .*, expected "):
+        run.exchange.report([report, _step(loss=2.0)])
+    run.exchange.end_watching()
+    told = list(run.exchange.watch())
+    assert [one.inner_step.loss for one in told if one.HasField("inner_step")] == [2.0]
+    assert [(one.refusal.sender, one.refusal.kind) for one in told if one.HasField("refusal")] == [
+        ("a", Kind.MALFORMED)
+    ]
+    assert report not in told
+
+
+def test_every_number_that_a_member_may_report_has_a_range() -> None:
+    """A field that is added without one is found here: no field takes its type's largest number."""
+    for event in REPORTS:
+        for field in pb.Report.DESCRIPTOR.fields_by_name[event].message_type.fields:
+            if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64, field.CPPTYPE_DOUBLE):
+                is_real = field.cpp_type == field.CPPTYPE_DOUBLE
+                most = 1e308 if is_real else 2**32 - 1 if field.cpp_type == field.CPPTYPE_UINT32 else 2**64 - 1
+                report = pb.Report(member="a")
+                setattr(getattr(report, event), field.name, most)
+                assert complaint(report, 9, ReportBounds()) is not None, f"{event}.{field.name}"
+
+
+def test_what_is_in_range_is_passed_on(run: Run) -> None:
+    told = [_step(), _step(step=STEPS - 1), _evaluation(), _evaluation(round=0), _use(round=0), _round(), _refusal()]
+    run.exchange.report(told)
+    assert run.exchange.refusals == 0
+
+
+def test_losses_of_a_run_that_diverges_are_unknown(run: Run) -> None:
+    """They are honest, and no number that anybody could add."""
+    run.exchange.report([_step(loss=math.nan, gradient_norm=math.inf), _evaluation(loss=math.nan)])
+    run.exchange.end_watching()
+    told = [one for one in run.exchange.watch() if one.member == "a" and not one.HasField("joined")]
+    assert [one.WhichOneof("event") for one in told] == ["inner_step"]
+    assert not told[0].inner_step.HasField("loss")
+    assert not told[0].inner_step.HasField("gradient_norm")
+    assert run.exchange.refusals == 0
+
+
+@pytest.mark.parametrize("make", [_evaluation, _round, _use, _refusal])
+def test_a_flood_of_reports_is_bounded_by_the_rounds_of_the_run(make: object, run: Run) -> None:
+    """Else whoever records them needs more and more memory, and more and more of a disk."""
+    assert callable(make)
+    refused = 0
+    for _ in range(3_000):
+        try:
+            run.exchange.report([make()])
+        except Refused:
+            refused += 1
+    told = [one for one in _told(run.exchange) if one.WhichOneof("event") == make().WhichOneof("event")]
+    assert sum(one.member == "a" for one in told) == 3_000 - refused < 300
+
+
+def _told(exchange: Exchange) -> list[pb.Report]:
+    exchange.end_watching()
+    return list(exchange.watch())
+
+
+class _Clock:
+    def __init__(self, *times: float) -> None:
+        self._times: Iterator[float] = iter(times)
+
+    def __call__(self) -> float:
+        return next(self._times)
+
+
+def _dated(reports: MemberReports, time: float, sent: float | None = None) -> float:
+    report = pb.Report(member="a", time=time, sent=sent, finished=pb.Finished())
+    assert reports.take(report)
+    return report.time
+
+
+def test_reports_are_dated_by_the_exchange() -> None:
+    """By their arrival, less their age; not before the member's report before, however it sets its clock."""
+    roster = Roster({"a": "a"}, {"a": frozenset()})
+    reports = MemberReports(roster, ReportBounds(), _Clock(1000, 1010, 1020, 1030, 1040, 1050, 1060, 1055))
+    assert _dated(reports, 5.0, 8.0) == 1007.0  # made 3 s before it was sent
+    assert _dated(reports, 0.0) == 1020.0
+    assert _dated(reports, -math.inf, 8.0) == 1030.0
+    assert _dated(reports, math.nan, math.nan) == 1040.0
+    assert _dated(reports, 0.0, 1e12) == 1040.0  # not before the one before
+    assert _dated(reports, 1e12, 0.0) == 1060.0  # nor after its arrival
+    assert reports.now() == 1060.0  # though the clock was set back
+
+
+def test_a_reporter_outlives_a_report_that_is_refused(run: Run) -> None:
+    reporter = Reporter(run.exchange, "a", interval=0.0)
+    for report in (_step(loss=1e308), _step(loss=2.5)):
+        reporter.send(report)
+        reporter.flush()
+    reporter.close()
+    told = [one for one in _told(run.exchange) if one.HasField("inner_step")]
+    assert [one.inner_step.loss for one in told] == [2.5]
+    assert told[0].HasField("sent")
+
+
+def test_a_taken_over_run_lets_members_report_the_round_that_they_train(run: Run) -> None:
+    """Before the exchange has read its log, it does not know which."""
+    exchange = run._open(goes_on=True)
+    exchange.report([_step(round=7)])
+    assert exchange.refusals == 0
+    assert [one.inner_step.round for one in _told(exchange)] == [7]
