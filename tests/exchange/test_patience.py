@@ -139,7 +139,7 @@ def test_inner_steps_are_progress_until_somebody_waits(exchange: Exchange, snaps
     begin(exchange, snapshot)
     assign_all(exchange)
     step = Report(member="home.0")
-    step.inner_step.replica = "home"
+    step.inner_step.replica, step.inner_step.round = "home", 1
     before = exchange.expected()
     exchange.report([step])
     assert exchange.expected().progress != before.progress

@@ -234,7 +234,7 @@ def test_who_contributes_nothing_is_waited_for_three_times_and_then_seldom(run: 
     assert run.late(5) == ["d"]
     told = [one for one in run.told() if one.what == NOT_AWAITED]
     assert [(one.replica, one.round, one.cause) for one in told] == [
-        ("d", 3, "missed 3 rounds in a row: rounds of the next 1 min 40 s")
+        ("d", 3, "missed 3 rounds in a row: rounds of the next 1:40")
     ]
 
 

@@ -12,7 +12,9 @@ from test_run_state import (
     ROUND_SECONDS,
     START,
     TIMED,
+    evaluation,
     inner_step,
+    link_use,
     made_up_reports,
     made_up_round,
     made_up_spec,
@@ -20,9 +22,12 @@ from test_run_state import (
     waiting,
 )
 
-from hetero_pp.messages.messages_pb2 import CONTRIBUTING, Report
+from hetero_pp.messages.messages_pb2 import CONTRIBUTING, MemberRound, Refusal, Report
+from hetero_pp.program.launch.recorded import MOST_REFUSALS_OF_A_MEMBER, _teller_of_refusals
+from hetero_pp.program.report.earlier import reports_until
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
+from hetero_pp.refusals import Kind
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
 
@@ -188,3 +193,64 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     record(tmp_path, [inner_step(START, "dc", "dc", 1, 0, loss=math.nan, gradient_norm=math.inf)])
     assert (lines(tmp_path)[0]["loss"], lines(tmp_path)[0]["gradient_norm"]) == (None, None)
     assert json.loads((tmp_path / "summary.json").read_text())["replicas"][0]["loss"] is None
+
+
+def _hostile_reports() -> list[Report]:
+    """What members could once report, and what an earlier version may have recorded."""
+    last = 2**32 - 1
+    uses = [link_use(START, "home.0-1", "forward", round_, 2**63) for round_ in range(3, 3000)]
+    times = [inner_step(time, "dc", "dc", 1, 0, loss=1.0) for time in (-math.inf, math.inf, math.nan)]
+    huge = [
+        inner_step(START, "dc", "dc", 1, 0, loss=1e308),
+        inner_step(START, "home.1", "home", 1, 0, loss=1e308),
+        inner_step(START, "dc", "dc", 1, 1, loss=-math.inf),
+        evaluation(START, "dc", 1, 1e308),
+        evaluation(START, "home", 1, 1e308),
+        evaluation(START, "dc", 1, -math.inf),
+        evaluation(START, "dc", last, 1.0),
+        inner_step(START, "dc", "dc", last, 0, loss=1.0),
+        link_use(START, "home.0-1", "backward", last, 1),
+        Report(time=START, member="dc", member_round=MemberRound(round=last, compute_seconds=1e308)),
+        Report(time=START, member="dc", refusal=Refusal(kind=Kind.MALFORMED, count=2**64 - 1)),
+    ]
+    return [*uses, *times, *huge]
+
+
+def test_a_record_outlives_reports_that_are_out_of_range(tmp_path: Path) -> None:
+    """They are left out of the summary, whose numbers are those without them; nothing is kept of them in memory."""
+    honest = made_up_reports()
+    state = record(tmp_path / "hostile", [*_hostile_reports(), *honest, *_hostile_reports()])
+    record(tmp_path / "honest", honest)
+    summaries = [json.loads((tmp_path / one / "summary.json").read_text()) for one in ("hostile", "honest")]
+    assert summaries[0] == summaries[1]
+    kept = [len(way.rounds) + len(way._recent) for link in state.links.values() for way in link.directions.values()]
+    kept += [len(replica.validation_loss) for replica in state.replicas.values()]
+    assert max(kept) < 10
+
+
+def test_a_run_goes_on_over_a_record_of_reports_that_are_out_of_range(tmp_path: Path) -> None:
+    record(tmp_path, [*made_up_reports(), *_hostile_reports()])
+    complaints: list[str] = []
+    spec = made_up_spec()
+    state = RunState(spec)
+    for report in reports_until(spec.config, RunFolder(tmp_path), 2, complaints.append):
+        state.apply(report)
+    assert "unreadable lines of metrics.jsonl are skipped" in complaints[0]
+    assert state.summary()["rounds"] == 2
+    assert all(0 < loss < 10 for replica in state.replicas.values() for loss in replica.validation_loss.values())
+
+
+def test_what_a_member_says_that_it_refused_is_shown_as_its_word(tmp_path: Path) -> None:
+    def refused(member: str, sender: str, count: int) -> Report:
+        return Report(time=START, member=member, refusal=Refusal(sender=sender, kind=Kind.MALFORMED, count=count))
+
+    said: list[str] = []
+    teller = _teller_of_refusals(said.append)
+    reports = [refused("home.1", f"dc {number}", 1) for number in range(100)] + [refused("exchange", "home.1:1", 3)]
+    for report in reports:
+        teller(report)
+    assert said[:1] == ["home.1 says that it refused dc 0: "]
+    assert said[-1] == "refused home.1: "
+    assert len(said) == MOST_REFUSALS_OF_A_MEMBER + 1
+    summary = record(tmp_path, reports).summary()
+    assert (summary["refusals"], summary["refusals_told_by"]) == (103, {"exchange": 3, "home.1": 100})
