@@ -377,11 +377,12 @@ class Coordinator:
         if replica not in self.rules.due(self.open.number):
             return False
         if self._is_excluded(replica, self.open.number) and replica not in self.open.taking_part:
-            return self._others_there(replica) < self._needed
+            return self.open.is_overdue or self._others_there(replica) < self._needed
         if replica in self.open.taking_part or replica in self.open.whole:
             return replica not in self.open.whole
         in_time = now - self.open.opened_at <= self.lateness.grace
-        return self.rules.joins_at_once or in_time or self._others_there(replica) < self._needed
+        at_once = self.rules.joins_at_once or in_time or self.open.is_overdue  # who has taken it may never contribute
+        return at_once or self._others_there(replica) < self._needed
 
     def _others_there(self, replica: str) -> int:
         """How many other replicas have contributed to the open round, or are waited for."""

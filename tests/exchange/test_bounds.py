@@ -238,13 +238,13 @@ def test_a_member_that_floods_with_reports_waits_and_nobody_else(
         return 10 * TIMEOUT if due > 0 else 0.0
 
     monkeypatch.setattr(Pace, "due_in", waited)
-    flood = [pb.Report(member_round=pb.MemberRound(round=1)) for _ in range(MOST_REPORTS)]
+    flood = [pb.Report(inner_step=pb.InnerStep(replica="a", round=1)) for _ in range(MOST_REPORTS)]
     client = served.client("a")
     client.report(flood)
     in_thread(lambda: client.report(flood))
     assert waits.wait(TIMEOUT)
     before = served.run.exchange.reported
-    served.client("b").report(flood[:1])
+    served.client("b").report([pb.Report(inner_step=pb.InnerStep(replica="b", round=1))])
     assert served.run.exchange.reported == before + 1
 
 

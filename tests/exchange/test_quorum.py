@@ -271,6 +271,23 @@ def test_optional_replicas_that_contribute_nothing_keep_no_round_open(tmp_path: 
     assert run.counted(2).keys() == {"dc"}
 
 
+def test_who_takes_a_round_and_contributes_nothing_does_not_keep_others_out_for_ever(tmp_path: Path) -> None:
+    """Who comes late waits for the next round, but not beyond the limit of the open one."""
+    run = Run(tmp_path, {"x": 1, "dc": 1}, optional=["x", "dc"])
+    run.exchange.died("dc", "its host said so")
+    run.assign(0, "x")
+    run.passes(GRACE.most + 1)
+    run.exchange.join("dc", "")
+    waits = run.ask_in_thread("dc", 0)
+    run.passes(LIMIT - GRACE.most - 2)
+    assert not waits.done()
+    run.passes(1)
+    assert run.assign(0, "dc") == {"dc": 1}  # it asks again, as every member that waits does
+    run.deposit(1, "dc")
+    run.passes(GRACE.most)
+    assert run.counted(1).keys() == {"dc"}
+
+
 # ---- the end ----
 
 

@@ -27,6 +27,7 @@ class Faults:
     corruptions: float | None = None
     clock_jumps: float | None = None
     power_cuts: float | None = None
+    idles: float | None = None
     lost: float = 0.0
     doubled: float = 0.0
     late: float = 0.0
@@ -48,7 +49,7 @@ class Faults:
             mean is None or mean >= LIGHT_SECONDS
             for mean in (
                 *(self.kills, self.freezes, self.hangs, self.cuts, self.coordinator_kills),
-                *(self.coordinator_freezes, self.second_coordinators, self.outages, self.power_cuts),
+                *(self.coordinator_freezes, self.second_coordinators, self.outages, self.power_cuts, self.idles),
             )
         )
 
@@ -128,6 +129,11 @@ def draw_faults(dice: Random) -> Faults:
     )
 
 
+def draw_idles(dice: Random, faults: Faults) -> Faults:
+    """In some histories members take rounds and contribute nothing."""
+    return replace(faults, idles=dice.choice((100.0, 300.0, 1000.0))) if dice.random() < 0.3 else faults
+
+
 HARSH = Faults(
     kills=100.0,
     freezes=150.0,
@@ -142,6 +148,7 @@ HARSH = Faults(
     doubled=0.3,
     late=0.3,
     store_fails=0.1,
+    idles=150.0,
 )
 """All kinds at once, where bugs are to be found soon."""
 

@@ -36,6 +36,7 @@ class FaultInjector:
             (faults.corruptions, self._corrupt),
             (faults.clock_jumps, self._jump),
             (faults.power_cuts, self._cut_power),
+            (faults.idles, self._idle),
         ):
             if mean is not None:
                 self._plan(mean, strike)
@@ -55,6 +56,8 @@ class FaultInjector:
         self.is_over = True
         world = self._world
         world.network.heal()
+        for member in list(world.members):
+            self._end_idle(member)
         world.store.fails, world.store.down_until = 0.0, 0.0
 
     # ---- members ----
@@ -109,6 +112,25 @@ class FaultInjector:
             member.hangs = True
             self._world.tell(f"hangs: {member.process}")
             self._world.disturb(self._world.rules.hang.most + HOLDS_SECONDS, member.replica)
+
+    def _idle(self) -> None:
+        """A member takes every round, sends heartbeats, and contributes nothing; or does not leave at the end."""
+        member = self._one()
+        if member is None:
+            return
+        world = self._world
+        member.stays = True
+        seconds = world.dice.choice((world.dice.uniform(20.0, 100.0), world.dice.uniform(100.0, 600.0)))
+        member.idles_until = world.timeline.now + seconds
+        world.timeline.after(seconds, self._end_idle, member)
+        world.tell(f"contributes nothing for {seconds:.0f} s: {member.process}")
+        world.disturb(seconds + HOLDS_SECONDS, member.replica)
+
+    def _end_idle(self, member: Member) -> None:
+        """Somebody ends a member that contributes nothing."""
+        if member.idles_until and not member.dead:
+            member.idles_until = 0.0
+            self._world.end_hung(member)
 
     def _cut(self) -> None:
         member = self._one()

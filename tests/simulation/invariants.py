@@ -320,12 +320,15 @@ class Invariants:
             raise Violation(6, f"{replica.name} is assigned round {effect.round} after it has contributed to it")
         is_late = effect.round == watched.number and host.now - watched.opened_at > rules.grace.most + 1e-6
         is_in_step = replica.name in watched.in_step or replica.name in watched.trains
-        if not is_late or rules.joins_at_once or is_in_step or not isinstance(event, e.Asked):
+        is_overdue = host.now - watched.opened_at >= rules.limit
+        if not is_late or is_overdue or rules.joins_at_once or is_in_step or not isinstance(event, e.Asked):
             return
         others = set(coordinator.open.whole) | {
             name
             for name, places in watched.trains.items()
-            if len(places) == len(self._world.places_of[name]) and coordinator.replicas[name].alive
+            if len(places) == len(self._world.places_of[name])
+            and coordinator.replicas[name].alive
+            and watched.opened_at >= watched.unawaited_until.get(name, 0.0)
         }
         if len(others - {replica.name}) >= rules.needed_of(others - {replica.name}, effect.round):
             raise Violation(6, f"{replica.name} begins round {effect.round} long after the others")

@@ -61,6 +61,10 @@ class Member:
         self.blocks = sorted(world.rules.blocks[place])
         self.host: Host | None = None
         self.dead, self.hangs, self.frozen_until, self.cut_until = False, False, 0.0, 0.0
+        self.idles_until = 0.0
+        """Until then it takes every round and contributes nothing."""
+        self.stays = False
+        """Whether it does not leave when the run is over, until its term ends."""
         self.term, self.round, self.epoch, self.attempt = 0, 0, 0, 0
         self.phase, self._since, self._said_at, self._unanswered, self._refusals = APPLYING, 0.0, 0.0, 0, 0
         self.training: Training | None = None
@@ -108,7 +112,8 @@ class Member:
     def is_well(self) -> bool:
         """Whether nothing keeps it from doing its part."""
         now = self.world.timeline.now
-        return not self.dead and not self.hangs and now >= self.frozen_until and now >= self.cut_until
+        does_its_part = not self.dead and not self.hangs and now >= self.idles_until
+        return does_its_part and now >= self.frozen_until and now >= self.cut_until
 
     def _enter(self, phase: str) -> None:
         self.phase, self._since = phase, self.world.timeline.now
@@ -206,7 +211,7 @@ class Member:
             self.world.end_hung(self)
             return
         self._undo()
-        self.term = 0
+        self.term, self.stays = 0, False
         self._enter(APPLYING)
         self._say()
 
@@ -271,6 +276,9 @@ class Member:
             return
         if heal:
             self.theta, self.is_corrupt, self.wrong_rounds = self.world.invariants.theta(self.holds), False, 0
+        if self.round > self.world.rounds and self.stays:
+            self._enter(SETTLED)
+            return
         if self.round > self.world.rounds:
             self._enter(LEAVING)
             self._say()
@@ -325,6 +333,10 @@ class Member:
 
     def trained(self, training: Training) -> None:
         """Compress, and hand in."""
+        if self.world.timeline.now < self.idles_until:
+            self.contributed, self._uploaded = None, set()
+            self._enter(WAITING)
+            return
         self._enter(DEPOSITING)
         blobs = {}
         for number, block in enumerate(self.blocks):

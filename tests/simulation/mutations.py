@@ -81,6 +81,11 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
     "does not learn of later terms": (Edit(Coordinator, "_noted", "if event.term > place.term:", "if False:"),),
     "does not notice silence": (Edit(Place, "ends_at", "silent = self", "silent = 1e9 + self"),),
     "does not notice who hangs": (Edit(Place, "ends_at", "if self.computes", "if False"),),
+    "waits for ever for who does not leave": (Edit(Coordinator, "_tick", "now >= self._finish_by", "False"),),
+    "never waits again for who missed rounds": (
+        Edit(Coordinator, "_note_missed", "= now + UNAWAITED_FACTOR * waited", "= 1e9"),
+    ),
+    "heals who holds the right bits": (Edit(Coordinator, "_compare", "!= right.get(parameter)", "is not None"),),
     "waits for a whole replica to leave": (
         Edit(Coordinator, "_let_go", "place.held and place.asked is not None", "replica.waits"),
     ),

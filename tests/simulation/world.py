@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from simulation.dice import Faults, draw_due, draw_faults, draw_optional, draw_rules
+from simulation.dice import Faults, draw_due, draw_faults, draw_idles, draw_optional, draw_rules
 from simulation.faults import FaultInjector
 from simulation.host import Host
 from simulation.invariants import Invariants
@@ -57,7 +57,7 @@ class World:
         self.timeline = Timeline()
         optional = draw_optional(Random(f"{seed}: who comes and goes"), draw_rules(self.dice))
         self.rules = draw_due(Random(f"{seed}: who is to take part"), optional, rounds)
-        drawn = draw_faults(self.dice)
+        drawn = draw_idles(Random(f"{seed}: who idles"), draw_faults(self.dice))
         self.faults = drawn if faults is None else faults
         self.states_every = self.dice.choice((1, 1, 2, 3))
         self.places_of = {replica: self.rules.places_of(replica) for replica in self.rules.replicas}
@@ -112,7 +112,9 @@ class World:
 
     @property
     def _is_over(self) -> bool:
-        return self.store.last == self.rounds and not self.members and all(h.coordinator.is_through for h in self.hosts)
+        if self.store.last < self.rounds or not all(member.stays for member in self.members):
+            return False
+        return all(host.coordinator.is_through for host in self.hosts)
 
     @property
     def _patience(self) -> float:
