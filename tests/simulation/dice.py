@@ -148,9 +148,11 @@ HARSH = Faults(
     doubled=0.3,
     late=0.3,
     store_fails=0.1,
-    idles=150.0,
 )
 """All kinds at once, where bugs are to be found soon."""
 
 HANGS = Faults(hangs=100.0)
 """Alone, as whatever else goes wrong ends a process that hangs, too."""
+
+IDLES = Faults(idles=100.0)
+"""Alone: members that contribute nothing, and others that do not leave when the run is over."""

@@ -114,12 +114,11 @@ class FaultInjector:
             self._world.disturb(self._world.rules.hang.most + HOLDS_SECONDS, member.replica)
 
     def _idle(self) -> None:
-        """A member takes every round, sends heartbeats, and contributes nothing; or does not leave at the end."""
+        """A member takes every round, sends heartbeats, and contributes nothing."""
         member = self._one()
         if member is None:
             return
         world = self._world
-        member.stays = True
         seconds = world.dice.choice((world.dice.uniform(20.0, 100.0), world.dice.uniform(100.0, 600.0)))
         member.idles_until = world.timeline.now + seconds
         world.timeline.after(seconds, self._end_idle, member)

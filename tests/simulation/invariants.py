@@ -266,7 +266,6 @@ class Invariants:
             case e.NotAwaited(replica, round_, missed, seconds):
                 self._require_missed(replica, round_, missed)
                 watched.unawaited_until[replica] = host.now + seconds
-                self._world.disturb(seconds, replica)
             case e.Over():
                 watched.finish_by = host.now + host.coordinator.rules.grace.most
             case e.Heal(place) | e.Excluded(place) if place not in self._world.corrupted:

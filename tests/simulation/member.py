@@ -63,7 +63,7 @@ class Member:
         self.dead, self.hangs, self.frozen_until, self.cut_until = False, False, 0.0, 0.0
         self.idles_until = 0.0
         """Until then it takes every round and contributes nothing."""
-        self.stays = False
+        self.stays = world.faults.idles is not None and number % 5 == 0
         """Whether it does not leave when the run is over, until its term ends."""
         self.term, self.round, self.epoch, self.attempt = 0, 0, 0, 0
         self.phase, self._since, self._said_at, self._unanswered, self._refusals = APPLYING, 0.0, 0.0, 0, 0

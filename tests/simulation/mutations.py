@@ -63,7 +63,9 @@ MUTATIONS: dict[str, tuple[Edit, ...]] = {
         Edit(Coordinator, "_may_join", "if replica not in self.rules.due(self.open.number):", "if False:"),
     ),
     "waits for who is not to take part": (Edit(Coordinator, "_open_next", " & self.rules.due(number)", ""),),
-    "lets in out of phase": (Edit(Coordinator, "_may_join", "return self.rules.joins_at_once or", "return True or"),),
+    "lets in out of phase": (
+        Edit(Coordinator, "_may_join", "at_once = self.rules.joins_at_once or", "at_once = True or"),
+    ),
     "overwrites a record": (Edit(Store, "create", "if record.round not in self.records:", "if True:"),),
     "presumes nobody after a restart": (Edit(Coordinator, "__init__", "if goes_on:", "if False:"),),
     "heals nobody": (Edit(Coordinator, "_found_wrong", "place.differs = True", "pass"),),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulation.dice import HANGS, HARSH, Faults
+from simulation.dice import HANGS, HARSH, IDLES, Faults
 from simulation.mutations import MUTATIONS, planted
 from simulation.world import History, play
 
@@ -15,8 +15,8 @@ COUNTED = 0.9
 
 
 def _first_violation(histories: int) -> str | None:
-    kinds = (None, HARSH, HANGS)
-    found = (play(seed, ROUNDS, faults=kinds[seed % 3]).violation for seed in range(histories))
+    kinds = (None, HARSH, HANGS, IDLES)
+    found = (play(seed, ROUNDS, faults=kinds[seed % 4]).violation for seed in range(histories))
     return next((violation for violation in found if violation is not None), None)
 
 

@@ -17,6 +17,7 @@ from simulation.timeline import Timeline
 from simulation.training import Trainings
 from simulation.violation import Violation
 
+from replica_groups.protocol.coordinator import UNAWAITED_FACTOR
 from replica_groups.protocol.events import Record
 
 ROUND_SECONDS = 60.0
@@ -243,7 +244,8 @@ class World:
         self._live += 1
         self._counted += self._counted_at[replica] == self.timeline.now
         calm = max(self._counted_at[replica], self._calm_since[replica])
-        if self.timeline.now - calm > self._patience and before > calm:
+        patience = self._patience + UNAWAITED_FACTOR * self.rules.grace.most
+        if self.timeline.now - calm > patience and before > calm:
             raise Violation(6, f"{replica} is there, and is not counted any more: round {record.round}")
 
 
