@@ -368,6 +368,12 @@ def test_guests_that_make_hashes_up_do_not_end_a_run(snapshot: Snapshot, tmp_pat
     assert {member: work.heals for member, work in heals[1].items()} == {"dc": False, "x": True, "y": True}
     assert {member: work.round for member, work in heals[2].items()} == {"dc": 3}
     assert exchange.coordinator.waited_for == ["dc"]
+    in_thread(lambda: exchange.assign("x", 2))
+    own = exchange.coordinator.places["x"]
+    exchange.decisions.wait_until(lambda: own.asked == 2 or exchange.coordinator.replicas["x"].round == 3)
+    for block in sorted(FIRST | LAST):
+        exchange.deposit("dc", BlobAddress("run", 3, "dc", block), _blob(snapshot, BlobAddress("run", 3, "dc", block)))
+    assert [one.replica for one in exchange.record(3).contributions] == ["dc"]
     assert _happened(exchange) == [
         (HEALED, "x", 1),
         (HEALED, "y", 1),
@@ -376,6 +382,27 @@ def test_guests_that_make_hashes_up_do_not_end_a_run(snapshot: Snapshot, tmp_pat
         (HEALED, "y", 2),
         (EXCLUDED, "y", 2),
     ]
+    exchange.end_watching()
+
+
+def test_guests_alone_do_not_end_a_run_either(snapshot: Snapshot, tmp_path: Path) -> None:
+    roster = Roster({name: name for name in ("dc", "x", "y")}, dict.fromkeys(("dc", "x", "y"), FIRST | LAST))
+    log = ContributionLog(FolderStore(tmp_path / "guests"))
+    exchange = Exchange("run", roster, None, SETTINGS, log, rules=patient(roster))
+    for member in roster.members:
+        exchange.join(member, "", is_guest=member != "dc")
+    exchange.begin(snapshot)
+    assign_all(exchange)
+    exchange.died("dc", "its host said so")
+    for member in ("x", "y"):
+        for block in sorted(FIRST | LAST):
+            address = BlobAddress("run", 1, member, block)
+            exchange.deposit(member, address, _blob(snapshot, address))
+    exchange.confirm(EXCHANGE, 1, _hashes(snapshot, FIRST | LAST))
+    for member in ("x", "y"):
+        exchange.confirm(member, 1, _hashes(snapshot, FIRST | LAST) | WRONG)
+    exchange.decisions.require_alive()
+    assert [(what, place) for what, place, _ in _happened(exchange)][-2:] == [(HEALED, "x"), (HEALED, "y")]
     exchange.end_watching()
 
 
