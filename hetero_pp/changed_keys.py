@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from hetero_pp.bounded import parse_json, read_yaml, yaml_complaint
 from hetero_pp.errors import ConfigError, MalformedMessage
 from hetero_pp.files import write_whole
 from hetero_pp.settings import NotPartOf, Settings, meaning
@@ -99,7 +100,7 @@ class Changes:
     def from_json(text: str) -> Changes:
         """What `to_json` gave. Raises MalformedMessage for what it never gives."""
         try:
-            return Changes(_history(TypeAdapter(Any).validate_json(text))) if text else NO_CHANGES
+            return Changes(_history(parse_json(text))) if text else NO_CHANGES
         except ValueError as error:
             raise MalformedMessage(f"changes of the run: {str(error).splitlines()[0]}") from None
 
@@ -130,9 +131,11 @@ def read_changes(path: Path) -> Changes:
     if not path.exists():
         return NO_CHANGES
     try:
-        return Changes(_history(YAML(typ="safe").load(path) or {}))
+        return Changes(_history(read_yaml(path) or {}))
     except (OSError, YAMLError, ValueError) as error:
-        raise ConfigError((), f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+        reason = yaml_complaint(path, error).removeprefix(f"{path}:").strip()
+        found = f"{path}: cannot be read ({reason})"
+        raise ConfigError((), f"{found}; hetero-pp writes this file itself: restore it from a copy") from None
 
 
 def write_changes(changes: Changes, path: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import psutil
 import torch
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
+from hetero_pp.bounded import read_yaml, yaml_complaint
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import whole
 from hetero_pp.program.report.output import say, standard_output
@@ -48,9 +50,9 @@ def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:
 def load_calibration(path: Path) -> dict[str, object]:
     """What `calibrate` wrote, for the `simulate` section. Raises ConfigError if it is something else."""
     try:
-        content = YAML(typ="safe").load(path)
-    except OSError as error:
-        raise ConfigError((), f"{path}: cannot be read ({error.strerror})") from None
+        content = read_yaml(path)
+    except (OSError, YAMLError, ValueError) as error:
+        raise ConfigError((), yaml_complaint(path, error)) from None
     if not isinstance(content, dict) or set(content) != {"hardware", "measured"}:
         raise ConfigError((), f"{path}: expected what `hetero-pp calibrate --write` wrote, with `hardware`, `measured`")
     return content

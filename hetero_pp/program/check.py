@@ -16,7 +16,7 @@ from hetero_pp.links import DIRECTIONS, Direction, exchange_link_name, stage_lin
 from hetero_pp.model import ModelShape
 from hetero_pp.program.launch.addresses import fixed_addresses
 from hetero_pp.program.launch.inputs import Prepared, prepare
-from hetero_pp.program.report.output import say, standard_output, tell
+from hetero_pp.program.report.output import SafeConsole, say, standard_output, tell
 from hetero_pp.program.report.reading import shown_reading
 from hetero_pp.program.report.tables import PlainTable, format_bandwidth, spanned, spanned_limits
 from hetero_pp.program.show_exchange import print_exchange
@@ -35,7 +35,7 @@ from hetero_pp.units import format_bits_per_second, format_bytes, format_count, 
 def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
     """Validate and print to the terminal."""
     file = ConfigFile(path, overrides)
-    with shown_reading(Console(stderr=True), "reading the corpus") as on_progress:
+    with shown_reading(SafeConsole(stderr=True), "reading the corpus") as on_progress:
         prepared = prepare(file, runs.absolute(), checks=True, on_progress=on_progress)
     console = standard_output()
     _print_run(console, path, prepared)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from hetero_pp.bounded import parse_yaml
 from hetero_pp.errors import ConfigError
 from hetero_pp.outer.methods import change_method
 from hetero_pp.run.config import RunConfig
@@ -112,9 +112,10 @@ def _parsed(value: str, shown: str) -> Any:
     if re.fullmatch(r"\s*\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]:[0-9]+\s*", value):
         return value.strip()
     try:
-        return YAML(typ="rt").load(value)
-    except YAMLError as error:
-        why = f" ({error.problem})" if isinstance(error, MarkedYAMLError) and error.problem else ""
+        return parse_yaml(value, with_lines=True)
+    except (YAMLError, ValueError) as error:
+        problem = error.problem if isinstance(error, MarkedYAMLError) else None
+        why = f" ({problem})" if problem else f" ({error})" if isinstance(error, ValueError) else ""
         told = f"{shown}: found a value that is not YAML{why}"
         raise ConfigError((), f"{told}, expected text with special characters in quotes, as KEY='\"TEXT\"'") from None
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.error import YAMLError
 
+from hetero_pp.bounded import read_yaml, yaml_complaint
 from hetero_pp.errors import ConfigError, dotted
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.known_keys import Key, keys_beside
@@ -52,14 +52,9 @@ class YamlLines:
 
     def _parse(self) -> CommentedMap:
         try:
-            root = YAML(typ="rt").load(self.path)
-        except OSError as error:
-            raise ConfigError((), f"{self.path}: cannot be read ({error.strerror})") from None
-        except MarkedYAMLError as error:
-            line = error.problem_mark.line + 1 if error.problem_mark else 1
-            raise ConfigError((), f"{self.path}:{line}: not YAML: {error.problem}") from None
-        except (YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError((), f"{self.path}: not YAML: {str(error).splitlines()[0]}") from None
+            root = read_yaml(self.path, with_lines=True)
+        except (OSError, YAMLError, ValueError) as error:
+            raise ConfigError((), yaml_complaint(self.path, error)) from None
         if not isinstance(root, CommentedMap):
             raise ConfigError((), f"{self.path}:1: found no keys and values at the top, expected at least `name: NAME`")
         return root

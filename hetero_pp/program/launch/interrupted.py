@@ -6,10 +6,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
-
 from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.inputs import Prepared
+from hetero_pp.program.report.output import SafeConsole
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.units import format_count
 from replica_groups.exchange.open_log import open_log
@@ -23,7 +22,7 @@ def told_how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[s
         yield
     except KeyboardInterrupt:
         line = f"{prepared.spec.config.name}: {how_to_go_on(prepared, folder, command)}"
-        Console().print(line, soft_wrap=True, highlight=False, markup=False)
+        SafeConsole().print(line, soft_wrap=True, highlight=False, markup=False)
         raise
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
+from hetero_pp.control_characters import without_controls
 from hetero_pp.program.report.encoding import in_ascii
 from hetero_pp.program.report.folding import fold
 
@@ -16,11 +19,22 @@ WIDTH_OF_FILES = 80
 """Columns where there is no terminal: pipes and files are read in terminals, logs and chats."""
 
 
+class SafeConsole(Console):
+    """Prints control characters of names, files and messages as escapes, so that no text steers the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(without_controls(segment.text, keeps_lines=True), segment.style)
+
+
 def standard_output() -> Console:
     """Where a command prints. The width is that of the terminal; where there is none `COLUMNS`, else 80."""
-    console = Console()
+    console = SafeConsole()
     is_given = os.environ.get("COLUMNS", "").isdigit()
-    return console if console.is_terminal or is_given else Console(width=WIDTH_OF_FILES)
+    return console if console.is_terminal or is_given else SafeConsole(width=WIDTH_OF_FILES)
 
 
 def say(console: Console, text: str, bold: str = "", style: str = "", indent: str = "") -> None:
@@ -40,5 +54,6 @@ def tell(console: Console, line: str, style: str = "", hanging: str = "  ") -> N
 
 def complain(message: str) -> None:
     """What went wrong, to standard error: folded on a terminal, else one line."""
+    message = without_controls(message)
     width = shutil.get_terminal_size().columns
     print("\n".join(fold(message, width, hanging="  ")) if sys.stderr.isatty() else message, file=sys.stderr)
