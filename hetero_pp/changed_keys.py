@@ -45,7 +45,10 @@ class Changes:
     """Dotted key -> first round -> value; of every key that was changed, from round 1 on."""
 
     def at(self, config: Config, round_: int | None) -> Config:
-        """A configuration as it holds in a round; in the last one, if that is None."""
+        """A configuration as it holds in a round; in the last one, if that is None.
+
+        Raises MalformedMessage for values that do not fit.
+        """
         if not self.history:
             return config
         dumped = config.model_dump(mode="json")
@@ -53,7 +56,17 @@ class Changes:
             since = max(first for first in values if round_ is None or first <= max(round_, 1))
             value = _as_here(config, dumped[key], values[since]) if key == REPLICAS else values[since]
             _put(dumped, key.split("."), value)
-        return type(config).model_validate(dumped)
+        try:
+            return type(config).model_validate(dumped)
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise MalformedMessage(f"changes of the run: a value does not fit ({reason})") from None
+
+    def require_changeable(self, config: Settings) -> None:
+        """Raise MalformedMessage for a key that no run changes, such as a path: others may have written it."""
+        unknown = sorted(self.history.keys() - {*values_of(config), REPLICAS}) if self.history else []
+        if unknown:
+            raise MalformedMessage(f"changes of the run: {unknown[0]}: found a key that cannot change in a run")
 
     @cached_property
     def mark(self) -> int:

@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_pp.data.settings import INSTALLED, is_on_the_hub
+from hetero_pp.bounded import parse_json
+from hetero_pp.data.settings import INSTALLED, DataSettings, is_on_the_hub
 from hetero_pp.data.tokenizers import CONFIG, FILE, tokenizer_path
+from hetero_pp.engine_settings import untold_deepspeed_key
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import write_whole
 from hetero_pp.run.config import RunConfig
+from hetero_pp.store.settings import StoreSettings
+from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
+
+_NOWHERE = "127.0.0.1:0"
+"""Where an exchange listens by default; a host that joins has none."""
 
 MOST_TOKENIZER_BYTES = 6 << 20
 """A message is no larger than 8 MiB; who joins has to bring a larger tokenizer."""
@@ -23,7 +30,7 @@ def told_of(config: RunConfig) -> tuple[str, Mapping[str, bytes]]:
     """
     found: dict[str, Any] = config.model_dump(mode="json")
     found["model"]["weights"] = None  # the first snapshot has them
-    _forget_store(found)
+    found["store"], found["states"]["to"] = {}, "folder"
     if not _means_the_same_everywhere(config):
         found["data"]["corpus"] = Path(config.data.corpus).name
     files: dict[str, bytes] = {}
@@ -57,39 +64,80 @@ def kept_tokenizer(folder: Path) -> Path | None:
 def own_configuration(
     told: str, member: str, data: str | None, tokenizer: Path | None, listen: str | None
 ) -> RunConfig:
-    """The run's configuration as this host has it: with where it reads, and where a stage listens if that is told.
+    """Return the run's configuration as this host has it: with where it reads, and where a stage listens if it does.
 
-    Nothing is kept where the exchange says, only where this host does. Raises ConfigError for one of another version.
+    An exchange may be hostile. So what it tells names no path and no address of this host: where the run is kept, what
+    weights it began with and where this member listens are left out, and DeepSpeed's JSON is held against a list of
+    keys. Only what this host's own command says is read, written or listened at.
+
+    Raises ConfigError for a configuration of another version, and for what this host does not take from an exchange.
     """
-    found: dict[str, Any] = json.loads(told)
-    _forget_store(found)
-    if listen is not None:
-        _forget_listen(found, member)
-    if data is not None:
-        found["data"]["corpus"] = data
-    if tokenizer is not None:
-        found["data"]["tokenizer"] = str(tokenizer.absolute())
     try:
-        return RunConfig.model_validate(found).with_absolute_paths()
+        config = RunConfig.model_validate(parse_json(told))
     except ValueError as error:
+        reason = " ".join(str(error).split())
         raise ConfigError(
             (),
-            f"the run's configuration does not fit this version of hetero-pp ({error}); install the version "
+            f"the run's configuration does not fit this version of hetero-pp ({reason}); install the version "
             "that the run has",
         ) from None
+    _require_nothing_to_accept(config, member)
+    return config.model_copy(
+        update={
+            "store": StoreSettings(),
+            "states": config.states.model_copy(update={"to": "folder"}),
+            "model": config.model.model_copy(update={"weights": None}),
+            "exchange": config.exchange.model_copy(update={"listen": _NOWHERE, "insecure": False}),
+            "data": _own_data(config, data, tokenizer),
+            "replicas": [_without_listen(replica, member) for replica in config.replicas],
+        }
+    ).with_absolute_paths()
 
 
-def _forget_store(found: dict[str, Any]) -> None:
-    """Where the exchange's host keeps the run: members reach it through the exchange."""
-    found["store"], found["states"]["to"] = {}, "folder"
+def listen_told(told: str, member: str) -> str | None:
+    """Return where the exchange's configuration has a stage listen, which `own_configuration` leaves out."""
+    for replica in RunConfig.model_validate(parse_json(told)).replicas:
+        if isinstance(replica, ParticipantsReplica) and member in replica.members:
+            return replica.listen_of(replica.members.index(member))
+    return None
 
 
-def _forget_listen(found: dict[str, Any], member: str) -> None:
-    """Where the configuration has a stage listen that does so elsewhere."""
-    replica, _, number = member.rpartition(".")
-    for one in found["replicas"]:
-        if one["name"] == replica and isinstance(one["stages"], list):
-            one["stages"][int(number)]["listen"] = None
+def _require_nothing_to_accept(config: RunConfig, member: str) -> None:
+    """Raise ConfigError for settings of a member that a host takes from its own YAML only."""
+    for index, replica in enumerate(config.replicas):
+        if not isinstance(replica, DatacenterReplica) or replica.name != member:
+            continue
+        own = f"start {member} with `hetero-pp launch --only {member}` and a YAML of your own"
+        if replica.nodes > 1 or replica.rendezvous is not None:
+            key = "nodes" if replica.nodes > 1 else "rendezvous"
+            found = f"found `{getattr(replica, key)}`, expected one host, as a ticket lets in one"
+            raise ConfigError(("replicas", index, key), f"{found}, and its exchange names no address of it: {own}")
+        untold = untold_deepspeed_key(replica.deepspeed)
+        if untold is not None:
+            found = "found it in what the exchange tells, expected only keys that name no file, address or code"
+            raise ConfigError(("replicas", index, "deepspeed", *untold), f"{found}: {own}")
+
+
+def _own_data(config: RunConfig, data: str | None, tokenizer: Path | None) -> DataSettings:
+    own = config.data
+    if data is not None:
+        corpus = data
+    else:
+        corpus = own.corpus if _means_the_same_everywhere(config) else Path(own.corpus).name
+    if tokenizer is None and own.tokenizer != "bytes":
+        raise ConfigError((), "the exchange sent no tokenizer; give the path of the run's with --tokenizer PATH")
+    path = own.tokenizer if tokenizer is None else str(tokenizer.absolute())
+    return DataSettings.model_validate(own.model_dump() | {"corpus": corpus, "tokenizer": path})
+
+
+def _without_listen(replica: ReplicaSettings, member: str) -> ReplicaSettings:
+    if not isinstance(replica, ParticipantsReplica) or not isinstance(replica.stages, list):
+        return replica
+    stages = [
+        stage.model_copy(update={"listen": None}) if name == member else stage
+        for name, stage in zip(replica.members, replica.stages, strict=True)
+    ]
+    return replica.model_copy(update={"stages": stages})
 
 
 def require_data(config: RunConfig, member: str, data: str | None) -> None:

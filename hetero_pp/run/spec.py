@@ -93,6 +93,7 @@ class RunSpec:
     """A configuration and all that follows from it alone, the same in every process."""
 
     def __init__(self, config: RunConfig, vocabulary: int | None, changes: Changes = NO_CHANGES) -> None:
+        changes.require_changeable(config)
         self.first = first = changes.at(config, 1)
         """What the run began with."""
         self.latest = latest = changes.at(config, None)

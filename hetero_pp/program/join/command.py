@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hetero_pp.errors import ConfigError, HeteroPPError, LinkError, LinkTimeout, NewRun, Refused, RunOver
 from hetero_pp.files import print_without_fail
+from hetero_pp.links import RELAYED
 from hetero_pp.program.join.leave import leavable
 from hetero_pp.program.join.membership import Membership, renewed, take_place
 from hetero_pp.program.launch.command import run_members
@@ -23,7 +24,7 @@ from hetero_pp.rpc.tickets import Ticket
 from hetero_pp.run.batches import text_digest
 from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
-from hetero_pp.run.shared import own_configuration, require_data
+from hetero_pp.run.shared import listen_told, own_configuration, require_data
 from hetero_pp.run.yaml_file import ConfigFile, save_config
 
 _SECONDS_TO_ASK = 10.0
@@ -128,6 +129,13 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
             "another ticket",
         )
     require_data(config, membership.place, here.data)
+    told = listen_told(membership.configuration, membership.place)
+    if told not in (None, RELAYED) and here.listen is None:
+        tell(
+            standard_output(),
+            f"{membership.run}: the run's YAML has {membership.place} listen at {told}, which this host does not do: "
+            f"it dials its neighbours, perhaps through the exchange; add --listen {told} to listen there",
+        )
     save_config(config, folder.config)
 
 
