@@ -191,9 +191,11 @@ def join(
     with readable_errors():
         from hetero_pp.program.join.command import Here
         from hetero_pp.program.join.command import join as take_part
+        from hetero_pp.rpc.tickets import MOST_CHARACTERS
 
         take_part(
-            sys.stdin.readline() if ticket == "-" else ticket, Here(runs, data, tokenizer, _address("--listen", listen))
+            sys.stdin.readline(MOST_CHARACTERS) if ticket == "-" else ticket,
+            Here(runs, data, tokenizer, _address("--listen", listen)),
         )
 
 

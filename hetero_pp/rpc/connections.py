@@ -131,7 +131,8 @@ class NetworkConnections:
     ) -> None:
         """`listen`: for the stages beside it, instead of where the configuration says."""
         self.lines, self._faults, self._listen = lines, faults, listen
-        self.exchange = ExchangeClient(address, credentials, timeout=spec.config.exchange.timeout)
+        stores, timeout = spec.config.store.origins(), spec.config.exchange.timeout
+        self.exchange = ExchangeClient(address, credentials, timeout=timeout, stores=stores)
         self._spec, self._member, self._credentials = spec, member, credentials
         self._refusals = Refusals(self._report_refusal)
         self._before, self._after = self._neighbours(address)

@@ -47,7 +47,7 @@ from hetero_pp.rpc.exchange import LONGEST_WAIT, SERVICE
 from hetero_pp.rpc.framing import header_and_payload_frames, read_frames, read_into
 from hetero_pp.rpc.handshake import new_run, require_trust
 from hetero_pp.rpc.services import ERROR_OF_CODE, call_path
-from hetero_pp.store.presigned import download, upload, without_signature
+from hetero_pp.store.presigned import download, is_of, upload, without_signature
 from hetero_pp.units import format_seconds
 
 STANDSTILL = 60.0
@@ -80,11 +80,18 @@ class ExchangeClient:
     """The exchange at an address, as one member sees it. Implements ExchangeService."""
 
     def __init__(
-        self, address: str, credentials: Credentials, run: str | None = None, timeout: float | None = None
+        self,
+        address: str,
+        credentials: Credentials,
+        run: str | None = None,
+        timeout: float | None = None,
+        stores: Sequence[str] = (),
     ) -> None:
         """`run` is the caller's idea of which run this is, which the exchange compares with its own.
 
-        `timeout`: seconds that `agree` and `join` wait for the exchange to come up; by default without a bound.
+        `stores`: where the URLs that the exchange signs may lead, as SCHEME://HOST[:PORT]; without any, contributions
+        pass through the exchange. `timeout`: seconds that `agree` and `join` wait for the exchange to come up; by
+        default without a bound.
         """
         self.address = address
         self._timeout = timeout
@@ -95,7 +102,8 @@ class ExchangeClient:
         self._term: int | None = None
         self._stay: grpc.Future[pb.StayReply] | None = None
         self._process = secrets.token_hex(8)
-        self._reaches_store = True
+        self._stores = stores
+        self._reaches_store = bool(stores)
         """As far as is known; what cannot be had from there, or brought there, goes by the exchange."""
         self._told: set[str] = set()
         """The exchange's processes that have noted something since the last record was asked for."""
@@ -243,6 +251,7 @@ class ExchangeClient:
                 self._reaches_store = False
                 return None
             if reply.url:
+                self._require_store(reply.url)
                 upload(reply.url, data, STANDSTILL)
             return self._wires.calls.Uploaded(request, metadata=self._metadata, timeout=ANSWER_SECONDS)
         except grpc.RpcError as error:
@@ -250,6 +259,11 @@ class ExchangeClient:
         except StoreError as error:
             self._do_without(error)
             return None
+
+    def _require_store(self, url: str) -> None:
+        """Raise StoreError unless a URL is of this run's store: an exchange sends its members nowhere else."""
+        if not is_of(url, self._stores):
+            raise StoreError(f"{without_signature(url)} is not of {' or '.join(self._stores)}")
 
     def _do_without(self, error: StoreError) -> None:
         """From now on blobs go by the exchange: the store is where this member does not reach."""
@@ -291,6 +305,7 @@ class ExchangeClient:
             if not header.HasField("stored"):
                 return bytes(data)
             try:
+                self._require_store(header.stored.url)
                 return _downloaded(header.stored)
             except StoreError as error:
                 self._do_without(error)
@@ -478,6 +493,8 @@ class _Wires:
 
 
 def _downloaded(stored: pb.StoredBlob) -> bytes:
+    if stored.size > MAX_BLOB_BYTES:
+        raise MalformedMessage(f"found a contribution of {stored.size:,} bytes, expected at most {MAX_BLOB_BYTES:,}")
     data = download(stored.url, stored.size, STANDSTILL)
     if hashlib.sha256(data).digest() != stored.sha256:
         raise StoreError(f"{without_signature(stored.url)} does not match its digest")

@@ -10,14 +10,18 @@ import re
 import time
 import zlib
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from hetero_pp.bounded import parse_json
 from hetero_pp.errors import Refused
 from hetero_pp.rpc.certificates import Authority, Identity, as_text, new_key
 
 PREFIX = "hpp1."
 """Of every ticket; the number is that of what it holds."""
 _CHECK_BYTES = 4
-_MOST_CHARACTERS = 20_000
+MOST_CHARACTERS = 20_000
+_SCHEMES = ("unix", "unix-abstract", "vsock", "dns", "xds", "ipv4", "ipv6")
+"""What gRPC takes for another kind of address than HOST:PORT."""
 _NAME = "ticket."
 _OF_A_TICKET = re.compile(r"ticket\.([0-9a-f]{16})")
 """No stage of a replica that is called `ticket` has so high a number."""
@@ -36,6 +40,9 @@ class Ticket:
     good_for: str = ""
     """The slots that it is good for, in words; empty in tickets of older versions. The exchange decides, not this."""
 
+    store: str = ""
+    """The URL of the run's store, if the exchange signs URLs of it; members follow signed URLs nowhere else."""
+
     def to_text(self) -> str:
         """In one line, of letters, digits, `-` and `_`."""
         data = zlib.compress(json.dumps(asdict(self)).encode(), 9)
@@ -46,7 +53,7 @@ class Ticket:
     def from_text(cls, text: str) -> Ticket:
         """Raises Refused for a text that is no ticket, or not whole."""
         text = "".join(text.split())
-        if not text.startswith(PREFIX) or len(text) > _MOST_CHARACTERS:
+        if not text.startswith(PREFIX) or len(text) > MOST_CHARACTERS:
             raise Refused(f"found {text[:12]!r}..., expected a ticket, which begins with {PREFIX}")
         try:
             body = text.removeprefix(PREFIX)
@@ -54,12 +61,27 @@ class Ticket:
             check, data = data[:_CHECK_BYTES], data[_CHECK_BYTES:]
             if hashlib.sha256(data).digest()[:_CHECK_BYTES] != check:
                 raise ValueError
-            found = json.loads(_inflated(data))
-            ticket = cls(found["run"], found["address"], Identity(**found["identity"]), str(found.get("good_for", "")))
+            ticket = cls._of(parse_json(_inflated(data)))
             ticket.id  # noqa: B018 (its certificate can be read)
         except (ValueError, KeyError, TypeError, zlib.error, binascii.Error):
             raise Refused("the ticket is not whole: copy all of it, in one line") from None
         return ticket
+
+    @classmethod
+    def _of(cls, found: Any) -> Ticket:
+        """Of a ticket's JSON. It names no file of the host that reads it, whatever it says of its identity.
+
+        Raises ValueError, KeyError or TypeError for what is no ticket.
+        """
+        identity = found["identity"]
+        texts = [found["run"], found["address"], *(identity[key] for key in ("certificate", "key", "authority"))]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError
+        run, address, *pem = texts
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or host in _SCHEMES or "/" in host:
+            raise ValueError
+        return cls(run, address, Identity(*pem), str(found.get("good_for", "")), str(found.get("store", "")))
 
     @property
     def id(self) -> str:
@@ -80,11 +102,13 @@ class Ticket:
             raise Refused("the ticket is over: ask for another (or is the clock of this host wrong?)")
 
 
-def make_ticket(run: str, address: str, authority: Authority, ticket: str, until: float, good_for: str = "") -> Ticket:
+def make_ticket(
+    run: str, address: str, authority: Authority, ticket: str, until: float, good_for: str = "", store: str = ""
+) -> Ticket:
     """The ticket of this id, which is good until then."""
     key = new_key()
     certificate = authority.sign(key.public_key(), _NAME + ticket, 0, until)
-    return Ticket(run, address, Identity(certificate, as_text(key), authority.certificate), good_for)
+    return Ticket(run, address, Identity(certificate, as_text(key), authority.certificate), good_for, store)
 
 
 def ticket_of(name: str) -> str | None:
@@ -95,4 +119,4 @@ def ticket_of(name: str) -> str | None:
 
 def _inflated(data: bytes) -> bytes:
     """No more than a ticket holds, whatever a text unpacks to."""
-    return zlib.decompressobj().decompress(data, _MOST_CHARACTERS)
+    return zlib.decompressobj().decompress(data, MOST_CHARACTERS)

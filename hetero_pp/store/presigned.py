@@ -7,6 +7,8 @@ import http.client
 import io
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from hetero_pp.errors import StoreError
@@ -14,6 +16,39 @@ from hetero_pp.proxies import needs_no_proxy
 
 HEADERS = {"Content-Type": "application/octet-stream", "x-ms-blob-type": "BlockBlob"}
 """The second is Azure's, and of no meaning to others."""
+
+_ANSWER_BYTES_MAX = 64 * 2**10
+
+_PORTS = {"http": 80, "https": 443}
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Makes every redirect an error: a signed URL is for one object of one store."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def is_of(url: str, origins: Sequence[str]) -> bool:
+    """Return whether a URL is of one of these stores.
+
+    An origin is SCHEME://HOST or SCHEME://HOST:PORT. `*` in a host stands for one word between its dots.
+    """
+    try:
+        asked, known = _origin(url), [_origin(origin) for origin in origins]
+    except ValueError:  # of a port that is no number
+        return False
+    return any(asked[::2] == one[::2] and _is_host(asked[1], one[1]) for one in known)
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, (parts.hostname or "").rstrip("."), parts.port or _PORTS.get(parts.scheme)
+
+
+def _is_host(host: str, pattern: str) -> bool:
+    words = zip(host.split("."), pattern.split("."), strict=False)
+    return host.count(".") == pattern.count(".") and all(known in (word, "*") and word for word, known in words)
 
 
 def upload(url: str, data: bytes, timeout: float) -> None:
@@ -23,7 +58,7 @@ def upload(url: str, data: bytes, timeout: float) -> None:
     """
     # The timeout would be for all bytes together if they were given at once; of a file it is for each part.
     headers = HEADERS | {"Content-Length": str(len(data))}
-    _ask(urllib.request.Request(url, io.BytesIO(data), headers, method="PUT"), "uploaded", timeout)
+    _ask(urllib.request.Request(url, io.BytesIO(data), headers, method="PUT"), "uploaded", timeout, _ANSWER_BYTES_MAX)
 
 
 def download(url: str, size: int, timeout: float) -> bytes:
@@ -36,11 +71,11 @@ def download(url: str, size: int, timeout: float) -> bytes:
     return data
 
 
-def _ask(request: urllib.request.Request, done: str, timeout: float, most: int = -1) -> bytes:
+def _ask(request: urllib.request.Request, done: str, timeout: float, most: int) -> bytes:
     bare = without_signature(request.full_url)
     proxies = [urllib.request.ProxyHandler({})] if needs_no_proxy(request.full_url) else []
     try:
-        with urllib.request.build_opener(*proxies).open(request, timeout=timeout) as answer:
+        with urllib.request.build_opener(_NoRedirect, *proxies).open(request, timeout=timeout) as answer:
             body: bytes = answer.read(most)
             return body
     except urllib.error.HTTPError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlencode, urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,6 +12,13 @@ from hetero_pp.errors import ConfigError
 from hetero_pp.settings import Settings
 from hetero_pp.store.opening import folder_of, open_store, parsed
 from hetero_pp.store.store import Store
+
+_HOSTS = {
+    "s3": ("s3.amazonaws.com", "s3.*.amazonaws.com", "{bucket}.s3.amazonaws.com", "{bucket}.s3.*.amazonaws.com"),
+    "gs": ("storage.googleapis.com",),
+    "az": ("*.blob.core.windows.net",),
+}
+"""Where each service has its objects."""
 
 
 class StoreSettings(Settings):
@@ -48,6 +56,24 @@ class StoreSettings(Settings):
             if getattr(self, key) is not None and not (self.url or "").startswith("s3:"):
                 raise ValueError(f"found `{key}` with the url {self.url}, expected it with an s3: url only")
         return self
+
+    def origins(self) -> list[str]:
+        """Return where URLs that the exchange signs may lead, as SCHEME://HOST[:PORT]; `*` stands for one word."""
+        bare, asked = parsed(self.url or "")
+        parts, endpoint = urlsplit(bare), self.endpoint or asked.get("endpoint")
+        if parts.scheme == "s3" and endpoint is not None:
+            found = urlsplit(endpoint)
+            return [f"{found.scheme}://{found.netloc}", f"{found.scheme}://{parts.netloc}.{found.netloc}"]
+        hosts = _HOSTS.get(parts.scheme, ())
+        return [f"https://{host.format(bucket=parts.netloc)}" for host in hosts]
+
+    def as_one_url(self) -> str:
+        """Return the store as one URL with its endpoint, for a ticket; empty if members reach it by no URL."""
+        if not self.origins():
+            return ""
+        bare, asked = parsed(self.url or "")
+        endpoint = self.endpoint or asked.get("endpoint")
+        return bare if endpoint is None else f"{bare}?{urlencode({'endpoint': endpoint})}"
 
     def with_absolute_paths(self) -> StoreSettings:
         """The same, with a path that means the same from any folder."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -166,6 +170,31 @@ def test_what_is_no_ticket(served: Served, spoil: object, told: str) -> None:
     assert callable(spoil)
     with pytest.raises(Refused, match=told):
         Ticket.from_text(spoil(served.ticket().to_text()))
+
+
+def _sealed(content: bytes) -> str:
+    """A text that is a ticket as far as its checksum says."""
+    data = zlib.compress(content)
+    body = base64.urlsafe_b64encode(hashlib.sha256(data).digest()[:4] + data).decode().rstrip("=")
+    return f"hpp1.{body}"
+
+
+def test_a_ticket_names_no_file_of_the_host_that_reads_it(served: Served) -> None:
+    content = asdict(served.ticket())
+    content["identity"]["kept_in"] = "/dev/zero"
+    assert Ticket.from_text(_sealed(json.dumps(content).encode())).identity.kept_in == ""
+
+
+@pytest.mark.parametrize("address", ["unix:/run/docker.sock", "unix:1", "dns:1", "host", 7, None, "a/b:1"])
+def test_a_ticket_names_only_host_and_port(served: Served, address: object) -> None:
+    with pytest.raises(Refused, match="the ticket is not whole"):
+        Ticket.from_text(_sealed(json.dumps(asdict(served.ticket()) | {"address": address}).encode()))
+
+
+@pytest.mark.parametrize("content", [b"[" * 15_000, b"[]", b"7", b'{"run": 1}', b"{" * 9, b"\xff", b"9" * 5000])
+def test_a_ticket_that_holds_anything_else_is_refused(content: bytes) -> None:
+    with pytest.raises(Refused, match="the ticket is not whole"):
+        Ticket.from_text(_sealed(content))
 
 
 def test_stages_of_a_replica_that_is_called_ticket_are_no_tickets() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import pytest
 from small_run import Run
@@ -25,7 +27,9 @@ SECRET = Secret("a secret")
 def _member(run: Run, name: str) -> Iterator[tuple[ExchangeClient, int]]:
     """Another process that holds its place from now on, over the network; which epoch it contributes to."""
     server, port = serve_exchange(run.exchange, SECRET, "127.0.0.1:0")
-    client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials(name), "run")
+    parts = urlsplit(run.exchange.log.store.sign("GET", "any", 60) or "")
+    stores = [f"{parts.scheme}://{parts.netloc}"]
+    client = ExchangeClient(f"127.0.0.1:{port}", SECRET.credentials(name), "run", stores=stores)
     run.exchange.died(name, "to be taken over the network")
     client.join(name, "")
     try:
@@ -129,11 +133,28 @@ def test_a_member_that_does_not_reach_the_store_says_so_and_goes_by_the_exchange
             client.deposit("a", address, run.blob(address), epoch, 7)
         assert run.counted(1) == {"a": 2, "b": 1}
         assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
-    assert len(asked) == 1
+    assert len([key for key in asked if key != "any"]) == 1
     told = [line for line in capsys.readouterr().err.splitlines() if "through the exchange" in line]
     assert (
         len(told) == 1 and "cannot be uploaded (Connection refused); from now on contributions pass through" in told[0]
     )
+
+
+@pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "file:///etc/passwd", "https://attacker.example/x"])
+def test_an_exchange_sends_its_members_to_no_other_host(
+    signing: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(signing, {"a": 1, "b": 1}, quorum=1.0)
+    with _member(run, "a") as (client, epoch):
+        monkeypatch.setattr(signing, "sign", lambda *_: f"{url}?X-Amz-Signature=secret")
+        monkeypatch.setattr(urllib.request.OpenerDirector, "open", _forbidden)
+        run.assign(0, "b")
+        run.deposit(1, "b")
+        for address in _addresses(run, "a"):
+            client.deposit("a", address, run.blob(address), epoch, 7)
+        assert run.counted(1) == {"a": 2, "b": 1}
+        assert client.fetch("a", 1, "b", "norm") == run.blob(BlobAddress("run", 1, "b", "norm"))
+    assert f"{url} is not of http://127.0.0.1:" in capsys.readouterr().err
 
 
 def test_what_was_removed_or_changed_in_the_store_is_told_as_it_is(

@@ -8,6 +8,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from hetero_pp.pseudo_gradient.compression import CompressionSettings
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
 from hetero_pp.pseudo_gradient.error_feedback import select
 from hetero_pp.store.opening import open_store
-from hetero_pp.store.presigned import download, upload
+from hetero_pp.store.presigned import download, is_of, upload
+from hetero_pp.store.settings import StoreSettings
 from hetero_pp.store.store import Store
 from replica_groups.exchange.log import ContributionLog, blob_key
 from replica_groups.exchange.uploads import download_url, take_upload, upload_url
@@ -130,6 +132,67 @@ def test_an_upload_may_last_longer_than_it_may_stand_still() -> None:
         serving.join()
         server.server_close()
     assert _Slow.taken == 20_000_000
+
+
+class _Elsewhere(BaseHTTPRequestHandler):
+    """Sends callers to another path, which answers without an end."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        type(self).asked.append(self.path)
+        self.send_response(302)
+        self.send_header("Location", "/latest/meta-data")
+        self.end_headers()
+
+    do_PUT = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody is told."""
+
+
+def test_redirects_are_not_followed() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Elsewhere)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    url = f"http://127.0.0.1:{server.server_port}/key"
+    try:
+        with pytest.raises(StoreError, match=r"/key: cannot be downloaded \(HTTP 302 Found\)"):
+            download(url, 10, 60)
+        with pytest.raises(StoreError, match=r"/key: cannot be uploaded \(HTTP 302 Found\)"):
+            upload(url, b"data", 60)
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+    assert _Elsewhere.asked == ["/key", "/key"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "inside", "outside"),
+    [
+        (
+            {"url": "s3://runs/mine"},
+            ["https://s3.eu-central-1.amazonaws.com/runs/x", "https://runs.s3.amazonaws.com/x"],
+            ["http://s3.amazonaws.com/x", "https://s3.amazonaws.com:8443/x", "https://ec2-1.compute.amazonaws.com/x"],
+        ),
+        (
+            {"url": "s3://runs/mine", "endpoint": "http://10.0.0.2:9000"},
+            ["http://10.0.0.2:9000/runs/x"],
+            ["http://10.0.0.2/x", "http://10.0.0.2:9000@attacker.example/x", "https://s3.amazonaws.com/runs/x"],
+        ),
+        ({"url": "gs://runs"}, ["https://storage.googleapis.com/runs/x"], ["https://storage.googleapis.com.example/x"]),
+        ({"url": "az://runs"}, ["https://me.blob.core.windows.net/x"], ["https://blob.core.windows.net/x"]),
+        ({}, [], ["http://127.0.0.1/x", "file:///etc/passwd", "https://[::1/x", "http://h:x/"]),
+        ({"url": "/a/folder"}, [], ["file:///a/folder/x"]),
+    ],
+)
+def test_signed_urls_are_of_the_store(settings: dict[str, str], inside: list[str], outside: list[str]) -> None:
+    store = StoreSettings.model_validate(settings)
+    assert [url for url in inside if not is_of(url, store.origins())] == []
+    assert [url for url in outside if is_of(url, store.origins())] == []
+    if one := store.as_one_url():
+        assert StoreSettings(url=one).origins() == store.origins()
 
 
 def test_who_cannot_be_reached_is_one_line(free_port: int) -> None:

@@ -26,6 +26,8 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.shared import listen_told, own_configuration, require_data
 from hetero_pp.run.yaml_file import ConfigFile, save_config
+from hetero_pp.store.opening import parsed
+from hetero_pp.store.settings import StoreSettings
 
 _SECONDS_TO_ASK = 10.0
 
@@ -122,6 +124,7 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
     """Write the run's configuration as this host has it. Raises ConfigError for what the place lacks here."""
     tokenizer = here.tokenizer or membership.tokenizer
     config = own_configuration(membership.configuration, membership.place, here.data, tokenizer, here.listen)
+    config = config.model_copy(update={"store": _store(membership)})
     if config.name != membership.run:
         raise ConfigError(
             (),
@@ -137,6 +140,21 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
             f"it dials its neighbours, perhaps through the exchange; add --listen {told} to listen there",
         )
     save_config(config, folder.config)
+
+
+def _store(membership: Membership) -> StoreSettings:
+    """Return the store of the ticket, and tell where the exchange may send this host. Raises ConfigError."""
+    if not membership.store:
+        return StoreSettings()
+    try:
+        store = StoreSettings(url=membership.store)
+    except ValueError:
+        raise ConfigError((), "the ticket names a store of an unknown kind; install the version of its run") from None
+    if origins := store.origins():
+        where = f"{parsed(membership.store)[0]} at {' or '.join(origins)}"
+        told = f"contributions go to {where}, by URLs that the exchange signs; it can send this host nowhere else"
+        tell(standard_output(), f"{membership.run}: {told}")
+    return store
 
 
 def _give_back(membership: Membership) -> str:

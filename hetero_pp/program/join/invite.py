@@ -50,8 +50,8 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
             ticket = memberships.invite(place, seconds)
         except HeteroPPError as error:
             raise ConfigError((), f"--place: {error}") from None
-    until, slots = time.time() + seconds, good_for(config, place)
-    sys.stdout.write(make_ticket(run, reached, authority, ticket, until, slots).to_text() + "\n")
+    until, slots, store = time.time() + seconds, good_for(config, place), config.store.as_one_url()
+    sys.stdout.write(make_ticket(run, reached, authority, ticket, until, slots, store).to_text() + "\n")
     complain(
         f"{run}: this ticket is for {slots}; it lets one host in until {datetime.fromtimestamp(until):%Y-%m-%d %H:%M}"
     )

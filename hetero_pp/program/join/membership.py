@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero_pp.bounded import read_bounded, read_json_object
 from hetero_pp.errors import HeteroPPError, LinkTimeout, Refused, StoreError
 from hetero_pp.files import write_whole
 from hetero_pp.messages.messages_pb2 import EnrolReply, InLobby
@@ -27,6 +28,7 @@ from hetero_pp.run.shared import keep_tokenizer, kept_tokenizer
 from hetero_pp.units import format_seconds
 
 _KEY, _CERTIFICATE, _ABOUT, _WAITING = "key.pem", "certificate.pem", "about.json", "waiting.json"
+_PEM_BYTES_MAX = 20_000
 _SECONDS_BETWEEN_TRIES = 60.0
 _SECONDS_IN_LOBBY = 2.0
 _SECONDS_FOR_AN_ANSWER = 5.0
@@ -48,6 +50,8 @@ class Membership:
     identity: Identity
     tokenizer: Path | None
     """Where the run's is kept, if its exchange told it."""
+    store: str = ""
+    """The URL of the run's store, as the ticket says."""
 
     @property
     def credentials(self) -> Credentials:
@@ -79,6 +83,7 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
         "place": reply.place,
         "authority": identity.authority,
         "configuration": reply.configuration,
+        "store": ticket.store,
     }
     keep_tokenizer(reply.tokenizer, folder)
     write_whole(folder / _CERTIFICATE, identity.certificate.encode(), is_secret=True)
@@ -163,7 +168,7 @@ def waits_in(folder: RunFolder) -> list[Wait]:
     found = []
     for path in folder.identity("").glob(f"*/{_WAITING}"):
         with suppress(OSError, ValueError, TypeError):
-            wait = Wait(**json.loads(path.read_text(encoding="utf-8")))
+            wait = Wait(**read_json_object(path))
             if running_process(wait.process) is not None:
                 found.append(wait)
     return found
@@ -178,11 +183,8 @@ def _require_name(name: str, of: str) -> None:
 def read_membership(folder: Path) -> Membership:
     """What is kept in a folder. Raises Refused for one that is damaged."""
     try:
-        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-        certificate, key = (
-            (folder / _CERTIFICATE).read_text(encoding="utf-8"),
-            (folder / _KEY).read_text(encoding="utf-8"),
-        )
+        about = read_json_object(folder / _ABOUT)
+        certificate, key = (read_bounded(folder / name, _PEM_BYTES_MAX).decode() for name in (_CERTIFICATE, _KEY))
         identity = Identity(certificate, key, about.pop("authority"), str(folder / _CERTIFICATE))
         return Membership(**about, identity=identity, tokenizer=kept_tokenizer(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
