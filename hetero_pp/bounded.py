@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,10 @@ YAML_VALUES_MAX = 200_000
 _STREAMS = ("/dev/", "/proc/")
 
 _NUMBER = re.compile(r"(0[xob])?[0-9a-fA-F.]+")
+
+
+ROUNDS_GAP_MAX = 1000
+"""Rounds that may be lost between two: what comes after a larger gap is of no run, or was made up."""
 
 
 class TooLarge(ValueError):
@@ -134,6 +138,16 @@ def parse_yaml(data: str | bytes, with_lines: bool = False) -> Any:
 def read_yaml(path: Path, with_lines: bool = False) -> Any:
     """Return the content of a YAML file. Raises OSError, or as `parse_yaml`."""
     return parse_yaml(read_bounded(path, YAML_BYTES_MAX), with_lines)
+
+
+def before_gap(rounds: Iterable[int]) -> list[int]:
+    """Return the rounds in their order, without those that come after a gap of more than ROUNDS_GAP_MAX."""
+    found: list[int] = []
+    for round_ in sorted(rounds):
+        if found and round_ - found[-1] > ROUNDS_GAP_MAX:
+            break
+        found.append(round_)
+    return found
 
 
 def yaml_complaint(path: Path, error: Exception) -> str:

@@ -52,13 +52,13 @@ class Changes:
         if not self.history:
             return config
         dumped = config.model_dump(mode="json")
-        for key, values in self.history.items():
-            since = max(first for first in values if round_ is None or first <= max(round_, 1))
-            value = _as_here(config, dumped[key], values[since]) if key == REPLICAS else values[since]
-            _put(dumped, key.split("."), value)
         try:
+            for key, values in self.history.items():
+                since = max(first for first in values if round_ is None or first <= max(round_, 1))
+                value = _as_here(config, dumped[key], values[since]) if key == REPLICAS else values[since]
+                _put(dumped, key.split("."), value)
             return type(config).model_validate(dumped)
-        except ValueError as error:
+        except (KeyError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise MalformedMessage(f"changes of the run: a value does not fit ({reason})") from None
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hetero_pp.bounded import INTEGER_DIGITS_MAX
 from hetero_pp.errors import DamagedFile, StoreError
 from hetero_pp.files import whole
 from hetero_pp.model import ModelShape, Transformer, initialise
@@ -82,10 +83,18 @@ def load_snapshot(path: Path, called: str = "") -> Snapshot:
     """
     with open_snapshot(path, called) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        round_ = int(file.metadata()[ROUND])
+        round_ = _round_of(file.metadata(), called or str(path))
     basis = tensors.pop(BASIS, None)
     momentum = {name: tensors.pop(name) for name in list(tensors) if name.startswith(MOMENTUM)}
     return Snapshot(round_, tensors, basis, {name.removeprefix(MOMENTUM): b for name, b in momentum.items()})
+
+
+def _round_of(metadata: Mapping[str, str], called: str) -> int:
+    """Raises DamagedFile: who wrote the file may have made up its digest, too."""
+    text = metadata.get(ROUND, "")
+    if not text.isdecimal() or len(text) > INTEGER_DIGITS_MAX:
+        raise DamagedFile(f"{called} is damaged: its round is not a number")
+    return int(text)
 
 
 @contextmanager
@@ -100,7 +109,7 @@ def open_snapshot(path: Path, called: str = "") -> Iterator[safe_open]:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), called) from None
     except OSError as error:  # nothing says that the file is damaged: it may be read later
         raise StoreError(f"{called}: cannot be read ({error.strerror or error})") from None
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError, TypeError, ValueError) as error:  # also of types that torch cannot compute
         raise DamagedFile(f"{called} is damaged: {error}") from None
     if metadata.get(DIGEST) != _digest(metadata.get(ROUND, ""), hashes):
         raise DamagedFile(f"{called} is damaged: its tensors do not match its digest")

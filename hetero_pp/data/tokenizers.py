@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from hetero_pp.bounded import parse_json, read_bounded, read_json_object, require_shallow
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.errors import ConfigError
 from hetero_pp.units import format_count
@@ -18,6 +19,11 @@ FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 """Of a tokenizer; the second names its special tokens, and may be missing."""
 
 _KEY = ("data", "tokenizer")
+_BYTES_MAX = 256 * 2**20
+_RULE_DEPTH_MAX = 16
+"""Levels of rules, one in another; those of published models have at most 6."""
+_GROUPS_MAX = 100
+"""Brackets of one kind in one rule; the longest of published models have 20."""
 _RENUMBERED_SHOWN = 3
 _ENDS_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
 
@@ -83,8 +89,11 @@ class FileTokenizer:
         from tokenizers import Tokenizer
 
         try:
-            content = path.read_bytes()
-            self._tokenizer: Any = Tokenizer.from_buffer(content)
+            content = read_bounded(path, _BYTES_MAX)
+            rules = parse_json(content)
+            _require_simple(rules)
+            with _panics_as_errors():
+                self._tokenizer: Any = Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises a bare Exception for whatever it cannot parse
             reason = " ".join(str(error).split())
             raise ConfigError(_KEY, f"found `{path}`, expected a readable tokenizer.json ({reason})") from error
@@ -97,15 +106,56 @@ class FileTokenizer:
         self.separator: int = next((ids[name] for name in names if name in ids), unused)
         self.vocabulary: int = max(unused, self.separator + 1)
         self.identity = hashlib.sha256(content).hexdigest()
-        self.notes = _renumbered(path, json.loads(content), ids)
+        self.notes = _renumbered(path, rules, ids)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            with _panics_as_errors():
+                encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except ValueError as error:
+            raise ConfigError(_KEY, f"cannot encode the text ({error}); expected other rules in its file") from None
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         kept = [int(index) for index in ids if index != self.separator]
-        return self._tokenizer.decode(kept, skip_special_tokens=False)
+        with _panics_as_errors():
+            return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+
+@contextmanager
+def _panics_as_errors() -> Iterator[None]:
+    """Raise ValueError where the library panics, which Python's `except Exception` does not catch."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the library failed: {' '.join(str(error).split())}") from None
+
+
+def _require_simple(rules: object) -> None:
+    """Raise ValueError for rules that the library, or its regular expressions, would follow without a bound.
+
+    They recurse on the stack of the process: what is too deep would end it, and no exception says why.
+    """
+    if not isinstance(rules, dict):
+        raise ValueError(f"found a JSON {type(rules).__name__}, expected an object")
+    parts: list[object] = [value for key, value in rules.items() if key not in ("model", "added_tokens")]
+    require_shallow(parts, _RULE_DEPTH_MAX)
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+        elif isinstance(part, str) and max(part.count("("), part.count("["), part.count("{")) > _GROUPS_MAX:
+            raise ValueError(f"found a rule with more than {_GROUPS_MAX} groups")
+    tokens = rules.get("added_tokens") or []
+    if not isinstance(tokens, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("content"), str) and isinstance(one.get("id"), int)
+        for one in tokens
+    ):
+        raise ValueError("added_tokens: found something else than a list of tokens with `content` and `id`")
 
 
 def _renumbered(path: Path, content: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[str, ...]:
@@ -125,9 +175,9 @@ def _configured_ends(path: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        config = json.loads(path.read_bytes())
+        config = read_json_object(path, _BYTES_MAX)
         tokens = [config.get(key) for key in ("eos_token", "bos_token")]
-    except (ValueError, AttributeError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(_KEY, f"found `{path}`, expected a JSON object ({error})") from None
     names = [token.get("content") if isinstance(token, dict) else token for token in tokens]
     return [name for name in names if isinstance(name, str)][:1]

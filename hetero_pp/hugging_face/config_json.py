@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from hetero_pp.bounded import read_bounded_json
 from hetero_pp.errors import ConfigError
 from hetero_pp.model import ModelShape
 
@@ -77,7 +77,7 @@ def read_architecture(folder: Path) -> Architecture:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a checkpoint; ConfigError if it cannot be read."""
     try:
-        values = json.loads(path.read_bytes())
+        values = read_bounded_json(path)
     except OSError as error:
         raise ConfigError(
             WEIGHTS_KEY, f"found no readable {path} ({error.strerror}), expected a folder that transformers can load"

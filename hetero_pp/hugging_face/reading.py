@@ -105,7 +105,11 @@ def _paths(folder: Path) -> list[Path]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict):
         raise ConfigError(WEIGHTS_KEY, f"found no `weight_map` in {index}, expected the file of each tensor")
-    return sorted({folder / str(name) for name in names.values()})
+    for tensor, name in names.items():
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            expected = f"expected the name of a file in {folder}"
+            raise ConfigError(WEIGHTS_KEY, f"{index}: weight_map.{tensor}: found `{name}`, {expected}")
+    return sorted({folder / name for name in names.values()})
 
 
 def _require_tensors(

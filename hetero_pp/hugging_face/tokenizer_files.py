@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from hetero_pp.bounded import read_json_object
 from hetero_pp.data.settings import DataSettings
 from hetero_pp.data.tokenizers import ByteTokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
@@ -77,4 +78,4 @@ def _copy(source: Path, path: Path) -> dict[str, Any]:
     if beside.is_file():
         shutil.copyfile(beside, path.with_name(beside.name))
     config = source.with_name("tokenizer_config.json")
-    return json.loads(config.read_bytes()) if config.is_file() else {}
+    return read_json_object(config) if config.is_file() else {}

@@ -547,6 +547,9 @@ def _leave_for(error: OSError) -> NoReturn:
     if error.filename is None and error.errno == errno.ENOSPC:
         with suppress(OSError):  # nor can what is left be written when the process ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        named = f"{error.filename}: " if error.filename is not None else ""
+        _leave(f"{named}{error.strerror}: raise the limit, such as with `ulimit -n 1024`, and start again", BAD_INPUT)
     _leave(complaint(error) if error.filename is not None else f"standard output: {error.strerror}", BAD_INPUT)
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_pp.bounded import read_json_object
 from hetero_pp.errors import ConfigError
 from hetero_pp.program.report.earlier import last_closed, reports_until
 from hetero_pp.program.report.output import say, standard_output, tell
@@ -72,10 +73,16 @@ class ComparedRun:
             "tokens": f"{sum(replica.tokens for replica in state.replicas.values()):,}",
             "last validation loss": _ABSENT if last is None else f"{losses[last]:.4f}",
             "best validation loss": _ABSENT if best is None else f"{losses[best]:.4f} (round {best})",
-            "training time": format_seconds(self.summary.get("training_seconds", state.training_seconds())),
+            "training time": format_seconds(self._noted("training_seconds", state.training_seconds())),
             "sent on the wire": format_bytes(sent),
-            "tokens per second": f"{self.summary.get('tokens_per_second', state.tokens_per_second()):,.0f}",
+            "tokens per second": f"{self._noted('tokens_per_second', state.tokens_per_second()):,.0f}",
         }
+
+    def _noted(self, key: str, otherwise: float) -> float:
+        """Return a number of the summary, which others may have written."""
+        found = self.summary.get(key)
+        is_number = isinstance(found, int | float) and math.isfinite(found) and found >= 0
+        return float(found) if is_number else otherwise  # type: ignore[arg-type]
 
 
 def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
@@ -118,7 +125,11 @@ def _read(name: str, folder: RunFolder) -> ComparedRun:
 
     for report in reports_until(spec.config, folder, last_closed(folder), complain):
         state.apply(report)
-    summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.is_file() else {}
+    try:
+        summary = read_json_object(folder.summary) if folder.summary.is_file() else {}
+    except (OSError, ValueError) as error:
+        complain(f"{folder.summary.name} is skipped ({error})")
+        summary = {}
     return ComparedRun(name, state, summary)
 
 

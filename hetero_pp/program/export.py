@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from hetero_pp.errors import ConfigError
+from hetero_pp.errors import ConfigError, DamagedFile
 from hetero_pp.hugging_face.writing import DTypeName, Parameters, write_model
 from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.folder import RunFolder
@@ -53,9 +53,21 @@ def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[t
     wanted = max(found) if round_ is None else round_
     if wanted in found:
         with log.open_snapshot(wanted) as file:
+            names = list(file.keys())
+            _require_parameters(spec, {name: tuple(file.get_slice(name).get_shape()) for name in names})
             yield wanted, file.get_tensor
     else:
         yield wanted, _replayed(spec, run, wanted)
+
+
+def _require_parameters(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DamagedFile for a snapshot of another model than the configuration beside it describes."""
+    for name, shape in spec.parameter_shapes.items():
+        if shapes.get(name) != shape:
+            found = "nothing" if name not in shapes else f"the shape {list(shapes[name])}"
+            raise DamagedFile(
+                f"the snapshot does not fit its config.yaml: {name}: found {found}, expected {list(shape)}"
+            )
 
 
 def _replayed(spec: RunSpec, run: RunFolder, wanted: int) -> Parameters:

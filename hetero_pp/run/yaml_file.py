@@ -18,6 +18,9 @@ from hetero_pp.run.described_weights import with_weights_described
 from hetero_pp.run.known_keys import Key
 from hetero_pp.run.yaml_lines import YamlLines, complaint
 
+_OF_A_RUN = ("log", "state", "metrics.jsonl")
+"""What stands beside the config.yaml of a run."""
+
 
 class ConfigFile:
     """A YAML file that holds a RunConfig, and where each key stands in it."""
@@ -29,7 +32,10 @@ class ConfigFile:
         Raises ConfigError with file, line and key; or with what was given beside the file, if the fault is there.
         """
         self.path = path
-        self._lines = YamlLines(path)
+        try:
+            self._lines = YamlLines(path)
+        except ConfigError as error:
+            raise self._of_this_file(error) from None
         given = [Override.parse(one) if isinstance(one, str) else one for one in overrides]
         self._set: list[tuple[Key, Override]] = []
         added = [entry for one in in_order(given) for entry in self._apply(one)]
@@ -40,9 +46,18 @@ class ConfigFile:
             self.config.check()
             require_named(self.config, added)
         except ValidationError as error:
-            raise self.located(complaint(error)) from None
+            raise self._of_this_file(self.located(complaint(error))) from None
         except ConfigError as error:
-            raise self.located(error) from None
+            raise self._of_this_file(self.located(error)) from None
+
+    def _of_this_file(self, error: ConfigError) -> ConfigError:
+        """Return a complaint that also says what to do about a file that a run keeps of its own."""
+        folder = self.path.parent
+        is_kept = self.path.stem.startswith("config") and any((folder / name).exists() for name in _OF_A_RUN)
+        if not is_kept or not str(error).startswith(str(self.path)):
+            return error
+        why = "hetero-pp wrote this file when the run began, and it was cut off or edited since"
+        return ConfigError((), f"{error}; {why}: restore it from a copy")
 
     @property
     def given(self) -> list[Key]:

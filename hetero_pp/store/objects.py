@@ -5,7 +5,11 @@ A write is whole or nothing there, and conditional where asked: S3's `If-None-Ma
 
 from __future__ import annotations
 
+import asyncio
 import re
+import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,19 +20,31 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
 
 import obstore
+import psutil
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import MemoryStore, from_url
 
+from hetero_pp.control_characters import without_controls
 from hetero_pp.errors import StoreError
 from hetero_pp.files import whole
 from hetero_pp.proxies import PRIVATE_NETWORKS, is_private
 from hetero_pp.store.store import checked
+from hetero_pp.units import format_bytes
 
 PART_BYTES, MOST_PARTS = 8 * 2**20, 9_000
 """A large file goes up and comes down in parts, each of which may be tried again."""
 
 CONNECT_SECONDS, PART_SECONDS = 10, 120
 """For a connection; for one request, or one part, on the slowest line that is of use."""
+
+KEYS_MAX = 1_000_000
+"""Objects below one folder; a round of 1,000 replicas has fewer."""
+
+LISTING_BYTES_MAX, LISTING_CHECK_SECONDS = 2**29, 0.2
+"""Memory that one listing may take, and how often that is looked at."""
+
+SILENT_SECONDS = 10.0
+"""After which a user is told that a store does not answer."""
 
 BACKOFF = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
 RETRIES = 1000
@@ -48,7 +64,7 @@ class ObjectStore:
 
     def get(self, key: str) -> bytes:
         """See Store."""
-        with self._told("read", key):
+        with self._told("read", key), self._watched(key):
             return bytes(obstore.get(self._objects, checked(key)).bytes())
 
     def put(self, key: str, data: bytes) -> None:
@@ -68,13 +84,17 @@ class ObjectStore:
     def below(self, folder: str = "") -> list[str]:
         """See Store."""
         with self._told("listed", folder):
-            pages = obstore.list(self._objects, checked(folder) if folder else None)
-            return sorted(one["path"] for page in pages for one in page)
+            found: list[str] = []
+            for page in self._pages(folder):
+                found += page
+                if len(found) > KEYS_MAX:
+                    raise StoreError(f"{self.url(folder)}: lists more than {KEYS_MAX:,} objects; the listing was ended")
+            return sorted(found)
 
     def names(self, folder: str = "") -> list[str]:
         """See Store."""
-        with self._told("listed", folder):
-            found = obstore.list_with_delimiter(self._objects, checked(folder) if folder else None)
+        with self._told("listed", folder), self._watched(folder):
+            found = self._listed(checked(folder) if folder else None)
         folders = [f"{_name(prefix)}/" for prefix in found["common_prefixes"]]
         own = checked(folder) if folder else ""  # some services list a folder itself, too
         return sorted([*folders, *(_name(one["path"]) for one in found["objects"] if one["path"] != own)])
@@ -96,7 +116,7 @@ class ObjectStore:
 
     def size(self, key: str) -> int:
         """See Store."""
-        with self._told("read", key):
+        with self._told("read", key), self._watched(key):
             return int(obstore.head(self._objects, checked(key))["size"])
 
     def copy(self, key: str, to: str) -> None:
@@ -136,6 +156,56 @@ class ObjectStore:
 
     def forget_parts(self) -> None:
         """See Store. What was sent of objects that are not whole goes as the bucket's rules say."""
+
+    def _pages(self, folder: str) -> Iterator[list[str]]:
+        """The keys below a folder, as many at once as the service gives."""
+        pages = iter(obstore.list(self._objects, checked(folder) if folder else None))
+        while True:
+            with self._watched(folder):
+                page = next(pages, None)
+            if page is None:
+                return
+            yield [one["path"] for one in page]
+
+    def _listed(self, prefix: str | None) -> Any:
+        """What is right in a folder. Raises StoreError for a listing that grows without an end.
+
+        obstore gathers all pages itself. So the memory that this process gains meanwhile bounds it.
+        """
+
+        async def listed() -> Any:
+            asked = asyncio.ensure_future(obstore.list_with_delimiter_async(self._objects, prefix))
+            process = psutil.Process()
+            most = process.memory_info().rss + LISTING_BYTES_MAX
+            while not (await asyncio.wait([asked], timeout=LISTING_CHECK_SECONDS))[0]:
+                if process.memory_info().rss > most:
+                    asked.cancel()
+                    told = f"takes more than {format_bytes(LISTING_BYTES_MAX)}; it was ended"
+                    raise StoreError(f"{self.url(prefix or '')}: its list of objects {told}")
+            return asked.result()
+
+        with ThreadPoolExecutor(1) as own:  # a notebook's thread has a loop of its own already
+            return own.submit(lambda: asyncio.run(listed())).result()
+
+    @contextmanager
+    def _watched(self, key: str) -> Iterator[None]:
+        """Say on standard error, ever more rarely, how long the store has been silent while the block waits for it."""
+        answered, since = threading.Event(), time.monotonic()
+
+        def watch() -> None:
+            pause = SILENT_SECONDS
+            while not answered.wait(pause):
+                silent = time.monotonic() - since
+                print(f"{self.url(key)}: the store has been silent for {silent:.0f} s", file=sys.stderr, flush=True)
+                pause = max(silent, SILENT_SECONDS)
+
+        watcher = threading.Thread(target=watch, name="silence", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            answered.set()
+            watcher.join()
 
     @contextmanager
     def _told(self, done: str, key: str) -> Iterator[None]:
@@ -193,4 +263,4 @@ def _reason(error: Exception) -> str:
         return "found no credentials: see AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     said = re.search(r"<Message>(.+?)</Message>", text, re.DOTALL) or re.search(r'\bmessage: "(.+?)"', text)
     first = text.split("\n", 1)[0]
-    return " ".join((said[1] if said else first.rpartition(" - ")[2]).split()).rstrip(".")
+    return without_controls(" ".join((said[1] if said else first.rpartition(" - ")[2]).split()).rstrip("."))

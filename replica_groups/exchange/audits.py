@@ -63,7 +63,7 @@ def read_audit(store: Store, round_: int) -> Audit:
 
 def audited(store: Store) -> set[int]:
     """Which rounds were audited."""
-    found = (re.fullmatch(r"round-(\d{6,})\.json", name) for name in store.names(FOLDER))
+    found = (re.fullmatch(r"round-(\d{6,12})\.json", name) for name in store.names(FOLDER))
     return {int(match[1]) for match in found if match}
 
 

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from google.protobuf.json_format import MessageToJson, Parse, ParseError
 from safetensors import safe_open
 
+from hetero_pp.bounded import before_gap
 from hetero_pp.errors import DamagedFile, StoreError
 from hetero_pp.messages.messages_pb2 import BlobEntry, ContributionEntry, RoundRecord
 from hetero_pp.pseudo_gradient.contribution import BlobAddress, contribution_digest
@@ -110,20 +111,33 @@ class ContributionLog:
         return record
 
     def records(self) -> set[int]:
-        """Which rounds are closed."""
-        found = (re.fullmatch(r"round-(\d{6,})/record\.json", key) for key in self.store.below())
-        return {int(match[1]) for match in found if match}
+        """Return the rounds that are closed. Raises DamagedFile as `last_record` does."""
+        return {round_ for round_ in self._recorded() if self.has_record(round_)}
 
     def last_record(self) -> int:
-        """The newest closed round, 0 if there is none. Looks at the newest rounds only."""
-        for round_ in sorted(self._rounds(), reverse=True):
-            if record_key(round_).rpartition("/")[2] in self.store.names(round_key(round_)):
-                return round_
-        return 0
+        """Return the newest closed round, 0 if there is none. Looks at the newest rounds only.
+
+        Raises DamagedFile for a record long after all others: counting up to it would take days.
+        """
+        return next((round_ for round_ in reversed(self._recorded()) if self.has_record(round_)), 0)
+
+    def _recorded(self) -> list[int]:
+        """The rounds of which there is anything, in order."""
+        rounds = self._rounds()
+        found = before_gap(rounds | ({0} if rounds else set()))
+        for stray in sorted(rounds - set(found))[-1:]:
+            if self.has_record(stray):
+                told = f"no round between {found[-1]} and {stray} is there; move it out of the log"
+                raise DamagedFile(f"{self.store.url(round_key(stray))} does not belong to this run: {told}")
+        return [round_ for round_ in found if round_]
+
+    def has_record(self, round_: int) -> bool:
+        """Return whether a round is closed; its record may be damaged."""
+        return record_key(round_).rpartition("/")[2] in self.store.names(round_key(round_))
 
     def _rounds(self) -> set[int]:
         """Of which rounds there is anything."""
-        found = (re.fullmatch(r"round-(\d{6,})/", name) for name in self.store.names())
+        found = (re.fullmatch(r"round-(\d{6,12})/", name) for name in self.store.names())
         return {int(match[1]) for match in found if match}
 
     # ---- terms ----
@@ -183,7 +197,7 @@ class ContributionLog:
 
     def snapshots(self) -> set[int]:
         """After which rounds there is a snapshot."""
-        found = (re.fullmatch(r"snapshot-(\d{6,})\.safetensors", name) for name in self.store.names())
+        found = (re.fullmatch(r"snapshot-(\d{6,12})\.safetensors", name) for name in self.store.names())
         return {int(match[1]) for match in found if match}
 
     # ---- going on from an earlier round ----

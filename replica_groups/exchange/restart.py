@@ -135,7 +135,7 @@ def snapshot_after(
             record = log.read_record(number)
             replay(theta, run, record, log.blobs_of(record), optimizer)
         except FileNotFoundError as error:
-            if number in log.records():
+            if log.has_record(number):
                 damaged.append(f"{error.filename} is missing")
             raise FileNotFoundError(f"the log in {where} ends before round {number}") from None
         except (DamagedFile, MalformedContribution) as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from filelock import FileLock, Timeout
 
+from hetero_pp.bounded import read_json_object
 from hetero_pp.changed_keys import read_changes
 from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.claim import LOCKS
@@ -40,10 +40,12 @@ class RunOnDisk:
 def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
     """The run of a folder in which it was recorded. Raises ConfigError for a configuration that cannot be read."""
     config = ConfigFile(folder.config).config
-    rounds = read_changes(folder.changes).settled().at(config, None).outer.rounds
+    changes = read_changes(folder.changes).settled()
+    changes.require_changeable(config)
+    rounds = changes.at(config, None).outer.rounds
     summary: dict[str, object] = {}
     with suppress(OSError, ValueError):
-        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+        summary = read_json_object(folder.summary)
     written = [path.stat().st_mtime for path in (folder.summary, folder.metrics, folder.config) if path.is_file()]
     if is_running(folder):
         return RunOnDisk("running", last_closed(folder), rounds, max(written))

@@ -7,6 +7,7 @@ processes on two cores would otherwise each pay.
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 
 from hetero_pp.changed_keys import Values
-from hetero_pp.errors import RunFailed
+from hetero_pp.errors import ConfigError, RunFailed
 from hetero_pp.links import EXCHANGE, LAUNCHER
 from hetero_pp.messages.messages_pb2 import GIVEN_UP, RESTARTED, SILENT, Happened, Report, Standing
 from hetero_pp.program.chaos.director import Director
@@ -34,6 +35,8 @@ from hetero_pp.run.spec import RunSpec
 from replica_groups.exchange.host import rules_of
 
 _SECONDS_FOR_THE_CAUSE = 5.0
+_OPEN_FILES, _OPEN_FILES_OF_A_PROCESS = 40, 8
+"""What the launcher, and each member, opens at least."""
 _SECONDS_TO_END = 3.0
 _SECONDS_TO_NOTICE = 5.0
 _SECONDS_TO_LEAVE = 20.0
@@ -64,6 +67,21 @@ def launch(
         crew.join_exchange(list(spec.needed), address)
         crew.wait()
         watcher.join()
+
+
+def require_open_files(processes: int) -> None:
+    """Allow this process the files that so many processes need. Raises ConfigError if the system does not let it."""
+    needed, (soft, hard) = (
+        _OPEN_FILES + _OPEN_FILES_OF_A_PROCESS * processes,
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+    )
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    told = f"found a limit of {soft} open files, expected at least {needed} for {processes} processes"
+    raise ConfigError((), f"{told}; raise it with: ulimit -n {needed}")
 
 
 class Crew:
@@ -121,6 +139,7 @@ class Crew:
 
     def start(self, members: Sequence[str], again: bool = False) -> None:
         """Start members, which then wait for a message; what they print goes to logs/<member>.log."""
+        require_open_files(len(self._processes.keys() | set(members)))
         for member in members:
             ours, theirs = self._context.Pipe()
             job = Job(member, self._folder, None if again else self._resume, again)

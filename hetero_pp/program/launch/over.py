@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from hetero_pp.bounded import read_json_object
 from hetero_pp.errors import RunOver
 from hetero_pp.files import write_whole
 from hetero_pp.run.folder import RunFolder
@@ -37,6 +38,6 @@ def forget_over(folder: RunFolder) -> None:
 def read_over(folder: RunFolder) -> Over | None:
     """What was noted; None if the run is not known to be over."""
     try:
-        return Over(**json.loads(folder.over.read_text(encoding="utf-8")))
+        return Over(**read_json_object(folder.over))
     except (OSError, ValueError, TypeError):
         return None

@@ -6,7 +6,6 @@ After which round it goes on is not decided here: members say what they have, an
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from hetero_pp.bounded import before_gap, parse_json
 from hetero_pp.errors import DamagedFile
 from hetero_pp.links import EXCHANGE
 from hetero_pp.messages.messages_pb2 import Happened, Report, RoundRecord
@@ -25,6 +25,9 @@ from replica_groups.exchange.open_log import open_log
 
 _KEPT = ("begun", "inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
 """Events that a run which goes on tells again; closed rounds are in the log."""
+
+_LINE_CHARACTERS_MAX = 2**20
+"""Characters of one line of metrics.jsonl; what is longer is read in parts, none of which is JSON."""
 
 _KEPT_UNTIL = ("joined", "standing")
 """The same of those that name no round, up to the close of the last that is kept."""
@@ -67,7 +70,8 @@ def last_closed(folder: RunFolder) -> int:
     """Return the last round whose close was noted; 0 if none was."""
     closed = (line for line in _lines(folder.metrics, '"round_closed"') if isinstance(line, dict))
     rounds = (line.get("round") for line in closed if line.get("event") == "round_closed")
-    return max((round_ for round_ in rounds if isinstance(round_, int)), default=0)
+    known = {round_ for round_ in rounds if isinstance(round_, int) and round_ > 0}
+    return before_gap({0, *known})[-1]
 
 
 def _lines(metrics: Path, having: str = "") -> Iterator[Any]:
@@ -75,10 +79,10 @@ def _lines(metrics: Path, having: str = "") -> Iterator[Any]:
     if not metrics.is_file():
         return
     with metrics.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+        while line := file.readline(_LINE_CHARACTERS_MAX):
             if having in line:
-                with suppress(ValueError, RecursionError):  # the last line of a run that was killed as it wrote
-                    yield json.loads(line)
+                with suppress(ValueError):  # the last line of a run that was killed as it wrote
+                    yield parse_json(line)
 
 
 def _report(line: dict[str, Any]) -> Report:

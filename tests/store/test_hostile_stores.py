@@ -1,0 +1,97 @@
+"""Services that speak S3 and mean harm, or hang: what they cost is bounded, and said."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from hetero_pp.errors import StoreError
+from hetero_pp.store import objects
+from hetero_pp.store.opening import open_store
+
+_PAGE = (
+    '<?xml version="1.0"?><ListBucketResult><IsTruncated>true</IsTruncated>'
+    "<NextContinuationToken>{token}</NextContinuationToken>{entries}</ListBucketResult>"
+)
+_ENTRY = (
+    "<Contents><Key>a{number}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+    '<ETag>"x"</ETag><Size>1</Size></Contents>'
+)
+
+
+class _Hostile(BaseHTTPRequestHandler):
+    """Lists without an end, and answers a request for an object only once `may_answer` is set."""
+
+    may_answer = threading.Event()
+    pages = 0
+
+    def do_GET(self) -> None:
+        if "list-type" not in self.path:
+            self.may_answer.wait()
+            self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            return
+        type(self).pages += 1
+        first = self.pages * 100
+        entries = "".join(_ENTRY.format(number=first + one) for one in range(100))
+        self._answer(200, _PAGE.format(token=self.pages, entries=entries).encode())
+
+    def _answer(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody is told."""
+
+
+@contextmanager
+def _served() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hostile)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    try:
+        yield f"s3://runs/mine?endpoint=http://127.0.0.1:{server.server_port}"
+    finally:
+        _Hostile.may_answer.set()
+        server.shutdown()
+        serving.join()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+
+
+def test_a_listing_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "KEYS_MAX", 500)
+    monkeypatch.setattr(objects, "LISTING_BYTES_MAX", -1)
+    monkeypatch.setattr(objects, "LISTING_CHECK_SECONDS", 0.01)
+    with _served() as url:
+        store = open_store(url)
+        with pytest.raises(StoreError, match=r"s3://runs/mine: lists more than 500 objects; the listing was ended"):
+            store.below()
+        with pytest.raises(StoreError, match=r"s3://runs/mine: its list of objects takes more than .*; it was ended"):
+            store.names()
+
+
+def test_a_silent_store_is_named_with_how_long_it_has_been_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(objects, "SILENT_SECONDS", 0.01)
+    _Hostile.may_answer.clear()
+
+    def told(*_: object, **__: object) -> None:
+        _Hostile.may_answer.set()
+
+    monkeypatch.setattr(objects, "print", lambda line, **__: (said.append(line), told()), raising=False)
+    said: list[str] = []
+    with _served() as url, pytest.raises(FileNotFoundError):
+        open_store(url).get("key")
+    assert said[0] == "s3://runs/mine/key: the store has been silent for 0 s"
