@@ -160,7 +160,7 @@ def yaml_complaint(path: Path, error: Exception) -> str:
     return f"{path}: not YAML: {str(error).splitlines()[0]}"
 
 
-class BoundedComposer(Composer):  # type: ignore[misc]
+class BoundedComposer(Composer):
     """Composes YAML whose nesting, whose numbers and whose size without aliases are bounded."""
 
     def __init__(self, loader: Any = None) -> None:

@@ -188,3 +188,55 @@ def test_ids_are_numpy_integers(tmp_path: Path) -> None:
     train_tokenizer([]).save(str(tmp_path / "tokenizer.json"))
     for tokenizer in (ByteTokenizer(), FileTokenizer(tmp_path / "tokenizer.json")):
         assert all(np.issubdtype(ids.dtype, np.integer) for ids in tokenizer.encode_batch(["", "a"]))
+
+
+def _rules(**more: Any) -> dict[str, Any]:
+    rules = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    model = {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}
+    return {"version": "1.0", "added_tokens": [], **rules, "model": model} | more
+
+
+def _split(expression: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    rule: dict[str, Any] = {"type": "Lowercase"}
+    for _ in range(levels):
+        rule = {"type": "Sequence", "normalizers": [rule]}
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        (_rules(normalizer=_nested(20)), "more than 16 levels deep"),
+        (_rules(pre_tokenizer=_split("(" * 3000 + "a" + ")" * 3000)), "found a rule with more than 100 groups"),
+        (_rules(pre_tokenizer=_split("[" * 3000 + "a" + "]" * 3000)), "found a rule with more than 100 groups"),
+        (_rules(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "the library failed: "),
+        (_rules(added_tokens=[7]), "added_tokens: found something else than a list of tokens"),
+        (_rules(added_tokens={"a": 1}), "added_tokens: found something else than a list of tokens"),
+        ([], "found a JSON list, expected an object"),
+        (_rules(model=None), "expected a readable tokenizer.json"),
+    ],
+)
+def test_rules_that_would_end_the_process_are_refused(rules: object, told: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    with pytest.raises(ConfigError, match=told) as found:
+        FileTokenizer(tmp_path / "tokenizer.json")
+    assert "\n" not in str(found.value)
+
+
+def test_a_text_on_which_rules_fail_is_an_error_that_can_be_caught(tmp_path: Path) -> None:
+    """The library panics where an expression tries too many ways, which is no Exception in Python."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(_rules(pre_tokenizer=_split("(a+)+$x"))))
+    with pytest.raises(ConfigError, match=r"cannot encode the text \(the library failed: "):
+        FileTokenizer(tmp_path / "tokenizer.json").encode_batch(["a" * 100_000])
+
+
+def test_deep_json_is_no_tokenizer(tmp_path: Path) -> None:
+    for name, kind in (("tokenizer.json", "readable tokenizer.json"), ("tokenizer_config.json", "JSON object")):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(_rules()))
+        (tmp_path / name).write_text("[" * 100_000)
+        with pytest.raises(ConfigError, match=kind):
+            FileTokenizer(tmp_path / "tokenizer.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -223,6 +224,16 @@ def test_damaged_checkpoints_are_refused(model: Transformer, tmp_path: Path) -> 
     (folder / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="JSON object"):
         read_architecture(folder)
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/secret.safetensors", "a/b.safetensors", "..", 7])
+def test_an_index_names_only_files_of_its_folder(file: object, model: Transformer, tmp_path: Path) -> None:
+    folder = _export(model, tmp_path / "out")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+    told = rf"{re.escape(str(index))}: weight_map.lm_head.weight: found `{file}`, expected the name of a file in"
+    with pytest.raises(ConfigError, match=told):
+        read_parameters(folder, _shapes())
 
 
 def test_the_byte_tokenizer_is_the_same_everywhere(tmp_path: Path) -> None:

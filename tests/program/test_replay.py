@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hetero_pp.program.cli import app
@@ -162,3 +166,89 @@ def test_what_cannot_be_replayed_is_said(run: Path, tmp_path: Path) -> None:
         snapshot.unlink()
     code, _, errors = _invoke("replay", run)
     assert (code, "found no snapshot" in errors) == (2, True)
+
+
+# ---- a folder that somebody else has sent ----
+
+NONSENSE = [
+    {"time": math.nan, "member": "dc", "event": "inner_step", "replica": "dc", "round": 1, "loss": math.inf},
+    {"time": 1, "member": "dc", "event": "round_closed", "round": 999_999_999},
+    {"time": 1, "member": "dc", "event": "round_closed", "round": math.inf},
+    {"time": "x", "member": 7, "event": "joined"},
+    {"time": 1, "member": "\x1b[31mred", "event": "joined"},
+    {"time": 1, "member": "dc", "event": "begun", "changes": "[" * 5000},
+    7,
+]
+COMMANDS = ("replay", "volume", "compare", "status", "export")
+
+
+def _all(run: Path, other: Path) -> dict[str, tuple[int, str]]:
+    """Exit code and complaint of each command that reads a run's folder; none shows a traceback or an escape."""
+    more = {"compare": [other, "--chart", run / "chart.png"], "export": ["--to", run.parent / "exported"]}
+    found = {}
+    for command in COMMANDS:
+        code, told, errors = _invoke(command, run, *more.get(command, []))
+        assert "Traceback" not in errors and errors.count("\n") <= 1, (command, errors)
+        assert "\x1b" not in told + errors
+        found[command] = code, errors
+    return found
+
+
+def test_numbers_and_events_that_nobody_noted_end_no_command(run: Path, finished: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(one)}\n" for one in NONSENSE)
+        file.write("[" * 200_000 + "\n" + "x" * 3_000_000 + "\n")
+    (run / "summary.json").write_text('{"training_seconds": "x", "tokens_per_second": NaN, "failed": "\\u001b[31m"}')
+    assert {code for code, _ in _all(run, finished).values()} == {0}
+    (run / "summary.json").write_text("[" * 100_000)
+    assert _invoke("compare", run, finished, "--chart", run / "chart.png")[0] == 0
+
+
+def test_a_round_that_no_other_leads_to_is_named_and_not_counted_up_to(run: Path, finished: Path, corpus: Path) -> None:
+    stray = run / "log" / "round-999999999"
+    stray.mkdir()
+    (stray / "record.json").write_text("{}")
+    told = f"hetero-pp: {stray} does not belong to this run: no round between 4 and 999999999 is there; "
+    found = _all(run, finished)
+    assert found["replay"] == found["volume"] == (1, f"{told}move it out of the log\n")
+    sets = [f"data.corpus={corpus}", f"outer.rounds={ROUNDS + 1}", "outer.momentum=0.5", "snapshots.every=2"]
+    given = [part for one in sets for part in ("--set", one)]
+    _, _, errors = _invoke("launch", MIXED, "--in-process", "--resume", "--runs", run.parent, *given)
+    assert errors == found["replay"][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("config.yaml", None, "hetero-pp wrote this file when the run began, and it was cut off or edited since: "),
+        ("changes.yaml", "a.b: {1: 5}", "changes of the run: a.b: found a key that cannot change in a run"),
+        ("changes.yaml", "replicas: {1: 5}", "changes of the run: a value does not fit"),
+        ("changes.yaml", "a: [", "cannot be read .*; hetero-pp writes this file itself: restore it from a copy"),
+        ("changes.yaml", "a: " + "[" * 3000, "lists and mappings more than 64 levels deep"),
+    ],
+)
+def test_a_file_of_a_run_that_is_not_what_was_written_is_named(
+    name: str, content: str | None, told: str, run: Path, finished: Path
+) -> None:
+    text = (run / name).read_text() if content is None else ""
+    (run / name).write_text(text[: len(text) // 2] if content is None else content)
+    for command, (code, errors) in _all(run, finished).items():
+        assert code in (1, 2) and re.search(told, errors), command
+        assert content is not None or f"{run / name}:" in errors
+
+
+def test_a_snapshot_of_another_model_is_not_exported(run: Path, tmp_path: Path) -> None:
+    path = run / "log" / snapshot_key(4)
+    kept = load_snapshot(path)
+    name = next(iter(sorted(kept.parameters)))
+    save_snapshot(replace(kept, parameters={**kept.parameters, name: torch.zeros(3)}), path)
+    code, _, errors = _invoke("export", run, "--to", tmp_path / "exported")
+    assert (code, errors.count("\n")) == (1, 1)
+    assert f"the snapshot does not fit its config.yaml: {name}: found the shape [3], expected " in errors
+
+
+def test_devices_in_a_folder_are_not_read(run: Path, finished: Path) -> None:
+    for name in ("summary.json", "config.yaml"):
+        (run / name).unlink()
+        (run / name).symlink_to("/dev/zero")
+    assert {code for code, _ in _all(run, finished).values()} == {2}

@@ -81,17 +81,16 @@ def test_a_listing_without_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
             store.names()
 
 
-def test_a_silent_store_is_named_with_how_long_it_has_been_silent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_silent_store_is_named_with_how_long_it_has_been_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "SILENT_SECONDS", 0.01)
     _Hostile.may_answer.clear()
+    said: list[str] = []
 
-    def told(*_: object, **__: object) -> None:
+    def told(line: str, **_: object) -> None:
+        said.append(line)
         _Hostile.may_answer.set()
 
-    monkeypatch.setattr(objects, "print", lambda line, **__: (said.append(line), told()), raising=False)
-    said: list[str] = []
+    monkeypatch.setattr(objects, "print", told, raising=False)
     with _served() as url, pytest.raises(FileNotFoundError):
         open_store(url).get("key")
     assert said[0] == "s3://runs/mine/key: the store has been silent for 0 s"
