@@ -16,6 +16,7 @@ HeteroPPError
 │   └── WrongToken         a stranger's: without a token of the run
 ├── ReplicasDiffer         two holders of one parameter do not hold the same bits
 ├── RunOver                every round is closed: there is nothing left to train
+├── Stopped                this process was asked to save its state and end
 ├── StoreError             the store of a run cannot be read or written: it may be tried again
 ├── TermOver               somebody else holds this member's place, or will: it has to join again
 ├── Suspended              the member's replica has to be formed anew, and train the round again
@@ -108,6 +109,13 @@ class RunOver(HeteroPPError):
     def after(cls, round_: int, rounds: int) -> RunOver:
         """With the sentence that a user is shown."""
         return cls(f"the run is over (round {round_} of {rounds}); nothing was left to train")
+
+
+class Stopped(HeteroPPError):
+    """This process was asked to save its state and end."""
+
+    def __init__(self, text: str = "it was asked to stop") -> None:
+        super().__init__(text)
 
 
 class StoreError(HeteroPPError):

@@ -168,7 +168,7 @@ class OuterRound:
             name: self.parameters.read(name, self.rows[name]).to(error.device, copy=True)
             for name, error in self.error.items()
         }
-        self._take_back_undecided()
+        self.take_back_undecided()
 
     def _drop_local(self) -> None:
         self.local, self._local_of = {}, 0
@@ -209,9 +209,10 @@ class OuterRound:
             if self._carrier is not None:
                 self._carrier.give_up()
         else:
-            self._take_back_undecided()
+            self.take_back_undecided()
 
-    def _take_back_undecided(self) -> None:
+    def take_back_undecided(self) -> None:
+        """Have error feedback as it was before the contribution of a round that is not decided."""
         for name, before in self._before.items():
             self.error[name].copy_(before)
         if self._before:
@@ -388,7 +389,7 @@ class OuterRound:
     def contribute(self, round_: int, epoch: int | None = None, steps: int = 0) -> dict[str, bytes]:
         """Compress and hand in every block; returns the blobs, on the first rank."""
         blobs: dict[str, bytes] = {}
-        self._take_back_undecided()
+        self.take_back_undecided()
         self._before = {name: error.clone() for name, error in self.error.items()} if self.keeps_undo else {}
         for block, shapes in shapes_by_block(self.parameters.shapes).items():
             selections = self._selections(round_, shapes)

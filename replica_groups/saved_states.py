@@ -153,6 +153,10 @@ class SavedStates:
         aside.mkdir()
         return aside
 
+    def has(self, round_: int) -> bool:
+        """Return whether a state after this round is saved; the same on all ranks."""
+        return round_ in self._broadcast(self.rounds())
+
     def is_due(self, round_: int) -> bool:
         return round_ % self.every == 0
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from hetero_pp.data.sources import Source, open_source
+from hetero_pp.errors import Stopped
 from hetero_pp.faults import NO_FAULTS, Faults
 from hetero_pp.files import keep_trying
 from hetero_pp.link.ends import LinkEnds
@@ -38,6 +39,7 @@ from replica_groups.saved_states import SavedStates
 from replica_groups.seat import LedgerOf, Seat
 from replica_groups.state_copies import StateCopies
 from replica_groups.steps_taken import StepsTaken
+from replica_groups.stopping import NEVER_STOPPED, Stopping
 from replica_groups.training_loop import TrainingLoop, TrainingMember, momentum_of
 
 
@@ -79,13 +81,14 @@ def take_part(
     gate: Gate | None = None,
     steps_of: StepsOf | None = None,
     faults: Faults = NO_FAULTS,
+    stopping: Stopping = NEVER_STOPPED,
 ) -> None:
     """Train all rounds that are left as one member of a run, or as one of the ranks that are a member together.
 
     The exchange says after which round the run goes on, if it does not begin. Whoever made the connections closes
     them, or aborts them if this raises HeteroPPError: the run has failed, here or elsewhere. With a gate each round
     begins when that is open. With `steps_of` rounds that are time are as long as that says; see round_length. `faults`
-    are what the member has to survive.
+    are what the member has to survive. `stopping` asks it to save its state and to leave.
     """
 
     def say(line: str) -> None:
@@ -94,7 +97,7 @@ def take_part(
     config = spec.config
     link = spec.links[exchange_link_name(member.name)]
     kind = CarriedExchange if config.outer.overlap else ShapedExchange
-    shaped = kind(connections.exchange, link, config.seed, connections.lines)
+    shaped = kind(connections.exchange, link, config.seed, connections.lines, stopping)
     exchange: ExchangeService = (
         shaped if ranks.world == 1 else CollectiveExchange(shaped if ranks.is_first else None, ranks)
     )
@@ -121,14 +124,29 @@ def take_part(
             steps.load(states.path(saved))
         reporter = Reporter(exchange, member.name)
         loop = TrainingLoop(
-            trainer, member.replica.name, outer, seat, reporter, states, length, steps, gate=gate, faults=faults
+            trainer,
+            member.replica.name,
+            outer,
+            seat,
+            reporter,
+            states,
+            length,
+            steps,
+            gate=gate,
+            faults=faults,
+            stopping=stopping,
+            undoes=config.states.undo,
         )
         if saved is not None:
             loop.load(states.path(saved))
+        stopping.listen()
         try:
             loop.run(holds, saved, spec)
             if copies is not None:
                 copies.drain()
+        except Stopped:
+            stopping.leave()
+            raise
         finally:
             if copies is not None:
                 copies.end()

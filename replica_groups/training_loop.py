@@ -6,14 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from hetero_pp.data.shares import Share
-from hetero_pp.errors import LinkError, Suspended, TermOver
+from hetero_pp.errors import LinkError, Stopped, Suspended, TermOver
 from hetero_pp.faults import NO_FAULTS, Faults, Phase
 from hetero_pp.learning_rates import LearningRates
 from hetero_pp.link.ends import LinkEnds
@@ -30,6 +30,7 @@ from replica_groups.round_length import RoundLength
 from replica_groups.saved_states import SavedStates
 from replica_groups.seat import Seat
 from replica_groups.steps_taken import StepsTaken
+from replica_groups.stopping import NEVER_STOPPED, Stopping
 
 
 class TrainingMember(Protocol):
@@ -92,6 +93,9 @@ SECONDS_BETWEEN_LINK_REPORTS = 0.5
 
 _TERMS = "terms.json"
 
+_SECONDS_TO_REPORT = 2.0
+"""How long a member that was asked to stop waits until its reports are delivered."""
+
 
 @dataclass(frozen=True)
 class _InnerLoop:
@@ -117,13 +121,15 @@ class TrainingLoop:
         steps: StepsTaken,
         gate: Gate | None = None,
         faults: Faults = NO_FAULTS,
+        stopping: Stopping = NEVER_STOPPED,
+        undoes: bool = True,
     ) -> None:
         """`gate`: asked before every inner step, by members that are threads; what was done before a round is told
-        before.
+        before. `undoes`: whether the member can go back to the moments of the start of a round.
         """
         self.member, self.replica, self.outer, self.seat = member, replica, outer, seat
         self.reporter, self.states, self.length, self.steps, self.gate = reporter, states, length, steps, gate
-        self.faults = faults
+        self.faults, self.stopping, self._undoes = faults, stopping, undoes
         self.holds = 0
         """The round after which the member holds theta."""
         self._unsaved = 0
@@ -131,6 +137,8 @@ class TrainingLoop:
         self._saved: int | None = None
         """The round after which its state was saved, until the rounds since are caught up with."""
         self._has_started = False
+        self._is_in_step = False
+        """Whether theta, moments and error feedback are those after round `holds`, but for the round under way."""
         self._under_way = False
         """Whether a round was begun that `undo` brings back to its start."""
         self._ahead: _InnerLoop | None = None
@@ -141,6 +149,17 @@ class TrainingLoop:
     def run(self, holds: int, saved: int | None, spec: RunSpec) -> None:
         """Train until the run is over, from theta after round `holds`; what else it has is from after round `saved`."""
         self.holds, self._saved = holds, saved
+        try:
+            self._train_rounds(spec)
+        except Stopped:
+            self._save_before_the_end()
+            raise
+        self.seat.pulse.finished()
+        over = self.reporter.new()
+        over.finished.SetInParent()
+        self.reporter.send(over)
+
+    def _train_rounds(self, spec: RunSpec) -> None:
         while (work := self.seat.ask(self.holds, self.outer.trained_beyond(self.holds))).round:
             try:
                 if work.changed != spec.changes.mark:
@@ -149,16 +168,31 @@ class TrainingLoop:
                 self._train_round(work, spec)
             except (Suspended, TermOver, LinkError) as error:
                 self._return(error)
-        self.seat.pulse.finished()
-        over = self.reporter.new()
-        over.finished.SetInParent()
-        self.reporter.send(over)
+            self.stopping.check(self.outer.ranks)
+
+    def _save_before_the_end(self) -> None:
+        """Save the state after the last finished round, if it is not saved yet. The round under way is dropped."""
+        if not self._is_in_step or self.holds == 0 or self.states.has(self.holds):
+            return
+        if self._under_way and not self._undoes:
+            print(
+                f"{self.reporter.member}: states.undo is false: no state can be saved within a round", file=sys.stderr
+            )
+            return
+        if self._under_way:
+            self.outer.undo()
+            self.member.undo(self.outer)
+            self._under_way, self._ahead = False, None
+        self.outer.take_back_undecided()
+        self.reporter.flush(_SECONDS_TO_REPORT)
+        self._save_state(self.holds)
 
     # ---- where a round starts ----
 
     def _reach(self, work: Assignment, snapshots_every: int) -> None:
         """Come to where the assigned round starts, with all of the replica."""
         self.length.begin(work.elapsed)
+        self._is_in_step = False
         if work.heals:
             self._heal()
             if self.holds >= work.round:
@@ -174,7 +208,9 @@ class TrainingLoop:
         if missed or not self._has_started:
             self.member.start_round(self.outer)
             self._has_started = True
-        ends = self.seat.form(work)
+        self._is_in_step = True
+        with self._allowed_to_stop():
+            ends = self.seat.form(work)
         if ends is not None:
             self.member.relink(ends)
         if work.is_first:
@@ -284,7 +320,7 @@ class TrainingLoop:
         first = self.steps.before(round_)
         self.member.follow(rates)
         self.member.take_share(share, first)
-        with self.seat.pulse.computing(self.member.activity):
+        with self.seat.pulse.computing(self.member.activity), self._allowed_to_stop():
             steps = self._take_steps(round_, first, under_way)
         self._trained_with = {before: one for before, one in self._trained_with.items() if before == round_ - 1}
         self._trained_with[round_] = repr(terms)
@@ -297,6 +333,7 @@ class TrainingLoop:
         while not is_over:
             if self.gate is not None and self.gate.enter(self.reporter.member, under_way):
                 self.length.begin(0.0)
+            self.stopping.check(self.outer.ranks)
             report = self.reporter.new()
             is_last = self.length.is_last(round_, steps)
             done = self.member.inner_step(round_, steps, first + steps, bool(is_last))
@@ -359,7 +396,8 @@ class TrainingLoop:
             }
 
     def _evaluate(self, round_: int) -> None:
-        outcome = self.member.evaluate(round_)
+        with self._allowed_to_stop():
+            outcome = self.member.evaluate(round_)
         if outcome is None:
             return
         report = self.reporter.new()
@@ -367,6 +405,10 @@ class TrainingLoop:
         report.evaluation.round = round_
         report.evaluation.loss, report.evaluation.tokens = outcome
         self.reporter.send(report)
+
+    def _allowed_to_stop(self) -> AbstractContextManager[None]:
+        """A block that an exception may end at any instruction; not on ranks, which have to leave it together."""
+        return nullcontext() if self.outer.ranks.in_group else self.stopping.allowed()
 
     def _report_links(self, round_: int) -> None:
         for link, direction, ledger in self.seat.links.ledgers:

@@ -76,7 +76,9 @@ class Lobby(Protocol):
 
     def place_for(self, ticket: str, free: Sequence[str]) -> str | pb.InLobby: ...
 
-    def begin_probe(self, ticket: str) -> None: ...
+    def begin_probe(self, ticket: str, end: Callable[[], object]) -> None: ...
+
+    def end_probe(self, ticket: str) -> None: ...
 
     def probed(self, ticket: str, up: float, down: float) -> None: ...
 
@@ -199,10 +201,11 @@ class Admission(AdmissionServicer):
             if not self._probing.acquire(blocking=False):
                 raise AskAgain(BUSY)
             try:
-                self._lobby.begin_probe(ticket)
+                self._lobby.begin_probe(ticket, context.cancel)
                 yield from probe.frames()
                 self._lobby.probed(ticket, probe.up, probe.down)
             finally:
+                self._lobby.end_probe(ticket)
                 self._probing.release()
         finally:
             over.cancel()

@@ -82,7 +82,8 @@ def be_probed(address: str, identity: Identity) -> str:
                 if number == _FRAMES:
                     ends.put(frame[-_LAST_WORD:])
         except grpc.RpcError as error:
-            return str(error.details())
+            is_ended = error.code() is grpc.StatusCode.CANCELLED
+            return "the exchange ended the measurement of this line" if is_ended else str(error.details())
         finally:
             ends.put(b"")
         return ""

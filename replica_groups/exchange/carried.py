@@ -16,7 +16,8 @@ from hetero_pp.links import LinkSpec
 from hetero_pp.messages.messages_pb2 import RoundRecord
 from hetero_pp.outer.exchange_service import ExchangeService
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
-from replica_groups.exchange.shaped import ShapedExchange
+from replica_groups.exchange.shaped import SECONDS_TO_AGREE, ShapedExchange
+from replica_groups.stopping import NEVER_STOPPED, Stopping
 
 _Blob = tuple[str, BlobAddress, bytes, int | None, int]
 """What `deposit` takes."""
@@ -27,8 +28,15 @@ _Fetched = dict[tuple[str, str], bytes]
 class CarriedExchange(ShapedExchange):
     """Implements ExchangeService; of one member, which asks for one round after the other."""
 
-    def __init__(self, exchange: ExchangeService, spec: LinkSpec, seed: int, lines: Lines | None = None) -> None:
-        super().__init__(exchange, spec, seed, lines)
+    def __init__(
+        self,
+        exchange: ExchangeService,
+        spec: LinkSpec,
+        seed: int,
+        lines: Lines | None = None,
+        stopping: Stopping = NEVER_STOPPED,
+    ) -> None:
+        super().__init__(exchange, spec, seed, lines, stopping)
         self._waiting: list[_Blob] = []
         self._carried: tuple[int, Future[tuple[RoundRecord, _Fetched]]] | None = None
         """The round that a thread is at. One that was given up may still wait; nobody waits for it."""
@@ -70,7 +78,8 @@ class CarriedExchange(ShapedExchange):
         if carried is None or carried[0] != round_:
             waiting, self._waiting = self._waiting, []
             return self._record(waiting, round_, member)
-        record, fetched = carried[1].result()
+        with self._stopping.allowed(SECONDS_TO_AGREE):
+            record, fetched = carried[1].result()
         self._fetched = round_, fetched
         return record
 

@@ -10,14 +10,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hetero_pp.changed_keys import Changes
-from hetero_pp.errors import ExchangeLost, HeteroPPError, RunFailed, Suspended, TermOver
+from hetero_pp.errors import ExchangeLost, HeteroPPError, RunFailed, Stopped, Suspended, TermOver
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, ExchangeService, Standing
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
 from replica_groups.ranks import Ranks
 
 _ANSWER = b"\0"
-_ERRORS: tuple[type[HeteroPPError], ...] = (RunFailed, TermOver, Suspended, ExchangeLost)
+_ERRORS: tuple[type[HeteroPPError], ...] = (RunFailed, TermOver, Suspended, ExchangeLost, Stopped)
 """What all ranks have to go on from in the same way; any other error of the first is RunFailed to the others."""
 
 
@@ -90,7 +90,7 @@ class CollectiveExchange:
         if self._exchange is not None:
             try:
                 self._exchange.deposit(member, address, data, epoch, steps)
-            except (TermOver, Suspended) as error:
+            except (TermOver, Suspended, Stopped) as error:
                 self._deferred = error
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:

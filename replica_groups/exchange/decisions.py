@@ -73,6 +73,8 @@ class Decisions:
         self._suspended: dict[tuple[str, int], e.Suspended] = {}
         self._records: dict[int, RoundRecord] = {}
         self._ended = False
+        self._writing = threading.Lock()
+        self._halted = False
         self._timer: threading.Thread | None = None
 
     # ---- what happens ----
@@ -158,7 +160,10 @@ class Decisions:
             message = to_message(record, self._tokens_a_step)
             if self._magnitudes is not None:
                 bound(message, self._before(record.round), self._magnitudes, self._trains_on, self.limits)
-            kept = self.log.create_record(message)
+            with self._writing:
+                if self._halted:
+                    return e.NotRecorded(record.round)
+                kept = self.log.create_record(message)
         except (HeteroPPError, OSError) as error:
             self.obstacles.failed(("record", record.round), str(error))
             return e.NotRecorded(record.round)
@@ -299,6 +304,14 @@ class Decisions:
             raise TermOver(f"{place}: another process holds this place now (incarnation {term} has ended)")
 
     # ---- time ----
+
+    def halt(self) -> None:
+        """Close no further round; what is decided can still be asked for. Returns after a record under way is written.
+
+        Members that are about to stop then save their states after the same round.
+        """
+        with self._writing:
+            self._halted = True
 
     def end(self) -> None:
         """Stop the clock."""

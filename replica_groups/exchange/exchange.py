@@ -709,6 +709,10 @@ class Exchange:
         self.watchers.end()
         self.decisions.end()
 
+    def halt(self) -> None:
+        """Close no further round, as the run is being stopped; see Decisions.halt."""
+        self.decisions.halt()
+
     def fail(self, cause: str) -> None:
         """End the run: every call that waits, and every later one, raises RunFailed."""
         failure = Failure(cause=cause)

@@ -65,6 +65,8 @@ class Lobby:
         """Ticket -> place, and until when."""
         self._probes: dict[str, float] = {}
         """Ticket -> when its probe began."""
+        self._probing: dict[str, Callable[[], object]] = {}
+        """Ticket -> ends the measurement that is under way."""
         self._answered: dict[str, float] = {}
         """Ticket -> when it was last told to wait, while it does."""
         self._changed = threading.Condition(self._lock)
@@ -96,8 +98,13 @@ class Lobby:
             self._leave(ticket)
 
     def wait_until_told(self, seconds: float) -> bool:
-        """Give those that wait so much time to ask again, and hear that the run is over; whether all did."""
+        """Give those that wait so much time to ask again, and hear that the run is over; whether all did.
+
+        Ends the measurement under way: a slow line takes longer than the exchange waits.
+        """
         with self._lock:
+            for end in list(self._probing.values()):
+                end()
             self._forget()
             return self._changed.wait_for(lambda: not self._answered, seconds)
 
@@ -105,13 +112,21 @@ class Lobby:
         self._answered.pop(ticket, None)
         self._changed.notify_all()
 
-    def begin_probe(self, ticket: str) -> None:
-        """The line of who shows a ticket is about to be measured. Raises Forbidden if it was lately."""
+    def begin_probe(self, ticket: str, end: Callable[[], object] = lambda: None) -> None:
+        """The line of who shows a ticket is about to be measured, unless `end` is called. Raises Forbidden if it was
+        lately.
+        """
         with self._lock:
             self._forget()
             if ticket in self._probes or ticket in self._guests:
                 raise Forbidden(f"a line is measured once in {PROBE_AGAIN_SECONDS:g} seconds")
             self._probes[ticket] = self._answered[ticket] = self._clock()
+            self._probing[ticket] = end
+
+    def end_probe(self, ticket: str) -> None:
+        """The line is not measured any more, whether that succeeded or not."""
+        with self._lock:
+            self._probing.pop(ticket, None)
 
     def probed(self, ticket: str, up: float, down: float) -> None:
         """It was, in bits per second. Who then does not ask is forgotten."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import threading
@@ -32,11 +33,11 @@ class Reporter:
         """Queue a report."""
         self._queue.put(report)
 
-    def flush(self) -> None:
-        """Wait until the exchange has what was sent so far, or is gone."""
-        sent = threading.Event()
+    def flush(self, seconds: float = math.inf) -> None:
+        """Wait until the exchange has what was sent so far, or is gone; at most `seconds`."""
+        sent, until = threading.Event(), time.monotonic() + seconds
         self._queue.put(sent)
-        while not sent.wait(0.1) and self._thread.is_alive():
+        while not sent.wait(0.1) and self._thread.is_alive() and time.monotonic() < until:
             pass
 
     def close(self) -> None:

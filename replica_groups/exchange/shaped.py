@@ -14,6 +14,10 @@ from hetero_pp.links import DIRECTIONS, LinkSpec
 from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.outer.exchange_service import NO_STATES, Assignment, AvailableStates, ExchangeService, Standing
 from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from replica_groups.stopping import NEVER_STOPPED, Stopping
+
+SECONDS_TO_AGREE = 2.0
+"""How long a member that was asked to stop waits for the record of its round: the other members may have it already."""
 
 
 class ShapedExchange:
@@ -22,10 +26,17 @@ class ShapedExchange:
     Blobs and snapshots are shaped and counted; control messages and reports, some hundred bytes each, are not.
     """
 
-    def __init__(self, exchange: ExchangeService, spec: LinkSpec, seed: int, lines: Lines | None = None) -> None:
-        """`lines`: those of the member, which its stage links share."""
+    def __init__(
+        self,
+        exchange: ExchangeService,
+        spec: LinkSpec,
+        seed: int,
+        lines: Lines | None = None,
+        stopping: Stopping = NEVER_STOPPED,
+    ) -> None:
+        """`lines`: those of the member, which its stage links share. `stopping`: may interrupt the calls that wait."""
         lines = lines or Lines()
-        self._exchange = exchange
+        self._exchange, self._stopping = exchange, stopping
         up, down = (lines.buckets(spec, way) for way in DIRECTIONS)
         self._up = Shaper(spec.forward, f"{seed}/{spec.name}/forward", lines.clock, up)
         self._down = Shaper(spec.backward, f"{seed}/{spec.name}/backward", lines.clock, down)
@@ -63,7 +74,8 @@ class ShapedExchange:
 
     def assign(self, member: str, holds: int, address: str = "", trained: int = 0) -> Assignment:
         """See ExchangeService."""
-        return self._exchange.assign(member, holds, address, trained)
+        with self._stopping.allowed():
+            return self._exchange.assign(member, holds, address, trained)
 
     def beat(
         self, member: str, round_: int | None = None, epoch: int = 0, progress: int = 0, computes: bool = False
@@ -77,12 +89,14 @@ class ShapedExchange:
 
     def deposit(self, member: str, address: BlobAddress, data: bytes, epoch: int | None = None, steps: int = 0) -> None:
         """See ExchangeService."""
-        _carry(self._up, self.forward, address.round, len(data))
-        self._exchange.deposit(member, address, data, epoch, steps)
+        with self._stopping.allowed(SECONDS_TO_AGREE):  # the round may be decided by this blob
+            _carry(self._up, self.forward, address.round, len(data))
+            self._exchange.deposit(member, address, data, epoch, steps)
 
     def record(self, round_: int, member: str | None = None) -> RoundRecord:
         """See ExchangeService."""
-        return self._exchange.record(round_, member)
+        with self._stopping.allowed(SECONDS_TO_AGREE):
+            return self._exchange.record(round_, member)
 
     def fetch(self, member: str, round_: int, replica: str, block: str) -> bytes:
         """See ExchangeService."""

@@ -32,7 +32,7 @@ from hetero_pp.program.join.command import Here, join
 from hetero_pp.program.join.membership import Membership, read_membership, renew_once, renewed, take_place
 from hetero_pp.program.join.status import status as status_of
 from hetero_pp.refusals import Kind
-from hetero_pp.rpc import admission, admission_client
+from hetero_pp.rpc import admission, admission_client, probe
 from hetero_pp.rpc.admission import Told
 from hetero_pp.rpc.admission_client import enrol, give, status
 from hetero_pp.rpc.certificates import Identity, as_text, new_key, signing_request
@@ -579,6 +579,28 @@ def test_hosts_that_wait_for_a_group_hear_that_the_run_is_over(
     assert capsys.readouterr().out.endswith("run: the run is over (round 9 of 9); nothing was left to train\n")
     status_of(served.folder / "late", "run", None, None)
     assert capsys.readouterr().out.startswith("run: the run is over (round 9 of 9), heard 20")
+
+
+def test_a_host_whose_line_is_measured_hears_that_the_run_is_over(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stalls = threading.Event()
+    monkeypatch.setattr(probe, "_said", lambda _: _until(stalls, HALF))  # a line that is slower than any limit
+    for module in (admission, probe):
+        monkeypatch.setattr(module, "PROBE_SECONDS", 10 * TIMEOUT)
+    served.lobby = Lobby({"home": ["a", "b"]}, group_spares)
+    served.serve_again()
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(join, served.ticket().to_text(), Here(served.folder / "anna"))
+        served.wait_until(lambda: bool(served.lobby._probing))
+        served.run.exchange.coordinator.last_round = 9
+        served.run.exchange.coordinator.open = None
+        assert served.lobby.wait_until_told(TIMEOUT)
+        waits.result(TIMEOUT)  # ends well: exit code 0
+        stalls.set()
+    said = capsys.readouterr().out.splitlines()
+    ended = "run: the exchange ended the measurement of this line"
+    assert said[-2:] == [ended, "run: the run is over (round 9 of 9); nothing was left to train"]
 
 
 def test_hosts_that_wait_for_a_group_hear_that_the_run_has_failed(served: Served) -> None:

@@ -61,6 +61,17 @@ class Launched:
         self.process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.folder = folder
 
+    def wait_for_round(self, round_: int) -> None:
+        """Until so many rounds are closed."""
+        metrics, deadline = self.folder / "metrics.jsonl", time.monotonic() + 120
+        while time.monotonic() < deadline:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.05)
+                pytest.fail(str(self.process.communicate()))
+            if metrics.exists() and metrics.read_text(encoding="utf-8").count('"round_closed"') >= round_:
+                return
+        pytest.fail("the run did not get that far")
+
     def wait_for_state(self, round_: int) -> list[psutil.Process]:
         """Until every member has saved its state after a round."""
         deadline = time.monotonic() + 120
@@ -138,3 +149,33 @@ def test_nothing_to_go_on_with(corpus: Path, tmp_path: Path) -> None:
     done = run_program(*command)
     assert done.returncode == 2
     assert f"--resume: found no run in {tmp_path / 'mixed'}" in done.stderr
+
+
+ON_RANKS_AND_STAGES = f"""{ON_RANKS.replace("{every: 1}", "{every: 1000}").replace("rounds: 5", "rounds: 12")}
+  - {{name: home, kind: participants, stages: 2, batch_size: 4, micro_batches: 2, boundary: {{rank: 1/4}}}}
+"""
+
+
+def test_a_run_that_was_stopped_loses_no_finished_round(corpus: Path, tmp_path: Path, launch: Any) -> None:
+    """SIGUSR1 has ranks, a process and stages save their states after one round, though none was due."""
+    config = tmp_path / "ranks.yaml"
+    config.write_text(ON_RANKS_AND_STAGES)
+    command = ["launch", str(config), "--set", f"data.corpus={corpus}", "--runs"]
+    plain = ["--in-process", "--set", "replicas.0.engine=torch", "--set", "replicas.0.ranks=1"]
+    unbroken = _summary([*command, str(tmp_path / "a"), *plain], tmp_path / "a", "ranks")
+    command += [str(tmp_path / "b")]
+    run = launch(command, tmp_path / "b" / "ranks")
+    run.wait_for_round(3)
+    run.process.send_signal(signal.SIGUSR1)
+    said, errors = run.process.communicate(timeout=120)
+    assert run.process.returncode == 130, errors
+    assert said.splitlines()[-1].startswith("ranks: resume with: ")
+    states = {path.name: [one.name for one in path.iterdir()] for path in (run.folder / "state").iterdir()}
+    (saved,) = states["titan"]
+    assert states == {name: [saved] for name in ("titan", "plain", "home.0", "home.1")}
+    resumed = run_program(*command, "--resume")
+    assert f"ranks: resuming after round {int(saved.removeprefix('round-'))}\n" in resumed.stdout, resumed.stderr
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["parameters_sha256"] == unbroken["parameters_sha256"]
+    assert summary["contributions"] == unbroken["contributions"]
+    assert [one["tokens"] for one in summary["replicas"]] == [one["tokens"] for one in unbroken["replicas"]]

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -24,7 +26,7 @@ from hetero_pp.program.chaos.director import Director
 from hetero_pp.program.chaos.schedule import Schedule
 from hetero_pp.program.launch.addresses import is_reached
 from hetero_pp.program.launch.fork_server import fork_server, unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, Job
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, STOP, Job
 from hetero_pp.program.launch.member_process import process_main
 from hetero_pp.program.launch.restarts import Restarts
 from hetero_pp.program.launch.watcher import Watcher
@@ -32,12 +34,19 @@ from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.credentials import Keys, Secret, SecretKeys, new_secret
 from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.spec import RunSpec
+from hetero_pp.units import format_count, format_seconds
 from replica_groups.exchange.host import rules_of
 
 _SECONDS_FOR_THE_CAUSE = 5.0
 _OPEN_FILES, _OPEN_FILES_OF_A_PROCESS = 40, 8
 """What the launcher, and each member, opens at least."""
 _SECONDS_TO_END = 3.0
+_SECONDS_TO_ANSWER = 2.0
+"""Within which a process answers that it was asked to stop; a frozen one does not."""
+_SECONDS_UNTIL_TOLD = 8.0
+"""After which the user is told that states are still being saved."""
+_SECONDS_TO_SAVE = 60.0
+"""How long members may take to save their states after an interrupt. Another interrupt ends them at once."""
 _SECONDS_TO_NOTICE = 5.0
 _SECONDS_TO_LEAVE = 20.0
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -121,14 +130,22 @@ class Crew:
         """Members whose term is over, though their process is there, and when that was."""
         self._lock = threading.Lock()
         self._told = ""
+        self._is_interrupted = False
 
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """End whatever still runs: by closing its lifeline, then by force."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End whatever still runs: by closing its lifeline, then by force. After an interrupt members save first."""
         if self._director is not None:
             self._director.close()
+        try:
+            if kind is not None and issubclass(kind, KeyboardInterrupt):
+                self._have_states_saved()
+        finally:
+            self._end_all()
+
+    def _end_all(self) -> None:
         self._let_go()
         deadline = time.monotonic() + _SECONDS_TO_END
         for process in self._processes.values():
@@ -136,6 +153,42 @@ class Crew:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+    def _have_states_saved(self) -> None:
+        """Have members save their states after the last finished round, and wait until they have ended.
+
+        The exchange goes first and closes no further round, so that all members save after the same one.
+        """
+        self._is_interrupted = True
+        members = [member for member, process in self._processes.items() if process.is_alive() and member != EXCHANGE]
+        if EXCHANGE in self._processes:
+            self._ask_to_stop([EXCHANGE])
+        asked = self._ask_to_stop(members)
+        started = time.monotonic()
+        for seconds in (_SECONDS_UNTIL_TOLD, _SECONDS_TO_SAVE):
+            for process in (self._processes[member] for member in asked):
+                process.join(max(0.0, started + seconds - time.monotonic()))
+            left = [member for member in asked if self._processes[member].is_alive()]
+            if left and seconds < _SECONDS_TO_SAVE:
+                line = f"waiting for the states of {format_count(len(left), 'member')} after the last finished round"
+                limit = f"for up to {format_seconds(_SECONDS_TO_SAVE)}; another Ctrl-C ends them without it"
+                print(f"{self._spec.config.name}: {line}, {limit}", file=sys.stderr, flush=True)
+
+    def _ask_to_stop(self, members: Sequence[str]) -> list[str]:
+        """Ask processes to stop; return those that have answered."""
+        waiting: dict[Connection, str] = {}
+        for member in members:
+            with suppress(OSError):
+                self._connections[member].send_bytes(json.dumps(STOP).encode())
+                waiting[self._connections[member]] = member
+        answered, until = [], time.monotonic() + _SECONDS_TO_ANSWER
+        while waiting and (ready := wait(list(waiting), max(0.0, until - time.monotonic()))):
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                member = waiting.pop(connection)
+                if self._receive(member) == STOP:
+                    answered.append(member)
+        return answered
 
     def start(self, members: Sequence[str], again: bool = False) -> None:
         """Start members, which then wait for a message; what they print goes to logs/<member>.log."""
@@ -269,6 +322,8 @@ class Crew:
 
     def on_report(self, report: Report) -> None:
         """Every report of the run. A member here that the exchange has given up is frozen, or hangs."""
+        if self._is_interrupted and report.HasField("standing"):
+            return  # that members leave is what the interrupt asks for
         with self._lock:
             if report.HasField("over"):
                 self.end_idle(report.over.finishing)

@@ -13,6 +13,9 @@ CONSEQUENCE = 3
 CRASHED = 4
 """Exit code of a process that could not go on, and may be able to if it is started again."""
 
+STOP = {"stop": "yes"}
+"""What the launcher sends to have a process save its state and end, or close no further round; and the answer."""
+
 
 @dataclass(frozen=True)
 class Job:

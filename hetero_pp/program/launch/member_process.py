@@ -1,8 +1,8 @@
 """The main function of every process that the launcher starts.
 
 Each has a connection to the launcher. Over it comes one JSON object (the launch's token, where the exchange is),
-and back go the exchange's address or the cause of a failure. The connection is also a lifeline: when the launcher is
-gone, however it ended, so are its processes.
+and back go the exchange's address or the cause of a failure. A later object asks the process to stop. The connection is
+also a lifeline: when the launcher is gone, however it ended, so are its processes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +30,7 @@ from hetero_pp.links import EXCHANGE, exchange_link_name
 from hetero_pp.planner.spares import group_spares
 from hetero_pp.program.chaos.injected import Orders, faults_of
 from hetero_pp.program.launch.fork_server import ignore_unheard
-from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, Job
+from hetero_pp.program.launch.job import CONSEQUENCE, CRASHED, FAILED, STOP, Job
 from hetero_pp.program.launch.ranks import RankDied, run_ranks
 from hetero_pp.program.report.encoding import make_printable
 from hetero_pp.rpc.admission import Told
@@ -46,6 +47,7 @@ from replica_groups.exchange.host import UnderWay, begin_run, make_exchange
 from replica_groups.exchange.lobby import Lobby
 from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import watched
+from replica_groups.stopping import Stopping
 from replica_groups.take_part import take_part
 
 _SECONDS_TO_HEAR = 5.0
@@ -64,15 +66,17 @@ def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -
     code = CRASHED
     try:
         message = json.loads(launcher.recv_bytes())
-        threading.Thread(target=_follow_lifeline, args=(launcher,), name="lifeline", daemon=True).start()
+        if message == STOP:
+            raise EOFError
+        lifeline = _Lifeline(launcher)
         spec = read_run(job.folder)
         torch.set_num_threads(spec.config.threads)
         faults = faults_of(orders)
         if job.member == EXCHANGE:
             with giving_freed_memory_back(_SECONDS_KEPT):
-                code = _run_exchange(spec, job, message, launcher, faults)
+                code = _run_exchange(spec, job, message, launcher, faults, lifeline)
         else:
-            code = _run_member(spec, job, message, launcher, faults)
+            code = _run_member(spec, job, message, launcher, faults, lifeline)
     except EOFError:
         code = CONSEQUENCE  # the launcher ended before it gave this process anything to do
     except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
@@ -97,12 +101,38 @@ def _redirect_output(path: Path, goes_on: bool) -> None:
     print_without_fail()
 
 
-def _follow_lifeline(launcher: Connection) -> None:
-    """End with the launcher, however it ended."""
-    try:
-        launcher.recv_bytes()
-    except (EOFError, OSError):
-        os._exit(CONSEQUENCE)
+class _Lifeline:
+    """Ends this process with the launcher, however that ended, and stops it when the launcher asks for that."""
+
+    def __init__(self, launcher: Connection) -> None:
+        self.stop: Callable[[], object] = _signal_itself
+        """Called in another thread than the main one."""
+        self._launcher = launcher
+        threading.Thread(target=self._follow, name="lifeline", daemon=True).start()
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self._launcher.recv_bytes()
+            except (EOFError, OSError):
+                os._exit(CONSEQUENCE)
+            self.stop()
+            _send(self._launcher, **STOP)
+
+
+def _signal_itself() -> None:
+    """Ask the main thread to save its state and end; a process that does not train yet ends at once."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave() -> NoReturn:
+    os._exit(CONSEQUENCE)
+
+
+def _end_by_sigterm() -> None:
+    """End as a process ends that does not handle SIGTERM, so that whoever has started it sees the signal."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _send(launcher: Connection, **message: str) -> None:
@@ -110,12 +140,17 @@ def _send(launcher: Connection, **message: str) -> None:
         launcher.send_bytes(json.dumps(message).encode())
 
 
-def _run_exchange(spec: RunSpec, job: Job, message: Mapping[str, Any], launcher: Connection, faults: Faults) -> int:
+def _run_exchange(
+    spec: RunSpec, job: Job, message: Mapping[str, Any], launcher: Connection, faults: Faults, lifeline: _Lifeline
+) -> int:
+    lifeline.stop = _leave
+
     def make() -> Exchange:
         return make_exchange(spec, job.folder, job.resume, job.again, faults=faults)
 
     try:
         exchange = keep_trying(make, _say) if job.again else make()
+        lifeline.stop = exchange.halt
     except (ConfigError, StoreError) as error:
         _send(launcher, failure=str(error))
         return FAILED
@@ -170,12 +205,14 @@ def _open_house(spec: RunSpec, job: Job, exchange: Exchange) -> OpenHouse:
     return OpenHouse(Memberships(job.folder.memberships), exchange, told, lobby, spec.unnamed_slots)
 
 
-def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection, faults: Faults) -> int:
+def _run_member(
+    spec: RunSpec, job: Job, message: Mapping[str, str], launcher: Connection, faults: Faults, lifeline: _Lifeline
+) -> int:
     member, credentials = spec.members[job.member], Credentials.from_json(message["credentials"])
     exchange = faults.route(exchange_link_name(job.member), message["exchange"])
     try:
         if isinstance(member.replica, DatacenterReplica) and member.replica.engine != "torch":
-            _run_ranks(spec, member.replica, job, exchange, credentials, faults)
+            _run_ranks(spec, member.replica, job, exchange, credentials, faults, lifeline)
         else:
             _take_part(spec, member, job, exchange, credentials, faults, message["listen"])
     except OSError as error:  # a disk that is full, for example: that may pass
@@ -195,11 +232,22 @@ def _run_member(spec: RunSpec, job: Job, message: Mapping[str, str], launcher: C
 
 
 def _run_ranks(
-    spec: RunSpec, replica: DatacenterReplica, job: Job, exchange: str, credentials: Credentials, faults: Faults
+    spec: RunSpec,
+    replica: DatacenterReplica,
+    job: Job,
+    exchange: str,
+    credentials: Credentials,
+    faults: Faults,
+    lifeline: _Lifeline,
 ) -> None:
     """One node of a replica. The nodes that wait for one that fails hear of it, even if none of them has joined."""
+
+    def on_start(stop: Callable[[], object]) -> None:
+        lifeline.stop = stop
+
+    timeout = spec.config.exchange.timeout
     try:
-        run_ranks(replica, spec.run, job.folder, exchange, credentials, spec.config.exchange.timeout, faults.missed)
+        run_ranks(replica, spec.run, job.folder, exchange, credentials, timeout, faults.missed, on_start)
     except Refused:  # one node too many, which has no say
         raise
     except (HeteroPPError, OSError) as error:
@@ -222,7 +270,8 @@ def _take_part(
     lines = Lines(job.folder.lines)
     with NetworkConnections(spec, member, exchange, credentials, lines, faults, listen) as connections:
         try:
-            take_part(spec, member, connections, job.folder, faults=faults)
+            stopping = Stopping(signal.SIGTERM, _end_by_sigterm)
+            take_part(spec, member, connections, job.folder, faults=faults, stopping=stopping)
         except HeteroPPError as error:
             if connections.exchange.has_joined:  # who was never let in has no say: another process may have its name
                 connections.report_failure(str(error), isinstance(error, LinkError | RunFailed))

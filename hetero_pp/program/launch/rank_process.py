@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import select
+import signal
 import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -28,11 +31,15 @@ from hetero_pp.run.read import read_run
 from hetero_pp.topology import DatacenterReplica
 from replica_groups.build_member import device_of
 from replica_groups.ranks import Ranks, init_ranks
+from replica_groups.stopping import Stopping
 from replica_groups.take_part import take_part
 
 _COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Ranks wait in a collective while their first waits for other replicas, however slow. Who is gone or silent the
 exchange notices, and the launcher ends the ranks of its node."""
+
+_STOP = signal.SIGUSR2
+"""A rank sends it to itself; torchrun's agent ends ranks by SIGTERM when another one has failed."""
 
 
 @record
@@ -55,7 +62,8 @@ def main() -> None:
             require_one_run(ranks, spec.run, job.member)
             if not ranks.is_first and os.environ["LOCAL_RANK"] == "0":
                 connections.exchange.stay(platform.node())
-            take_part(spec, member, connections, folder, ranks, faults=Missed(job.missed))
+            stopping = Stopping(_STOP, _leave)
+            take_part(spec, member, connections, folder, ranks, faults=Missed(job.missed), stopping=stopping)
             ranks.wait()  # the first has told that the member is through, so that none leaves too early
         except (LinkError, RunFailed) as error:
             print(error, file=sys.stderr, flush=True)
@@ -78,7 +86,16 @@ def require_one_run(ranks: Ranks, run: str, member: str) -> None:
 
 
 def _follow_parent() -> None:
-    os.read(0, 1)
+    """End with the member's process. The first rank of this node stops, and all others with it, if that asks for it."""
+    if os.environ["LOCAL_RANK"] == "0" and os.read(0, 1):
+        os.kill(os.getpid(), _STOP)
+    hung_up = select.poll()
+    hung_up.register(0, 0)  # without POLLIN: only the end of the pipe, as a byte in it is for the first rank
+    hung_up.poll()
+    _leave()
+
+
+def _leave() -> NoReturn:
     os._exit(CONSEQUENCE)
 
 

@@ -1,6 +1,7 @@
 """The ranks of a datacenter replica, started by torchrun's agent inside the member's process and watched over by it.
 
 Their standard input is a pipe that the member's process holds: when that process ends, however it does, so do they.
+A byte in it asks them to save their state and end.
 Their credentials go through the environment, so that no list of processes shows it.
 """
 
@@ -11,9 +12,10 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -56,8 +58,11 @@ def run_ranks(
     credentials: Credentials,
     timeout: float,
     missed: Iterable[int] = (),
+    on_start: Callable[[Callable[[], object]], object] = lambda _: None,
 ) -> None:
     """Run all of this node's ranks to their end; other nodes are waited for `timeout` seconds.
+
+    `on_start` is given a function that asks the ranks to save their state and end, for another thread to call.
 
     Raises HeteroPPError with the first rank that failed and its cause; RankDied if it was killed; RunFailed if it
     failed because of another member.
@@ -78,7 +83,8 @@ def run_ranks(
     )
     os.environ[CREDENTIALS] = credentials.to_json()
     os.environ |= dict.fromkeys(_LISTENING, interface_towards(endpoint))
-    with _lifeline():
+    with _lifeline() as stop:
+        on_start(stop)
         try:
             elastic_launch(config, sys.executable)(
                 "-m", "hetero_pp.program.launch.rank_process", json.dumps(asdict(job))
@@ -106,14 +112,17 @@ def _cause(message: object) -> str:
 
 
 @contextmanager
-def _lifeline() -> Iterator[None]:
-    """Make a pipe this process's standard input, for its children: it ends when this process does."""
+def _lifeline() -> Iterator[Callable[[], object]]:
+    """Make a pipe this process's standard input, for its children: it ends when this process does.
+
+    Yields a function that asks the children to stop. One of them, the first rank here, reads the byte.
+    """
     reading, writing = os.pipe()
     kept = os.dup(0)
     os.dup2(reading, 0)
     os.close(reading)
     try:
-        yield
+        yield partial(os.write, writing, b"s")
     finally:
         os.close(writing)
         os.dup2(kept, 0)
