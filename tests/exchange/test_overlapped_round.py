@@ -155,6 +155,19 @@ def test_broken_off_ahead_and_decided_meanwhile(counts: str) -> None:
     _assert_equal(member.train(2), member.outer.trained[2])
 
 
+def test_a_state_that_is_saved_in_the_next_round_is_that_before_the_contribution() -> None:
+    """A member that was asked to stop saves error feedback as it was, and what it trained and contributed since."""
+    member = Member()
+    trained = member.train(1)
+    with pytest.raises(LinkClosed):
+        member.outer.synchronise(1, 1, 3, member.break_off)
+    member.outer.undo()
+    assert any(bool(error.any()) for error in member.outer.error.values())
+    member.outer.take_back_undecided()
+    assert not any(bool(error.any()) for error in member.outer.error.values())
+    _assert_equal(member.outer.trained[1], trained)
+
+
 def test_broken_off_and_contributed_again() -> None:
     """With what it came to, which is at hand; and what was trained ahead of that is dropped."""
     member, undisturbed = Member(), Member()
