@@ -32,6 +32,11 @@ class Rows:
     read: int = 0
     null: int = 0
 
+    def note(self, settings: DataSettings) -> str:
+        """Say in one line how many rows were skipped; empty if none were."""
+        skipped = f"skipped {self.null:,} of {format_count(self.read, 'row')}: `{settings.text_field}` is null"
+        return f"data.corpus: {settings.corpus}: {skipped}" if self.null else ""
+
 
 def documents(settings: DataSettings, on_share: OnShare = lambda _: None, rows: Rows | None = None) -> Iterator[str]:
     """Every document of the corpus that is not blank, file by file in the order of their names.

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_pp.data.corpora import Rows
 from hetero_pp.data.readers import bad_utf8, holds_text, names_of, text_of_line, texts_of_column
 from hetero_pp.data.settings import STREAMED, DataSettings, is_on_the_hub
 from hetero_pp.data.walk import each_once
@@ -32,7 +34,18 @@ _FORMATS = {".jsonl": "text", ".json": "text", ".parquet": "parquet"}
 class Shards:
     """The documents of one split, as numbered shards."""
 
-    def __init__(self, files: Sequence[str], dataset: Any, field: str, skips: str = "") -> None:
+    def __init__(
+        self,
+        files: Sequence[str],
+        dataset: Any,
+        field: str,
+        skips: str = "",
+        on_null: Callable[[Rows], object] = lambda _: None,
+    ) -> None:
+        """`on_null` is told of the rows that were read so far at the 1st, 2nd, 4th, 8th, ... row that is null."""
+        self.rows = Rows()
+        """The rows that were read, in every epoch again."""
+        self._on_null = on_null
         self.count = len(files)
         self.skips = skips
         """How many files are read, and what is skipped, in words; empty if nothing is."""
@@ -56,7 +69,12 @@ class Shards:
         rows = nulls = 0
         for text in self._rows(shard, start):
             rows += 1
-            nulls += text is None
+            self.rows.read += 1
+            if text is None:
+                nulls += 1
+                self.rows.null += 1
+                if self.rows.null & (self.rows.null - 1) == 0:
+                    self._on_null(self.rows)
             yield text or ""
         if rows == nulls > start == 0:
             found = f"only null in `{self._field}` ({format_count(rows, 'row')})"
@@ -136,7 +154,11 @@ def open_splits(settings: DataSettings) -> dict[str, Shards]:
         expected = f"expected a dataset that can be opened ({_line(error)})"
         raise ConfigError(_KEY, f"found `{settings.corpus}`, {expected}") from error
     field = settings.text_field
-    return {str(name): Shards(files[name], splits[name], field, skips[name]) for name in splits}
+
+    def say(rows: Rows) -> None:
+        print(f"{rows.note(settings)} (so far)", file=sys.stderr, flush=True)
+
+    return {str(name): Shards(files[name], splits[name], field, skips[name], say) for name in splits}
 
 
 def _each_once(

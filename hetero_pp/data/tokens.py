@@ -24,7 +24,7 @@ from hetero_pp.data.tokenizers import Tokenizer, load_tokenizer
 from hetero_pp.errors import ConfigError
 from hetero_pp.files import file_sha256, naming, rename_whole, write_whole
 from hetero_pp.progress import OnProgress, untold
-from hetero_pp.units import format_count, format_number
+from hetero_pp.units import format_number
 
 _FORMAT = 1
 _ROWS = ".rows.json"
@@ -102,9 +102,7 @@ def _kept_rows(path: Path, settings: DataSettings) -> Iterator[str]:
     """Say in one line how many rows were skipped, if any were."""
     beside = path.with_suffix(_ROWS)
     if beside.is_file():
-        rows = Rows(**json.loads(beside.read_text(encoding="utf-8")))
-        why = f"`{settings.text_field}` is null"
-        yield f"data.corpus: {settings.corpus}: skipped {rows.null:,} of {format_count(rows.read, 'row')}: {why}"
+        yield Rows(**json.loads(beside.read_text(encoding="utf-8"))).note(settings)
 
 
 def _write(scratch: Path, texts: Iterable[str], tokenizer: Tokenizer, on_progress: OnProgress) -> Path:

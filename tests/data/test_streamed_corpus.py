@@ -18,7 +18,7 @@ import torch
 import zstandard
 
 from hetero_pp.data import hub
-from hetero_pp.data.corpora import documents
+from hetero_pp.data.corpora import Rows, documents
 from hetero_pp.data.hub import open_splits
 from hetero_pp.data.settings import DataSettings, is_on_the_hub
 from hetero_pp.data.sources import StreamedCorpus, open_source
@@ -149,6 +149,26 @@ def test_nulls_and_blanks_are_no_documents(tmp_path: Path) -> None:
     for name in ("x.parquet", "x.jsonl"):
         settings = settings_of(tmp_path / name, text_field="content", stream={"validation_documents": 1})
         assert sorted(epoch(settings, 1)) == ["b", "c"]
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
+def test_null_rows_are_counted_and_said_at_growing_intervals(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["a", None, " ", None, "b", None, None]
+    if name == "x.parquet":
+        pq.write_table(pa.table({"content": texts}), tmp_path / name, row_group_size=2)
+    else:
+        rows = "".join(json.dumps({"content": text}) + "\n" for text in texts)
+        (tmp_path / name).write_text(rows, encoding="utf-8")
+    settings = settings_of(tmp_path / name, text_field="content")
+    (shards,) = open_splits(settings).values()
+    assert list(shards.documents(0, 0)) == ["a", "", " ", "", "b", "", ""]
+    assert shards.rows == Rows(read=7, null=4)
+    assert capsys.readouterr().err.splitlines() == [
+        f"data.corpus: {settings.corpus}: skipped {found} rows: `content` is null (so far)"
+        for found in ("1 of 2", "2 of 4", "4 of 7")
+    ]
 
 
 def test_the_same_text_is_read_as_from_files_that_are_not_streamed(tmp_path: Path) -> None:
