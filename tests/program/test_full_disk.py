@@ -336,6 +336,32 @@ def test_a_run_on_a_disk_that_fails_again_and_again_has_the_bits_of_one_that_doe
     assert "could not save its state after round" in said.out
 
 
+def test_what_a_full_disk_has_kept_from_being_written_at_the_end_is_written_by_resume(
+    undisturbed: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, _: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    settings, names = [f"data.corpus={corpus}", "snapshots.every=1"], ["summary.json", "loss.png", "links.png"]
+    with monkeypatch.context() as patch:
+        patch.setattr("hetero_pp.program.report.recorder.write_whole", full)
+        for one in ("draw_losses", "draw_links"):
+            drawn = tmp_path / "mixed" / {"draw_losses": "loss.png", "draw_links": "links.png"}[one]
+            patch.setattr(f"hetero_pp.program.report.recorder.{one}", lambda *_, drawn=drawn: full(drawn, b""))
+        run_topology(MIXED, settings, tmp_path, in_process=True)
+    said = [line for line in capfd.readouterr().out.splitlines() if "--resume" in line]
+    assert [any(f"/{name} is not " in line for line in said) for name in names] == [True] * 3
+    assert all("(--resume does that once the disk has room), the run itself is kept: " in line for line in said)
+    assert not any((tmp_path / "mixed" / name).exists() for name in names)
+    run_topology(MIXED, settings, tmp_path, in_process=True, resume=True)
+    assert all((tmp_path / "mixed" / name).is_file() for name in names)
+    found, expected = (
+        json.loads((one / "summary.json").read_text(encoding="utf-8")) for one in (tmp_path / "mixed", undisturbed)
+    )
+    for key in ("rounds", "parameters_sha256", "validation_loss", "contributions"):
+        assert found[key] == expected[key]
+
+
 # ---- the command line ----
 
 

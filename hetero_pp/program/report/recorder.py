@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 INTERRUPTED = "interrupted"
 """The cause that is recorded of a run that a user interrupts."""
 
+_LATER = "{} (--resume does that once the disk has room)"
+"""Of a file that is made anew whenever a run ends, also one that has nothing left to train."""
+
 
 class Recorder:
     """Writes reports as they come. Give each report to `state` first, then to `on_report`.
@@ -135,9 +138,9 @@ class Recorder:
             with suppress(OSError):
                 self._path.unlink()  # the run did not go on: what it had left stays
             return
-        self._last(lambda: write_whole(folder.summary, self._summary()), "is not written")
-        self._last(lambda: draw_losses(self._state, folder.path / "loss.png"), "is not drawn")
-        self._last(lambda: draw_links(self._state, folder.path / "links.png"), "is not drawn")
+        self._last(lambda: write_whole(folder.summary, self._summary()), _LATER.format("is not written"))
+        self._last(lambda: draw_losses(self._state, folder.path / "loss.png"), _LATER.format("is not drawn"))
+        self._last(lambda: draw_links(self._state, folder.path / "links.png"), _LATER.format("is not drawn"))
 
     def _summary(self) -> bytes:
         return (to_json(self._state.summary(), indent=2) + "\n").encode()
