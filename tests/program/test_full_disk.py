@@ -33,6 +33,7 @@ from hetero_pp.program.experiments.outcomes import add_outcome, read_outcomes
 from hetero_pp.program.join.membership import _own_key
 from hetero_pp.program.launch.command import run_topology
 from hetero_pp.program.launch.hosts import write_token
+from hetero_pp.program.launch.recorded import begin_folder
 from hetero_pp.program.report.pictures import save_figure
 from hetero_pp.program.report.recorder import Recorder
 from hetero_pp.program.report.state import RunState
@@ -334,6 +335,26 @@ def test_a_run_on_a_disk_that_fails_again_and_again_has_the_bits_of_one_that_doe
     said = capfd.readouterr()
     assert "trying again" in said.err
     assert "could not save its state after round" in said.out
+
+
+def test_a_new_run_that_the_disk_does_not_take_leaves_the_earlier_one_where_it_was(tmp_path: Path) -> None:
+    spec, refused = made_up_spec(), 0
+    with failing_disk(tmp_path) as disk:
+        for n in each_operation(disk):
+            earlier = tmp_path / str(n) / spec.config.name
+            disk.mend()
+            write_whole(earlier / "config.yaml", b"earlier")
+            disk.fail(n, lasts=False)
+            try:
+                begin_folder(spec, earlier.parent)
+                disk.mend()
+                left = earlier.with_name(f"{earlier.name}.1")
+            except (OSError, StoreError):
+                left, refused = earlier, refused + 1
+                disk.mend()
+                assert list(earlier.parent.glob(f"{earlier.name}.*")) == []
+            assert _contents(left) == {"config.yaml": b"earlier"}, n
+    assert refused > 3
 
 
 def test_what_a_full_disk_has_kept_from_being_written_at_the_end_is_written_by_resume(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_pp.data.sources import Source, notes_on, open_source
 from hetero_pp.data.tokenizers import load_tokenizer
-from hetero_pp.errors import ConfigError, HeteroPPError
+from hetero_pp.errors import ConfigError, HeteroPPError, StoreError
 from hetero_pp.links import EXCHANGE
 from hetero_pp.program.launch.addresses import fixed_addresses, require_relay
 from hetero_pp.program.launch.hosts import members_named, require_reachable
@@ -164,13 +166,22 @@ def require_launchable(config: RunConfig) -> None:
                 raise ConfigError((*here, "peer"), f"found {ablations.peer.method}, {expected}")
 
 
-def new_run_folder(runs: Path, name: str) -> Path:
-    """An empty runs/<name>; what an earlier run left there moves to the first free runs/<name>.1, .2, ..."""
-    folder = runs / name
+@contextmanager
+def new_run_folder(runs: Path, name: str) -> Iterator[None]:
+    """Make an empty runs/<name> for the block; an earlier run moves to the first free runs/<name>.1, .2, ...
+
+    If this or the block raises OSError or StoreError, the new folder is removed and the earlier run moves back.
+    """
+    folder, aside, number = runs / name, None, 1
     if folder.exists():
-        number = 1
         while (aside := runs / f"{name}.{number}").exists():
             number += 1
         folder.rename(aside)
-    folder.mkdir(parents=True)
-    return folder
+    try:
+        folder.mkdir(parents=True)
+        yield
+    except (OSError, StoreError):
+        shutil.rmtree(folder, ignore_errors=True)
+        if aside is not None:
+            aside.rename(folder)
+        raise

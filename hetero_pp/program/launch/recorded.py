@@ -112,14 +112,17 @@ def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:
 
 
 def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
-    """A new folder for the run, with its configuration."""
+    """A new folder for the run, with its configuration.
+
+    Raises OSError if the disk does not take it; an earlier run, which was moved aside for it, is then moved back.
+    """
     folder = RunFolder(runs / spec.config.name)
     with claim_all(runs, spec.config.name):
         if spec.config.store.url is not None:
             require_unused(open_log(spec.config, folder))
-        new_run_folder(runs, spec.config.name)
-    save_config(spec.config, folder.config)
-    keep_configuration(spec.config, folder, open_log(spec.config, folder))
+        with new_run_folder(runs, spec.config.name):
+            save_config(spec.config, folder.config)
+            keep_configuration(spec.config, folder, open_log(spec.config, folder))
     return folder
 
 
