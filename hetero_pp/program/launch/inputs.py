@@ -172,11 +172,12 @@ def new_run_folder(runs: Path, name: str) -> Iterator[None]:
 
     If this or the block raises OSError or StoreError, the new folder is removed and the earlier run moves back.
     """
-    folder, aside, number = runs / name, None, 1
+    folder, aside = runs / name, None
     if folder.exists():
-        while (aside := runs / f"{name}.{number}").exists():
+        number = 1
+        while (runs / f"{name}.{number}").exists():
             number += 1
-        folder.rename(aside)
+        aside = folder.rename(runs / f"{name}.{number}")
     try:
         folder.mkdir(parents=True)
         yield
