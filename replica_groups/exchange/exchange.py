@@ -245,7 +245,8 @@ class Exchange:
         tensors = self._snapshot("a member", self._newest if round_ is None else round_).tensors()
         unknown = [name for name in names if name not in tensors]
         if unknown:
-            raise self._refused("a member", f"no tensors in the snapshot are called {unknown[0]:.80} ({len(unknown)} unknown names)")
+            more = f" and of {len(unknown) - 1} other names" if len(unknown) > 1 else ""
+            raise self._refused("a member", f"no tensors of the name {unknown[0]:.80}{more} in the snapshot")
         return {name: tensors[name] for name in names}
 
     def _snapshot(self, sender: str, round_: int) -> Snapshot:
