@@ -22,6 +22,8 @@ from hetero_pp.rpc.credentials import Credentials, Secret
 from hetero_pp.rpc.exchange import SERVICE
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.services import call_path
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.spec import RunSpec
 
 CALLS_A_SECOND = 300
 """Of one attack: what is refused costs the exchange's processor, which others here need, too."""
@@ -72,6 +74,9 @@ class Target:
     tickets: Mapping[str, Credentials]
     """By what they are: open, invited (open, for who is to be a member), used, unknown, and former (of who held a
     place, which another has been given since)."""
+    spec: RunSpec
+    folder: RunFolder
+    """Of a liar, for itself: it trains as a member."""
     connections: int = CONNECTIONS
 
 

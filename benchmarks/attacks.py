@@ -10,6 +10,22 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 
 from attack_calls import NICENESS, TIMEOUT, Call, Stretch, Target, asked
+from attacks_of_liars import (
+    absurd_reports,
+    claimed_steps,
+    claimed_weights,
+    former_holder,
+    growing_contributions,
+    half_sent_deposits,
+    heartbeats_only,
+    huge_headers,
+    made_up_hashes,
+    malformed_to_neighbour,
+    places_in_a_loop,
+    rapid_resets,
+    takes_rounds,
+    unread_snapshots,
+)
 from attacks_of_members import (
     abandoned_waits,
     anothers_place,
@@ -48,8 +64,30 @@ ATTACKS: dict[str, Callable[[Target, Stretch], None]] = {
         link_frames,
         misused_relay,
         hostile_relay,
+        claimed_steps,
+        claimed_weights,
+        growing_contributions,
+        takes_rounds,
+        heartbeats_only,
+        absurd_reports,
+        made_up_hashes,
+        places_in_a_loop,
+        rapid_resets,
+        huge_headers,
+        unread_snapshots,
+        half_sent_deposits,
+        malformed_to_neighbour,
+        former_holder,
     )
 }
+COUNTED = (
+    "claimed_steps",
+    "claimed_weights",
+    "growing_contributions",
+    "takes_rounds",
+    "malformed_to_neighbour",
+)
+"""Attacks of members whose contributions are counted, or waited for: the run has not the bits of one without them."""
 THROUGH_RELAY = ("misused_relay", "hostile_relay")
 """Attacks on a run whose stages reach each other through the exchange."""
 CUT = "hostile_relay"

@@ -6,9 +6,9 @@ A datacenter replica and a group of two stages train, as processes of their own 
 third replica and of a second group are the attacker's, who so has members' own certificates, and tickets. Links have a
 latency, as between homes, and leave processors to attacks, which run in a process of their own with little priority.
 
-- `attacks`: each by its name, in stretches between such without: how it was refused (status codes as the attacker saw
-  them, kinds as the exchange counted them), memory of the exchange before and after, and the median time of a round
-  beside that of the stretches in between.
+- `attacks`: of strangers, of members that go beyond their own, and of members that lie. Each by its name, in stretches
+  between such without: how it was refused (status codes as the attacker saw them, kinds as the exchange counted them),
+  memory of the exchange before and after, and the median time of a round beside that of the stretches in between.
 - `fuzz`: messages to every call, honest ones, mutated ones and such that come out of order, of members, of who has a
   ticket only, and of strangers, who come no further than their handshake. None may end, grow or slow the exchange for
   good, nor let anything escape that is no refusal.
@@ -33,7 +33,7 @@ from statistics import median
 from typing import Any
 
 from attack_calls import CONNECTIONS, Target, begin, channel_to, code_of
-from attacks import ATTACKS, CUT, THROUGH_RELAY, attack_main, last_refused
+from attacks import ATTACKS, COUNTED, CUT, THROUGH_RELAY, attack_main, last_refused
 from attacks_of_strangers import ANSWERED
 from command_line import parse, save
 from fuzz_calls import ESCAPED, Fuzzer, left_of, most_of
@@ -43,7 +43,7 @@ from hetero_pp.links import EXCHANGE
 from hetero_pp.program.experiments.provenance import commit, machine
 
 QUICK = {
-    "only": ["forged_hashes"],
+    "only": ["forged_hashes", "absurd_reports", "claimed_steps"],
     "warm_up": 2,
     "settle": 1,
     "rounds": 1,
@@ -59,6 +59,8 @@ SECONDS_TO_SETTLE = 7.0
 """More than the exchange keeps freed memory for."""
 MOST_GROWTH = 50e6
 MOST_RATIO = 1.10
+MOST_SHARE = 0.51
+"""Of the weights of a round, that the attacker's two replicas may have: as many as the honest ones."""
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -82,6 +84,8 @@ def target_of(run: LiveRun, most_connections: int) -> Target:
         run.credentials("nobody"),
         run.expired(HONEST),
         run.tickets(),
+        run.spec,
+        run.liars_folder,
         most_connections,
     )
 
@@ -129,7 +133,8 @@ def rounds_of(arguments: argparse.Namespace) -> int:
 def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, found: dict[str, Any], tell: Tell) -> None:
     """All that are not found yet, one after the other, in one run; in another, where that has too few rounds left."""
     ends = found.setdefault("ends", [])
-    for own in (set(arguments.only) - set(THROUGH_RELAY), set(arguments.only) & set(THROUGH_RELAY)):
+    relayed_or_counted = {*THROUGH_RELAY, *COUNTED}
+    for own in ({*arguments.only} - relayed_or_counted, {*THROUGH_RELAY}, {*COUNTED}):
         while left := [name for name in arguments.only if name in own and name not in found]:
             rounds, relayed = arguments.warm_up + len(left) * rounds_of(arguments), left[0] in THROUGH_RELAY
             with LiveRun(folder, f"attacked-{len(ends)}", rounds, arguments.latency, relayed) as run:
@@ -141,7 +146,7 @@ def attacks(folder: Path, arguments: argparse.Namespace, honest: Reference, foun
                     tell(found)
                     show_attack(name, found[name])
                 run.wait_until_over()
-            ends.append(outcome(run, honest.of(rounds)) | {"of": left})
+            ends.append(outcome(run, None if left[0] in COUNTED else honest.of(rounds)) | {"of": left})
             tell(found)
             if not ends[-1]["to_its_end"]:
                 return
@@ -195,15 +200,18 @@ def tell_all(run: LiveRun, target: Target, door: str, before: Counter[str]) -> N
     before.update(dict.fromkeys(run.refusals - before, 1))
 
 
-def outcome(run: LiveRun, honest: LiveRun) -> dict[str, Any]:
-    """Whether a run came to its end as if nobody had attacked it."""
-    differs = run.differs_from(honest)
+def outcome(run: LiveRun, honest: LiveRun | None) -> dict[str, Any]:
+    """Whether a run came to its end as if nobody had attacked it. Without a run to compare, as one in which all
+    replicas hold the same, and no attacker weighs more than its share.
+    """
+    differs = run.differs_within() if honest is None else run.differs_from(honest)
     return {
         "rounds": len(run.closed),
         "to_its_end": run.failure is None and len(run.closed) == run.rounds,
         "failure": run.failure,
         "same_bits": not differs and len(run.closed) == run.rounds,
         "rounds_with_other_bits": differs[:10],
+        "largest_share_of_an_attacker": run.largest_share,
         "harm": run.harm(),
         "bytes_printed": run.said(),
     }
@@ -283,6 +291,11 @@ def holes(found: dict[str, Any]) -> list[str]:
     ends |= {f"fuzz {i}": one for i, one in enumerate(fuzzed.get("campaigns", []))}
     told = [f"{name}: not {key}" for name, one in (named | ends).items() for key in GOOD_ENDS if not one.get(key, True)]
     told += [f"{name}: {one[key]}" for name, one in ends.items() for key in ("failure", "harm") if one[key]]
+    told += [
+        f"{name}: an attacker weighs {one['largest_share_of_an_attacker']:.2f} of a round"
+        for name, one in ends.items()
+        if one.get("largest_share_of_an_attacker", 0.0) > MOST_SHARE
+    ]
     for name, one in (named | ends).items():
         size = one.get("megabytes", {"before": 0.0, "after": 0.0})
         grown = size["after"] - size["before"]

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from hetero_pp.links import EXCHANGE, LAUNCHER, RELAYED, stage_link_name
-from hetero_pp.messages.messages_pb2 import Report
+from hetero_pp.messages.messages_pb2 import Report, RoundRecord
 from hetero_pp.program.chaos.wire import Wire
 from hetero_pp.program.launch.crew import Crew
 from hetero_pp.program.launch.inputs import prepare
@@ -30,6 +30,7 @@ from hetero_pp.rpc.connections import reports_of, tell_died
 from hetero_pp.rpc.credentials import Credentials, Secret, SecretKeys
 from hetero_pp.rpc.exchange_client import ExchangeClient
 from hetero_pp.rpc.tickets import make_ticket
+from hetero_pp.run.folder import RunFolder
 from hetero_pp.run.yaml_file import ConfigFile
 from replica_groups.exchange.memberships import Memberships
 
@@ -39,6 +40,7 @@ GUEST, HONEST = "guest", "dc"
 ENDS = ("den.0", "den.1")
 """Of a group that never trains: a link that is the attacker's own, and places to invite it to."""
 GUESTS = (GUEST, *ENDS)
+GUEST_REPLICAS = (GUEST, "den")
 HOUR = 3600.0
 CUT_SECONDS = 0.2
 MOST_SECONDS_A_ROUND = 90.0
@@ -49,7 +51,7 @@ seed: 1
 model: {preset: micro, width: 32, heads: 2, feed_forward: 64, layers: 2}
 data: {corpus: CORPUS, sequence_length: 32, validation_sequences: 2, repeat: true}
 inner: {steps: 4, learning_rate: 6e-3, final_learning_rate_share: 1}
-outer: {rounds: 100, compression: {density: 1/32}}
+outer: {rounds: 100, weights: tokens, compression: {density: 1/32}}
 snapshots: {every: 100}
 exchange:
   quorum: 0.5
@@ -96,6 +98,9 @@ class LiveRun:
         self.happened: Counter[str] = Counter()
         """To honest members: terms that have ended, rounds that were not counted."""
         self.addresses: dict[str, str] = {}
+        self.largest_share = 0.0
+        """Of the weights of any round, that attackers had."""
+        self.liars_folder = RunFolder(folder / f"liars-{name}" / "run")
         self.is_over = False
         """Whether it has ended, well or not."""
         self.failure: str | None = None
@@ -255,6 +260,7 @@ class LiveRun:
             match report.WhichOneof("event"):
                 case "round_closed":
                     self.closed[report.round_closed.round] = report.time
+                    self._note_shares(report.round_closed)
                     for replica in report.round_closed.late:
                         self.happened[f"{replica} was late"] += 1
                 case "round_verified":
@@ -268,6 +274,18 @@ class LiveRun:
                     place = report.standing.place or report.standing.replica
                     self.happened[f"{place}: {report.standing.cause or report.standing.what}"] += 1
             self._changed.notify_all()
+
+    def _note_shares(self, record: RoundRecord) -> None:
+        total = sum(one.weight for one in record.contributions)
+        own = sum(one.weight for one in record.contributions if one.replica in GUEST_REPLICAS)
+        self.largest_share = max(self.largest_share, own / total if total > 0 else 1.0)
+        for one in record.contributions:
+            if one.scale and one.replica not in GUEST_REPLICAS:
+                self.happened[f"{one.replica} was scaled down"] += 1
+
+    def differs_within(self) -> list[int]:
+        """Rounds after which the honest replicas do not hold the same bits."""
+        return [one for one in range(1, self.rounds + 1) if len(set(self._honest(one).values())) != 1]
 
     def harm(self) -> dict[str, int]:
         """What happened to honest members."""

@@ -97,11 +97,10 @@ class Dialling:
         stream, call = self._call()
         try:
             left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
-            hello, reason = self._introduction.read(first_frame(call, max(left, 0.0), call.cancel))
-            if reason is not None:
-                raise Refused(
-                    f"the listener at {self._address} is not the other end of {self._introduction.link}: {reason}"
-                )
+            hello, complaint = self._introduction.read(first_frame(call, max(left, 0.0), call.cancel))
+            if complaint is not None:
+                link = self._introduction.link
+                raise Refused(f"the listener at {self._address} is not the other end of {link}: {complaint.reason}")
             self._end.attach(stream, self._number, hello.received)
             return stream, call
         except grpc.RpcError as error:

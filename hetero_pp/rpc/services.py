@@ -17,6 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from hetero_pp.errors import (
     AskAgain,
+    ExchangeLost,
     Forbidden,
     HeteroPPError,
     MalformedMessage,
@@ -55,6 +56,7 @@ _CODE_OF_ERROR: dict[type[HeteroPPError], grpc.StatusCode] = {
     AskAgain: grpc.StatusCode.DEADLINE_EXCEEDED,
     TooMuch: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RunOver: grpc.StatusCode.NOT_FOUND,
+    ExchangeLost: grpc.StatusCode.UNAVAILABLE,
 }
 ERROR_OF_CODE: dict[grpc.StatusCode, type[HeteroPPError]] = {
     grpc.StatusCode.PERMISSION_DENIED: Refused,

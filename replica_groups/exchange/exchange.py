@@ -537,6 +537,8 @@ class Exchange:
         """See ExchangeService."""
         if member is not None:
             term = self._term(member, term)
+            if round_ < 1:
+                raise self._refused(member, f"asked for the record of round {round_}, expected 1 or later")
         try:
             return self.decisions.wait_for_record(round_, member, term, is_asked)
         except (DamagedFile, FileNotFoundError) as error:

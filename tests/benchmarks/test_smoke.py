@@ -12,7 +12,14 @@ pytestmark = pytest.mark.starts_processes
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 HELPERS = {"attacks", "chaos_run", "command_line", "contribution_target", "fuzz_calls", "kernel_namespace"}
-HELPERS |= {"attack_calls", "attacks_of_members", "attacks_of_strangers", "attacks_on_links"}
+HELPERS |= {
+    "attack_calls",
+    "attacks_of_members",
+    "attacks_of_liars",
+    "attacks_of_strangers",
+    "attacks_on_links",
+    "lies",
+}
 HELPERS |= {"namespaces", "slow_switch", "strangers_run"}
 BENCHMARKS = sorted({path.stem for path in FOLDER.glob("*.py")} - HELPERS)
 PRINTED = {
@@ -40,6 +47,8 @@ PRINTED = {
     "slow_uplink": [r'beats: .*"contribution_bytes": 200000.*"beats": [1-9]|not shaped by the kernel'],
     "strangers": [
         r"forged_hashes: .*'PERMISSION_DENIED': [1-9].*'unexpected': [1-9]",
+        r"absurd_reports: ",
+        r"claimed_steps: .*'Deposit': [1-9]",
         r"fuzz: 594 messages.*to its end: True, same bits: True, escaped: \{\}, harm: \{\}\nno hole was found",
     ],
     "unequal_speeds": [r"time +\d.*%.*\n", r"steps +1\.0 .*%.*\n"],

@@ -1,0 +1,293 @@
+"""Attacks of members that lie: real members, which train, and whose calls are changed. One function each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import count
+
+import grpc
+import torch
+from attack_calls import LARGE_A_SECOND, TIMEOUT, Call, Stretch, Target, asked, channel_to, code_of, flood, seated
+from lies import Call as Said
+from lies import Change, lies_about, link_lies, lying
+
+from hetero_pp.errors import HeteroPPError
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.model import shapes_by_block
+from hetero_pp.pseudo_gradient.contribution import BlobAddress, encode_blob
+from hetero_pp.pseudo_gradient.error_feedback import select
+from hetero_pp.rpc.callers import shown
+from hetero_pp.rpc.channels import PROTOCOL_VERSION
+from hetero_pp.rpc.connections import NetworkConnections
+from hetero_pp.rpc.credentials import Credentials
+from hetero_pp.rpc.dialling import SERVICE as LINK_SERVICE
+from hetero_pp.rpc.exchange import SERVICE
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.framing import header_and_payload_frames
+from hetero_pp.rpc.services import call_path
+from replica_groups.take_part import take_part
+
+LIES_A_SECOND = 20
+RESETS_A_SECOND = 1000
+HEADER_BYTES = 1 << 20
+MOST_STEPS = 2**32
+GROWTH = 4.0
+"""By which a contribution is larger than the one before."""
+
+
+# ---- real members, whose calls are changed ----
+
+
+class _Ended(HeteroPPError):
+    """The attack is over."""
+
+
+def members(
+    target: Target,
+    stretch: Stretch,
+    who: Sequence[Credentials],
+    change: Change = lambda call: call,
+    stream: Callable[[Iterator[bytes]], Iterator[bytes]] = lambda frames: frames,
+) -> None:
+    """Run members until the stretch is over; the first one lies, by `change` to the exchange, by `stream` on its link.
+
+    A member that fails starts again.
+    """
+
+    def changed(call: Said) -> Said:
+        if stretch.is_over.is_set():
+            raise _Ended("the attack is over")
+        stretch.is_under_way.set()
+        stretch.codes[call.name] += 1
+        return change(call)
+
+    with lying(who[0].name, changed, stream):
+        threads = [threading.Thread(target=_member, args=(target, stretch, one), daemon=True) for one in who]
+        for thread in threads:
+            thread.start()
+        stretch.is_over.wait()
+        for thread in threads:
+            thread.join(TIMEOUT)
+
+
+def _member(target: Target, stretch: Stretch, own: Credentials) -> None:
+    torch.set_num_threads(1)
+    while not stretch.is_over.is_set():
+        member = target.spec.members[own.name]
+        with (
+            suppress(HeteroPPError),
+            NetworkConnections(target.spec, member, target.address, own, Lines()) as connections,
+        ):
+            ends = threading.Thread(target=_close_when_over, args=(stretch, connections.exchange), daemon=True)
+            ends.start()
+            take_part(target.spec, member, connections, target.folder)
+        stretch.codes["failed"] += 1
+        stretch.is_over.wait(0.5)
+
+
+def _close_when_over(stretch: Stretch, client: ExchangeClient) -> None:
+    stretch.is_over.wait()
+    client.close()
+
+
+# ---- contributions, which are counted ----
+
+
+def _with_steps(call: Said, steps: int) -> Said:
+    if not isinstance(call.message, pb.BlobHeader):
+        return call
+    header = pb.BlobHeader.FromString(call.message.SerializeToString())
+    header.steps = steps
+    return call.saying(header)
+
+
+def claimed_steps(target: Target, stretch: Stretch) -> None:
+    """A member says that its contributions come of 4 billion inner steps."""
+    members(target, stretch, [target.guest], lambda call: _with_steps(call, MOST_STEPS))
+
+
+def claimed_weights(target: Target, stretch: Stretch) -> None:
+    """A member says that it took twice as many steps in each round as in the one before, so as to weigh more."""
+    steps, most = count(1), 31
+    members(target, stretch, [target.guest], lambda call: _with_steps(call, 2 ** min(next(steps) // 8, most)))
+
+
+def growing_contributions(target: Target, stretch: Stretch) -> None:
+    """A member contributes noise, four times as large in each round as in the one before."""
+    blocks, rounds = shapes_by_block(target.spec.parameter_shapes), dict[int, float]()
+
+    def change(call: Said) -> Said:
+        header = call.message
+        if not isinstance(header, pb.BlobHeader):
+            return call
+        size = rounds.setdefault(header.round, GROWTH ** len(rounds) * 1e-3)
+        compression = target.spec.config.outer.compression
+        noise = [
+            (name, shape, select(torch.zeros(shape), size * torch.randn(shape), compression))
+            for name, shape in blocks[header.block].items()
+        ]
+        data = encode_blob(BlobAddress(target.run, header.round, header.replica, header.block), noise, compression)
+        lie = pb.BlobHeader.FromString(header.SerializeToString())
+        lie.size = len(data)
+        return replace(call, message=lie, frames=list(header_and_payload_frames(lie, [data])))
+
+    members(target, stretch, [target.guest], change)
+
+
+def takes_rounds(target: Target, stretch: Stretch) -> None:
+    """A member asks for every round, says that it computes, and contributes nothing."""
+
+    def change(call: Said) -> Said:
+        if call.name == "Deposit":
+            stretch.is_over.wait()
+            raise _Ended("it contributes nothing")
+        return call
+
+    members(target, stretch, [target.guest], change)
+
+
+# ---- a place, and nothing beside it ----
+
+
+def heartbeats_only(target: Target, stretch: Stretch) -> None:
+    """A member holds its place, says by each heartbeat that it gets on, and asks for no round."""
+    with seated(target) as (_, term):
+        own, progress = shown(target.guest, target.run, term), count(1)
+        beats = [
+            asked(
+                "Beat", pb.BeatRequest(round=1, epoch=term, progress=next(progress), computes=True), own, target.guest
+            )
+            for _ in range(1000)
+        ]
+        flood(target.address, stretch, beats)
+
+
+def absurd_reports(target: Target, stretch: Stretch) -> None:
+    """A member reports values that are none: of steps, evaluations, links and times."""
+    name, link = target.guest.name, f"{target.guest.name}-exchange"
+    honest = [
+        pb.Report(inner_step=pb.InnerStep(replica=name, round=1, step=1, loss=3.0, tokens=64)),
+        pb.Report(evaluation=pb.Evaluation(replica=name, round=1, loss=3.0, tokens=64)),
+        pb.Report(link_use=pb.LinkUse(link=link, direction="forward", round=1)),
+        pb.Report(member_round=pb.MemberRound(round=1, compute_seconds=1.0)),
+    ]
+    with seated(target) as (_, term):
+        own = shown(target.guest, target.run, term)
+        absurd = [
+            pb.Report.FromString(lie.message.SerializeToString())
+            for one in honest
+            for lie in lies_about(one)
+            if lie.path.startswith(one.WhichOneof("event") or "")
+        ]
+        calls = [asked("Report", pb.ReportRequest(reports=[one]), own, target.guest) for one in absurd]
+        flood(target.address, stretch, calls)
+
+
+def made_up_hashes(target: Target, stretch: Stretch) -> None:
+    """Two guests say that they hold the same parameters, which nobody holds."""
+    with ExitStack() as stack:
+        calls = []
+        for one in (target.guest, *target.ends):
+            _, term = stack.enter_context(seated(replace(target, guest=one)))
+            held = target.spec.roster.holds(one.name)
+            names = [name for block in held for name in shapes_by_block(target.spec.parameter_shapes).get(block, {})]
+            for round_ in (1, 2):
+                hashes = pb.HashReport(round=round_, sha256=dict.fromkeys(names, b"\1" * 32))
+                calls.append(asked("Confirm", hashes, shown(one, target.run, term), one))
+        flood(target.address, stretch, calls, LIES_A_SECOND)
+
+
+def places_in_a_loop(target: Target, stretch: Stretch) -> None:
+    """A member takes its place, and leaves it, again and again."""
+    for _ in stretch.paced(LIES_A_SECOND):
+        with suppress(HeteroPPError), seated(target):
+            stretch.codes["taken"] += 1
+
+
+# ---- calls that cost more than they say ----
+
+
+def rapid_resets(target: Target, stretch: Stretch) -> None:
+    """A member begins calls, and resets each before it is answered."""
+    with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
+        own, request = shown(target.guest, target.run, term), pb.BeatRequest().SerializeToString()
+        beat: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call_path(SERVICE, "Beat"))
+        for _ in stretch.paced(RESETS_A_SECOND):
+            call = beat.future(request, metadata=own, timeout=TIMEOUT)
+            call.cancel()
+            stretch.codes[code_of(call)] += 1
+
+
+def huge_headers(target: Target, stretch: Stretch) -> None:
+    """A member sends a megabyte of metadata with a call."""
+    with seated(target) as (_, term):
+        own = (*shown(target.guest, target.run, term), ("made-up", "x" * HEADER_BYTES))
+        flood(target.address, stretch, [asked("Beat", pb.BeatRequest(), own, target.guest)], LARGE_A_SECOND)
+
+
+def unread_snapshots(target: Target, stretch: Stretch) -> None:
+    """A member asks for snapshots as often as it may, and reads nothing of them."""
+    with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
+        own = shown(target.guest, target.run, term)
+        request = pb.SnapshotRequest(names=target.parameters).SerializeToString()
+        ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(call_path(SERVICE, "Snapshot"))
+        held: list[grpc.Call] = []
+        for _ in stretch.paced(LIES_A_SECOND):
+            held.append(ask(request, metadata=own))
+            stretch.codes["not read"] += 1
+            if len(held) > 12:
+                held.pop(0).cancel()
+
+
+def half_sent_deposits(target: Target, stretch: Stretch) -> None:
+    """A member sends the first frame of a contribution, and nothing more."""
+    with seated(target) as (_, term), channel_to(target.address, target.guest) as channel:
+        own = shown(target.guest, target.run, term)
+        header = pb.BlobHeader(
+            round=1, replica=target.guest.name, block=target.blocks[0], size=4000, epoch=term, steps=4
+        )
+        first = next(header_and_payload_frames(header, [bytes(4000)]))[: -(1 << 8)]
+
+        def half() -> Iterator[bytes]:
+            yield first
+            stretch.is_over.wait()
+
+        send: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(call_path(SERVICE, "Deposit"))
+        for _ in stretch.paced(LIES_A_SECOND):
+            call = send.future(half(), metadata=own, timeout=TIMEOUT)
+            call.add_done_callback(lambda one: stretch.codes.update([code_of(one)]))
+
+
+# ---- links between stages ----
+
+
+def malformed_to_neighbour(target: Target, stretch: Stretch) -> None:
+    """A stage that trains changes a header of each round to the stage beside it."""
+    lied = set[tuple[str, str]]()
+    said = count()
+
+    def change(message: pb.LinkHello | pb.LinkHeader) -> pb.LinkHello | pb.LinkHeader:
+        if isinstance(message, pb.LinkHello) or next(said) % 8:
+            return message
+        lie = next((one for one in lies_about(message) if (one.path, one.what) not in lied), None)
+        if lie is None:
+            return message
+        lied.add((lie.path, lie.what))
+        stretch.codes["malformed"] += 1
+        return lie.message  # type: ignore[return-value]  # of the same type
+
+    members(target, stretch, target.ends, stream=lambda frames: link_lies(frames, change))  # type: ignore[arg-type]
+
+
+def former_holder(target: Target, stretch: Stretch) -> None:
+    """Who held the place of a stage before dials the stage beside it."""
+    hello = pb.LinkHello(
+        version=PROTOCOL_VERSION, link=target.link.name, sender=target.neighbour.name, epoch=1 << 20, session=b"former"
+    )
+    path, former = call_path(LINK_SERVICE, "Open"), target.tickets["former"]
+    calls = [Call(path, [hello.SerializeToString(), bytes(1 << 10)], (), one) for one in (former, target.ends[0])]
+    flood(target.link_address, stretch, calls, peer=target.link.target)

@@ -1,0 +1,326 @@
+"""Members that lie: every field of a message set to values that an honest member does not send, in calls on their way.
+
+A liar is a real member, whose calls are changed below its client: what it trains and keeps is honest. Tests
+(tests/exchange/test_lies.py) and attacks (attacks_of_liars.py) share this.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+from unittest import mock
+
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.message import Message
+
+from hetero_pp.link.ledger import PREFIX_BYTES
+from hetero_pp.messages import messages_pb2 as pb
+from hetero_pp.rpc import dialling, exchange_client
+from hetero_pp.rpc.callers import Metadata
+from hetero_pp.rpc.certificates import Identity
+from hetero_pp.rpc.channels import make_channel
+from hetero_pp.rpc.framing import header_and_payload_frames, read_frames
+
+Some = TypeVar("Some", bound=Message)
+
+MOST_LIED_BYTES = 1 << 20
+"""Size of a text, and of bytes, that are far too long. A message has at most 8 MiB."""
+MOST_LIED_ENTRIES = 20_000
+"""Entries of a list or a map that is far too long; more than a member may report at once."""
+MOST_PAYLOAD_BYTES = 1 << 30
+UNKNOWN_FIELD = b"\xfa\x3f\x04made"
+"""Field 1023, four bytes long, as it crosses."""
+
+HEADERS: Mapping[str, type[Message]] = {"Deposit": pb.BlobHeader, "Open": pb.LinkHello}
+"""Calls that send raw frames, with the message that their first frame holds."""
+RAW = frozenset({"Carry", "Probe"})
+"""Calls that send raw frames in which there is no message."""
+
+
+class Lie(NamedTuple):
+    """A message with one field changed."""
+
+    path: str
+    """The field, with the fields that it is in: `reports.inner_step.loss`."""
+    what: str
+    """What it was changed to."""
+    message: Message
+
+
+# ---- which fields there are ----
+
+
+def sent_by(method: MethodDescriptor) -> Descriptor | None:
+    """Return the message that a caller sends; None for raw frames that hold none."""
+    if method.name in RAW:
+        return None
+    kind = HEADERS.get(method.name)
+    if kind is None and method.input_type is pb.Frame.DESCRIPTOR:
+        raise KeyError(f"{method.name} sends raw frames: name the message of the first one in HEADERS, or in RAW")
+    return method.input_type if kind is None else kind.DESCRIPTOR
+
+
+def fields_of(message: Descriptor) -> Iterator[str]:
+    """Yield the path of every field of a message, and of the messages in it."""
+    for field in message.fields:
+        if field.message_type is None or _is_map(field):
+            yield field.name
+        else:
+            yield from (f"{field.name}.{inner}" for inner in fields_of(field.message_type))
+            if field.is_repeated or not field.message_type.fields:
+                yield field.name
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
+
+
+# ---- what they are changed to ----
+
+
+def lies_about(honest: Message) -> Iterator[Lie]:
+    """Yield the message with one field changed, for every field and every value that is worth a try."""
+    known = {honest.SerializeToString(deterministic=True)}
+    unknown = type(honest).FromString(honest.SerializeToString() + UNKNOWN_FIELD)
+    for lie in (Lie("", "a field that is not known", unknown), *_all_lies(honest)):
+        data = lie.message.SerializeToString(deterministic=True)
+        if data not in known:
+            known.add(data)
+            yield lie
+
+
+def _all_lies(honest: Message) -> Iterator[Lie]:
+    for field in honest.DESCRIPTOR.fields:
+        if _is_map(field):
+            yield from _map_lies(honest, field)
+        elif field.is_repeated:
+            yield from _list_lies(honest, field)
+        elif field.message_type is not None:
+            yield from _message_lies(honest, field)
+        else:
+            if field.has_presence:
+                yield _changed(honest, field.name, "left out", lambda lie, name=field.name: lie.ClearField(name))
+            for what, value in values_of(field, getattr(honest, field.name)):
+                yield _changed(honest, field.name, what, lambda lie, n=field.name, v=value: setattr(lie, n, v))
+
+
+def _changed(honest: Message, path: str, what: str, change: Callable[[Any], object]) -> Lie:
+    lie = type(honest)()
+    lie.CopyFrom(honest)
+    change(lie)
+    return Lie(path, what, lie)
+
+
+def _message_lies(honest: Message, field: FieldDescriptor) -> Iterator[Lie]:
+    name = field.name
+    yield _changed(honest, name, "left out", lambda lie: lie.ClearField(name))
+    yield _changed(honest, name, "empty", lambda lie: (lie.ClearField(name), getattr(lie, name).SetInParent()))
+    for inner in _all_lies(getattr(honest, name)):
+        yield _changed(
+            honest, f"{name}.{inner.path}", inner.what, lambda lie, one=inner: getattr(lie, name).CopyFrom(one.message)
+        )
+
+
+def _list_lies(honest: Message, field: FieldDescriptor) -> Iterator[Lie]:
+    name, own = field.name, list(getattr(honest, field.name))
+    if field.message_type is not None:
+        first = own[0] if own else type(getattr(honest, name).add())()
+        getattr(honest, name).__delitem__(slice(len(own), None))
+        lengths = {"one too many": [*own, first], "far too many": [first] * MOST_LIED_ENTRIES}
+        for inner in _all_lies(first):
+            yield _with(honest, f"{name}.{inner.path}", inner.what, name, [inner.message, *own[1:]])
+    else:
+        first = own[0] if own else ("x" if field.type == FieldDescriptor.TYPE_STRING else 1)
+        lengths = {"one too many": [*own, first], "far too many": [first] * MOST_LIED_ENTRIES}
+        for what, value in values_of(field, first):
+            yield _with(honest, name, what, name, [value, *own[1:]])
+    for what, entries in {"empty": [], "one too few": own[:-1], **lengths}.items():
+        yield _with(honest, name, what, name, entries)
+
+
+def _with(honest: Message, path: str, what: str, name: str, entries: Sequence[Any]) -> Lie:
+    return _changed(honest, path, what, lambda lie: (lie.ClearField(name), getattr(lie, name).extend(entries)))
+
+
+def _map_lies(honest: Message, field: FieldDescriptor) -> Iterator[Lie]:
+    name, own = field.name, dict(getattr(honest, field.name))
+    keys = sorted(own)
+    first, rest = keys[0] if keys else "x", {key: own[key] for key in keys[1:]}
+    value = own.get(first, bytes(32))
+    assert field.message_type is not None
+    maps: dict[str, dict[str, Any]] = {"empty": {}, "one too few": rest, "one too many": {**own, "unknown": value}}
+    maps["far too many"] = {str(number): value for number in range(MOST_LIED_ENTRIES)}
+    for what, key in values_of(field.message_type.fields_by_name["key"], first):
+        maps[f"a key {what}"] = {**rest, key: value}
+    for what, one in values_of(field.message_type.fields_by_name["value"], value):
+        maps[what] = {**rest, first: one}
+    for what, entries in maps.items():
+        yield _changed(honest, name, what, lambda lie, e=entries: (lie.ClearField(name), getattr(lie, name).update(e)))
+
+
+_BITS = {
+    FieldDescriptor.TYPE_UINT32: 32,
+    FieldDescriptor.TYPE_UINT64: 64,
+}
+_FLOATS = {FieldDescriptor.TYPE_FLOAT: 3.4028234e38, FieldDescriptor.TYPE_DOUBLE: sys.float_info.max}
+
+
+def values_of(field: FieldDescriptor, honest: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a field may be changed to: the ends of its type, zero, one beside the honest value, wrong lengths.
+
+    Raises KeyError for a type of which nothing is known here.
+    """
+    if field.type == FieldDescriptor.TYPE_STRING:
+        yield from {
+            "empty": "",
+            "one too short": honest[:-1],
+            "one too long": honest + "x",
+            "control characters": "a\x1b[2J\n\x07\u202e",
+            "a path": "../../state",
+            "far too long": "x" * MOST_LIED_BYTES,
+        }.items()
+    elif field.type == FieldDescriptor.TYPE_BYTES:
+        yield from {
+            "empty": b"",
+            "one too short": honest[:-1],
+            "one too long": honest + b"\0",
+            "zeros": bytes(len(honest)),
+            "far too long": bytes(MOST_LIED_BYTES),
+        }.items()
+    elif field.type == FieldDescriptor.TYPE_BOOL:
+        yield "the opposite", not honest
+    elif field.type == FieldDescriptor.TYPE_ENUM:
+        yield from ((f"{value}", value) for value in (0, -(2**31), 2**31 - 1, len(field.enum_type.values)))
+        yield from ((one.name, one.number) for one in field.enum_type.values)
+    elif field.type in _FLOATS:
+        most = _FLOATS[field.type]
+        values = [0.0, -0.0, 1.0, -1.0, most, -most, 5e-324, float("nan"), float("inf"), float("-inf")]
+        yield from ((f"{value}", value) for value in (*values, honest + 1.0, 2 * honest))
+    else:
+        most = 2 ** _BITS[field.type] - 1
+        numbers = [0, 1, honest - 1, honest + 1, 2**31, most // 2, most // 2 + 1, most - 1, most]
+        yield from ((f"{value}", value) for value in numbers if 0 <= value <= most)
+
+
+WORST = frozenset({"left out", "empty", "far too long", "far too many", "the opposite", "nan", "inf", "0"})
+WORST |= {str(2**32 - 1), str(2**64 - 1)}
+"""Values that a short check tries."""
+
+
+# ---- calls on their way ----
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a liar's client makes, before it leaves."""
+
+    path: str
+    """The service and the method."""
+    message: Message | None
+    """What it says; None for raw frames without a message."""
+    frames: Sequence[bytes]
+    """The same as bytes: one frame, unless it is a header with what follows."""
+    metadata: Metadata
+
+    @property
+    def name(self) -> str:
+        """The method."""
+        return self.path.rpartition("/")[2]
+
+    def saying(self, message: Message) -> Call:
+        """Return the same call with another message."""
+        if self.name not in HEADERS:
+            return Call(self.path, message, [message.SerializeToString()], self.metadata)
+        assert self.message is not None
+        _, payload = read_frames(iter(self.frames), type(self.message), _size, MOST_PAYLOAD_BYTES)
+        return Call(self.path, message, list(header_and_payload_frames(message, [payload])), self.metadata)
+
+
+def _size(header: Any) -> int:
+    size: int = header.size
+    return size
+
+
+Change = Callable[[Call], Call]
+"""What becomes of a liar's call. It may take its time, and make other calls meanwhile."""
+
+
+def link_message(frame: bytes) -> tuple[pb.LinkHeader, bytes] | None:
+    """Return the header and the payload of a message on a stage link that is one frame; None for any other frame."""
+    if len(frame) < PREFIX_BYTES:
+        return None
+    length = int.from_bytes(frame[:PREFIX_BYTES], "little")
+    rest = frame[PREFIX_BYTES:]
+    if length > len(rest):
+        return None
+    return pb.LinkHeader.FromString(rest[:length]), rest[length:]
+
+
+def link_lies(frames: Iterator[bytes], change: Callable[[Message], Message]) -> Iterator[bytes]:
+    """Yield what one end of a stage link says, with its hello and the headers of its messages changed."""
+    for number, frame in enumerate(frames):
+        if number == 0:
+            yield change(pb.LinkHello.FromString(frame)).SerializeToString()
+        elif (found := link_message(frame)) is None:
+            yield frame
+        else:
+            header, payload = found
+            yield from header_and_payload_frames(change(header), [payload])
+
+
+class _Lying(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    """Changes the calls of one connection."""
+
+    def __init__(self, change: Change, change_stream: Callable[[Iterator[bytes]], Iterator[bytes]]) -> None:
+        self._change, self._change_stream = change, change_stream
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        message = self._changed(details, request, [request.SerializeToString()]).message
+        return continuation(details, message)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return self.intercept_unary_unary(continuation, details, request)
+
+    def intercept_stream_unary(self, continuation: Any, details: Any, frames: Any) -> Any:
+        frames = list(frames)
+        kind = HEADERS[details.method.rpartition("/")[2]]
+        header, _ = read_frames(iter(frames), kind, _size, MOST_PAYLOAD_BYTES)
+        return continuation(details, iter(self._changed(details, header, frames).frames))
+
+    def intercept_stream_stream(self, continuation: Any, details: Any, frames: Any) -> Any:
+        return continuation(details, self._change_stream(frames))
+
+    def _changed(self, details: Any, message: Message, frames: Sequence[bytes]) -> Call:
+        return self._change(Call(details.method, message, frames, tuple(details.metadata or ())))
+
+
+@contextmanager
+def lying(
+    member: str,
+    change: Change = lambda call: call,
+    change_stream: Callable[[Iterator[bytes]], Iterator[bytes]] = lambda frames: frames,
+) -> Iterator[None]:
+    """While the block runs, all connections that this member makes in this process change its calls.
+
+    `change_stream` changes the frames of streams that a stage opens to another, from the hello on.
+    """
+
+    def make(address: str, identity: Identity | None = None, *arguments: Any) -> grpc.Channel:
+        channel = make_channel(address, identity, *arguments)
+        if identity is None or identity.shown.name != member:
+            return channel
+        return grpc.intercept_channel(channel, _Lying(change, change_stream))
+
+    with ExitStack() as stack:
+        for module in (exchange_client, dialling):
+            stack.enter_context(mock.patch.object(module, "make_channel", make))
+        yield

@@ -1,0 +1,252 @@
+"""A live run of three replicas, in threads and over gRPC by TLS, in which the calls of one member are changed."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from members import TIMEOUT
+
+from hetero_pp.errors import HeteroPPError, LinkError, RunFailed, RunOver
+from hetero_pp.link.shared_lines import Lines
+from hetero_pp.links import LAUNCHER
+from hetero_pp.messages.messages_pb2 import Happened, Report
+from hetero_pp.planner.spares import group_spares
+from hetero_pp.pseudo_gradient.contribution import BlobAddress
+from hetero_pp.rpc import exchange as served_exchange
+from hetero_pp.rpc.admission import Told
+from hetero_pp.rpc.certificates import Identity, as_text, digest_of, new_key
+from hetero_pp.rpc.connections import NetworkConnections, tell_died
+from hetero_pp.rpc.credentials import Credentials, Secret
+from hetero_pp.rpc.exchange import OpenHouse, serve_exchange
+from hetero_pp.rpc.exchange_client import ExchangeClient
+from hetero_pp.rpc.tickets import make_ticket
+from hetero_pp.run.config import RunConfig
+from hetero_pp.run.folder import RunFolder
+from hetero_pp.run.shared import told_of
+from hetero_pp.run.spec import RunSpec
+from replica_groups.exchange import pulse
+from replica_groups.exchange.audits import read_audit
+from replica_groups.exchange.host import begin_run, make_exchange
+from replica_groups.exchange.lobby import Lobby
+from replica_groups.exchange.memberships import Memberships
+from replica_groups.take_part import take_part
+
+SECRET = Secret("the secret of a run with a liar")
+HOUR = 3600.0
+HONEST = ("a", "b")
+MOST_RESTARTS = 400
+MOST_MISSED = 4
+"""Rounds in a row without the replica `c`, before it is made to come back."""
+SECONDS_A_RUN = 240.0
+"""Far more than a run takes: one that has not ended by then is stalled."""
+
+
+def lying_spec(corpus: Path, rounds: int, liars: Mapping[str, Any], **changes: Any) -> RunSpec:
+    """Return a run of the honest replicas `a` and `b`, and of the replica `c`, which `liars` describes."""
+    honest = [{"name": name, "kind": "datacenter", "batch_size": 1} for name in HONEST]
+    config = {
+        "name": "t",
+        "seed": 3,
+        "model": {"width": 16, "heads": 2, "feed_forward": 24, "layers": 2},
+        "data": {"corpus": str(corpus), "sequence_length": 16, "validation_sequences": 1, "repeat": True},
+        "inner": {"steps": 2, "learning_rate": 0.01, "final_learning_rate_share": 1},
+        "outer": {"rounds": rounds, "weights": "tokens", "compression": {"density": 1 / 8}},
+        "snapshots": {"every": 20},
+        "exchange": {"grace": {"least": "20 s", "most": "20 s"}, "lease": {"least": "60 s", "most": "60 s"}},
+        "replicas": [*honest, {"name": "c", "batch_size": 1, **liars}],
+    }
+    return RunSpec(RunConfig.model_validate(config | changes), 256)
+
+
+class LyingRun:
+    """One run, from its start to its end. Members of the replica `c` were invited by tickets, and start again when
+    they fail, as a supervisor starts them.
+    """
+
+    def __init__(self, spec: RunSpec, folder: Path) -> None:
+        self.spec = spec
+        self.folder = RunFolder(folder / "runs" / "t")
+        self.errors: dict[str, list[Exception]] = defaultdict(list)
+        """Of members, why they failed."""
+        self.told: list[Report] = []
+        """What who watches the run was told."""
+        self.deposited: dict[tuple[str, int, str], set[tuple[bytes, int]]] = defaultdict(set)
+        """(replica, round, block) -> digests and steps of what its members have handed to their clients"""
+        self._stack = ExitStack()
+        self._threads: list[threading.Thread] = []
+
+    # ---- its parts ----
+
+    def __enter__(self) -> LyingRun:
+        self.folder.path.mkdir(parents=True)
+        self.exchange = make_exchange(self.spec, self.folder)
+        self.memberships = Memberships(self.folder.memberships)
+        self._stack.callback(self.memberships.close)
+        house = OpenHouse(
+            self.memberships,
+            self.exchange,
+            Told(*told_of(self.spec.config)),
+            Lobby(self.spec.optional_places, group_spares),
+            self.spec.unnamed_slots,
+        )
+        server, port = serve_exchange(self.exchange, SECRET, "127.0.0.1:0", encrypted=True, open_house=house)
+        self._stack.callback(lambda: server.stop(None).wait(TIMEOUT))
+        self._stack.callback(self.exchange.fail, "the test is over")
+        self.address = f"127.0.0.1:{port}"
+        self.credentials = {name: self._credentials_of(name) for name in self.spec.members}
+        self._stack.enter_context(mock.patch.object(ExchangeClient, "deposit", self._noting(ExchangeClient.deposit)))
+        self._stack.enter_context(mock.patch.object(pulse, "SECONDS_BETWEEN_BEATS", 0.05))
+        self._stack.enter_context(mock.patch.object(served_exchange, "LONGEST_WAIT", 1.0))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        for thread in self._threads:
+            thread.join(TIMEOUT)
+
+    def _credentials_of(self, member: str) -> Credentials:
+        if self.spec.members[member].replica.name in HONEST:
+            return SECRET.credentials(member, encrypted=True)
+        key, ticket = new_key(), self.memberships.invite(member, HOUR)
+        holder = self.memberships.enrol(ticket, digest_of(key.public_key()), [], HOUR)
+        certificate = SECRET.authority.sign(key.public_key(), member, holder.number, holder.until)
+        return Credentials(member, identity=Identity(certificate, as_text(key), SECRET.authority.certificate))
+
+    def ticket(self) -> Credentials:
+        """Return the credentials of a host that shows a ticket."""
+        ticket = make_ticket(
+            "t", self.address, SECRET.authority, self.memberships.invite(None, HOUR), time.time() + HOUR
+        )
+        return Credentials(ticket.identity.shown.name, identity=ticket.identity)
+
+    def _noting(self, deposit: Callable[..., None]) -> Callable[..., None]:
+        """Remember what members have handed in, before anything of it is changed."""
+
+        def note(
+            client: ExchangeClient, member: str, address: BlobAddress, data: bytes, epoch: int = 0, steps: int = 0
+        ) -> None:
+            own = self.deposited[address.replica, address.round, address.block]
+            own.add((hashlib.sha256(data).digest(), steps))
+            deposit(client, member, address, data, epoch, steps)
+
+        return note
+
+    # ---- from its start to its end ----
+
+    def until_over(self) -> None:
+        """Train all rounds. Raises AssertionError if the run stalls."""
+        self._threads = [threading.Thread(target=self._serve, name="serve", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._supervise, args=(name,), name=name, daemon=True) for name in self.spec.members
+        ]
+        watcher = threading.Thread(target=self._watch, daemon=True)
+        for thread in (watcher, *self._threads):
+            thread.start()
+        until = time.monotonic() + SECONDS_A_RUN
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+            assert not thread.is_alive(), f"{thread.name} has not ended after {SECONDS_A_RUN:.0f} s"
+        watcher.join(TIMEOUT)
+
+    def _watch(self) -> None:
+        """Remember what is told; end the terms of `c` once it is not counted any more, so that it comes back."""
+        missed = 0
+        for report in self.exchange.watch():
+            self.told.append(report)
+            if report.HasField("round_closed"):
+                counted = {one.replica for one in report.round_closed.contributions}
+                missed = 0 if "c" in counted else missed + 1
+            if missed == MOST_MISSED:
+                missed = 0
+                for name in self.spec.members.keys() - {*HONEST}:
+                    self.exchange.died(name, "it does not come back by itself")
+
+    def _serve(self) -> None:
+        with suppress(RunFailed):
+            auditor = begin_run(self.exchange, self.spec, self.folder, None)
+            self.exchange.wait_until_finished()
+            auditor.join()
+        self.exchange.end_watching()
+
+    def _supervise(self, name: str) -> None:
+        """Run a member; start one of `c` again for as long as the run goes on."""
+        torch.set_num_threads(1)
+        launcher = SECRET.credentials(LAUNCHER, encrypted=True)
+        while len(self.errors[name]) < MOST_RESTARTS:
+            try:
+                self._take_part(name)
+            except (RunOver, RunFailed):
+                return
+            except Exception as error:  # noqa: BLE001 (told with what became of the run)
+                self.errors[name].append(error)
+            if name in HONEST:
+                return
+            tell_died(self.address, launcher, name, "its process has ended", None)
+            if self.exchange.coordinator.is_over or self.exchange.decisions.failure:
+                return
+
+    def _take_part(self, name: str) -> None:
+        """As a process of its own does."""
+        member = self.spec.members[name]
+        with NetworkConnections(self.spec, member, self.address, self.credentials[name], Lines()) as connections:
+            try:
+                take_part(self.spec, member, connections, self.folder)
+            except HeteroPPError as error:
+                if connections.exchange.has_joined:
+                    connections.report_failure(str(error), isinstance(error, LinkError | RunFailed))
+                raise
+
+    # ---- what became of it ----
+
+    def harm(self) -> list[str]:
+        """Return what the run has lost or taken in by lies: nothing, if no number has bent, stalled or ended it."""
+        found = [f"the run failed: {self.exchange.decisions.failure}"] if self.exchange.decisions.failure else []
+        found += [f"{name} failed: {error!r}" for name in HONEST for error in self.errors[name]]
+        last_round, rounds = self.exchange.coordinator.last_round, self.spec.config.outer.rounds
+        found += [] if last_round == rounds else [f"it ended after round {last_round} of {rounds}"]
+        for round_ in range(1, last_round + 1):
+            found += [f"round {round_}: {what}" for what in self._bent(round_)]
+        return [*found, *self._blamed()]
+
+    def _bent(self, round_: int) -> Iterator[str]:
+        """What was counted in a round that no honest member has sent, or not as much as it should."""
+        record = self.exchange.log.read_record(round_)
+        for missing in {*HONEST} - {one.replica for one in record.contributions}:
+            yield f"{missing} is not counted"
+        for one in record.contributions:
+            if one.weight != 2 * 16:
+                yield f"{one.replica} weighs {one.weight}"
+            if one.scale:
+                yield f"{one.replica} is scaled by {one.scale}"
+            for blob in one.blobs:
+                if (blob.sha256, one.steps) not in self.deposited[one.replica, round_, blob.block]:
+                    yield f"`{blob.block}` of {one.replica}, {one.steps} steps, was never sent"
+        verified = {told.replica: told.parameters_sha256.hex() for told in self._verified(round_)}
+        right = read_audit(self.exchange.log.store, round_).parameters_sha256
+        for name in HONEST:
+            if verified.get(name) != right:
+                yield f"{name} holds {verified.get(name)}, and replay gives {right}"
+
+    def _verified(self, round_: int) -> list[Any]:
+        told = [one.round_verified for one in self.told if one.HasField("round_verified")]
+        return [one for one in told if one.round == round_]
+
+    def _blamed(self) -> Iterator[str]:
+        """What was told of who is honest."""
+        members = {name for name, member in self.spec.members.items() if member.replica.name in HONEST}
+        for one in self.told:
+            if one.HasField("standing") and {one.standing.place, one.standing.replica} & {*members, *HONEST}:
+                yield f"{one.standing.place or one.standing.replica}: {Happened.Name(one.standing.what)}"
+            if one.HasField("refusal") and one.refusal.sender in members:
+                yield f"refused of {one.refusal.sender}: {one.refusal.reason}"
+            if one.HasField("round_closed") and {*one.round_closed.late, *one.round_closed.left_out} & {*HONEST}:
+                yield f"late in round {one.round_closed.round}"
