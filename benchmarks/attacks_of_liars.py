@@ -86,6 +86,7 @@ def _member(target: Target, stretch: Stretch, own: Credentials) -> None:
             ends.start()
             take_part(target.spec, member, connections, target.folder)
         stretch.codes["failed"] += 1
+        stretch.is_under_way.set()  # one that is not let in attacks, too
         stretch.is_over.wait(0.5)
 
 

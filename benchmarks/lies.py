@@ -16,6 +16,7 @@ from unittest import mock
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from hetero_pp.link.ledger import PREFIX_BYTES
 from hetero_pp.messages import messages_pb2 as pb
@@ -128,8 +129,7 @@ def _message_lies(honest: Message, field: FieldDescriptor) -> Iterator[Lie]:
 def _list_lies(honest: Message, field: FieldDescriptor) -> Iterator[Lie]:
     name, own = field.name, list(getattr(honest, field.name))
     if field.message_type is not None:
-        first = own[0] if own else type(getattr(honest, name).add())()
-        getattr(honest, name).__delitem__(slice(len(own), None))
+        first = own[0] if own else GetMessageClass(field.message_type)()
         lengths = {"one too many": [*own, first], "far too many": [first] * MOST_LIED_ENTRIES}
         for inner in _all_lies(first):
             yield _with(honest, f"{name}.{inner.path}", inner.what, name, [inner.message, *own[1:]])

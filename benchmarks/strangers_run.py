@@ -100,7 +100,7 @@ class LiveRun:
         self.addresses: dict[str, str] = {}
         self.largest_share = 0.0
         """Of the weights of any round, that attackers had."""
-        self.liars_folder = RunFolder(folder / f"liars-{name}" / "run")
+        self.liars_folder = RunFolder(folder / "runs" / f"liars-{name}")
         self.is_over = False
         """Whether it has ended, well or not."""
         self.failure: str | None = None
