@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import grpc
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
@@ -55,7 +56,7 @@ class Lie(NamedTuple):
 # ---- which fields there are ----
 
 
-def sent_by(method: MethodDescriptor) -> Descriptor | None:
+def sent_by(method: MethodDescriptor) -> Any:
     """Return the message that a caller sends; None for raw frames that hold none."""
     if method.name in RAW:
         return None
@@ -65,7 +66,7 @@ def sent_by(method: MethodDescriptor) -> Descriptor | None:
     return method.input_type if kind is None else kind.DESCRIPTOR
 
 
-def fields_of(message: Descriptor) -> Iterator[str]:
+def fields_of(message: Any) -> Iterator[str]:
     """Yield the path of every field of a message, and of the messages in it."""
     for field in message.fields:
         if field.message_type is None or _is_map(field):
@@ -76,7 +77,7 @@ def fields_of(message: Descriptor) -> Iterator[str]:
                 yield field.name
 
 
-def _is_map(field: FieldDescriptor) -> bool:
+def _is_map(field: Any) -> bool:
     return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
@@ -104,9 +105,9 @@ def _all_lies(honest: Message) -> Iterator[Lie]:
             yield from _message_lies(honest, field)
         else:
             if field.has_presence:
-                yield _changed(honest, field.name, "left out", lambda lie, name=field.name: lie.ClearField(name))
+                yield _changed(honest, field.name, "left out", partial(_without, field.name))
             for what, value in values_of(field, getattr(honest, field.name)):
-                yield _changed(honest, field.name, what, lambda lie, n=field.name, v=value: setattr(lie, n, v))
+                yield _changed(honest, field.name, what, partial(_setting, field.name, value))
 
 
 def _changed(honest: Message, path: str, what: str, change: Callable[[Any], object]) -> Lie:
@@ -116,17 +117,32 @@ def _changed(honest: Message, path: str, what: str, change: Callable[[Any], obje
     return Lie(path, what, lie)
 
 
-def _message_lies(honest: Message, field: FieldDescriptor) -> Iterator[Lie]:
+def _without(name: str, lie: Any) -> None:
+    lie.ClearField(name)
+
+
+def _setting(name: str, value: Any, lie: Any) -> None:
+    setattr(lie, name, value)
+
+
+def _copying(name: str, value: Any, lie: Any) -> None:
+    getattr(lie, name).CopyFrom(value)
+
+
+def _mapping(name: str, entries: Mapping[str, Any], lie: Any) -> None:
+    lie.ClearField(name)
+    getattr(lie, name).update(entries)
+
+
+def _message_lies(honest: Message, field: Any) -> Iterator[Lie]:
     name = field.name
     yield _changed(honest, name, "left out", lambda lie: lie.ClearField(name))
     yield _changed(honest, name, "empty", lambda lie: (lie.ClearField(name), getattr(lie, name).SetInParent()))
     for inner in _all_lies(getattr(honest, name)):
-        yield _changed(
-            honest, f"{name}.{inner.path}", inner.what, lambda lie, one=inner: getattr(lie, name).CopyFrom(one.message)
-        )
+        yield _changed(honest, f"{name}.{inner.path}", inner.what, partial(_copying, name, inner.message))
 
 
-def _list_lies(honest: Message, field: FieldDescriptor) -> Iterator[Lie]:
+def _list_lies(honest: Message, field: Any) -> Iterator[Lie]:
     name, own = field.name, list(getattr(honest, field.name))
     if field.message_type is not None:
         first = own[0] if own else GetMessageClass(field.message_type)()
@@ -146,7 +162,7 @@ def _with(honest: Message, path: str, what: str, name: str, entries: Sequence[An
     return _changed(honest, path, what, lambda lie: (lie.ClearField(name), getattr(lie, name).extend(entries)))
 
 
-def _map_lies(honest: Message, field: FieldDescriptor) -> Iterator[Lie]:
+def _map_lies(honest: Message, field: Any) -> Iterator[Lie]:
     name, own = field.name, dict(getattr(honest, field.name))
     keys = sorted(own)
     first, rest = keys[0] if keys else "x", {key: own[key] for key in keys[1:]}
@@ -159,7 +175,7 @@ def _map_lies(honest: Message, field: FieldDescriptor) -> Iterator[Lie]:
     for what, one in values_of(field.message_type.fields_by_name["value"], value):
         maps[what] = {**rest, first: one}
     for what, entries in maps.items():
-        yield _changed(honest, name, what, lambda lie, e=entries: (lie.ClearField(name), getattr(lie, name).update(e)))
+        yield _changed(honest, name, what, partial(_mapping, name, entries))
 
 
 _BITS = {
@@ -169,7 +185,7 @@ _BITS = {
 _FLOATS = {FieldDescriptor.TYPE_FLOAT: 3.4028234e38, FieldDescriptor.TYPE_DOUBLE: sys.float_info.max}
 
 
-def values_of(field: FieldDescriptor, honest: Any) -> Iterator[tuple[str, Any]]:
+def values_of(field: Any, honest: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a field may be changed to: the ends of its type, zero, one beside the honest value, wrong lengths.
 
     Raises KeyError for a type of which nothing is known here.
@@ -237,7 +253,7 @@ class Call:
             return Call(self.path, message, [message.SerializeToString()], self.metadata)
         assert self.message is not None
         _, payload = read_frames(iter(self.frames), type(self.message), _size, MOST_PAYLOAD_BYTES)
-        return Call(self.path, message, list(header_and_payload_frames(message, [payload])), self.metadata)
+        return Call(self.path, message, list(header_and_payload_frames(message, [bytes(payload)])), self.metadata)
 
 
 def _size(header: Any) -> int:
