@@ -1,4 +1,4 @@
-"""`hetero-pp calibrate`: measure what each member of a YAML needs on this machine, and what the machine can do."""
+"""`hetero-pp calibrate`: measure what each member of a YAML costs on this machine, and the machine's speed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from replica_groups.measure import measure_all, median_seconds
 
 
 def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:
-    """Measure every member, print, and write a YAML that `simulate --calibration` reads."""
+    """Measure every member, print the costs, and write a YAML that `simulate --calibration` reads."""
     spec = spec_of(ConfigFile(path, overrides))
     torch.set_num_threads(spec.config.threads)
     measured = dict(measure_all(spec))
@@ -48,7 +48,10 @@ def calibrate(path: Path, overrides: list[str], write: Path | None) -> None:
 
 
 def load_calibration(path: Path) -> dict[str, object]:
-    """What `calibrate` wrote, for the `simulate` section. Raises ConfigError if it is something else."""
+    """Return the content of a file that `calibrate` wrote, for the `simulate` section.
+
+    Raises ConfigError if the file is anything else.
+    """
     try:
         content = read_yaml(path)
     except (OSError, YAMLError, ValueError) as error:
@@ -73,7 +76,7 @@ def _machine_entry(speed: float) -> dict[str, str | float]:
 
 
 def _flops_per_second(spec: RunSpec, measured: Mapping[str, MeasuredCost]) -> float:
-    """Over all members: operations of forward and backward over their time."""
+    """Return the floating-point operations of forward and backward per second, over all members."""
     operations = seconds = 0.0
     for name, cost in measured.items():
         member = spec.members[name]

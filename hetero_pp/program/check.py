@@ -1,4 +1,4 @@
-"""`hetero-pp check`: what a YAML describes, and what it will send, without training."""
+"""`hetero-pp check`: print what a YAML describes and how many bytes the run will send, without training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hetero_pp.units import format_bits_per_second, format_bytes, format_count, 
 
 
 def print_check(path: Path, overrides: Sequence[str], runs: Path) -> None:
-    """Validate and print to the terminal."""
+    """Validate a YAML and print the run's topology and loads to the terminal."""
     file = ConfigFile(path, overrides)
     with shown_reading(SafeConsole(stderr=True), "reading the corpus") as on_progress:
         prepared = prepare(file, runs.absolute(), checks=True, on_progress=on_progress)
@@ -98,7 +98,7 @@ def _print_run(console: Console, path: Path, prepared: Prepared) -> None:
 
 
 def _print_addresses(console: Console, config: RunConfig) -> None:
-    """Which addresses of the YAML are this host's, and which were not tried as they are another's."""
+    """Print the fixed addresses of the YAML, and which of them were not tried because they belong to another host."""
     places = {True: "free on this host", False: "another host's, not tried here"}
     found = [f"{one.member} {one.address} ({places[one.is_of_this_host]})" for one in fixed_addresses(config)]
     if found:
@@ -111,7 +111,10 @@ def _values_of(compression: CompressionSettings) -> str:
 
 
 def _engines_and_boundaries(spec: RunSpec) -> dict[tuple[str, str], list[str]]:
-    """What trains a datacenter replica, and what crosses between the stages of a group; of which replicas."""
+    """Group replicas by their engine (datacenters) or boundary (groups of stages).
+
+    Returns ("Engine" or "Boundaries", its description) -> labels of the replicas.
+    """
     found: dict[tuple[str, str], list[str]] = {}
     for replicas in table_rows(spec):
         of_row: dict[tuple[str, str], list[str]] = {}
@@ -207,7 +210,7 @@ def _links_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLo
 
 
 def _lines_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLoad]]) -> PlainTable:
-    """What all links that pass a line bring it."""
+    """Return a table of the bytes that all links passing a line add up to, per line and direction."""
     table = PlainTable(["line", ""], [one for one in _LOADS if one != "latency"])
     steps = spec.config.inner.steps or 0
     step, round_ = Counter[tuple[str, Way]](), Counter[tuple[str, Way]]()
@@ -233,12 +236,12 @@ def _lines_table(spec: RunSpec, loads_of: Mapping[str, Mapping[Direction, LinkLo
 
 
 def _sizes(sizes: Sequence[int]) -> str:
-    """Bytes of a step; nothing where a step sends none."""
+    """Format the bytes of a step; an empty string if a step sends none."""
     return spanned(sizes, format_bytes) if any(sizes) else ""
 
 
 def _examples(spec: RunSpec, examples: Mapping[str, int]) -> Iterator[str]:
-    """How many sequences the shard of each replica has; of equal replicas from the smallest to the largest."""
+    """Yield the number of sequences in each replica's shard; for equal replicas, the range from smallest to largest."""
     for replicas in table_rows(spec):
         yield f"{range_of([one.name for one in replicas])} " + spanned(
             (examples[one.name] for one in replicas), lambda count: f"{count:,.0f}"
@@ -260,7 +263,7 @@ def _loads(spec: RunSpec) -> dict[str, dict[Direction, LinkLoad]]:
 
 
 def _least_times(bandwidths: Sequence[float | None], sizes: Sequence[int]) -> str:
-    """The time that limited links need for so many bytes each."""
+    """Format the least seconds that bandwidth-limited links need for these bytes; `-` if no link has a limit."""
     found = [
         wire_bytes(raw_frames(size)) * 8 / bandwidth
         for bandwidth, size in zip(bandwidths, sizes, strict=True)

@@ -1,4 +1,4 @@
-"""The command line. Everything heavy is imported inside the commands, so that help is quick."""
+"""The command line. Heavy modules are imported inside the commands, so that help is fast."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def status(
 
 
 def _address(option: str, text: str | None) -> str | None:
-    """HOST:PORT as an option gave it. Raises ConfigError for another text."""
+    """Return HOST:PORT as an option gave it, None if the option is absent. Raises ConfigError for any other text."""
     from hetero_pp.errors import ConfigError
     from hetero_pp.topology import parse_address
 
@@ -256,7 +256,7 @@ def _started() -> float:
 
 
 def typed() -> list[str]:
-    """The command as it can be typed again, from the same folder."""
+    """Return the command as the user can type it again in the same folder."""
     program = Path(sys.argv[0])
     if program.name == "__main__.py":
         return [sys.executable, "-m", "hetero_pp", *sys.argv[1:]]
@@ -519,7 +519,10 @@ def schema(
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """One line instead of a traceback for what the user can mend or has caused."""
+    """Print one line instead of a traceback for errors that the user caused or can fix, and exit.
+
+    Exit codes: 1 for a failed run, 2 for bad input, 130 for an interrupt.
+    """
     from hetero_pp.errors import ConfigError, HeteroPPError
 
     try:
@@ -545,7 +548,7 @@ def _leave_for(error: OSError) -> NoReturn:
     if error.errno not in OF_FILES:
         raise error
     if error.filename is None and error.errno == errno.ENOSPC:
-        with suppress(OSError):  # nor can what is left be written when the process ends
+        with suppress(OSError):  # the rest of the buffer cannot be written at exit either
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if error.errno in (errno.EMFILE, errno.ENFILE):
         named = f"{error.filename}: " if error.filename is not None else ""

@@ -1,4 +1,4 @@
-"""`hetero-pp compare`: runs beside each other, in a table and a picture of their validation losses."""
+"""`hetero-pp compare`: several runs in one table, and a picture of their validation losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
     "s": format_seconds,
     "B": format_bytes,
 }
-"""How quantities of a configuration are shown, by their unit in it."""
+"""Formatters of a configuration's quantities, by unit."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ComparedRun:
     name: str
     state: RunState
     summary: Mapping[str, Any]
-    """What the run wrote at its end; empty before."""
+    """Content of the run's summary.json; empty if the run has not written one."""
 
     @cached_property
     def losses(self) -> dict[int, float]:
@@ -52,19 +52,19 @@ class ComparedRun:
 
     @cached_property
     def keys(self) -> dict[str, Any]:
-        """The configuration as dotted keys with single values, replicas by their names."""
+        """The configuration as dotted keys with single values; entries of `replicas` are keyed by name."""
         return dict(_leaves(self.state.spec.latest.model_dump(mode="json", exclude={"name"})))
 
     def tokens(self, round_: int) -> float:
-        """Tokens that all replicas had seen at the end of a round."""
+        """Return the tokens that all replicas had trained on by the end of a round."""
         return sum(_tokens_until(replica, round_) for replica in self.state.replicas.values())
 
     def seconds(self, round_: int) -> float:
-        """Training seconds at the end of a round, without pauses."""
+        """Return the training seconds until the end of a round, without pauses."""
         return self.state.training_seconds(self.state.closed[round_].time) if round_ in self.state.closed else 0.0
 
     def results(self) -> dict[str, str]:
-        """What the run has reached, by name."""
+        """Return what the run has reached, formatted, by the name of the quantity."""
         state, losses = self.state, self.losses
         sent = sum(one.wire_bytes for link in state.links.values() for one in link.directions.values())
         last, best = max(losses, default=None), min(losses, key=losses.__getitem__, default=None)
@@ -79,7 +79,10 @@ class ComparedRun:
         }
 
     def _noted(self, key: str, otherwise: float) -> float:
-        """Return a number of the summary, which others may have written."""
+        """Return a number of the summary, or `otherwise` if the entry is not a valid number.
+
+        The file may have been edited, so its values are checked.
+        """
         found = self.summary.get(key)
         is_number = isinstance(found, int | float) and math.isfinite(found) and found >= 0
         return float(found) if is_number else otherwise  # type: ignore[arg-type]
@@ -88,7 +91,7 @@ class ComparedRun:
 def compare(runs: Path, named: Sequence[str], chart: Path) -> None:
     """Print a table of the runs' differing keys and results, and draw their validation losses.
 
-    Raises ConfigError for a name that is no run's, and for a run that is named twice.
+    Raises ConfigError for a name that is no run, and for a run that is named twice.
     """
     if len(named) < 2:
         raise ConfigError((), f"found 1 run, `{named[0]}`, expected at least two to compare")
@@ -134,7 +137,7 @@ def _read(name: str, folder: RunFolder) -> ComparedRun:
 
 
 def _tokens_until(replica: ReplicaState, round_: int) -> float:
-    """Steps until the end of a round, at the replica's tokens a step."""
+    """Return the tokens of a replica until the end of a round, in proportion to its steps."""
     steps = [replica.steps(one) for one in range(1, replica.last_round + 1)]
     return replica.tokens * sum(steps[:round_]) / sum(steps) if sum(steps) else 0.0
 
@@ -151,7 +154,7 @@ def _table(found: Sequence[ComparedRun]) -> PlainTable:
 
 
 def _differing(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose values differ; of replicas that not all runs have, only the list of their names."""
+    """Return the keys whose values differ. A replica that some runs lack contributes only to the list of names."""
     first, *others = configurations
     common = set.intersection(*(set(one["replicas"]) for one in configurations))
     keys = dict.fromkeys(key for one in configurations for key in one)
@@ -164,7 +167,7 @@ def _differing(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything that is neither a mapping nor a list of named entries."""
+    """Yield (dotted key, value) for every value that is neither a mapping nor a list of named entries."""
     if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
         names = [one["name"] for one in value]
         yield key, names
@@ -190,7 +193,7 @@ def _shown(value: Any) -> str:
 
 
 def _draw(found: Sequence[ComparedRun], path: Path) -> None:
-    """Validation loss by tokens at the left, by training time at the right, a curve a run."""
+    """Draw one curve per run: validation loss over tokens on the left, over training time on the right."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
@@ -225,7 +228,7 @@ def _draw_curves(axes: Axes, found: Sequence[ComparedRun], where: Callable[[Comp
 
 
 def _short(value: float) -> str:
-    """1234567 -> "1.23M"."""
+    """Format a number with a suffix: 1234567 -> "1.23M"."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.3g}{unit}"

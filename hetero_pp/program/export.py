@@ -1,4 +1,4 @@
-"""`hetero-pp export`: a run's model as a folder that other programs load."""
+"""`hetero-pp export`: write a run's model as a folder that other programs can load."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from replica_groups.exchange.restart import snapshot_after
 
 
 def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
-    """Write the model of a run after a round (None: after its newest snapshot) into a new or empty folder.
+    """Write the model of a run after a round into a new or empty folder.
 
-    Raises ConfigError if there is no such run or round, or something is in the folder.
+    `round_`: None means the newest snapshot. Raises ConfigError if the run or the round does not exist, or if the
+    folder has files.
     """
     folder = RunFolder(run)
     if not folder.config.is_file():
@@ -37,7 +38,7 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
         try:
             size = write_model(to, parameters, spec.parameter_shapes, spec.shape, spec.config.data, dtype)
         except OSError:
-            for path in to.iterdir():  # the folder was empty, and can be given again
+            for path in to.iterdir():  # the folder was empty before: empty it again, so that a retry can use it
                 path.unlink()
             raise
     tell(standard_output(), f"{to}: {spec.config.name} after round {number}, {size / 1e6:.1f} MB of {dtype}")
@@ -45,7 +46,11 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
 
 @contextmanager
 def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[tuple[int, Parameters]]:
-    """The round, and each parameter after it when asked for: from its snapshot, else replayed from an earlier one."""
+    """Yield the round and a function that returns each parameter by its name.
+
+    The parameters come from the round's snapshot, or are replayed from an earlier one. `round_`: None means the newest
+    snapshot.
+    """
     log = open_log(spec.config, run)
     found = log.snapshots()
     if not found:
@@ -61,7 +66,7 @@ def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[t
 
 
 def _require_parameters(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DamagedFile for a snapshot of another model than the configuration beside it describes."""
+    """Raise DamagedFile if a snapshot's parameters do not match the configuration beside it."""
     for name, shape in spec.parameter_shapes.items():
         if shapes.get(name) != shape:
             found = "nothing" if name not in shapes else f"the shape {list(shapes[name])}"
@@ -71,7 +76,7 @@ def _require_parameters(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _replayed(spec: RunSpec, run: RunFolder, wanted: int) -> Parameters:
-    """theta after round `wanted`, from an earlier snapshot and the log of the rounds between."""
+    """Return theta after round `wanted`, from an earlier snapshot and the log of the rounds between."""
     log, damaged = open_log(spec.config, run), list[str]()
     try:
         snapshot = snapshot_after(log, spec.run, wanted, partial(round_optimizer, spec), damaged)

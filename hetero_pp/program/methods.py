@@ -1,4 +1,4 @@
-"""`hetero-pp methods`: the table of methods, each a row of parts."""
+"""`hetero-pp methods`: print the table of methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOTE = "What stands in braces is what a method sets of `outer`; whatever is said
 
 
 def print_methods() -> None:
-    """One after the other: what a YAML calls it, paper and section, and the cells that it sets, as a YAML has them."""
+    """Print each method: its name in a YAML, its paper and section, and the keys of `outer` that it sets."""
     console = standard_output()
     for name, method in METHODS.items():
         say(console, f"{name}: {method.source}", bold=f"{name}:")
@@ -22,7 +22,7 @@ def print_methods() -> None:
 
 
 def as_yaml(value: Any) -> str:
-    """In one line; a share of a whole as `1/128`."""
+    """Format a value as YAML in one line; fractions with numerator 1 as `1/128`."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {as_yaml(one)}" for key, one in value.items()) + "}"
     if isinstance(value, float) and 0 < value < 1 and Fraction(value).numerator == 1:

@@ -1,4 +1,4 @@
-"""A run in a notebook: round by round, in this process, by what `hetero-pp launch --in-process` trains it with."""
+"""A run in a notebook: trained round by round in this process, by the code behind `hetero-pp launch --in-process`."""
 
 from __future__ import annotations
 
@@ -33,74 +33,85 @@ from hetero_pp.run.yaml_file import ConfigFile
 from hetero_pp.simulator.prediction import Prediction, predict
 
 SECONDS_TO_LEAVE = 5.0
-"""That the end of a run waits for members; one that a slow link still holds ends with that, and trains no more."""
+"""Seconds that the end of a run waits for members.
+
+A member that a slow link still delays after that trains no more, and ends once the link releases it.
+"""
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What an outer round came to."""
+    """Results of one outer round."""
 
     round: int
-    """From 1."""
+    """Number of the round, from 1."""
     validation_loss: float
-    """Of the synced model, the mean over the replicas, in nats a token."""
+    """Mean over the replicas of the synced model's validation loss, in nats per token."""
     validation_losses: Mapping[str, float]
-    """The same by replica, each in its own forward: through its boundaries, if it compresses."""
+    """The same by replica, each in the replica forward: through its boundaries, if it compresses."""
     training_losses: Mapping[str, float]
-    """By replica, the mean over its inner steps."""
+    """Mean training loss over the round's inner steps, by replica."""
     link_bytes: Mapping[str, Mapping[Direction, int]]
-    """By link and direction, on the wire: with headers and framing."""
+    """Bytes on the wire by link and direction, with headers and framing."""
     line_bytes: Mapping[str, Mapping[Way, int]]
-    """The same by line, if the run has any: what all links of a machine or site carried together, up and down."""
+    """Bytes on the wire by line and direction (up, down), over all links of a machine or site."""
     contribution_bytes: int
-    """Of all replicas, one of each."""
+    """Bytes of the round's contributions, one per replica."""
     seconds: float
-    """From the call to its return."""
+    """Seconds from the call of `round` to its return."""
     parameters_sha256: str
-    """On which all replicas agree."""
+    """SHA-256 of the parameters, equal on all replicas."""
     not_counted: Mapping[str, str] = field(default_factory=dict)
-    """Replicas whose contributions the round does not count, each with why; mostly none."""
+    """Reasons why contributions of replicas were excluded from the round; usually empty."""
 
 
 class Run:
-    """One training run, whose members are threads of this process.
+    """One training run, with its members as threads of this process.
 
-    Nothing starts before it is asked for a round, a loss or parameters. Then the members evaluate what they begin with,
-    and train when `round` is called; between two calls they wait. A member's error is raised by the call that waits for
-    it and ends the run, as does an interrupt. What a run that has ended came to can be read until it is closed.
+    Nothing starts before the first request for a round, a loss or parameters. Then the members evaluate the initial
+    weights, and train when `round` is called; between two calls they wait.
+
+    A member's error is raised by the call that waits for the member, and ends the run. An interrupt ends it, too. The
+    results of a run that has ended can be read until it is closed.
     """
 
     def __init__(self, file: ConfigFile, runs: Path | None = None) -> None:
-        """Raises ConfigError with file and line. See `from_yaml`."""
+        """Read the YAML. Raises ConfigError with file and line.
+
+        `runs`: folder for the run's files, by default a temporary one.
+        """
         self.spec: RunSpec = spec_of(file)
         self.results: list[RoundResult] = []
-        """Of the rounds so far."""
+        """Results of the rounds so far."""
         self._file = file
         self._temporary = None if runs is not None else _temporary_folder()
         self._runs = Path(self._temporary.name if self._temporary is not None else runs or "").absolute()
         self._state = RunState(self.spec)
         self._members: MemberThreads | None = None
         self._held = ExitStack()
-        """What is given back at the end of the run."""
+        """Resources that are released at the end of the run."""
         self._ended: str | None = None
 
     @classmethod
     def from_yaml(
         cls, path: str | os.PathLike[str], *, runs: str | os.PathLike[str] | None = None, **changes: Any
     ) -> Run:
-        """The run of a YAML, some of its keys changed: `outer={"rounds": 3}, seed=1`.
+        """Return the run of a YAML, with some of its keys changed: `outer={"rounds": 3}, seed=1`.
 
-        A mapping changes the entries that it names, of a list by their names or numbers:
-        `replicas={"home": {"batch_size": 4}}`; any other value replaces the old one. What the run leaves is in
-        `runs`/<name>/, as a launched run's; by default in a temporary folder, which `close` removes. Raises ConfigError
-        with the file and the key.
+        A mapping changes the entries that it names; entries of a list are named by their name or number:
+        `replicas={"home": {"batch_size": 4}}`. Any other value replaces the old one. The run writes its files to
+        `runs`/<name>/, as a launched run does; by default to a temporary folder, which `close` removes. Raises
+        ConfigError with the file and the key.
         """
         return cls(ConfigFile(Path(path), changes=changes), None if runs is None else Path(runs))
 
     # ---- training ----
 
     def round(self) -> RoundResult:
-        """Train the next outer round. Raises HeteroPPError if the run has ended, or ends in it: the first error."""
+        """Train the next outer round and return its results.
+
+        Raises HeteroPPError if all rounds are trained, if the run has ended, or with the first error if it fails now.
+        """
         started, number = time.monotonic(), len(self.results) + 1
         if self.is_over:
             raise HeteroPPError(f"{self!r}: all rounds are trained, so there is no next one")
@@ -109,12 +120,12 @@ class Run:
         return self.results[-1]
 
     def __iter__(self) -> Iterator[RoundResult]:
-        """Train the rounds that are left, one at a time."""
+        """Train the remaining rounds, and yield the result of each."""
         while not self.is_over:
             yield self.round()
 
     def train(self) -> list[RoundResult]:
-        """Train the rounds that are left; the results of all rounds."""
+        """Train the remaining rounds, and return the results of all rounds."""
         for _ in self:
             pass
         return self.results
@@ -124,22 +135,25 @@ class Run:
         """Whether every round is trained."""
         return len(self.results) == self.spec.config.outer.rounds
 
-    # ---- what it came to ----
+    # ---- results ----
 
     @property
     def validation_loss(self) -> float:
-        """After the rounds so far, see RoundResult; before the first, that of the weights that the run begins with."""
+        """Mean validation loss in nats per token after the rounds so far; at first that of the initial weights."""
         self._require_begun()
         return self._validation_loss(len(self.results))
 
     def parameters(self) -> dict[str, Tensor]:
-        """The synced model after the rounds so far, by name, in fp32 and memory of its own."""
+        """Return the synced model after the rounds so far: fp32 tensors by name, which share no memory with the run."""
         self._require_begun()
         with theta_after(self.spec, self.folder, len(self.results)) as (_, tensor):
             return {name: tensor(name) for name in self.spec.parameter_shapes}
 
     def predict(self) -> Prediction:
-        """What `hetero-pp simulate` predicts for this YAML. Starts nothing. Raises ConfigError with file and line."""
+        """Return what `hetero-pp simulate` predicts for this YAML. Starts nothing.
+
+        Raises ConfigError with file and line.
+        """
         try:
             return predict(self.spec)
         except ConfigError as error:
@@ -147,16 +161,16 @@ class Run:
 
     @property
     def folder(self) -> RunFolder:
-        """Where the run keeps what it leaves."""
+        """Folder with the run's files."""
         return RunFolder(self._runs / self.spec.config.name)
 
     def __repr__(self) -> str:
         return f"Run({self.spec.config.name}: {len(self.results)} of {self.spec.config.outer.rounds} rounds)"
 
-    # ---- its end ----
+    # ---- end ----
 
     def close(self) -> None:
-        """End the run where it stands, and remove its folder if that is temporary."""
+        """End the run after the rounds so far, and remove its folder if that is temporary."""
         self._end("closed")
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -167,14 +181,17 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    # ---- within ----
+    # ---- internals ----
 
     def _require_begun(self) -> None:
         if self._members is None:
             self._train(0)
 
     def _train(self, round_: int) -> None:
-        """Begin, if the run has not begun, and train all rounds up to this one; what fails, or interrupts, ends it."""
+        """Start the members if the run has not begun, and train all rounds up to `round_`.
+
+        Any error or interrupt ends the run.
+        """
         if self._ended is not None:
             raise RunFailed(f"{self!r} has ended: {self._ended}")
         try:
@@ -189,7 +206,7 @@ class Run:
             self._end(None)
 
     def _begin(self) -> MemberThreads:
-        """Have the members join and evaluate what the run begins with. Raises HeteroPPError."""
+        """Start the members, and wait until they have evaluated the initial weights. Raises HeteroPPError."""
         prepared, held, name = prepare(self._file, self._runs), self._held, self.spec.config.name
         held.enter_context(claim(self._runs, name, prepared.names))
         folder = begin_folder(prepared.spec, self._runs)
@@ -209,7 +226,7 @@ class Run:
         return members
 
     def _end(self, cause: str | None) -> None:
-        """Let go of everything but the folder; without a cause the run is trained to its end."""
+        """Release everything but the folder. `cause`: why the run ends early; None after its last round."""
         if self._ended is None:
             self._ended = cause or "every round is trained"
             if cause is not None:

@@ -1,4 +1,4 @@
-"""A run that is, or was, as a command names it: its folder, or the URL of its log in a store."""
+"""Opens a run, current or past, by its folder or by the URL of its log in a store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from replica_groups.exchange.open_log import open_log
 
 
 def open_run(run: str) -> tuple[RunSpec, ContributionLog]:
-    """A run and its log. A log in a store says itself what run it is of. Raises ConfigError if there is none."""
+    """Return a run's specification and its log. Raises ConfigError if there is none.
+
+    A log in a store holds the run's configuration.
+    """
     if folder_of(run) is not None:
         folder = RunFolder(Path(run))
         if not folder.config.is_file():

@@ -90,7 +90,7 @@ def _lines(path: Path, target: float, result: Result) -> Sequence[str]:
 
 
 def _print_choices(console: Console, result: Result) -> None:
-    """What is chosen for each replica, and below each choice why."""
+    """Print each choice, grouped by what it is for, with its reason below."""
     for what, choices in groupby(result.choices, key=lambda choice: choice.what):
         say(console, what, bold=what)
         for choice in choices:

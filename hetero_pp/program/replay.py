@@ -1,4 +1,4 @@
-"""`hetero-pp replay`: a run's parameters again, from its log alone, with everything in it checked on the way."""
+"""`hetero-pp replay`: rebuild a run's parameters from its log alone, and verify every file that this reads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from replica_groups.exchange.log import ContributionLog
 
 
 def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | None) -> None:
-    """Replay up to a round (None: the last that is closed), a line each; write what was found, and a snapshot.
+    """Replay a run's log up to a round, and print one line per round.
 
-    Raises ConfigError if there is no such run or round, HeteroPPError if anything is damaged or not what it should be.
+    `round_`: round to replay to; None means the last closed round. `json_path`: file for the findings, as JSON. `to`:
+    file for the snapshot after that round.
+
+    Raises ConfigError if the run or the round does not exist, HeteroPPError if a file is damaged, lost, or differs from
+    what the log records.
     """
     if to is not None and to.exists():
         raise ConfigError((), f"--to {to}: found a file, expected a new name")

@@ -1,4 +1,4 @@
-"""What the exchange carries, holds and computes, on the screen."""
+"""Prints the bytes, memory and CPU time that the exchange needs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hetero_pp.simulator.volumes import RINGS
 from hetero_pp.units import format_bits_per_second, format_bytes, format_count, format_duration, format_seconds
 
 ASSUMED_LINE = 1e9
-"""Bits per second at which the time of a round's bytes is shown where the exchange has no line."""
+"""Bits per second that the table assumes for an exchange without a line."""
 
 
 def print_exchange(console: Console, load: ExchangeLoad) -> None:
-    """Print what crosses the line of the exchange in a round, the time that this takes, memory and CPU."""
+    """Print the bytes that cross the exchange's line in a round, their transfer time, memory and CPU time."""
     console.print(_table(load))
     for sentence in (_way(load), _joining(load), _needs(load)):
         if sentence:

@@ -1,4 +1,4 @@
-"""A prediction on the screen."""
+"""Prints a prediction on the terminal."""
 
 from __future__ import annotations
 
@@ -71,24 +71,24 @@ def print_prediction(console: Console, path: Path, spec: RunSpec, prediction: Pr
 
 
 def print_assumption(console: Console, assumed: str) -> None:
-    """Print what hardware the prediction assumes for members that name none."""
+    """Print the hardware that the prediction assumes for members without `hardware`."""
     if assumed:
         say(console, f"Note: {assumed}.")
 
 
 def _accelerator_time(hours: float) -> str:
-    """`14.3 accelerator-hours`; shorter times in minutes or seconds."""
+    """Format accelerator time: `14.3 accelerator-hours`; times below one hour in minutes or seconds."""
     if hours >= 1:
         return f"{format_number(hours)} accelerator-hours"
     return f"{format_duration(3600 * hours)} of accelerators"
 
 
 Alike = Sequence[ReplicaPrediction]
-"""Predictions of replicas that differ in their name alone."""
+"""Predictions of replicas that share one row of the tables."""
 
 
 def _classes(spec: RunSpec, prediction: Prediction) -> list[tuple[str, Alike]]:
-    """The label of every class of equal replicas, and their predictions."""
+    """Return the label of every table row, and the predictions of its replicas."""
     found = {replica.name: replica for replica in prediction.replicas}
     classes: list[tuple[str, Alike]] = []
     for replicas in table_rows(spec):
@@ -130,7 +130,7 @@ def _print_replicas(console: Console, classes: Sequence[tuple[str, Alike]]) -> N
 
 
 def _explain(console: Console, columns: Sequence[str]) -> None:
-    """Print what the columns of a table mean, a line each."""
+    """Print the meaning of a table's columns, one line each."""
     for column in columns:
         say(console, column, style="dim", indent="  ")
 
@@ -158,7 +158,7 @@ def _print_members(console: Console, classes: Sequence[tuple[str, Alike]]) -> No
 
 
 def _print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, Alike]]) -> None:
-    """Print the memory of every member by what for, and what is assumed of it."""
+    """Print the memory of every member by kind, and the assumptions behind it."""
     every = [by_kind(stage.memory_bytes) for _, own in classes for replica in own for stage in replica.stages]
     kinds = [kind for kind in MEMORY_KINDS if any(held[kind] for held in every)]
     table = PlainTable(["memory"], [*kinds, "sum", "of"])
@@ -176,7 +176,7 @@ def _print_memory(console: Console, spec: RunSpec, classes: Sequence[tuple[str, 
 
 
 def _print_folded(console: Console, spec: RunSpec) -> None:
-    """Say that rows stand for replicas that differ, and how to predict many replicas without listing them."""
+    """Print that rows stand for replicas that differ, and how to predict many replicas without listing them."""
     folded = sum(len(replicas) for replicas in table_rows(spec)) if len(table_rows(spec)) < len(alike(spec)) else 0
     if folded:
         say(
@@ -224,7 +224,7 @@ def _print_lines(console: Console, spec: RunSpec, prediction: Prediction) -> Non
 def print_sweep(
     console: Console, sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]]
 ) -> None:
-    """A table for each curve, with a line for each value."""
+    """Print one table per curve, with one row per value of the sweep."""
     for curve, predictions in found.items():
         if curves is not None:
             say(console, title := f"{curves.key} = {curve}", bold=title)
@@ -257,7 +257,7 @@ def _row(prediction: Prediction) -> list[str]:
 def _print_without_effect(
     console: Console, sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]]
 ) -> None:
-    """What was varied in vain, if it was."""
+    """Print which of the varied keys have no effect on the prediction, or none that the table shows."""
     plain = {curve: {value: replace(one, published=()) for value, one in of.items()} for curve, of in found.items()}
     shown = {curve: {value: _row(one) for value, one in of.items()} for curve, of in found.items()}
     in_vain = _without_effect(sweep, curves, plain)
@@ -267,7 +267,7 @@ def _print_without_effect(
 
 
 def _without_effect(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, object]]) -> list[Sweep]:
-    """Of what is varied, what makes no difference in what was found."""
+    """Return those of the varied sweeps that change nothing in `found`."""
     idle = [sweep] if all(changes_nothing(of.values()) for of in found.values()) else []
     if curves is not None and all(changes_nothing(of[value] for of in found.values()) for value in sweep.values):
         idle.append(curves)
@@ -275,7 +275,10 @@ def _without_effect(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapp
 
 
 def _print_published(console: Console, key: str, found: Mapping[str, Sequence[Comparison]]) -> None:
-    """By value of a sweep (one without a name, where there is none)."""
+    """Print published values beside predicted ones, by value of the sweep.
+
+    Without a sweep, `key` and the only key of `found` are empty.
+    """
     if not any(found.values()):
         return
     places = {one.where for comparisons in found.values() for one in comparisons}
@@ -294,7 +297,7 @@ def _print_published(console: Console, key: str, found: Mapping[str, Sequence[Co
 
 
 def _formatted(what: str, value: float) -> str:
-    """As people write what has this name in the JSON."""
+    """Format a value by the name of its key in the JSON: seconds, bytes, percent, or a plain number."""
     name = what.rpartition(".")[2]
     if name.endswith("_seconds"):
         return format_seconds(value)
@@ -304,7 +307,7 @@ def _formatted(what: str, value: float) -> str:
 
 
 def _short(value: str) -> str:
-    """`1234567.8 bit/s` as people write it."""
+    """Format a value of a sweep for reading, such as `1234567.8 bit/s` as `1.235 Mbit/s`."""
     number, _, unit = value.partition(" ")
     formats = {"bit/s": format_bits_per_second, "s": format_seconds, "B": format_bytes}
     return formats[unit](float(number)) if unit in formats else value

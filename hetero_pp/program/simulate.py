@@ -1,4 +1,4 @@
-"""`hetero-pp simulate`: predict a YAML's topology, print it, and write what was asked for."""
+"""`hetero-pp simulate`: predict a YAML's topology, print the prediction, and write the requested files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hetero_pp.simulator.timeline import Timeline
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write, where asked for."""
+    """Files to write; None for those that were not requested."""
 
     json: Path | None = None
     timeline: Path | None = None
@@ -33,7 +33,10 @@ class Outputs:
 
 
 def simulate(path: Path, overrides: Sequence[Given], sweep: str | None, curves: str | None, outputs: Outputs) -> None:
-    """Predict once; or at every value of a key, if the user or the YAML asks for a sweep; or every row of the YAML."""
+    """Predict once, or at every value of a sweep, or for every row of `simulate.rows`.
+
+    Options of the command line take precedence over the `simulate` section of the YAML.
+    """
     file = ConfigFile(path, overrides)
     settings = file.config.simulate
     by_sweep, by_curves = ("--sweep" if sweep else "simulate.sweep"), ("--curves" if curves else "simulate.curves")

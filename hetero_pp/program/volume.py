@@ -1,4 +1,4 @@
-"""`hetero-pp volume`: what a run's contributions came to on the wires, or would have, by how they are exchanged."""
+"""`hetero-pp volume`: the bytes that a run's contributions take, or would take, with each collective."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class RoundSent:
-    """One round of the log."""
+    """Volumes of one round of the log: measured, and by formula."""
 
     round: int
     replicas: Sequence[str]
@@ -41,9 +41,10 @@ class RoundSent:
 
 
 def print_volume(run: str, json_path: Path | None) -> None:
-    """What a replica sends, over the rounds that a run's log has contributions of; beside it, what formulas say.
+    """Print the mean bytes that one replica sends per round with each collective, measured and by formula.
 
-    Raises ConfigError if there is no such run, or nothing in its log; HeteroPPError if what is there is damaged.
+    Only rounds count whose contributions the log still has. Raises ConfigError if there is no such run or no such
+    round, HeteroPPError if a file is damaged.
     """
     spec, log = open_run(run)
     rounds = sorted(log.records())
@@ -58,7 +59,10 @@ def print_volume(run: str, json_path: Path | None) -> None:
 
 
 def _round(spec: RunSpec, log: ContributionLog, round_: int) -> RoundSent | None:
-    """None of a round whose contributions are gone, with `store.history: recent`, and of one that counted none."""
+    """Return the volumes of a round; None if no contribution of it is left.
+
+    The round counted none, or `store.history: recent` removed them. Raises DamagedFile if a contribution is lost.
+    """
     record = log.read_record(round_)
     try:
         measured = measured_volume(spec, log, record)
@@ -71,9 +75,9 @@ def _round(spec: RunSpec, log: ContributionLog, round_: int) -> RoundSent | None
 
 
 def measured_volume(spec: RunSpec, log: ContributionLog, record: RoundRecord) -> Volume | None:
-    """Of the contributions that a record names; None if it names none.
+    """Return the volume of the contributions that a record names; None if it names none.
 
-    Raises FileNotFoundError for one that is gone, DamagedFile or MalformedContribution for one that is not right.
+    Raises FileNotFoundError if a contribution is gone, DamagedFile or MalformedContribution if one is invalid.
     """
     volume, read = RoundVolume(), log.blobs_of(record)
     replicas, compression = [entry.replica for entry in record.contributions], spec.config.outer.compression

@@ -1,1 +1,1 @@
-"""Faults that are done to a run on purpose, to see what it survives."""
+"""Deliberate faults (kills, freezes, broken links, full disks) that show what a run survives."""

@@ -1,4 +1,4 @@
-"""Does what a schedule says to the processes of a run that this machine has started, and tells what it did."""
+"""Injects the faults of a schedule into the processes that a launch started on this machine, and reports each one."""
 
 from __future__ import annotations
 
@@ -27,27 +27,30 @@ from hetero_pp.run.folder import RunFolder
 
 
 class Director:
-    """Of one launch. Calls come from the launcher, from who follows its reports, and from a thread for each process."""
+    """Injects the faults of one launch.
+
+    Thread-safe: the launcher, the thread that follows its reports, and one thread per process call it.
+    """
 
     def __init__(self, schedule: Schedule, folder: RunFolder, tell: Callable[[Report], None]) -> None:
-        """`tell` hears of each fault that was done."""
+        """Start the thread of the timed faults. `tell` is called with a report of each injected fault."""
         self._schedule, self._folder, self._tell = schedule, folder, tell
         self._left = {key: list(injections) for key, injections in schedule.at.items()}
-        """What is still to be done at points of rounds."""
+        """Faults still to be injected at points of rounds."""
         self._missed = missed(schedule.chaos)
         self._lock = threading.Lock()
         self._processes: dict[str, psutil.Process] = {}
         self._connections: dict[str, Connection] = {}
         self._points: defaultdict[str, tuple[int, str]] = defaultdict(lambda: (0, "starting"))
-        """Where each member was last."""
+        """Last reported point of each member."""
         self._begun = threading.Event()
         self._over = threading.Event()
         threading.Thread(target=self._keep_time, name="chaos", daemon=True).start()
 
-    # ---- what the launcher tells ----
+    # ---- called by the launcher ----
 
     def orders(self, member: str) -> Orders:
-        """For a process that is about to start."""
+        """Return the orders for a member's process that is about to start."""
         ours, theirs = Pipe()
         with self._lock:
             self._connections[member] = ours
@@ -57,27 +60,31 @@ class Director:
         return Orders(theirs, points, late, self._schedule.has_links, self._schedule.fills(member))
 
     def started(self, member: str, pid: int, orders: Orders) -> None:
-        """The process has its orders."""
+        """Note that a member's process has started with its orders, and follow what it reports."""
         orders.launcher.close()
         with self._lock, suppress(psutil.NoSuchProcess):
             self._processes[member] = psutil.Process(pid)
         threading.Thread(target=self._follow, args=(member, self._connections[member]), daemon=True).start()
 
     def on_report(self, report: Report) -> None:
-        """Every report of the run: when it begins, and where replicas are whose ranks have no other way to tell."""
+        """Take in one report of the run.
+
+        The `begun` report starts the clock. `inner_step` reports of replicas with several ranks stand for their phases,
+        because ranks report no phases themselves.
+        """
         if report.HasField("begun"):
             self._begun.set()
         if report.HasField("inner_step") and ranks_of(report.member, self._schedule.spec):
             self._come_to(report.member, (report.inner_step.round, Phase.TRAINING))
 
     def close(self) -> None:
-        """Nothing is done any more, and nobody stays frozen."""
+        """Inject no more faults, and resume every frozen process."""
         self._over.set()
         with self._lock:
             processes = list(self._processes.values())
         _wake(processes)
 
-    # ---- when ----
+    # ---- when a fault is due ----
 
     def _keep_time(self) -> None:
         while not self._begun.wait(1.0):
@@ -90,7 +97,7 @@ class Director:
             self._do(injection)
 
     def _follow(self, member: str, connection: Connection) -> None:
-        """What one process tells, until its end."""
+        """Read the phases that one process reaches, until it ends. A process that waits at a point may then continue."""
         with suppress(EOFError, OSError):
             while True:
                 told = json.loads(connection.recv_bytes())
@@ -107,7 +114,7 @@ class Director:
         for injection in due:
             self._do(injection, point)
 
-    # ---- what ----
+    # ---- injection ----
 
     def _do(self, injection: Injection, point: Point | None = None) -> None:
         member = injection.member
@@ -116,13 +123,16 @@ class Director:
             round_, phase = point or self._points[self._newest() if member == EXCHANGE else member]
         if process is None or connection is None or self._over.is_set():
             return
-        with suppress(OSError, psutil.Error):  # it has ended meanwhile: nothing is done, and nothing told
+        with suppress(OSError, psutil.Error):  # the process has ended: nothing to report
             self._inject(injection, process, connection)
             standing = Standing(what=INJECTED, place=member, round=round_, cause=f"{injection} ({phase})")
             self._tell(Report(time=time.time(), member=EXCHANGE, standing=standing))
 
     def _newest(self) -> str:
-        """The member that was last to come to a later round than the others; the exchange has no phases of its own."""
+        """Return the member in the highest round.
+
+        The exchange has no phases of its own, so this member's point stands for it.
+        """
         return max(self._points, key=lambda name: self._points[name][0], default=EXCHANGE)
 
     def _inject(self, injection: Injection, process: psutil.Process, connection: Connection) -> None:
@@ -142,7 +152,7 @@ class Director:
                 connection.send_bytes(json.dumps(message).encode())
 
     def _freeze(self, process: psutil.Process, seconds: float) -> None:
-        """All of it, its ranks, too."""
+        """Freeze a process and all its children, ranks included, for a number of seconds."""
         frozen = [process, *process.children(recursive=True)]
         for one in frozen:
             one.suspend()
@@ -162,7 +172,7 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def _rank(process: psutil.Process, rank: int) -> psutil.Process:
-    """Of the ranks that a member's process has started; OSError if they are not there."""
+    """Return one of the ranks that a member's process started. Raises OSError if it does not exist."""
     for child in process.children(recursive=True):
         with suppress(psutil.Error):
             if child.environ().get("RANK") == str(rank):
@@ -171,7 +181,7 @@ def _rank(process: psutil.Process, rank: int) -> psutil.Process:
 
 
 def _newest_of(paths: Iterable[Path]) -> Path:
-    """By its number; OSError if there is none."""
+    """Return the last path in sorted order, which has the highest number. Raises OSError if there is none."""
     found = sorted(paths)
     if not found:
         raise FileNotFoundError("nothing to flip a bit of")
@@ -184,7 +194,7 @@ def _largest(folder: Path) -> Path:
 
 
 def flip_bit_of(path: Path) -> None:
-    """In the middle of a file."""
+    """Flip one bit in the middle of a file."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)[0]

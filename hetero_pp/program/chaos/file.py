@@ -1,4 +1,4 @@
-"""Reads a file of faults, and holds it against the run that they are for; complaints name file, line and key."""
+"""Reads a file of faults and validates it against its run; errors name file, line and key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T", bound=Settings)
 
 
 def read_chaos(path: Path, spec: RunSpec, in_process: bool = False) -> Chaos:
-    """The faults of a file, if this run can have them. Raises ConfigError with file, line and key."""
+    """Return the faults of a file. Raises ConfigError with file, line and key if this run cannot have them."""
     lines = YamlLines(path)
     root = lines.plain()
     try:
@@ -54,7 +54,7 @@ def read_chaos(path: Path, spec: RunSpec, in_process: bool = False) -> Chaos:
 
 
 def _validated(root: Mapping[str, Any]) -> Chaos:
-    """Entry by entry, as the first key says which fault each is. Raises ConfigError with its key."""
+    """Validate each entry with the model that its first known key selects. Raises ConfigError with its key."""
     entries, faults = root.get("faults"), []
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         key = kind_of(entry)
@@ -74,7 +74,7 @@ def _parsed(model: type[T], value: Any) -> T:
 
 @contextmanager
 def _below(*key: str | int) -> Iterator[None]:
-    """Complaints in the block are about what is below a key."""
+    """Prefix the keys of errors raised in the block."""
     try:
         yield
     except ConfigError as error:
@@ -182,13 +182,16 @@ def _processes(spec: RunSpec) -> list[str]:
 
 
 def ranks_of(member: str, spec: RunSpec) -> int:
-    """On how many ranks a member trains that are processes beside its own; 0 if it is one process."""
+    """Return the number of a member's ranks that are separate processes; 0 if the member is one process."""
     replica = spec.members[member].replica if member in spec.members else None
     return replica.ranks if isinstance(replica, DatacenterReplica) and replica.engine != "torch" else 0
 
 
 def _require_quorum(chaos: Chaos, spec: RunSpec) -> None:
-    """Raise ConfigError if a round could never close, as a contribution is held back until it has."""
+    """Raise ConfigError if a round could never close.
+
+    A contribution that `miss` holds back arrives only after its round has closed, so it does not count for the quorum.
+    """
     rules = rules_of(spec)
     without = missed(chaos)
     for index, fault in enumerate(chaos.faults):

@@ -1,4 +1,4 @@
-"""A store that is written to as if its disk were full, for a while."""
+"""A store that fails for a while as if its disk were full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetero_pp.store.store import Store
 
 
 class FullDisk:
-    """Implements Store: what another one does, unless `write`, which is asked before each write, raises OSError."""
+    """Implements Store by another store. `write` is called before each write and raises OSError while the disk is full."""
 
     def __init__(self, store: Store, write: Callable[[], None]) -> None:
         self._store, self._write = store, write
@@ -23,61 +23,48 @@ class FullDisk:
             raise StoreError(f"{self.url(key)}: cannot be written ({error.strerror})") from error
 
     def get(self, key: str) -> bytes:
-        """See Store."""
         return self._store.get(key)
 
     def put(self, key: str, data: bytes) -> None:
-        """See Store."""
         self._require_space(key)
         self._store.put(key, data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """See Store."""
         self._require_space(key)
         return self._store.create(key, data)
 
     def below(self, folder: str = "") -> list[str]:
-        """See Store."""
         return self._store.below(folder)
 
     def names(self, folder: str = "") -> list[str]:
-        """See Store."""
         return self._store.names(folder)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """See Store."""
         self._store.delete(keys)
 
     def size(self, key: str) -> int:
-        """See Store."""
         return self._store.size(key)
 
     def copy(self, key: str, to: str) -> None:
-        """See Store."""
         self._require_space(to)
         self._store.copy(key, to)
 
     def put_file(self, key: str, path: Path) -> None:
-        """See Store."""
         self._require_space(key)
         self._store.put_file(key, path)
 
     def get_to(self, key: str, path: Path) -> None:
-        """See Store."""
         self._store.get_to(key, path)
 
     def path(self, key: str) -> Path | None:
-        """See Store. None: so that nobody writes a file beside it."""
+        """Return None, so that no caller writes to the file behind the key directly."""
         return None
 
     def url(self, key: str = "") -> str:
-        """See Store."""
         return self._store.url(key)
 
     def sign(self, method: Literal["GET", "PUT"], key: str, seconds: float) -> str | None:
-        """See Store."""
         return self._store.sign(method, key, seconds)
 
     def forget_parts(self) -> None:
-        """See Store."""
         self._store.forget_parts()

@@ -1,4 +1,4 @@
-"""Faults inside one process of a run, done when the launcher says so."""
+"""Faults inside one process of a run, injected on orders of the launcher."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ from hetero_pp.store.store import Store
 
 @dataclass(frozen=True)
 class Orders:
-    """What a process is told of its faults when it starts."""
+    """Faults of one process, given to it at its start."""
 
     launcher: Connection
-    """The rest is told over it; back go the phases that the process comes to."""
+    """Connection to the launcher: orders arrive on it, and the process sends the phases that it reaches."""
     points: frozenset[Point]
-    """Where it waits until what is done there is done."""
+    """Points at which the process waits until the launcher has injected its faults."""
     missed: frozenset[int]
     has_wires: bool
-    """Whether its links can be cut."""
+    """Whether its links can be cut or slowed down."""
     has_disk: bool
     """Whether its disk can be full."""
 
 
 def faults_of(orders: Orders | None) -> Faults:
-    """Of this process, which begins to listen to its launcher."""
+    """Return the faults of this process, which listens to its launcher from now on."""
     return NO_FAULTS if orders is None else InjectedFaults(orders)
 
 
 class InjectedFaults(Faults):
-    """See Faults. A message is a JSON object: what is done, to which link, and for how long."""
+    """Implements Faults by the launcher's messages.
+
+    A message is a JSON object with the kind of fault, the link, the duration in seconds, and the delay in seconds.
+    """
 
     def __init__(self, orders: Orders) -> None:
         self.missed = orders.missed
@@ -55,37 +58,34 @@ class InjectedFaults(Faults):
         self._full_until = 0.0
         threading.Thread(target=self._listen, name="faults", daemon=True).start()
 
-    # ---- what the process asks ----
+    # ---- called by the process ----
 
     def reached(self, phase: Phase, round_: int) -> None:
-        """See Faults."""
+        """Report the phase to the launcher; if faults are due here, wait until the launcher has injected them."""
         point = (round_, phase)
         waits = point in self._orders.points and point not in self._gone_on
         try:
             self._orders.launcher.send_bytes(json.dumps({"round": round_, "phase": phase, "waits": waits}).encode())
         except OSError:
-            return  # the lifeline ends this process
+            return  # the launcher is gone, so the lifeline ends this process
         if waits:
             with self._go:
                 self._go.wait_for(lambda: point in self._gone_on)
 
     def touch(self, theta: Mapping[str, Tensor]) -> None:
-        """See Faults."""
         if self._corrupts.is_set():
             self._corrupts.clear()
             flip_bit(next(iter(theta.values())))
 
     def write(self) -> None:
-        """See Faults."""
         if time.monotonic() < self._full_until:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def disk(self, store: Store) -> Store:
-        """See Faults."""
         return FullDisk(store, self.write) if self._orders.has_disk else store
 
     def route(self, link: str, address: str) -> str:
-        """See Faults: over a wire, of which a link has one at a time."""
+        """Return the address of a wire to `address`. Each link has at most one wire at a time."""
         if not self._orders.has_wires:
             return address
         wire = self._wires.get(link)
@@ -94,7 +94,7 @@ class InjectedFaults(Faults):
         wire.target = address
         return wire.address
 
-    # ---- what the launcher says ----
+    # ---- messages of the launcher ----
 
     def _listen(self) -> None:
         while True:
@@ -132,6 +132,6 @@ def _later(seconds: float, do: object) -> None:
 
 
 def flip_bit(tensor: Tensor) -> None:
-    """The lowest of the first value, fp32: the smallest change that there is."""
+    """Flip the lowest bit of a tensor's first value (fp32): the smallest possible change."""
     with torch.no_grad():
         tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1)

@@ -1,4 +1,4 @@
-"""What is done when: a pure function of the file of faults, its seeds, and who takes part."""
+"""The schedule of faults: a pure function of the file of faults, its seeds, and the members."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Point = tuple[int, Phase]
 
 @dataclass(frozen=True, order=True)
 class Injection:
-    """One fault: what is done to whom."""
+    """One fault: its kind, target and parameters."""
 
     kind: Kind
     member: str
-    """Whose process it is done to, or in."""
+    """Member whose process is the target, or injects the fault."""
     link: str = ""
     seconds: float = 0.0
     by: float = 0.0
@@ -45,7 +45,7 @@ class Injection:
     what: str = ""
 
     def __str__(self) -> str:
-        """As in `cut of home.0-1 for 5 s`."""
+        """Describe the fault, as in `cut of home.0-1 for 5 s`."""
         whom = self.link or self.member
         rank = "" if self.rank is None else f", rank {self.rank}"
         what = f"'s {self.what}" if self.what else ""
@@ -54,15 +54,18 @@ class Injection:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything that is done to a run."""
+    """All faults of a run."""
 
     at: Mapping[tuple[str, Point], Sequence[Injection]]
-    """By the member that comes to a point of a round; by the exchange's name, whoever is the first."""
+    """Faults by (member, point of a round).
+
+    Faults under the exchange's name are due when the first member reaches the point.
+    """
     chaos: Chaos
     spec: RunSpec
 
     def timed(self) -> Iterator[tuple[float, Injection]]:
-        """What is done so many seconds after the run began to train, the earliest first; may never end."""
+        """Yield (seconds after training began, fault) in order of time; may never end."""
         once = sorted(
             (fault.after, _injection(fault, self.spec))
             for fault in self.chaos.faults
@@ -76,12 +79,12 @@ class Schedule:
         return heapq.merge(once, *at_rates)
 
     def fills(self, member: str) -> bool:
-        """Whether the member's disk is ever full."""
+        """Whether a fault ever fills the member's disk."""
         return any(isinstance(fault, Fill) and fault.fill == member for fault in self.chaos.faults)
 
     @property
     def has_links(self) -> bool:
-        """Whether anything is done to links."""
+        """Whether any fault cuts or slows down links."""
         return any(
             isinstance(fault, Cut | Delay) or (isinstance(fault, AtRate) and {"cut", "delay"} & set(fault.of))
             for fault in self.chaos.faults
@@ -89,7 +92,7 @@ class Schedule:
 
 
 def schedule_of(chaos: Chaos, spec: RunSpec) -> Schedule:
-    """Of a run."""
+    """Return the schedule of a file of faults for a run."""
     at: dict[tuple[str, Point], list[Injection]] = defaultdict(list)
     for fault in chaos.faults:
         if isinstance(fault, Fault) and fault.at is not None:
@@ -99,7 +102,7 @@ def schedule_of(chaos: Chaos, spec: RunSpec) -> Schedule:
 
 
 def missed(chaos: Chaos) -> Mapping[str, frozenset[int]]:
-    """replica -> rounds in which its contribution is held back"""
+    """Return replica -> rounds in which its contribution is held back."""
     rounds: dict[str, set[int]] = defaultdict(set)
     for fault in chaos.faults:
         if isinstance(fault, Miss):
@@ -125,7 +128,7 @@ def _injection(fault: Fault, spec: RunSpec) -> Injection:
 
 
 def _drawn(fault: AtRate, spec: RunSpec, index: int) -> Iterator[tuple[float, Injection]]:
-    """A Poisson process; the same for the same seed, place in the file, and members."""
+    """Draw faults from a Poisson process, determined by the seed, the entry's index in the file, and the members."""
     random = Random(seed_of("chaos", fault.seed, index))
     members = fault.members or [EXCHANGE, *spec.needed]
     dialled = {name: [link.name for link in spec.links.values() if link.source == name] for name in members}
@@ -135,7 +138,7 @@ def _drawn(fault: AtRate, spec: RunSpec, index: int) -> Iterator[tuple[float, In
         kind, member = Kind(random.choice(fault.of)), random.choice(members)
         if kind in (Kind.CUT, Kind.DELAY):
             if not dialled[member]:
-                continue  # the exchange dials nobody
+                continue  # the exchange dials no other process
             yield time, Injection(kind, member, random.choice(dialled[member]), fault.lasts, fault.by)
         else:
             yield time, Injection(kind, member, seconds=0.0 if kind is Kind.KILL else fault.lasts)

@@ -1,4 +1,4 @@
-"""The file of faults that `launch --chaos` reads: what is done to whom, and when."""
+"""The file of faults that `launch --chaos` reads: kind, target and time of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rate = Annotated[
 
 
 class Kind(StrEnum):
-    """Of a fault, and the key that begins its entry."""
+    """Kind of a fault: the key that begins its entry."""
 
     KILL = "kill"
     FREEZE = "freeze"
@@ -131,7 +131,7 @@ FAULTS: dict[str, type[AnyFault]] = {
     "miss": Miss,
     "rate": AtRate,
 }
-"""By the key that says which an entry is."""
+"""Models of entries, by the key that selects them."""
 
 
 class Chaos(Settings):
@@ -141,5 +141,5 @@ class Chaos(Settings):
 
 
 def kind_of(entry: Any) -> str | None:
-    """The key that says which fault an entry of the file is."""
+    """Return the key that selects the fault of an entry; None if there is none."""
     return next((key for key in FAULTS if isinstance(entry, dict) and key in entry), None)

@@ -1,4 +1,4 @@
-"""A wire that can be cut and slowed down: passes TCP connections on to an address, byte for byte."""
+"""A TCP forwarder between two ends of a link that can be cut and slowed down."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import suppress
 
 _CHUNK = 1 << 18
 _QUEUED = 256
-"""Chunks on their way, beyond which the sender waits."""
+"""Chunks in flight per direction; the sender blocks beyond them."""
 
 
 class Wire:
-    """Listens on loopback, and passes on whatever comes while it is whole."""
+    """Listens on loopback, and forwards every connection to `target` unless it is cut."""
 
     def __init__(self, address: str) -> None:
-        """`address`: HOST:PORT at the other end, which nobody need listen at yet."""
+        """Start to listen. `address`: HOST:PORT of the other end, which need not listen yet."""
         self.target = address
         self._delay = 0.0
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class Wire:
         threading.Thread(target=self._accept, name=f"wire to {address}", daemon=True).start()
 
     def cut(self) -> None:
-        """Break all connections, and let none be made until it is `mend`ed."""
+        """Break all connections, and refuse new ones until `mend`."""
         with self._lock:
             self._is_cut.set()
             broken, self._sockets = self._sockets, set()
@@ -36,11 +36,11 @@ class Wire:
             _end(one)
 
     def mend(self) -> None:
-        """Let connections be made again."""
+        """Accept connections again."""
         self._is_cut.clear()
 
     def slow_down(self, seconds: float) -> None:
-        """From now on each byte takes so much longer, in either direction."""
+        """Delay every later byte by this many seconds, in each direction."""
         self._delay = seconds
 
     def _accept(self) -> None:
@@ -79,7 +79,10 @@ class Wire:
             chunks.put((time.monotonic() + self._delay, data))
 
     def _write(self, source: socket.socket, target: socket.socket, chunks: queue.Queue[tuple[float, bytes]]) -> None:
-        """What is behind an end, or cannot be sent, is read to its end all the same: nobody waits to put it here."""
+        """Forward chunks until the source ends.
+
+        After a failed send the remaining chunks are dropped, not left in the queue, so that the reader never blocks.
+        """
         is_open = True
         while True:
             due, data = chunks.get()

@@ -1,1 +1,1 @@
-"""Lets others into a run by tickets, and joins one by a ticket."""
+"""Admits hosts to a run by tickets, and joins a run with a ticket."""

@@ -1,4 +1,4 @@
-"""`hetero-pp join TICKET`: takes a place of a run that goes on, and trains in it until the run is over."""
+"""`hetero-pp join TICKET`: takes a slot of a running run, and trains in it until the run ends."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ _SECONDS_TO_ASK = 10.0
 
 @dataclass(frozen=True)
 class Here:
-    """What of a run is this host's own."""
+    """Settings of this host for a run that it joins."""
 
     runs: Path
     data: str | None = None
-    """Where the run's text is, for a place that reads it."""
+    """Path of the run's text, for a slot that reads it."""
     tokenizer: Path | None = None
-    """If the run's is too large to be told."""
+    """The run's tokenizer.json, if it is too large for the exchange to send."""
     listen: str | None = None
-    """HOST:PORT for the stages beside it."""
+    """HOST:PORT at which the neighbouring stages dial this one."""
 
 
 def join(text: str, here: Here) -> None:
-    """Take a place by a ticket and train in it. Who is interrupted gives the place back.
+    """Take a slot with a ticket, and train in it until the run ends.
 
-    Raises ConfigError for a ticket by which nobody is let in, and for what this host lacks.
+    An interrupt frees the slot. Raises ConfigError if the ticket is refused, or if this host lacks something that the
+    slot needs.
     """
     print_without_fail()
     say = partial(tell, standard_output())
@@ -70,7 +71,7 @@ def join(text: str, here: Here) -> None:
 def _train(membership: Membership, here: Here, has_answered: bool) -> None:
     say, runs = partial(tell, standard_output()), here.runs.absolute()
     folder = RunFolder(runs / membership.run, f"config-{membership.place}.yaml")
-    with leavable(folder, membership.place):  # who has joined twice is refused, and gives nothing back
+    with leavable(folder, membership.place):  # outside the `try`: a refused second join frees no slot
         try:
             prepared = _prepared(membership, here, folder)
             _require_same_text(membership, prepared)
@@ -85,7 +86,7 @@ def _train(membership: Membership, here: Here, has_answered: bool) -> None:
 
 
 def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared:
-    """What this host needs for its place, found to be there. Raises ConfigError for what is lacking."""
+    """Configure this host for its slot and open the inputs. Raises ConfigError if something is missing."""
     _configure(membership, here, folder)
     tell(standard_output(), f"{membership.run}: this host has joined as {membership.place}")
     with shown_reading(standard_output(), "reading the corpus") as on_progress:
@@ -96,9 +97,9 @@ def _prepared(membership: Membership, here: Here, folder: RunFolder) -> Prepared
 
 
 def _require_same_text(membership: Membership, prepared: Prepared) -> None:
-    """Raise ConfigError if this host reads another text than the run's: before anything starts that others wait for.
+    """Raise ConfigError if this host reads other text than the run, before other members wait for it.
 
-    Its process asks again; so an exchange that does not answer now is waited for there.
+    An exchange that does not answer now is no error: the member's process asks it again.
     """
     tokens = text_digest(prepared.spec, prepared.source)
     if not tokens:
@@ -121,7 +122,7 @@ def _exchange(membership: Membership, config: RunConfig, here: Here, has_answere
 
 
 def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
-    """Write the run's configuration as this host has it. Raises ConfigError for what the place lacks here."""
+    """Write this host's configuration of the run. Raises ConfigError if this host lacks something that the slot needs."""
     tokenizer = here.tokenizer or membership.tokenizer
     config = own_configuration(membership.configuration, membership.place, here.data, tokenizer, here.listen)
     config = config.model_copy(update={"store": _store(membership)})
@@ -143,7 +144,7 @@ def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
 
 
 def _store(membership: Membership) -> StoreSettings:
-    """Return the store of the ticket, and tell where the exchange may send this host. Raises ConfigError."""
+    """Return the store named in the ticket, and print where the exchange may send this host. Raises ConfigError."""
     if not membership.store:
         return StoreSettings()
     try:
@@ -158,7 +159,7 @@ def _store(membership: Membership) -> StoreSettings:
 
 
 def _give_back(membership: Membership) -> str:
-    """In words whether the place is free again; nothing if there is no run any more to give it back to."""
+    """Free the slot, and say in words whether that succeeded; an empty string if the run no longer exists."""
     try:
         give(membership.address, membership.identity.latest)
     except NewRun:

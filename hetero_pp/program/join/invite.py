@@ -1,4 +1,4 @@
-"""`hetero-pp invite` and `hetero-pp revoke`: tickets to a run that is served here."""
+"""`hetero-pp invite` and `hetero-pp revoke`: tickets to a run that this host serves."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ _NUMBERED = re.compile(r"-\d+$")
 
 
 def invite(runs: Path, run: str, place: str | None, seconds: float, address: str | None) -> None:
-    """Print a ticket that lets one process in: to this place, or to a stage of a group that is free then.
+    """Print a ticket that admits one process to a slot, or with `place` None to any free stage of a group.
 
-    What it is good for is printed to standard error, so that a script gets the ticket alone.
-
-    Raises ConfigError for a run that is not served here, or a place that it has not, or that is taken.
+    What the ticket is for is printed to standard error, so that a script reads the ticket alone. Raises ConfigError for
+    a run that this host does not serve, and for a slot that does not exist or is taken.
     """
     folder, config = _served(runs, run)
     _require_place(config, place)
@@ -62,7 +61,7 @@ def invite(runs: Path, run: str, place: str | None, seconds: float, address: str
 
 
 def good_for(config: RunConfig, place: str | None) -> str:
-    """What a ticket lets a host in to, in words: `a stage of group home`, `the datacenter replica dc`."""
+    """Describe the slots that a ticket admits to: `a stage of group home`, `the datacenter replica dc`."""
     replicas = {member: replica for replica in config.replicas for member in replica.members}
     if place in replicas:
         replica = replicas[place]
@@ -75,7 +74,7 @@ def good_for(config: RunConfig, place: str | None) -> str:
 
 
 def _entries(groups: Sequence[str]) -> list[str]:
-    """The entries of the YAML that groups are of: `home` for home-1, home-2 and so on."""
+    """Return the YAML entries behind the names of groups: `home` for home-1, home-2 and so on."""
     stems = Counter(_NUMBERED.sub("", name) for name in groups)
     return list(
         dict.fromkeys(stem if stems[stem] > 1 else name for name in groups for stem in [_NUMBERED.sub("", name)])
@@ -83,7 +82,7 @@ def _entries(groups: Sequence[str]) -> list[str]:
 
 
 def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority) -> list[str]:
-    """Datacenter replicas of a run with groups that no host holds, and no ticket names that is still good."""
+    """Return the datacenter replicas without a host and without a valid ticket, if the run has groups of stages, too."""
     if not any(isinstance(replica, ParticipantsReplica) for replica in config.replicas):
         return []
     with closing(Memberships(folder.memberships)) as memberships:
@@ -92,7 +91,7 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
         found = [name for name in names if name not in invited and memberships.held_by(name) is None]
     if not found or config.exchange.listen.endswith(":0") or not is_running(folder):
         return found
-    try:  # hosts that were started with the run's token have no ticket
+    try:  # hosts started with the run's token have no ticket, so only the exchange knows of them
         listen = config.exchange.listen.replace(*_EVERYWHERE_IS_HERE)
         reply = status(listen, authority.identity(LAUNCHER), _SECONDS_TO_ASK)
     except HeteroPPError:
@@ -102,7 +101,7 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
 
 
 def revoke(runs: Path, run: str, what: str) -> None:
-    """Take a place back from who holds it by a ticket, or a ticket. Raises ConfigError if there is nothing."""
+    """Revoke a slot from the host that holds it by a ticket, or revoke a ticket. Raises ConfigError if there is none."""
     folder, _ = _served(runs, run)
     with closing(Memberships(folder.memberships)) as memberships:
         try:
@@ -114,7 +113,7 @@ def revoke(runs: Path, run: str, what: str) -> None:
 
 
 def seconds_of(text: str) -> float:
-    """Of a duration as `24h`. Raises ConfigError for another text."""
+    """Return the seconds of a duration such as `24h`. Raises ConfigError for any other text."""
     try:
         return parse_quantity(text, SECONDS, "24h")
     except ValueError as error:
@@ -122,7 +121,7 @@ def seconds_of(text: str) -> float:
 
 
 def _served(runs: Path, run: str) -> tuple[RunFolder, RunConfig]:
-    """The folder of a run that is served on this host, and its configuration. Raises ConfigError for another."""
+    """Return the folder and the configuration of a run that this host serves. Raises ConfigError for any other run."""
     folder = RunFolder(runs.absolute() / run)
     if not folder.config.is_file() or not folder.token.is_file():
         raise ConfigError(
@@ -147,7 +146,7 @@ def _require_place(config: RunConfig, place: str | None) -> None:
 
 
 def _reached(config: RunConfig) -> str:
-    """Where others dial the exchange, as far as its YAML says."""
+    """Return the address at which other hosts dial the exchange, as its YAML says. Raises ConfigError if none can."""
     listen = config.exchange.listen
     if listen.rpartition(":")[0] in _EVERYWHERE:
         raise ConfigError(

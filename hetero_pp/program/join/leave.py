@@ -1,4 +1,4 @@
-"""`hetero-pp leave`: interrupts the `join` of this host, which gives its place back."""
+"""`hetero-pp leave`: interrupts this host's `join`, which frees its slot."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hetero_pp.program.report.output import standard_output, tell
 from hetero_pp.run.folder import RunFolder
 
 SECONDS = 30.0
-"""Within which who is interrupted has ended."""
+"""Seconds to wait for an interrupted process to end."""
 
 _PROCESS = "joined-{place}.pid"
 
 
 @contextmanager
 def leavable(folder: RunFolder, place: str) -> Iterator[None]:
-    """While the block runs `leave` finds this process. Raises ConfigError if another one has the place."""
+    """Let `leave` find this process while the block runs. Raises ConfigError if another process has the slot."""
     path = folder.path / _PROCESS.format(place=place)
     other = _process(path)
     if other is not None:
@@ -36,7 +36,10 @@ def leavable(folder: RunFolder, place: str) -> Iterator[None]:
 
 
 def leave(runs: Path, run: str, place: str | None) -> None:
-    """Interrupt what joined a run here, for a place or for all of them. Raises ConfigError if nothing did."""
+    """Interrupt the processes that joined a run on this host, for one slot or all.
+
+    Raises ConfigError if there are none.
+    """
     say, folder = partial(tell, standard_output()), RunFolder(runs.absolute() / run)
     found = [path for path in sorted(folder.path.glob(_PROCESS.format(place=place or "*"))) if _process(path)]
     if not found:
@@ -52,7 +55,7 @@ def leave(runs: Path, run: str, place: str | None) -> None:
 
 
 def _process(path: Path) -> psutil.Process | None:
-    """That wrote a file, if it is there still, and not another one that has its number by now."""
+    """Return the process that wrote a file; None if it has ended, even if its id is in use again."""
     try:
         return running_process(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

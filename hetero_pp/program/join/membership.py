@@ -1,4 +1,4 @@
-"""What a host was given for a ticket: its key, its certificate and its place; kept, and renewed while it is used."""
+"""A host's membership in a run: key, certificate and slot, kept in a folder; the certificate is renewed while in use."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ _SECONDS_BETWEEN_TRIES = 60.0
 _SECONDS_IN_LOBBY = 2.0
 _SECONDS_FOR_AN_ANSWER = 5.0
 _SECONDS_FOR_AN_EXCHANGE = 3600.0
-"""After which a host gives up that waits for a group, if the exchange has not answered since."""
+"""Seconds after which a host that waits for a group gives up, if the exchange has stopped answering."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Of this host in a run, by one ticket."""
+    """Membership of this host in a run, by one ticket."""
 
     run: str
-    """Its name."""
+    """Name of the run."""
     address: str
     """HOST:PORT of the exchange."""
     place: str
     configuration: str
-    """The run's, as its exchange told it, as JSON."""
+    """Configuration of the run as JSON, as its exchange sent it."""
     identity: Identity
     tokenizer: Path | None
-    """Where the run's is kept, if its exchange told it."""
+    """Path of the run's tokenizer, if its exchange sent one."""
     store: str = ""
     """The URL of the run's store, as the ticket says."""
 
     @property
     def credentials(self) -> Credentials:
-        """Of the process that takes the place."""
+        """Credentials of the process that takes the slot."""
         return Credentials(self.place, identity=self.identity)
 
 
 def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -> Membership:
-    """Take a place of a run by a ticket, as soon as there is one; or go on with that which it was taken before.
+    """Take a slot of a run with a ticket as soon as one is free, or return to the slot that the ticket was used for.
 
-    Raises Refused for a ticket by which nobody is let in, RunOver or RunFailed if the run has ended, LinkTimeout if the
-    exchange does not answer.
+    Raises Refused if the ticket is not accepted, RunOver or RunFailed if the run has ended, LinkTimeout if the exchange
+    does not answer.
     """
     _require_name(ticket.run, "run")
     folder = RunFolder(runs / ticket.run).identity(ticket.id)
@@ -92,7 +92,7 @@ def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -
 
 
 def _enrolled(ticket: Ticket, request: bytes, folder: Path, say: Callable[[str], None]) -> EnrolReply:
-    """Once there is a place. Raises as `take_place`."""
+    """Enrol with the ticket, and wait for a group to form if no slot is free. Raises the errors of `take_place`."""
 
     def on_wait(seconds: float, limit: float) -> None:
         say(f"{ticket.run}: {no_answer(ticket.address, seconds, limit, has_answered=False)}")
@@ -114,7 +114,10 @@ def _enrolled(ticket: Ticket, request: bytes, folder: Path, say: Callable[[str],
 
 
 def _asked_again(ticket: Ticket, request: bytes, lobby: InLobby, say: Callable[[str], None]) -> EnrolReply:
-    """The answer to a host that waits for a group; an exchange that went away may come back. Raises as `take_place`."""
+    """Return the exchange's answer to a host that waits for a group, retrying because the exchange may come back.
+
+    Raises the errors of `take_place`.
+    """
     since, due = time.monotonic(), 0.0
     while (silent := time.monotonic() - since) < _SECONDS_FOR_AN_EXCHANGE:
         try:
@@ -126,14 +129,14 @@ def _asked_again(ticket: Ticket, request: bytes, lobby: InLobby, say: Callable[[
                 found = no_answer(ticket.address, silent, _SECONDS_FOR_AN_EXCHANGE, has_answered=True, last=last)
                 say(f"{ticket.run}: {f'{error}; trying again' if isinstance(error, StoreError) else found}")
                 due = max(1.0, min(2 * silent, silent + MOST_BETWEEN))
-            if isinstance(error, StoreError):  # which comes at once
+            if isinstance(error, StoreError):  # this error arrives at once, so a retry without a pause would spin
                 time.sleep(_SECONDS_IN_LOBBY)
     raise LinkTimeout(f"the exchange at {ticket.address} did not answer within {format_seconds(silent)}")
 
 
 @contextmanager
 def _shown_as_waiting(folder: Path) -> Iterator[Callable[[InLobby], None]]:
-    """While the block runs, `status` on this host reads from a file what the exchange told it of its wait."""
+    """Keep the exchange's last answer in a file while the block runs, for `status` on this host."""
     since, path = time.time(), folder / _WAITING
 
     def show(lobby: InLobby) -> None:
@@ -151,12 +154,12 @@ def _shown_as_waiting(folder: Path) -> Iterator[Callable[[InLobby], None]]:
 
 @dataclass(frozen=True)
 class Wait:
-    """Of a process of this host, for a group to form; what the exchange told it last."""
+    """The wait of one process of this host for a group to form, as the exchange last answered."""
 
     process: str
     since: float
     asked: float
-    """When it was told, in seconds since 1970."""
+    """Time of that answer, in seconds since 1970."""
     here: int
     needed: int
     last_round: int
@@ -164,7 +167,7 @@ class Wait:
 
 
 def waits_in(folder: RunFolder) -> list[Wait]:
-    """The processes of this host that wait for a group of a run now."""
+    """Return the waits of the processes on this host that wait for a group of a run now."""
     found = []
     for path in folder.identity("").glob(f"*/{_WAITING}"):
         with suppress(OSError, ValueError, TypeError):
@@ -175,13 +178,13 @@ def waits_in(folder: RunFolder) -> list[Wait]:
 
 
 def _require_name(name: str, of: str) -> None:
-    """Raise Refused for what would be a file elsewhere: no ticket and no exchange says where this host writes."""
+    """Raise Refused for a name that is a path, so that no ticket and no exchange decides where this host writes."""
     if Path(name).name != name or name in ("", ".", ".."):
         raise Refused(f"found {name!r}, expected the name of a {of}")
 
 
 def read_membership(folder: Path) -> Membership:
-    """What is kept in a folder. Raises Refused for one that is damaged."""
+    """Return the membership kept in a folder. Raises Refused if it is damaged."""
     try:
         about = read_json_object(folder / _ABOUT)
         certificate, key = (read_bounded(folder / name, _PEM_BYTES_MAX).decode() for name in (_CERTIFICATE, _KEY))
@@ -197,14 +200,14 @@ def has_joined(folder: Path) -> bool:
 
 
 def memberships_in(folder: RunFolder) -> list[Membership]:
-    """Of this host in a run, the newest first."""
+    """Return this host's memberships in a run, newest first."""
     found = sorted(folder.identity("").glob(f"*/{_ABOUT}"), key=lambda path: -path.stat().st_mtime)
     return [read_membership(path.parent) for path in found]
 
 
 @contextmanager
 def renewed(membership: Membership, say: Callable[[str], None]) -> Iterator[None]:
-    """Keep a certificate from ending while the block runs."""
+    """Renew the certificate before it expires while the block runs."""
     over = threading.Event()
     arguments = (membership, over, say)
     thread = threading.Thread(target=_keep_renewing, args=arguments, name="renewal", daemon=True)
@@ -223,7 +226,7 @@ def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[
             if over.wait(_due_in(membership.identity)):
                 return
             renew_once(membership)
-        except (HeteroPPError, OSError) as error:  # a disk that is full may have room later
+        except (HeteroPPError, OSError) as error:  # a full disk may have room later
             if told != str(error):
                 say(f"the certificate could not be renewed ({error}); trying again")
             told = str(error)
@@ -231,19 +234,22 @@ def _keep_renewing(membership: Membership, over: threading.Event, say: Callable[
 
 
 def renew_once(membership: Membership) -> None:
-    """Have a certificate that holds for longer. Raises Refused, or LinkTimeout if the exchange does not answer."""
+    """Renew the certificate once.
+
+    Raises Refused, or LinkTimeout if the exchange does not answer.
+    """
     certificate = renew(membership.address, membership.identity)
     write_whole(Path(membership.identity.kept_in), certificate.encode(), is_secret=True)
 
 
 def _due_in(identity: Identity) -> float:
-    """Seconds until half of what was left of it when it was signed is over."""
+    """Return the seconds until half of the certificate's validity is over."""
     shown = identity.latest.shown
     return max((shown.signed + shown.until) / 2 - time.time(), 0.0)
 
 
 def _own_key(path: Path) -> str:
-    """This host's, which it makes once for a ticket and shows nobody."""
+    """Return this host's private key for a ticket, which is generated once and never leaves the host."""
     if not path.is_file():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, as_text(new_key()).encode(), is_secret=True)

@@ -1,4 +1,4 @@
-"""What the folder of a run says of it, without its exchange: whether it ended, after which round, when and why."""
+"""Reads the state of a run from its folder, without its exchange: how, when and after which round it ended."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from hetero_pp.run.yaml_file import ConfigFile
 
 @dataclass(frozen=True)
 class RunOnDisk:
-    """What a folder says of its run."""
+    """State of a run according to its folder."""
 
     state: str
-    """`running`, `over`, `interrupted`, `failed`, or `killed`: of the last nobody recorded the end."""
+    """`running`, `over`, `interrupted`, `failed`, or `killed` (the run ended without a record of its end)."""
     last_round: int
     rounds: int
     changed: float
-    """When something was recorded last, in seconds since 1970."""
+    """Time of the last record, in seconds since 1970."""
     why: str = ""
     resume: str = ""
-    """The command that goes on with the run; empty if there is nothing to go on with."""
+    """Command that resumes the run; empty if there is nothing to resume."""
 
     def as_json(self) -> dict[str, object]:
-        """For programs."""
         return asdict(self)
 
 
 def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
-    """The run of a folder in which it was recorded. Raises ConfigError for a configuration that cannot be read."""
+    """Return the state of a run from its folder. Raises ConfigError for a configuration that cannot be read."""
     config = ConfigFile(folder.config).config
     changes = read_changes(folder.changes).settled()
     changes.require_changeable(config)
@@ -59,7 +58,7 @@ def read_run_on_disk(folder: RunFolder) -> RunOnDisk:
 
 
 def is_running(folder: RunFolder) -> bool:
-    """Whether a launch on this host carries the exchange of the run."""
+    """Return whether a launch on this host runs the exchange of the run."""
     path = folder.path.parent / LOCKS / folder.path.name / EXCHANGE
     if not path.exists():
         return False
@@ -75,6 +74,6 @@ def _number(found: object) -> int:
 
 
 def _resume(folder: RunFolder) -> str:
-    """The command that goes on with a run: the one that started it, `serve` or `launch`."""
+    """Return the command that resumes a run, with `serve` or `launch` as it was started."""
     command = "serve" if folder.token.is_file() else "launch"
     return shlex.join(["hetero-pp", command, str(folder.config), "--resume", "--runs", str(folder.path.parent)])

@@ -1,4 +1,4 @@
-"""Names a process of this host in a file, so that another command finds it, and not a later one of the same number."""
+"""Identifies a process of this host in a file, so that a later process with the same id is not mistaken for it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import psutil
 
 _SECONDS_APART = 1.0
-"""By which two readings of the time at which one process was created may differ."""
+"""Seconds by which two readings of a process's creation time may differ."""
 
 
 def own_process() -> str:
-    """This process, as `running_process` finds it."""
+    """Return an identification of this process for `running_process`."""
     return f"{os.getpid()} {psutil.Process().create_time()}"
 
 
 def running_process(text: str) -> psutil.Process | None:
-    """The process that `own_process` named; None if it has ended. Raises ValueError for another text."""
+    """Return the process that `own_process` identified; None if it has ended. Raises ValueError for any other text."""
     number, created = text.split()
     try:
         process = psutil.Process(int(number))

@@ -1,4 +1,4 @@
-"""`hetero-pp status`: what a run does, as its exchange says or its folder; on any host that serves, joined or waits."""
+"""`hetero-pp status`: prints the state of a run, as its exchange or its folder on this host says."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from replica_groups.exchange.memberships import Memberships
 from replica_groups.exchange.patience import listed
 
 SECONDS = 10.0
-"""Within which an exchange that is there answers."""
+"""Seconds within which a running exchange answers."""
 _SECONDS_OF_AN_ENDED_RUN = 3.0
-"""The same where this host has heard that the run is over: it may have been extended since."""
+"""The same if this host has heard that the run is over; it may have been extended since."""
 
 
 def status(runs: Path, run: str, address: str | None, json_path: Path | None) -> None:
-    """Print what a run does: by its name, its folder, HOST:PORT of its exchange, or a ticket to it.
+    """Print the state of a run, named by its name, its folder, HOST:PORT of its exchange, or a ticket to it.
 
-    Raises ConfigError for a run that this host is not of, or whose exchange does not answer.
+    Raises ConfigError for a run that this host does not know, or whose exchange does not answer.
     """
     if run.startswith(PREFIX):
         found = _of_ticket(run, runs.absolute())
@@ -55,7 +55,10 @@ def status(runs: Path, run: str, address: str | None, json_path: Path | None) ->
 
 
 def _folder(runs: Path, run: str) -> RunFolder:
-    """That a user named, by itself or as the run's name. Raises ConfigError if there is none, with names like it."""
+    """Return the run's folder, named by its path or the run's name.
+
+    Raises ConfigError with similar names if none exists.
+    """
     for path in (runs / run, Path(run).absolute()):
         if path != runs and _is_of_a_run(path):
             return RunFolder(path)
@@ -71,12 +74,12 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def _own_parts(folder: RunFolder) -> list[str]:
-    """What this host carries of a run that another host serves: members, replicas."""
+    """Return the members or replicas of a run served elsewhere that this host started with the run's token."""
     return sorted(path.stem.removeprefix("config-") for path in folder.path.glob("config-*.yaml"))
 
 
 def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
-    """Print what a run does, as the exchange says, or what this host knows of it. Returns the same for programs."""
+    """Print the state of a run, as its exchange says or else as this host knows it. Returns the same for JSON."""
     name = folder.path.name
     if waits := waits_in(folder):
         return _print_waits(name, waits)
@@ -99,7 +102,7 @@ def _of_folder(folder: RunFolder, address: str | None) -> dict[str, object]:
 
 
 def _may_ask(folder: RunFolder) -> bool:
-    """Whether an exchange runs on this host that says who is there: without TLS it does not, nor does `launch`."""
+    """Return whether an exchange on this host answers `status`: it needs a token file and TLS."""
     return folder.token.is_file() and is_running(folder) and not ConfigFile(folder.config).config.exchange.insecure
 
 
@@ -119,13 +122,13 @@ def _print_tickets(folder: RunFolder) -> None:
 
 @dataclass(frozen=True)
 class _Known:
-    """A run that this host serves, or has joined."""
+    """A run that this host serves or has joined."""
 
     folder: RunFolder
     address: str
-    """HOST:PORT of its exchange."""
+    """HOST:PORT of the run's exchange."""
     identity: Identity
-    """By which this host shows who it is."""
+    """Identity with which this host authenticates to the exchange."""
     serves: bool
 
     @property
@@ -134,7 +137,7 @@ class _Known:
 
 
 def _of_address(runs: Path, address: str) -> dict[str, object]:
-    """Of several runs that were at one address, print the one that is there now. Raises ConfigError."""
+    """Print the state of the run that is at an address now; several may have been there. Raises ConfigError."""
     found = []
     for path in sorted(runs.glob("*/"), key=lambda path: -path.stat().st_mtime):
         with suppress(HeteroPPError):
@@ -157,7 +160,7 @@ def _of_address(runs: Path, address: str) -> dict[str, object]:
 
 
 def _known(folder: RunFolder) -> _Known:
-    """The run of a folder. Raises ConfigError if this host is not of it, Refused for what is damaged."""
+    """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused if the folder is damaged."""
     if folder.token.is_file() and folder.config.is_file():
         listen = ConfigFile(folder.config).config.exchange.listen.replace("0.0.0.0", "127.0.0.1")
         return _Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)
@@ -169,11 +172,11 @@ def _known(folder: RunFolder) -> _Known:
     return _Known(folder, found[0].address, found[0].identity.latest, serves=False)
 
 
-# ---- without an answer of the exchange ----
+# ---- when the exchange does not answer ----
 
 
 def _print_waits(run: str, waits: Sequence[Wait]) -> dict[str, object]:
-    """What the exchange has told processes of this host that wait for a group."""
+    """Print what the exchange last answered to processes of this host that wait for a group."""
     say = partial(tell, standard_output())
     for wait in waits:
         more = max(wait.needed - wait.here, 0)
@@ -186,7 +189,7 @@ def _print_waits(run: str, waits: Sequence[Wait]) -> dict[str, object]:
 
 
 def _print_over(run: str, over: Over) -> dict[str, object]:
-    """What this host heard at the end of a run that another host served."""
+    """Print what this host heard at the end of a run that another host served."""
     when = f"{datetime.fromtimestamp(over.heard):%Y-%m-%d %H:%M:%S}"
     tell(standard_output(), f"{run}: {over.told}, heard {when}; its exchange does not answer any more")
     return {"state": "over", "told": over.told, "changed": over.heard}
@@ -202,7 +205,7 @@ _ENDS: Mapping[str, str] = {
 
 
 def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
-    """What the folder of a run says of it."""
+    """Print the state of a run from its folder."""
     say, name = partial(tell, standard_output()), folder.path.name
     why = "it was killed, or its host went down" if found.state == "killed" else found.why
     when = f"{datetime.fromtimestamp(found.changed):%Y-%m-%d %H:%M:%S}"
@@ -214,7 +217,7 @@ def _print_on_disk(folder: RunFolder, found: RunOnDisk) -> dict[str, object]:
 
 
 def _of_ticket(text: str, runs: Path) -> dict[str, object]:
-    """Print what a ticket says: which run, for which slot, until when. The exchange is not asked."""
+    """Print what a ticket says: its run, its slots and its expiry. The exchange is not asked."""
     try:
         ticket = Ticket.from_text(text)
     except Refused as error:
@@ -233,7 +236,10 @@ def _of_ticket(text: str, runs: Path) -> dict[str, object]:
 
 
 def _is_used(ticket: Ticket, folder: RunFolder) -> bool:
-    """Whether a ticket was used, as far as this host knows: it serves the run, or has joined by the ticket."""
+    """Return whether a ticket was used, as far as this host knows.
+
+    Only a host that serves the run, or has joined with the ticket, knows.
+    """
     if Path(ticket.run).name != ticket.run:
         return False
     if folder.memberships.is_file():

@@ -1,4 +1,4 @@
-"""Prints what the exchange says of its run: whether it trains, who holds which slot, who waits for a group."""
+"""Prints the exchange's status: state of the run, holders of its slots, hosts that wait for a group."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from replica_groups.exchange.memberships import IssuedTicket
 from replica_groups.exchange.patience import listed
 
 EMPTY_SHOWN = 2
-"""How many replicas are shown that nobody has joined. Most replicas of a run with room for many groups are empty."""
+"""Number of empty replicas that are shown; most replicas of a run with room for many groups are empty."""
 
 
 def state_of(reply: StatusReply) -> str:
-    """One word for a program: `joining`, `training`, `paused` or `over`."""
+    """Return the state in one word: `joining`, `training`, `paused` or `over`."""
     if reply.is_over:
         return "over"
     if not reply.has_begun:
@@ -30,7 +30,7 @@ def state_of(reply: StatusReply) -> str:
 
 
 def headline(reply: StatusReply) -> str:
-    """What the run does now, in one sentence."""
+    """Return the state of the run in one sentence."""
     missing = listed([plain(one) for one in reply.missing])
     round_ = f"round {reply.last_round + 1} of {reply.rounds}"
     match state_of(reply):
@@ -49,7 +49,7 @@ def headline(reply: StatusReply) -> str:
 
 
 def print_status(run: str, reply: StatusReply) -> None:
-    """The state of the run, then a table of its slots."""
+    """Print the state of the run, then a table of its slots."""
     console = standard_output()
     tell(console, f"{run}: {headline(reply)}")
     incomplete = _incomplete(reply)
@@ -71,7 +71,7 @@ def print_status(run: str, reply: StatusReply) -> None:
 
 
 def _incomplete(reply: StatusReply) -> dict[str, list[str]]:
-    """The replicas of which some slots are held and others are not: with the latter."""
+    """Return the replicas with some but not all slots held, and their free slots."""
     found: dict[str, list[str]] = {}
     for name in {slot.replica: None for slot in reply.places}:
         own = [slot for slot in reply.places if slot.replica == name]
@@ -81,7 +81,7 @@ def _incomplete(reply: StatusReply) -> dict[str, list[str]]:
 
 
 def _empty(reply: StatusReply) -> list[str]:
-    """Replicas that nobody has joined yet, in their order."""
+    """Return the replicas that no member has joined yet, in the run's order."""
     joined = {slot.replica for slot in reply.places if slot.held or slot.term}
     return [name for name in dict.fromkeys(slot.replica for slot in reply.places) if name not in joined]
 
@@ -103,7 +103,7 @@ def _let_in_by(slot: PlaceStatus) -> str:
 
 
 def _connection(slot: PlaceStatus) -> str:
-    """Where it may be dialled, or dials the stage before, and what of its links went through the exchange."""
+    """Describe how a slot is reached: its address, the address that it dials, and its relayed bytes."""
     if not slot.address:
         return ""
     relayed = f"{format_bytes(slot.relayed_bytes)} relayed" if slot.relayed_bytes else ""
@@ -113,7 +113,7 @@ def _connection(slot: PlaceStatus) -> str:
 
 
 def _print_guests(console: Console, reply: StatusReply) -> None:
-    """Who waits for a group, and for how many more hosts."""
+    """Print the hosts that wait for a group, and how many more it needs."""
     if not reply.in_lobby:
         return
     more = max(reply.needed_in_lobby - reply.in_lobby, 0)
@@ -123,7 +123,7 @@ def _print_guests(console: Console, reply: StatusReply) -> None:
 
 
 def print_tickets(tickets: Sequence[IssuedTicket], good_for: dict[str | None, str], now: float) -> None:
-    """The tickets that may still be used, as the exchange's host knows them; how many others there were."""
+    """Print the tickets that are still valid, and the number of others."""
     console = standard_output()
     open_ = [one for one in tickets if not one.is_used and one.until > now]
     if open_:
@@ -139,7 +139,7 @@ def print_tickets(tickets: Sequence[IssuedTicket], good_for: dict[str | None, st
 
 
 def as_json(reply: StatusReply) -> dict[str, object]:
-    """For programs."""
+    """Return the status for JSON."""
     return {
         "state": state_of(reply),
         "last_round": reply.last_round,
