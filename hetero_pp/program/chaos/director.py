@@ -97,7 +97,7 @@ class Director:
             self._do(injection)
 
     def _follow(self, member: str, connection: Connection) -> None:
-        """Read the phases that one process reaches, until it ends. A process that waits at a point may then continue."""
+        """Read the phases that one process reaches, until it ends. After the faults of a phase, let it continue."""
         with suppress(EOFError, OSError):
             while True:
                 told = json.loads(connection.recv_bytes())

@@ -11,7 +11,10 @@ from hetero_pp.store.store import Store
 
 
 class FullDisk:
-    """Implements Store by another store. `write` is called before each write and raises OSError while the disk is full."""
+    """Implements Store by another store.
+
+    `write` is called before each write, and raises OSError while the disk is full.
+    """
 
     def __init__(self, store: Store, write: Callable[[], None]) -> None:
         self._store, self._write = store, write

@@ -122,7 +122,7 @@ def _exchange(membership: Membership, config: RunConfig, here: Here, has_answere
 
 
 def _configure(membership: Membership, here: Here, folder: RunFolder) -> None:
-    """Write this host's configuration of the run. Raises ConfigError if this host lacks something that the slot needs."""
+    """Write this host's configuration of the run. Raises ConfigError if the slot needs something that is missing."""
     tokenizer = here.tokenizer or membership.tokenizer
     config = own_configuration(membership.configuration, membership.place, here.data, tokenizer, here.listen)
     config = config.model_copy(update={"store": _store(membership)})

@@ -82,7 +82,7 @@ def _entries(groups: Sequence[str]) -> list[str]:
 
 
 def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority) -> list[str]:
-    """Return the datacenter replicas without a host and without a valid ticket, if the run has groups of stages, too."""
+    """Return the datacenter replicas without a host or a valid ticket, if the run also has groups of stages."""
     if not any(isinstance(replica, ParticipantsReplica) for replica in config.replicas):
         return []
     with closing(Memberships(folder.memberships)) as memberships:
@@ -101,7 +101,7 @@ def _open_datacenters(config: RunConfig, folder: RunFolder, authority: Authority
 
 
 def revoke(runs: Path, run: str, what: str) -> None:
-    """Revoke a slot from the host that holds it by a ticket, or revoke a ticket. Raises ConfigError if there is none."""
+    """Revoke a ticket, or the slot that a host holds by one. Raises ConfigError if there is none."""
     folder, _ = _served(runs, run)
     with closing(Memberships(folder.memberships)) as memberships:
         try:

@@ -1,4 +1,4 @@
-"""A host's membership in a run: key, certificate and slot, kept in a folder; the certificate is renewed while in use."""
+"""A host's membership in a run: key, certificate and slot. They are kept in a folder, and renewed while in use."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def _of_address(runs: Path, address: str) -> dict[str, object]:
 
 
 def _known(folder: RunFolder) -> _Known:
-    """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused if the folder is damaged."""
+    """Return the run of a folder. Raises ConfigError if this host is no part of it, Refused for a damaged folder."""
     if folder.token.is_file() and folder.config.is_file():
         listen = ConfigFile(folder.config).config.exchange.listen.replace("0.0.0.0", "127.0.0.1")
         return _Known(folder, listen, Authority(read_token(folder.token)).identity(LAUNCHER), serves=True)

@@ -1,1 +1,1 @@
-"""Starts the members of a run, in processes, on ranks or as threads, and watches over them."""
+"""Starts and supervises the members of a run, as processes, ranks or threads."""

@@ -1,4 +1,4 @@
-"""The addresses that a YAML fixes: whose they are, on which host they can be listened to, and whether they are free."""
+"""The addresses that a YAML fixes: on which host each can be listened to, and whether its port is free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetero_pp.topology import ParticipantsReplica
 
 @dataclass(frozen=True)
 class FixedAddress:
-    """Where a member listens, as the YAML says."""
+    """Address at which a member listens, as the YAML says."""
 
     key: tuple[str | int, ...]
     member: str
@@ -31,17 +31,17 @@ class FixedAddress:
 
     @cached_property
     def is_of_this_host(self) -> bool:
-        """Whether this machine can listen there: on one of its own addresses, or on all of them."""
+        """Whether this machine can listen at the address: it is one of the machine's own, or stands for all of them."""
         return not own_addresses().isdisjoint(resolved(self.host))
 
     @property
     def is_loopback(self) -> bool:
-        """Whether no other machine reaches it."""
+        """Whether only this machine can reach the address."""
         found = resolved(self.host)
         return bool(found) and all(ipaddress.ip_address(one).is_loopback for one in found)
 
     def try_to_listen(self) -> None:
-        """Raise ConfigError if this machine cannot listen there."""
+        """Raise ConfigError if this machine cannot listen at the address."""
         port = int(self.address.rpartition(":")[2])
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
@@ -55,18 +55,18 @@ class FixedAddress:
 
 
 def fixed_addresses(config: RunConfig) -> Iterator[FixedAddress]:
-    """Every address with a port that the YAML fixes."""
+    """Yield every address with a fixed port in the YAML."""
     yield from (one for one in _addresses(config) if not one.address.endswith(":0"))
 
 
 def is_reached(config: RunConfig) -> bool:
-    """Whether other machines reach what listens in a run, by what its YAML says; through the exchange, too."""
+    """Return whether other machines can reach a listener of the run, directly or through the exchange's relay."""
     relayed = any(listen == RELAYED for _, _, listen in _stages(config))
     return relayed or not all(one.is_loopback for one in _addresses(config))
 
 
 def require_relay(config: RunConfig) -> None:
-    """Raise ConfigError for a stage that is found through the exchange where that could read what it carries."""
+    """Raise ConfigError for a relayed stage without TLS, because the exchange could then read what it relays."""
     complaint = f"found `{RELAYED}`, expected an address: `exchange.insecure: true` has no relay"
     for key, _, listen in _stages(config):
         if listen == RELAYED and config.exchange.insecure:
@@ -79,7 +79,7 @@ def _addresses(config: RunConfig) -> Iterator[FixedAddress]:
 
 
 def _stages(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
-    """(key, member, where it listens) of every stage of which the YAML says that."""
+    """Yield (key, member, address) of every stage whose address the YAML gives."""
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, ParticipantsReplica) and isinstance(replica.stages, list):
             for stage, own in enumerate(replica.stages):
@@ -88,13 +88,13 @@ def _stages(config: RunConfig) -> Iterator[tuple[tuple[str | int, ...], str, str
 
 
 def own_addresses() -> set[str]:
-    """Of all interfaces of this machine, and those that stand for all of them."""
+    """Return the addresses of all interfaces of this machine, and the wildcard addresses."""
     found = {one.address.partition("%")[0] for some in psutil.net_if_addrs().values() for one in some}
     return found | {"0.0.0.0", "::"}
 
 
 def reached_addresses() -> set[str]:
-    """IPv4 addresses of the interfaces that are up, without loopback and what holds on one cable only."""
+    """Return the IPv4 addresses of the interfaces that are up, without loopback and link-local ones."""
     up = {name for name, status in psutil.net_if_stats().items() if status.isup}
     found = [
         ipaddress.ip_address(one.address)
@@ -106,7 +106,10 @@ def reached_addresses() -> set[str]:
 
 
 def resolved(host: str) -> set[str]:
-    """The addresses of a host, as this machine knows it; none if it does not. All of 127.0.0.0/8 is 127.0.0.1."""
+    """Return the addresses of a host as this machine resolves it; empty if it cannot.
+
+    All of 127.0.0.0/8 is 127.0.0.1.
+    """
     try:
         found = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
     except OSError:

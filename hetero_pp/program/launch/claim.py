@@ -1,4 +1,4 @@
-"""Which launches use the folder of a run: two cannot carry the same part of it, nor move it away under another."""
+"""Locks on run folders: two launches cannot run the same part of a run, or move its folder away from each other."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.store.lease import acting_for
 
 LOCKS = ".locks"
-"""Beside the runs: a run's folder may be moved, its locks may not."""
+"""Folder of the locks, beside the runs, because a run's folder may be moved and its locks may not."""
 
 
 @contextmanager
 def claim(runs: Path, name: str, parts: Sequence[str]) -> Iterator[None]:
-    """Hold these parts of runs/<name> while the block runs. The system lets go of them however the process ends.
+    """Lock these parts of runs/<name> while the block runs.
 
-    Raises ConfigError if another launch holds one of them, in this process, too.
+    The operating system releases them however the process ends.
+
+    Raises ConfigError if another launch holds one of them, even in this process.
     """
     with ExitStack() as held:
         for part in parts:
@@ -33,9 +35,9 @@ def claim(runs: Path, name: str, parts: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def claim_all(runs: Path, name: str) -> Iterator[None]:
-    """Hold every part that any launch ever held, for as long as it takes to move the folder away.
+    """Lock every part that any launch ever locked, while the folder is moved away.
 
-    Raises ConfigError if another launch holds one of them. Those that this process holds are no hindrance.
+    Raises ConfigError if another launch holds one of them. Locks that this process holds do not conflict.
     """
     with ExitStack() as held:
         for path in sorted((runs / LOCKS / name).glob("*")):
@@ -45,9 +47,9 @@ def claim_all(runs: Path, name: str) -> Iterator[None]:
 
 @contextmanager
 def claim_store(config: RunConfig, folder: RunFolder) -> Iterator[None]:
-    """Act alone for a run whose log lies in a store of its own, while the block runs; else its folder is claimed.
+    """Hold the lease on a run's log in a store of its own while the block runs; without `store.url` do nothing.
 
-    Raises ConfigError if somebody else does.
+    Raises ConfigError if another process holds it.
     """
     if config.store.url is None:
         yield

@@ -1,4 +1,4 @@
-"""`hetero-pp launch`: the whole topology on this machine, or the part of it that this host carries."""
+"""`hetero-pp launch`: the whole topology on this machine, or the part of it that this host runs."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from hetero_pp.topology import DatacenterReplica
 
 @dataclass(frozen=True)
 class Host:
-    """Which part of a run this host carries, and how it reaches the rest."""
+    """The part of a run that this host starts, and how it reaches the rest."""
 
     only: str
     exchange: str | None = None
-    """HOST:PORT"""
+    """HOST:PORT of the exchange."""
     token: Path | None = None
 
 
@@ -63,11 +63,13 @@ def run_topology(
     new: bool = False,
     since: float | None = None,
 ) -> None:
-    """Train the topology of a YAML and leave everything in a new folder under `runs`; or resume the run that is there.
+    """Train the topology of a YAML in a new folder under `runs`, or resume the run that is there.
 
-    `typed`: the command that the user typed, at the time `since` (by default now), to print how to resume. `chaos`: a
-    file of faults that the run has to survive. `new`: start a new run even if one of this name is unfinished. Raises
-    ConfigError if there is one, and neither `resume` nor `new` is given.
+    `typed`: the command as the user typed it, to print how to resume. `since`: when the user typed it, in seconds since
+    1970; by default now. `chaos`: a file of faults to inject. `new`: start a new run even if one of this name is
+    unfinished.
+
+    Raises ConfigError if a run of this name is unfinished, and neither `resume` nor `new` is given.
     """
     print_without_fail()
     since, file = time.time() if since is None else since, ConfigFile(path, overrides)
@@ -85,7 +87,10 @@ def run_topology(
 
 
 def _start(spec: RunSpec, in_process: bool, chaos: Path | None) -> Start:
-    """What starts a run, with the faults of a file. Raises ConfigError if it cannot have them."""
+    """Return the function that starts a run, with the faults of a file.
+
+    Raises ConfigError for faults that it cannot have.
+    """
     if chaos is None:
         return run_in_process if in_process else launch
     faults = read_chaos(chaos, spec, in_process)
@@ -105,9 +110,9 @@ def run_on_this_host(
     new: bool = False,
     since: float | None = None,
 ) -> None:
-    """Carry a part of a run: the exchange, which records and shows it, or members that join one.
+    """Run a part of a run: the exchange, which records and shows the run, or members that join it.
 
-    `typed`, `new` and `since`: see `run_topology`. Raises ConfigError if this host cannot reach the rest.
+    `typed`, `new` and `since` are as in `run_topology`. Raises ConfigError if this host cannot reach the rest.
     """
     if in_process:
         raise ConfigError(
@@ -150,14 +155,20 @@ def run_on_this_host(
 
 
 def _token(path: Path | None, folder: RunFolder, resume: bool) -> str:
-    """The run's: of a file; else, as those who were let in still have its certificates, as it was before; or new."""
+    """Return the run's token: from the file, from the folder of a resumed run, or a new one.
+
+    A resumed run keeps its token, because the certificates of admitted hosts depend on it.
+    """
     if path is not None:
         return read_token(path)
     return read_token(folder.token) if resume and folder.token.is_file() else new_secret()
 
 
 def run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) -> None:
-    """Carry members, with a configuration of their own: that of the run is the exchange's, if it is on this host."""
+    """Run members of a run whose exchange is elsewhere.
+
+    Their configuration has its own file, because config.yaml belongs to the exchange if it is on this host.
+    """
     name, say = prepared.spec.config.name, partial(tell, standard_output())
     folder = RunFolder(runs / name, f"config-{only}.yaml")
     with claim(runs, name, [one for one in prepared.names if not _is_shared(prepared.spec, one)]):
@@ -175,13 +186,13 @@ def run_members(prepared: Prepared, runs: Path, only: str, exchange: Exchange) -
 
 
 def _is_shared(spec: RunSpec, member: str) -> bool:
-    """Whether several nodes carry a member together, and see one folder."""
+    """Return whether several nodes run a member together, with one shared folder."""
     replica = spec.members[member].replica
     return isinstance(replica, DatacenterReplica) and replica.nodes > 1
 
 
 def print_commands(path: Path, overrides: Sequence[Given]) -> None:
-    """What to run on each host."""
+    """Print the command for each host."""
     file = ConfigFile(path, overrides)
     try:
         file.config.require_grouped()

@@ -1,4 +1,4 @@
-"""The fork server of a launch: imports PyTorch once for all processes, and hears no interrupts."""
+"""The fork server of a launch: it imports PyTorch once for all processes, and blocks the launcher's signals."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from multiprocessing.context import ForkServerContext
 from hetero_pp.sockets import place_sockets_of_multiprocessing
 
 PRELOADED = ["hetero_pp.program.launch.member_process", "torch._dynamo"]
-"""Imported once for all processes; the first optimizer that is made imports torch._dynamo."""
+"""Modules imported once for all processes. The first optimizer would import torch._dynamo in each of them."""
 
 UNHEARD = (signal.SIGINT, signal.SIGUSR1)
-"""What a terminal, or Slurm, sends to every process of a run. The launcher alone acts on it, and ends the others."""
+"""Signals that a terminal or Slurm sends to every process of a run.
+
+The launcher alone acts on them, and ends the others.
+"""
 
 
 def fork_server() -> ForkServerContext:
@@ -27,15 +30,15 @@ def fork_server() -> ForkServerContext:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Block the signals of UNHEARD for processes that are started in the block, the fork server among them.
+    """Block the signals of UNHEARD in processes that the block starts, the fork server among them.
 
-    Without this Ctrl-C prints tracebacks of the imports in the fork server, and SIGUSR1 ends it. This process gets the
-    signal when the block is left.
+    Otherwise Ctrl-C prints tracebacks of the fork server's imports, and SIGUSR1 ends it. This process gets a blocked
+    signal when the block ends.
     """
     place_sockets_of_multiprocessing()
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
     try:
-        resource_tracker.ensure_running()  # which unblocks SIGINT when it has started its process
+        resource_tracker.ensure_running()  # this call unblocks SIGINT after it has started its process
         signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
         yield
     finally:
@@ -43,7 +46,7 @@ def unheard() -> Iterator[None]:
 
 
 def ignore_unheard() -> None:
-    """Ignore these signals from now on, in this process and in those that it starts, such as ranks."""
+    """Ignore the signals of UNHEARD from now on, in this process and in those that it starts, such as ranks."""
     for number in UNHEARD:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)

@@ -1,7 +1,7 @@
-"""`launch --only NAME`: the part of a run that one host carries, and the commands for all hosts.
+"""`launch --only NAME`: the part of a run on one host, and the commands for all hosts.
 
-One host carries the exchange, records the run and shows it; the others start replicas or stages of it. What they
-share is the YAML, the exchange's address and a token, without which nobody is let in.
+One host runs the exchange, and records and shows the run. The others run replicas or stages. They share the YAML, the
+exchange's address, and a token that admits them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 from hetero_pp.units import format_seconds
 
 TOKEN_FILE = "token"
-"""What the commands for all hosts call the file with the run's token."""
+"""Name of the token's file in the commands for all hosts."""
 
 SHORTEST_TOKEN = 32
 
 
 def members_named(config: RunConfig, name: str) -> list[str]:
-    """The members that `--only NAME` starts: the exchange, all of a replica, or one stage.
+    """Return the members that `--only NAME` starts: the exchange, all of a replica, or one stage.
 
-    Raises ConfigError with the names there are.
+    Raises ConfigError with the valid names.
     """
     if name == EXCHANGE:
         return [EXCHANGE]
@@ -53,7 +53,10 @@ def members_named(config: RunConfig, name: str) -> list[str]:
 
 
 def listens(config: RunConfig, members: Sequence[str]) -> str:
-    """Where a stage listens that is on a host without the one before it, and of which the YAML says nothing."""
+    """Return RELAYED for a later stage that starts alone on its host and has no address in the YAML, else "".
+
+    Without TLS there is no relay, and the result is empty.
+    """
     for replica in config.replicas:
         if isinstance(replica, ParticipantsReplica) and len(members) == 1 and members[0] in replica.members[1:]:
             own = replica.stage_settings(replica.members.index(members[0]))
@@ -63,7 +66,7 @@ def listens(config: RunConfig, members: Sequence[str]) -> str:
 
 
 def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
-    """Raise ConfigError for what listens where no other host can reach it."""
+    """Raise ConfigError for an address that no other host can dial."""
     if EXCHANGE in members and config.exchange.listen.endswith(":0"):
         raise ConfigError(
             ("exchange", "listen"),
@@ -85,7 +88,7 @@ def require_reachable(config: RunConfig, members: Sequence[str]) -> None:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. Raises ConfigError if there is none."""
+    """Return the token in a file. Raises ConfigError if there is none."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except OSError as error:
@@ -101,7 +104,7 @@ def read_token(path: Path) -> str:
 
 
 def write_token(folder: RunFolder, token: str) -> Path:
-    """Keep the run's token where only its owner can read it."""
+    """Write the run's token to its folder, readable by its owner only."""
     write_whole(folder.token, f"{token}\n".encode(), is_secret=True)
     return folder.token
 
@@ -109,7 +112,7 @@ def write_token(folder: RunFolder, token: str) -> Path:
 def launch_exchange(
     spec: RunSpec, folder: RunFolder, secret: Secret, resume: Values | None, on_report: Callable[[Report], None]
 ) -> None:
-    """Carry the exchange until the run is over. Raises RunFailed with its cause if it fails, on whatever host."""
+    """Run the exchange until the run is over. Raises RunFailed with the first cause on any host if the run fails."""
     keys = SecretKeys(secret, encrypted=not spec.config.exchange.insecure)
     with Crew(spec, folder, on_report, EXCHANGE, keys, resume) as crew:
         crew.start([EXCHANGE])
@@ -121,19 +124,19 @@ def launch_exchange(
 
 @dataclass(frozen=True)
 class Exchange:
-    """Where other hosts find the exchange."""
+    """The exchange as other hosts reach it."""
 
     address: str
     """HOST:PORT"""
     keys: Keys
     keys_from: Path
-    """Where they are from: the file with the token, or what was given for a ticket."""
+    """File of the keys: the token, or the certificate that was issued for a ticket."""
     timeout: float
-    """Seconds to wait for it."""
+    """Seconds to wait for the exchange."""
     listen: str = ""
-    """Where a member listens for the stages beside it, if that is not as the YAML says."""
+    """Address at which a member listens for its neighbouring stages, if it differs from the YAML's."""
     has_answered: bool = False
-    """Whether it has answered this command already."""
+    """Whether the exchange has already answered this command."""
 
 
 def launch_members(
@@ -145,10 +148,10 @@ def launch_members(
     rounds: OwnRounds,
     say: Callable[[str], None],
 ) -> None:
-    """Carry some members, all that `only` names, until they are through, and show their rounds.
+    """Run some members, all that `only` names, until they have finished, and show their rounds.
 
-    Raises RunFailed with the cause if one of them ends before, ConfigError if that is because another run has begun at
-    the exchange's address, and this host's run did not come back within the time that an exchange is waited for.
+    Raises RunFailed with the cause if one of them ends early. Raises ConfigError instead if another run serves at the
+    exchange's address, and this host's run does not return within `exchange.timeout`.
     """
     refused = ""
 
@@ -192,7 +195,7 @@ def launch_members(
 
 
 def no_answer(address: str, seconds: float, limit: float, has_answered: bool, last: str = "") -> str:
-    """What to tell a user whose host has no answer from the exchange; `last`: what it told when it did answer."""
+    """Describe to the user that the exchange does not answer. `last`: what it said in its last answer."""
     since = format_seconds(seconds)
     until = f"waiting up to {format_seconds(limit)} (Ctrl-C ends this)"
     if has_answered:
@@ -203,9 +206,9 @@ def no_answer(address: str, seconds: float, limit: float, has_answered: bool, la
 
 
 def commands(config: RunConfig, path: Path, overrides: Sequence[Given]) -> list[str]:
-    """What to run on each host: the exchange, then every replica, and every stage of a group that is on several hosts.
+    """Return the command for each host: the exchange, every replica, and every stage of a group on several hosts.
 
-    Raises ConfigError if other hosts could not reach what listens.
+    Raises ConfigError if other hosts could not reach a listener.
     """
     require_reachable(config, [EXCHANGE, *(name for replica in config.replicas for name in replica.members)])
     sets = [part for one in overrides for part in (("--set", one) if isinstance(one, str) else shlex.split(one.shown))]
@@ -222,14 +225,14 @@ def commands(config: RunConfig, path: Path, overrides: Sequence[Given]) -> list[
 
 
 def _is_on_several_hosts(replica: ReplicaSettings) -> bool:
-    """Whether a stage of a group says where those beside it, on other hosts, find it."""
+    """Return whether a group's stages may be on several hosts: the YAML gives an address for one of them."""
     return isinstance(replica, ParticipantsReplica) and any(
         replica.listen_of(stage) is not None for stage in range(replica.stage_count)
     )
 
 
 def notes(file: ConfigFile) -> list[str]:
-    """What to do before the commands for all hosts: the token, and what has to be replaced or changed, and where."""
+    """Return notes on the commands: the token to make, and the addresses to replace, with file and line."""
     found = [f"make one token, and copy it to every host: openssl rand -hex 16 > {TOKEN_FILE}"]
     exchange, *stages = fixed_addresses(file.config)
     listens = (

@@ -1,4 +1,4 @@
-"""All members as threads of one process, with in-process links: the reference for the networked run, to the bit."""
+"""Trains a run with all members as threads of one process: the bit-exact reference for the networked run."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def run_in_process(
     steps_of: StepsOf | None = None,
     missed: Mapping[str, frozenset[int]] = MappingProxyType({}),
 ) -> None:
-    """Train the whole topology, or go on with the run in the folder (see crew.launch).
+    """Train the whole topology, or resume the run in the folder (`resume` is as in `crew.launch`).
 
-    Where rounds are time, `steps_of` may say how many steps they had: a run with the same is the same, to the bit.
-    `missed`: of replicas, the rounds whose records are there before their contributions arrive.
+    `steps_of`: for rounds of fixed duration, the steps that they had in an earlier run; the result is then equal to the
+    bit. `missed`: replica -> rounds whose records exist before its contributions arrive.
 
-    Raises the first member's error, if any fails, ConfigError for replicas that need processes of their own, RunFailed
-    if reports could not be followed.
+    Raises the first error of a member, ConfigError for replicas that need separate processes, and RunFailed if reports
+    could not be followed.
     """
     members = MemberThreads(spec, folder, on_report, resume, steps_of, missed)
     try:
@@ -62,7 +62,7 @@ def run_in_process(
 
 
 def require_threads(spec: RunSpec) -> None:
-    """Raise ConfigError for a replica whose engine starts processes of its own."""
+    """Raise ConfigError for a replica whose engine starts its own processes."""
     for index, replica in enumerate(spec.config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.engine != "torch":
             raise ConfigError(
@@ -72,7 +72,7 @@ def require_threads(spec: RunSpec) -> None:
 
 
 class ThreadConnections:
-    """Of a member to what is in this process. Implements Connections."""
+    """Implements Connections for a member by the exchange and the links of this process."""
 
     def __init__(
         self, exchange: Exchange, lines: Lines, upstream: InProcessLink | None, downstream: InProcessLink | None
@@ -82,11 +82,10 @@ class ThreadConnections:
         self._ends = LinkEnds()
 
     def listen(self) -> str:
-        """See Connections: nobody has to find it."""
+        """Return an empty address: neighbours share the link objects."""
         return ""
 
     def open(self, epoch: int, upstream: str, downstream: str) -> LinkEnds:
-        """See Connections."""
         above, below = self._upstream, self._downstream
         self._ends = LinkEnds(
             None if above is None else above.end("backward", epoch),
@@ -95,7 +94,6 @@ class ThreadConnections:
         return self._ends
 
     def give_up(self, before: int, cause: str) -> None:
-        """See Connections."""
         for link in (self._upstream, self._downstream):
             if link is not None:
                 link.give_up(before, cause)
@@ -106,7 +104,10 @@ class ThreadConnections:
 
 
 class MemberThreads:
-    """The members of a run, each a thread, and who watches and audits them. They train as far as the gate is open."""
+    """The members of a run as threads, with the threads that follow their reports and audit rounds.
+
+    Members train as far as the gate is open.
+    """
 
     def __init__(
         self,
@@ -117,7 +118,10 @@ class MemberThreads:
         steps_of: StepsOf | None = None,
         missed: Mapping[str, frozenset[int]] = MappingProxyType({}),
     ) -> None:
-        """`resume`, `missed`: see run_in_process. Raises ConfigError for replicas that need processes of their own."""
+        """`resume`, `steps_of` and `missed` are as in `run_in_process`.
+
+        Raises ConfigError for replicas that need separate processes.
+        """
         require_threads(spec)
         torch.set_num_threads(spec.config.threads)
         self.exchange = make_exchange(spec, folder, resume, lonely=True)
@@ -136,25 +140,28 @@ class MemberThreads:
         ]
 
     def begin(self) -> None:
-        """Let them join, and evaluate what they begin or go on with. Raises HeteroPPError, see begin_run."""
+        """Start the members, which join and evaluate their first parameters.
+
+        Raises HeteroPPError if the run cannot begin.
+        """
         for thread in self._threads:
             thread.start()
         self._auditor = begin_run(self.exchange, self._spec, self._folder, self._resume)
 
     def train(self, round_: int) -> None:
-        """Let them train all rounds up to this one (0: none), and wait until all that they report of it is told.
+        """Train all rounds up to `round_` (0: none), and wait until all reports about them have been handed on.
 
-        Raises the first error of a member, RunFailed if the reports could not be followed.
+        Raises the first error of a member, or RunFailed if the reports could not be followed.
         """
         self.gate.open(round_)
         self.gate.wait_for_members()
         if round_ == self._spec.latest.outer.rounds and not self._errors:
-            self.join()  # the auditor, too, for which no member waits
+            self.join()  # also wait for the auditor, because no member does
         self._watcher.catch_up(self.exchange.reported)
         self.raise_first_error()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait for their end and the auditor's, for so long at most."""
+        """Wait until the members and the auditor have ended, at most for this many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
 
         def left() -> float | None:
@@ -167,19 +174,22 @@ class MemberThreads:
             self._auditor.join(left())
 
     def end_watching(self) -> None:
-        """Wait until the last report is told; none comes after it."""
+        """Wait until the last report has been handed on."""
         self.exchange.end_watching()
         self._watcher.wait()
 
     def raise_first_error(self) -> None:
-        """That of a member that did not fail because of another, if there is one, or of who follows the reports."""
+        """Raise the root error of the members, if any; else the error of the thread that follows the reports.
+
+        An error that only follows from another member's error is raised if there is no other.
+        """
         errors = self._errors
         if errors:
             raise next((error for error in errors if not isinstance(error, LinkClosed | RunFailed)), errors[0])
         self._watcher.raise_error()
 
     def abort(self, cause: str, links_cause: str) -> None:
-        """End the run: whoever waits for the exchange, or for a neighbour, hears why."""
+        """End the run. Members that wait for the exchange or a neighbour raise the cause."""
         self.exchange.fail(cause)
         self.gate.shut(cause)
         for link in self._links.values():
@@ -213,7 +223,7 @@ class MemberThreads:
 
 
 def _links(spec: RunSpec, lines: Lines) -> Mapping[str, InProcessLink]:
-    """The links between the stages of all groups, by name."""
+    """Return the links between the stages of all groups, by name."""
     names = [
         stage_link_name(replica.name, hop)
         for replica in spec.config.replicas

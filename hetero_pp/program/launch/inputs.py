@@ -1,4 +1,4 @@
-"""What a run needs from its surroundings: tokenizer, corpus, free ports, a folder. Checked before anything starts."""
+"""Checks before anything starts what a run needs: tokenizer, corpus, engines, memory, free ports, and a folder."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from replica_groups.engines.build import require_engine
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose inputs were found to be there."""
+    """A run whose inputs were checked."""
 
     spec: RunSpec
     names: Sequence[str]
-    """The members to start here, the exchange among them if it is."""
+    """Names of the members to start here, including the exchange if it starts here."""
     source: Source | None
-    """The corpus, if one of them reads it."""
+    """The corpus, if a process started here reads it."""
     limits: Sequence[Limit] = ()
-    """What this machine would take unreasonably long for; of a check, also what it cannot do."""
+    """Limits of this machine: what would take unreasonably long; with `checks`, also what it cannot do."""
     given: Sequence[Key] = ()
-    """Keys that were set beside the YAML."""
+    """Keys that were given beside the YAML."""
     located: Callable[[ConfigError], ConfigError] = lambda error: error
-    """A complaint about a key, with file and line."""
+    """Adds file and line to an error about a key."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines about the corpus that the user has to see before training begins."""
+        """Notes on the corpus that the user has to see before training begins."""
         return notes_on(self.spec.config.data, self.source)
 
 
@@ -58,13 +58,13 @@ def prepare(
     checks: bool = False,
     on_progress: OnProgress = untold,
 ) -> Prepared:
-    """Look at this machine, load the tokenizer, encode the corpus (or open it), try the ports.
+    """Check this machine, load the tokenizer, encode or open the corpus, and try the ports.
+
+    `only`: check what the named members need; None means all members. `resume`: the weights are in the run's log, so
+    `model.weights` is not needed. `checks`: the run may be meant for several hosts, of which this may be any. Ports of
+    other hosts are then not tried, and limits of this machine are no errors.
 
     Raises ConfigError with file and line.
-
-    With `only`, what the members need that this host carries. A run that goes on has its weights in its log. With
-    `checks` the run may be one of several hosts, of which this may be any: ports of others are not tried, and what
-    this one cannot carry is no error.
     """
     config = file.config.with_absolute_paths()
     try:
@@ -96,7 +96,7 @@ def prepare(
 
 
 def _require_engines(config: RunConfig, names: Sequence[str]) -> None:
-    """Raise ConfigError if a replica that starts here wants an engine that is not installed."""
+    """Raise ConfigError if a replica that starts here needs an engine that is not installed."""
     for index, replica in enumerate(config.replicas):
         if isinstance(replica, DatacenterReplica) and replica.name in names:
             try:
@@ -106,7 +106,7 @@ def _require_engines(config: RunConfig, names: Sequence[str]) -> None:
 
 
 def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str | None) -> None:
-    """Raise ConfigError if a replica on several nodes starts here, and this host alone, or none of them, carries it."""
+    """Raise ConfigError for a multi-node replica that cannot meet: without `only`, or with a bad `rendezvous`."""
     for index, replica in enumerate(config.replicas):
         if not isinstance(replica, DatacenterReplica) or replica.nodes == 1 or replica.name not in names:
             continue
@@ -123,7 +123,7 @@ def _require_meeting_places(config: RunConfig, names: Sequence[str], only: str |
 
 
 def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: OnProgress) -> Source | None:
-    """Encode or open the corpus, if one of these members reads it, or the exchange among them weighs by it."""
+    """Encode or open the corpus if a member started here reads it, or if the exchange weighs replicas by examples."""
     readers = [spec.members[name] for name in names if name in spec.members and spec.members[name].reads_data]
     weighs = EXCHANGE in names and spec.config.outer.weights == "examples"
     if not readers and not weighs:
@@ -137,7 +137,10 @@ def _open_corpus(spec: RunSpec, names: Sequence[str], cache: Path, on_progress: 
 
 
 def require_launchable(config: RunConfig) -> None:
-    """Raise ConfigError for parts that only the fast path has: they need what members do not exchange."""
+    """Raise ConfigError for keys that only the vectorized trainer (`hetero-pp reproduce`) supports.
+
+    They need data that members do not exchange.
+    """
     expected = "expected it left out: only `hetero-pp reproduce` can train with it"
     if config.outer.source == "gradient" and config.inner.steps != 1:
         key, found = ("steps", config.inner.steps) if config.inner.seconds is None else ("seconds", config.inner.length)

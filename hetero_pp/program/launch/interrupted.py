@@ -1,4 +1,4 @@
-"""What to type to go on with a run that was interrupted."""
+"""Prints the command that resumes an interrupted run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replica_groups.saved_states import SavedStates
 
 @contextmanager
 def told_how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) -> Iterator[None]:
-    """Say, if the block is interrupted, how to go on with the run; `command` is what was typed."""
+    """If the block is interrupted, print how to resume the run. `command`: the command as the user typed it."""
     try:
         yield
     except KeyboardInterrupt:
@@ -27,7 +27,7 @@ def told_how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[s
 
 
 def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) -> str:
-    """In one line, the command at its end."""
+    """Return one line that ends with the command to type."""
     command = [part for part in command if part != "--new"]
     has_exchange = EXCHANGE in prepared.names
     members = [name for name in prepared.names if name != EXCHANGE]
@@ -37,7 +37,7 @@ def how_to_go_on(prepared: Prepared, folder: RunFolder, command: Sequence[str]) 
     if not members:
         token = () if "--token-file" in resuming else ("--token-file", str(folder.token))
         return f"resume with (on other hosts, repeat their commands): {shlex.join([*resuming, *token])}"
-    suffice = any if prepared.spec.config.outer.counts else all  # who has only waited has nothing to save
+    suffice = any if prepared.spec.config.outer.counts else all  # a member that has only waited has nothing to save
     if suffice(_states(prepared, folder, member) for member in members):
         return f"resume with: {shlex.join(resuming)}"
     every = format_count(prepared.spec.latest.states_every, "round")

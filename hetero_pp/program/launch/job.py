@@ -1,4 +1,4 @@
-"""What a process of a run is told when it starts: which member it is, and where the run is kept."""
+"""Which member a process of a run is, and where the run is kept: told to it at its start."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from hetero_pp.run.folder import RunFolder
 
 FAILED = 1
 CONSEQUENCE = 3
-"""Exit code of a process that only stopped because another one failed."""
+"""Exit code of a process that stopped only because another one failed."""
 CRASHED = 4
-"""Exit code of a process that could not go on, and may be able to if it is started again."""
+"""Exit code of a process that failed, but may succeed if it is restarted."""
 
 STOP = {"stop": "yes"}
-"""What the launcher sends to have a process save its state and end, or close no further round; and the answer."""
+"""Message by which the launcher asks a process to stop, and the process's answer.
+
+A member saves its state and ends; the exchange closes no further round.
+"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Given to a process when it starts. The rest, which is secret or not known yet, comes over its connection."""
+    """Arguments of a process at its start. Secrets, and what is not known yet, follow over its connection."""
 
     member: str
     folder: RunFolder
     resume: Values | None = None
-    """If the exchange goes on with the run that is in the folder: what is changed from there on."""
+    """Keys that change from here on if the exchange resumes the run in the folder; None if the run is new."""
     again: bool = False
-    """Whether it takes the place of a process that has died, in a run that is under way."""
+    """Whether the process replaces one that died, in a run that is under way."""

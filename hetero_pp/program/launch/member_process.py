@@ -1,8 +1,10 @@
 """The main function of every process that the launcher starts.
 
-Each has a connection to the launcher. Over it comes one JSON object (the launch's token, where the exchange is),
-and back go the exchange's address or the cause of a failure. A later object asks the process to stop. The connection is
-also a lifeline: when the launcher is gone, however it ended, so are its processes.
+The launcher sends one JSON object over the process's connection, with the launch's token or credentials and the
+exchange's address. The process sends back the exchange's address, or the cause of its failure. A later object asks it
+to stop.
+
+The connection is also a lifeline: when the launcher is gone, however it ended, the process ends.
 """
 
 from __future__ import annotations
@@ -51,15 +53,15 @@ from replica_groups.stopping import Stopping
 from replica_groups.take_part import take_part
 
 _SECONDS_TO_HEAR = 5.0
-"""How long the exchange answers once the run has ended, for those that have not heard of it."""
+"""Seconds for which the exchange still answers after the run has ended, for members that have not heard of it."""
 _SECONDS_KEPT = 5.0
-"""How long it keeps memory that was freed: longer than a round's frames are apart."""
+"""Seconds for which the exchange keeps freed memory: longer than the time between two frames of a round."""
 
 
 def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -> NoReturn:
-    """Run one member of the run until it is over, then end the process. `orders`: of what it has to survive."""
+    """Run one member of the run until it is over, then end the process. `orders`: faults to inject, if any."""
     ignore_unheard()
-    os.setsid()  # Ctrl-C reaches the launcher only, which then ends the others
+    os.setsid()  # a session of its own, so that Ctrl-C reaches the launcher only, which then ends this process
     _redirect_output(job.folder.output(job.member), job.again)
     make_printable()
     keep_freed_memory()
@@ -78,7 +80,7 @@ def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -
         else:
             code = _run_member(spec, job, message, launcher, faults, lifeline)
     except EOFError:
-        code = CONSEQUENCE  # the launcher ended before it gave this process anything to do
+        code = CONSEQUENCE  # the launcher ended before it sent the job
     except Exception as error:  # noqa: BLE001 (a bug: the trace goes to the log, one line to the user)
         traceback.print_exc()
         _send(launcher, failure=f"{type(error).__name__}: {error}")
@@ -89,7 +91,7 @@ def process_main(launcher: Connection, job: Job, orders: Orders | None = None) -
 
 
 def _redirect_output(path: Path, goes_on: bool) -> None:
-    """Have a file take what this process prints; what its disk does not take is dropped."""
+    """Redirect standard output and error to a file. Output that the disk does not take is dropped."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC), 0o666)
@@ -102,11 +104,11 @@ def _redirect_output(path: Path, goes_on: bool) -> None:
 
 
 class _Lifeline:
-    """Ends this process with the launcher, however that ended, and stops it when the launcher asks for that."""
+    """Ends this process with the launcher, however the launcher ended, and stops it on the launcher's request."""
 
     def __init__(self, launcher: Connection) -> None:
         self.stop: Callable[[], object] = _signal_itself
-        """Called in another thread than the main one."""
+        """Called on a request to stop, in the lifeline's thread."""
         self._launcher = launcher
         threading.Thread(target=self._follow, name="lifeline", daemon=True).start()
 
@@ -121,7 +123,7 @@ class _Lifeline:
 
 
 def _signal_itself() -> None:
-    """Ask the main thread to save its state and end; a process that does not train yet ends at once."""
+    """Ask the main thread to save its state and end. A process that does not train yet ends at once."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -130,7 +132,7 @@ def _leave() -> NoReturn:
 
 
 def _end_by_sigterm() -> None:
-    """End as a process ends that does not handle SIGTERM, so that whoever has started it sees the signal."""
+    """End by SIGTERM with its default handler, so that the parent process sees the signal in the exit status."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -160,7 +162,8 @@ def _run_exchange(
 
     listen = message.get("listen") or spec.config.exchange.listen
     try:
-        secret, most_open = Secret(message["secret"]), MOST_OPEN + _further_nodes(spec)  # each stays, under one name
+        # Each further node of a member keeps its own connection, under the member's name.
+        secret, most_open = Secret(message["secret"]), MOST_OPEN + _further_nodes(spec)
         opened = (lambda: keep_trying(open_house, _say)) if job.again else open_house
         house = opened() if message["encrypted"] else None
         server, port = serve_exchange(exchange, secret, listen, most_open, house is not None, house)
@@ -191,7 +194,7 @@ def _run_exchange(
 
 
 def _tell_guests(house: OpenHouse | None) -> None:
-    """Give hosts that wait for a group time to hear that the run has ended."""
+    """Give hosts that wait for a group time to learn that the run has ended."""
     if house is not None:
         house.lobby.wait_until_told(_SECONDS_TO_HEAR)
 
@@ -215,7 +218,7 @@ def _run_member(
             _run_ranks(spec, member.replica, job, exchange, credentials, faults, lifeline)
         else:
             _take_part(spec, member, job, exchange, credentials, faults, message["listen"])
-    except OSError as error:  # a disk that is full, for example: that may pass
+    except OSError as error:  # such as a full disk, which may pass
         print(error, file=sys.stderr)
         _send(launcher, failure=str(error))
         return CRASHED
@@ -240,7 +243,7 @@ def _run_ranks(
     faults: Faults,
     lifeline: _Lifeline,
 ) -> None:
-    """One node of a replica. The nodes that wait for one that fails hear of it, even if none of them has joined."""
+    """Run one node of a replica. On failure, report it to the nodes that wait for this one, even if none has joined."""
 
     def on_start(stop: Callable[[], object]) -> None:
         lifeline.stop = stop
@@ -248,7 +251,7 @@ def _run_ranks(
     timeout = spec.config.exchange.timeout
     try:
         run_ranks(replica, spec.run, job.folder, exchange, credentials, timeout, faults.missed, on_start)
-    except Refused:  # one node too many, which has no say
+    except Refused:  # a node too many must not fail the run
         raise
     except (HeteroPPError, OSError) as error:
         if replica.nodes > 1 and not isinstance(error, RunFailed | RankDied):
@@ -260,7 +263,7 @@ def _run_ranks(
 
 
 def _further_nodes(spec: RunSpec) -> int:
-    """Machines beside those that are a member alone."""
+    """Return the number of nodes beyond the first, over all replicas."""
     return sum(one.nodes - 1 for one in spec.config.replicas if isinstance(one, DatacenterReplica))
 
 
@@ -273,6 +276,7 @@ def _take_part(
             stopping = Stopping(signal.SIGTERM, _end_by_sigterm)
             take_part(spec, member, connections, job.folder, faults=faults, stopping=stopping)
         except HeteroPPError as error:
-            if connections.exchange.has_joined:  # who was never let in has no say: another process may have its name
+            # A member that was never admitted must not fail the run: another process may hold its name.
+            if connections.exchange.has_joined:
                 connections.report_failure(str(error), isinstance(error, LinkError | RunFailed))
             raise

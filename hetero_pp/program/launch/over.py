@@ -1,4 +1,4 @@
-"""What a host that carries no exchange keeps of the end of a run: that its exchange has told it, and when."""
+"""The record that a run is over, kept by a host whose run has its exchange elsewhere."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from hetero_pp.run.folder import RunFolder
 
 @dataclass(frozen=True)
 class Over:
-    """The end of a run, as this host heard it."""
+    """The end of a run, as the exchange told this host."""
 
     told: str
-    """Such as `the run is over (round 100 of 100)`."""
+    """What the exchange told, such as `the run is over (round 100 of 100)`."""
     heard: float
-    """In seconds since 1970."""
+    """Time of the message, in seconds since 1970."""
 
 
 def keep_over(folder: RunFolder, over: RunOver) -> None:
-    """Note that the run of a folder is over; on a disk that is full it is not noted."""
+    """Record that the run of a folder is over. A failed write is ignored."""
     with suppress(OSError):
         write_whole(folder.over, json.dumps(asdict(Over(str(over).partition(";")[0], time.time()))).encode())
 
 
 def forget_over(folder: RunFolder) -> None:
-    """Remove the note: the exchange has given this host a slot, so the run of this name is not over."""
+    """Remove the record: the exchange has given this host a slot, so the run of this name is not over."""
     with suppress(OSError):
         folder.over.unlink()
 
 
 def read_over(folder: RunFolder) -> Over | None:
-    """What was noted; None if the run is not known to be over."""
+    """Return the record; None if the run is not known to be over."""
     try:
         return Over(**read_json_object(folder.over))
     except (OSError, ValueError, TypeError):

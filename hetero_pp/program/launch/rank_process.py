@@ -35,16 +35,18 @@ from replica_groups.stopping import Stopping
 from replica_groups.take_part import take_part
 
 _COLLECTIVE_TIMEOUT = timedelta(days=7)
-"""Ranks wait in a collective while their first waits for other replicas, however slow. Who is gone or silent the
-exchange notices, and the launcher ends the ranks of its node."""
+"""Timeout of collectives. It is long because ranks wait in one while the first rank waits for other replicas.
+
+The exchange notices a member that is gone or silent, and the launcher ends the ranks of its node.
+"""
 
 _STOP = signal.SIGUSR2
-"""A rank sends it to itself; torchrun's agent ends ranks by SIGTERM when another one has failed."""
+"""Signal that a rank sends to itself. SIGTERM is taken: torchrun's agent sends it when another rank has failed."""
 
 
 @record
 def main() -> None:
-    """Train as one rank of the member that its argument names, until its standard input ends."""
+    """Train as one rank of the member named in the argument, until standard input ends."""
     job = RankJob(**json.loads(sys.argv[1]))
     threading.Thread(target=_follow_parent, name="lifeline", daemon=True).start()
     make_printable()
@@ -64,19 +66,20 @@ def main() -> None:
                 connections.exchange.stay(platform.node())
             stopping = Stopping(_STOP, _leave)
             take_part(spec, member, connections, folder, ranks, faults=Missed(job.missed), stopping=stopping)
-            ranks.wait()  # the first has told that the member is through, so that none leaves too early
+            ranks.wait()  # rank 0 has reported the end of the member: no rank leaves before
         except (LinkError, RunFailed) as error:
             print(error, file=sys.stderr, flush=True)
             os._exit(CONSEQUENCE)
         except HeteroPPError as error:
-            if connections.exchange.has_joined or not ranks.is_first:  # who was never let in has no say
+            # A member that was never admitted must not fail the run.
+            if connections.exchange.has_joined or not ranks.is_first:
                 connections.report_failure(f"rank {ranks.rank}: {error}")
             raise
     ranks.close()
 
 
 def require_one_run(ranks: Ranks, run: str, member: str) -> None:
-    """Raise HeteroPPError on every rank if one of them has read another configuration than the first."""
+    """Raise HeteroPPError on every rank if one of them has read another configuration than rank 0."""
     runs = ranks.gather_bytes(run.encode())
     for rank, other in enumerate(runs):
         if other != runs[0]:
@@ -86,11 +89,14 @@ def require_one_run(ranks: Ranks, run: str, member: str) -> None:
 
 
 def _follow_parent() -> None:
-    """End with the member's process. The first rank of this node stops, and all others with it, if that asks for it."""
+    """End this rank when the member's process ends.
+
+    On a byte from that process, the first rank of this node stops, and all other ranks with it.
+    """
     if os.environ["LOCAL_RANK"] == "0" and os.read(0, 1):
         os.kill(os.getpid(), _STOP)
     hung_up = select.poll()
-    hung_up.register(0, 0)  # without POLLIN: only the end of the pipe, as a byte in it is for the first rank
+    hung_up.register(0, 0)  # without POLLIN only the end of the pipe wakes it: a byte is for the first rank
     hung_up.poll()
     _leave()
 

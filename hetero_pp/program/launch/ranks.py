@@ -1,8 +1,8 @@
-"""The ranks of a datacenter replica, started by torchrun's agent inside the member's process and watched over by it.
+"""Starts the ranks of a datacenter replica with torchrun's agent, inside the member's process.
 
-Their standard input is a pipe that the member's process holds: when that process ends, however it does, so do they.
-A byte in it asks them to save their state and end.
-Their credentials go through the environment, so that no list of processes shows it.
+Standard input of the ranks is a pipe from the member's process: the ranks end when that process does, however it ends.
+A byte in the pipe asks them to save their state and end. Credentials go through the environment, so that no process
+list shows them.
 """
 
 from __future__ import annotations
@@ -28,26 +28,29 @@ from hetero_pp.run.folder import RunFolder
 from hetero_pp.topology import DatacenterReplica
 
 CREDENTIALS = "HETERO_PP_CREDENTIALS"
-"""The environment variable that carries the member's credentials to its ranks."""
+"""Environment variable with the member's credentials, for its ranks."""
 
 _LISTENING = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The only way to tell gloo and NCCL on which interface ranks listen for each other; by default it is a public one."""
+"""Environment variables with the interface on which ranks listen for each other.
+
+Gloo and NCCL take it in no other way, and by default choose a public interface.
+"""
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """What every rank of a member is told, as its only argument in JSON; see Job."""
+    """Arguments of every rank of a member, passed as one JSON argument."""
 
     member: str
     folder: str
     config_name: str
     exchange: str
     missed: list[int]
-    """Rounds whose contributions are held back; see Faults."""
+    """Rounds whose contributions are held back by injected faults."""
 
 
 class RankDied(HeteroPPError):
-    """A rank was killed: started again, it may go on."""
+    """A rank was killed; a restart may help."""
 
 
 def run_ranks(
@@ -60,12 +63,13 @@ def run_ranks(
     missed: Iterable[int] = (),
     on_start: Callable[[Callable[[], object]], object] = lambda _: None,
 ) -> None:
-    """Run all of this node's ranks to their end; other nodes are waited for `timeout` seconds.
+    """Run all ranks of this node to their end.
 
-    `on_start` is given a function that asks the ranks to save their state and end, for another thread to call.
+    `timeout`: seconds to wait for the other nodes. `on_start` is called with a function that asks the ranks to save
+    their state and end; any thread may call it.
 
-    Raises HeteroPPError with the first rank that failed and its cause; RankDied if it was killed; RunFailed if it
-    failed because of another member.
+    Raises HeteroPPError with the first failed rank and its cause: RankDied if it was killed, RunFailed if it failed
+    because of another member.
     """
     endpoint = meeting_place(replica.rendezvous) if replica.nodes > 1 and replica.rendezvous is not None else ""
     job = RankJob(replica.name, str(folder.path.absolute()), folder.config_name, exchange, sorted(missed))
@@ -99,13 +103,17 @@ def run_ranks(
 
 
 def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The agent ends the other ranks by SIGTERM, and torch knows whole seconds only: such a rank was not the first."""
+    """Return the rank that failed first, and its failure.
+
+    Torch's timestamps are whole seconds, and the agent ends the other ranks by SIGTERM. Ranks that ended by SIGTERM are
+    therefore considered only if there are no others.
+    """
     own = {rank: one for rank, one in error.failures.items() if one.exitcode != -signal.SIGTERM}
     return min((own or error.failures).items(), key=lambda item: item[1].timestamp)
 
 
 def _cause(message: object) -> str:
-    """The last line of what torch noted of a rank's exception."""
+    """Return the last line of the exception that torch recorded for a rank."""
     text = message.get("message", "") if isinstance(message, dict) else str(message)
     lines = [line for line in str(text).splitlines() if line.strip()]
     return lines[-1] if lines else "it printed nothing"
@@ -113,9 +121,9 @@ def _cause(message: object) -> str:
 
 @contextmanager
 def _lifeline() -> Iterator[Callable[[], object]]:
-    """Make a pipe this process's standard input, for its children: it ends when this process does.
+    """Replace standard input by a pipe for child processes, which ends when this process does.
 
-    Yields a function that asks the children to stop. One of them, the first rank here, reads the byte.
+    Yields a function that writes a byte to it to ask the children to stop. The first rank of this node reads the byte.
     """
     reading, writing = os.pipe()
     kept = os.dup(0)

@@ -1,4 +1,4 @@
-"""Runs what starts a run, with metrics, summary, pictures and a live view; goes on with what was recorded before."""
+"""Runs a topology with metrics, summary, pictures and a live view, and reads the earlier record of a resumed run."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from hetero_pp.run.yaml_file import save_config
 from replica_groups.exchange.open_log import fetch_configuration, keep_configuration, open_log, require_unused
 
 MOST_REFUSALS = 20
-"""Of the exchange that are shown; all are in metrics.jsonl."""
+"""Number of the exchange's refusals that are shown; metrics.jsonl has all of them."""
 MOST_REFUSALS_OF_A_MEMBER = 5
 
 OnReport = Callable[[Report], None]
 Start = Callable[[RunSpec, RunFolder, OnReport, Values | None], None]
-"""(spec, folder, on_report, what is changed if it goes on, else None): runs until the run is over."""
+"""(spec, folder, on_report, changed keys if the run is resumed, else None); returns when the run is over."""
 
 
 def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, since: float) -> None:
-    """Run it, with metrics, summary, pictures and a live view. `since`: when the user started the command.
+    """Run a topology with metrics, summary, pictures and a live view. `since`: when the user started the command.
 
-    Raises RunFailed if it ended early without saying why.
+    Raises RunFailed if the run ended early without a reason.
     """
     console = standard_output()
     folder = RunFolder(runs.absolute() / prepared.spec.config.name)
@@ -93,9 +93,9 @@ def run_and_record(prepared: Prepared, runs: Path, start: Start, resume: bool, s
 
 
 def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:
-    """Says who was not let in, by whom and why, once for each; whoever comes again does so from another port.
+    """Return a function that prints each refusal once: sender, message and reason, regardless of the sender's port.
 
-    Every process that refuses has its own number of lines, so that no member can keep those of others from being shown.
+    Each process that refuses has its own limit of lines, so that no member can hide the refusals of others.
     """
     told: defaultdict[str, set[str]] = defaultdict(set)
 
@@ -112,9 +112,9 @@ def _teller_of_refusals(say: Callable[[str], None]) -> Callable[[Report], None]:
 
 
 def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
-    """A new folder for the run, with its configuration.
+    """Make a new folder for the run, with its configuration.
 
-    Raises OSError if the disk does not take it; an earlier run, which was moved aside for it, is then moved back.
+    Raises OSError if the disk does not take it; an earlier run that was moved aside is then moved back.
     """
     folder = RunFolder(runs / spec.config.name)
     with claim_all(runs, spec.config.name):
@@ -127,7 +127,7 @@ def begin_folder(spec: RunSpec, runs: Path) -> RunFolder:
 
 
 def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
-    """The run in the folder as far as it is known before it goes on, and what is changed from there on."""
+    """Return the run in the folder as far as it is known before it resumes, and the keys that change from then on."""
     fetch_configuration(prepared.spec.config, folder)
     try:
         agreement = require_same_run(prepared.spec.config, prepared.given, folder)
@@ -144,8 +144,9 @@ def _going_on(prepared: Prepared, folder: RunFolder) -> tuple[RunSpec, Values]:
 
 
 def _keep_wanted(agreement: Agreement, folder: RunFolder) -> None:
-    """The replicas that are to take part, where its processes read it; `begin_run` says from when on. What is left of
-    an attempt before, which came to nothing, goes.
+    """Record the wanted replicas in the folder, where the run's processes read them.
+
+    `begin_run` decides from which round they hold. Leftovers of an earlier attempt that failed are removed.
     """
     found = agreement.changes
     if REPLICAS in agreement.wanted:
@@ -157,7 +158,7 @@ def _keep_wanted(agreement: Agreement, folder: RunFolder) -> None:
 def _go_on(
     spec: RunSpec, folder: RunFolder, report: Report, state: RunState, recorder: Recorder, say: Callable[[str], None]
 ) -> None:
-    """Apply and record again what had been reported of the rounds before, and sum it up in one line."""
+    """Apply and record the reports of earlier rounds again, and print a line about them."""
     last_round = report.begun.last_round
     for damaged in report.begun.damaged:
         say(f"skipping a damaged file: {damaged}")
@@ -167,7 +168,7 @@ def _go_on(
     for change in _changed_after(Changes.from_json(report.begun.changes), last_round):
         say(change)
     earlier = reports_until(spec.config, folder, last_round, say)
-    with state.lock:  # the display shows these rounds in one line, and none of them alone
+    with state.lock:  # the display then shows these rounds as one line only
         state.closed_earlier = last_round
         for one in earlier:
             state.apply(one)
@@ -178,19 +179,22 @@ def _go_on(
 
 
 class Beginnings:
-    """Tells apart where a run begins, or goes on, from where another exchange takes over from one that has ended."""
+    """Distinguishes a run that begins or resumes from an exchange that was restarted during the run."""
 
     def __init__(self, resume: bool) -> None:
         self._resume, self._has_begun = resume, False
 
     def is_taken_over(self, begun: Begun) -> bool:
-        """Of each beginning that is told, in order; the first may have been missed."""
+        """Return whether a `begun` report is that of a restarted exchange.
+
+        Call it for each such report in order. The first report may have been missed.
+        """
         is_first, self._has_begun = not self._has_begun, True
         return not is_first or (begun.last_round > 0 and not self._resume)
 
 
 def _catch_up(spec: RunSpec, folder: RunFolder, report: Report, state: RunState, recorder: Recorder) -> None:
-    """Tell of rounds that were recorded, and nobody heard of it from the exchange that has ended."""
+    """Report the rounds that were recorded, but not reported before the earlier exchange ended."""
     log = open_log(spec.config, folder)
     for round_ in range(1, report.begun.last_round + 1):
         if round_ not in state.closed:
@@ -200,7 +204,7 @@ def _catch_up(spec: RunSpec, folder: RunFolder, report: Report, state: RunState,
 
 
 def _changed_after(changes: Changes, last_round: int) -> Iterator[str]:
-    """What is another in rounds after this one than before, in words."""
+    """Yield, in words, the changes that take effect after a round."""
     for key, values in changes.history.items():
         for round_ in (since for since in values if since > max(last_round, 1)):
             before = max(since for since in values if since < round_)

@@ -1,8 +1,8 @@
-"""Where the nodes of a datacenter replica meet: a store that listens on one address only, and holds no pickles.
+"""The rendezvous of a datacenter replica's nodes: a store that listens on one address and holds no pickles.
 
-torchrun's own meeting places listen on every interface, and unpickle what they find in their store: whoever reached
-them could run code. Here one node listens on loopback, several on the address that the YAML names, and what is written
-there are numbers and JSON.
+torchrun's own rendezvous listens on every interface and unpickles the content of its store, so anyone who reaches it
+can run code. Here a single node listens on loopback, and several nodes on the address in the YAML. The store holds only
+numbers and JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetero_pp.program.launch.addresses import reached_addresses, resolved
 from hetero_pp.units import format_seconds
 
 BACKEND = "hetero_pp"
-"""The name under which torchrun's agent finds this."""
+"""Name under which torchrun's agent finds this rendezvous."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -35,7 +35,7 @@ _IN_USE_OR_ELSEWHERE = (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
 
 
 def register() -> None:
-    """Let torchrun's agent find this meeting place. May be called again."""
+    """Register this rendezvous with torchrun's agent. May be called again."""
     rendezvous_handler_registry.register(BACKEND, _from_parameters)
 
 
@@ -45,7 +45,7 @@ def _from_parameters(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class NodeRendezvous(RendezvousHandler):
-    """The meeting of a fixed number of nodes, once. `endpoint` is HOST:PORT on one of them, empty for one node."""
+    """A single rendezvous of a fixed number of nodes. `endpoint`: HOST:PORT on one of them; empty for one node."""
 
     def __init__(self, endpoint: str, nodes: int, run: str, timeout: timedelta) -> None:
         self._endpoint = endpoint or f"{LOOPBACK}:0"
@@ -54,18 +54,17 @@ class NodeRendezvous(RendezvousHandler):
         self._timeout = timeout
 
     def get_backend(self) -> str:
-        """See RendezvousHandler."""
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """See RendezvousHandler: ranks dial this store, so that none of them listens for the others."""
+        """Return True, so that ranks dial this store and none of them listens for the others."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See RendezvousHandler. Nodes are numbered as they come.
+        """Return this node's rank in order of arrival, once all nodes have joined.
 
-        Raises Refused if too many come, HeteroPPError with those that came if they are too few within the time limit.
+        Raises Refused if too many nodes join, HeteroPPError with those that joined if too few do within the timeout.
         """
         host, port = _split(self._endpoint)
         try:
@@ -89,27 +88,25 @@ class NodeRendezvous(RendezvousHandler):
         return f"{self._nodes} nodes did not meet at {self._endpoint} within {within} (`exchange.timeout`): {who}"
 
     def is_closed(self) -> bool:
-        """See RendezvousHandler."""
         return False
 
     def set_closed(self) -> None:
-        """See RendezvousHandler: nobody can come later."""
+        """Do nothing: no node can join later."""
 
     def num_nodes_waiting(self) -> int:
-        """See RendezvousHandler: nobody can come later."""
+        """Return 0: no node can join later."""
         return 0
 
     def get_run_id(self) -> str:
-        """See RendezvousHandler."""
         return self._run
 
     def shutdown(self) -> bool:
-        """See RendezvousHandler: the store ends with this process."""
+        """Return True: the store ends with this process."""
         return True
 
 
 def _store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """The store at HOST:PORT: served from here if that is an address of this machine that is free, else dialled."""
+    """Return the store at HOST:PORT. Serve it if the address is free on this machine, else dial it."""
     listening = None
     try:
         family = socket.getaddrinfo(host, port)[0][0]
@@ -120,25 +117,25 @@ def _store(host: str, port: int, timeout: timedelta) -> TCPStore:
     if listening is None:
         return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     port = listening.getsockname()[1]
-    # The store takes over a socket that listens on one address; given a port, it would listen on all of them.
+    # Given a port, the store would listen on all interfaces; given a socket, it listens on that address only.
     descriptor = listening.detach()
     return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def interface_towards(endpoint: str) -> str:
-    """The network interface over which this machine reaches HOST:PORT; loopback's if it is empty.
+    """Return the network interface over which this machine reaches HOST:PORT; loopback's if it is empty.
 
-    Ranks listen on it for each other, and on no other. Raises HeteroPPError if there is none.
+    Ranks listen on this interface only. Raises HeteroPPError if there is none.
     """
     host, port = _split(endpoint or f"{LOOPBACK}:1")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:
-            asking.connect(address)  # sends nothing
+            asking.connect(address)  # a datagram socket: sends nothing
             own = asking.getsockname()[0]
     except OSError as error:
         raise HeteroPPError(f"rendezvous {endpoint}: {error.strerror}") from None
-    wanted = LOOPBACK if own.startswith("127.") else own  # all of 127.0.0.0/8 is loopback's
+    wanted = LOOPBACK if own.startswith("127.") else own  # the interface lists 127.0.0.1 only, for all of 127.0.0.0/8
     for interface, addresses in psutil.net_if_addrs().items():
         if wanted in [one.address.partition("%")[0] for one in addresses]:
             return interface
@@ -146,10 +143,10 @@ def interface_towards(endpoint: str) -> str:
 
 
 def meeting_place(endpoint: str) -> str:
-    """The same HOST:PORT, as this node listens there or dials it.
+    """Return the HOST:PORT at which this node listens or dials.
 
-    On Debian a machine's own name is 127.0.1.1 on it, where no other machine reaches it. If it has one other address
-    that is the one; raises HeteroPPError with what to write instead if it has several, or none.
+    On Debian a machine's own name resolves to 127.0.1.1, which other machines cannot reach. If the machine has exactly
+    one other address, that one replaces it. Raises HeteroPPError with what to write instead if it has none or several.
     """
     host, port = _split(endpoint)
     found = resolved(host)

@@ -1,4 +1,4 @@
-"""How often a process that dies is started again."""
+"""Limits how often a process that dies is restarted."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hetero_pp.run.config import RestartSettings
 
 
 class Restarts:
-    """So many of each process within a time. Pure: every time is an argument."""
+    """Allows a number of restarts per process within a time window. Pure: every time is an argument."""
 
     def __init__(self, settings: RestartSettings) -> None:
         self.settings = settings
         self._begun: defaultdict[str, deque[float]] = defaultdict(deque)
 
     def take(self, member: str, now: float) -> int | None:
-        """Start a member again: the how-manyeth time that is, or None if it was too often."""
+        """Count a restart of a member. Return its number within the window, or None if the limit is reached."""
         begun = self._begun[member]
         while begun and now - begun[0] > self.settings.within:
             begun.popleft()

@@ -1,4 +1,4 @@
-"""Whether a configuration goes on with the run in a folder: what may change while it does, and what may not."""
+"""Decides whether a configuration can resume the run in a folder, and which keys may change."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hetero_pp.settings import NotPartOf, meaning
 
 
 def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder) -> Agreement:
-    """What goes on: the run's first configuration as this host has it, with the replicas that it has here, and what is
-    to be changed.
+    """Return the agreement between a configuration and the run in a folder.
 
-    `given` are the keys that were given beside the YAML. Raises ConfigError if there is no run in the folder, or one
-    that this configuration cannot go on with.
+    It has the run's first configuration with this host's replicas, the changes so far, and the changes that are wanted
+    now. `given`: keys given beside the YAML. Raises ConfigError if the folder has no run, or one that this
+    configuration cannot resume.
     """
     path = folder.config
     if not path.is_file():
@@ -48,15 +48,15 @@ def require_same_run(config: RunConfig, given: Sequence[Key], folder: RunFolder)
 
 
 def _without_replicas(config: RunConfig) -> dict[str, Any]:
-    """What must not change, but for replicas: those may come and go."""
+    """Return the keys that must not change, without replicas, which may join and leave."""
     found = meaning(config, NotPartOf.RUN) | {"weights": config.model.weights}
     return {key: value for key, value in found.items() if key != REPLICAS}
 
 
 def _wanted(config: RunConfig, given: Sequence[Key], first: RunConfig, changes: Changes) -> dict[str, Any]:
-    """What was given and is another value than the run has now.
+    """Return the given keys whose values differ from the run's current ones.
 
-    The YAML alone changes nothing: the run may have begun, or gone on, with something else that was given.
+    The YAML alone changes nothing, because the run may have been started or resumed with other given values.
     """
     began, found = values_of(first), dict[str, Any]()
     for key, value in values_of(config).items():
@@ -67,7 +67,7 @@ def _wanted(config: RunConfig, given: Sequence[Key], first: RunConfig, changes: 
 
 
 def unheeded(config: RunConfig, agreement: Agreement) -> Iterator[str]:
-    """What the YAML says and the run has never had, in words that say how to change it."""
+    """Yield a line for each key of the YAML whose value the run never had, with how to change it."""
     began = values_of(agreement.first)
     for key, value in values_of(config).items():
         had = [*agreement.changes.had(key, began[key]), *([agreement.wanted[key]] if key in agreement.wanted else [])]

@@ -1,4 +1,4 @@
-"""Whether this machine can carry the members that would start on it, which is told before any does."""
+"""Checks before the start whether this machine can run the members that would start on it."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from hetero_pp.units import format_bytes, format_count, format_duration, format_
 from replica_groups.build_member import device_of
 
 LONG_STEP, LONG_RUN = 60.0, 2 * 86400.0
-"""Seconds beyond which a user is warned."""
+"""Seconds of a step, and of the run, beyond which the user is warned."""
 
 ON_THE_HOST = ("error feedback", "round start")
-"""What a replica that trains on GPUs keeps in the machine's memory all the same."""
+"""Kinds of memory that a replica on GPUs keeps in the machine's memory."""
 
 LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Something that this machine cannot do, or should not be asked to."""
+    """Something that this machine cannot do, or would take unreasonably long for."""
 
     key: tuple[str | int, ...]
     message: str
     is_final: bool
-    """Whether it cannot work; otherwise it would take unreasonably long."""
+    """Whether it cannot work at all."""
 
 
 def limits_of(spec: RunSpec, names: Sequence[str]) -> list[Limit]:
-    """What stands against starting these members here."""
+    """Return the limits that starting these members on this machine would exceed."""
     members = [spec.members[name] for name in names if name in spec.members]
     return [*_of_gpus(members), *_of_memory(spec, members), *_of_time(spec, members)]
 
 
 def require_carried(limits: Sequence[Limit]) -> None:
-    """Raise ConfigError for what cannot work."""
+    """Raise ConfigError for the first limit that is final."""
     for limit in limits:
         if limit.is_final:
             raise ConfigError(limit.key, limit.message)
@@ -93,7 +93,7 @@ def _of_memory(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
 
 
 def _held(spec: RunSpec, member: MemberSpec) -> tuple[float, float]:
-    """Bytes of this machine's memory, for parameters and for activations."""
+    """Return the bytes of this machine's memory for (everything but activations, activations)."""
     held = memory_of_member(spec, member, bytes_per_value=4)
     computes = _computes_here(member)
     activations = held.pop("activations")
@@ -120,19 +120,19 @@ def _of_time(spec: RunSpec, members: Sequence[MemberSpec]) -> Iterator[Limit]:
 
 
 def _step_flops(spec: RunSpec, member: MemberSpec) -> float:
-    """Of an inner step, forward and backward."""
+    """Return the floating-point operations of an inner step, forward and backward."""
     sequences = member.replica.batch_size
     flops = 3 * forward_flops(spec.shape, part_of(spec, member), sequences, spec.config.data.sequence_length)
     return _on_this_node(member, flops)
 
 
 def _computes_here(member: MemberSpec) -> bool:
-    """Whether it trains on the CPU: stages do."""
+    """Return whether a member trains on the CPU; stages always do."""
     return not isinstance(member.replica, DatacenterReplica) or device_of(member.replica).type == "cpu"
 
 
 def _on_this_node(member: MemberSpec, amount: float) -> float:
-    """One node's share."""
+    """Return one node's share of an amount."""
     return amount / member.replica.nodes if isinstance(member.replica, DatacenterReplica) else amount
 
 
@@ -145,7 +145,7 @@ def usable_cores() -> int:
 
 
 def _limits_of_containers() -> Iterator[int]:
-    """Memory that a container may use, where there is such a limit."""
+    """Yield the memory limits of the container, in bytes, if it has any."""
     for path in map(Path, LIMITS_OF_CONTAINERS):
         text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
         if text.isdigit():

@@ -1,9 +1,9 @@
-"""TorchX components: a part of a run as a job, on any scheduler that TorchX knows.
+"""TorchX components that run a part of a run as a job, on any scheduler that TorchX supports.
 
 torchx run -s slurm hetero_pp/program/launch/torchx_components.py:part --only dc --config run.yaml --exchange HOST:PORT
 """
 
-# No `from __future__ import annotations` here: TorchX takes types of arguments from the annotations themselves.
+# No `from __future__ import annotations`: TorchX reads argument types from the annotations themselves.
 from torchx import specs
 
 
@@ -19,19 +19,19 @@ def part(
     runs: str = "runs",
     image: str = "hetero-pp",
 ) -> specs.AppDef:
-    """What `hetero-pp launch --only` starts, as a job.
+    """Return a job that runs `hetero-pp launch --only`.
 
     Args:
         config: the YAML of the run, as the job sees it
-        only: a replica of it, or one stage
+        only: name of a replica or of one stage
         exchange: HOST:PORT of the exchange
         token_file: the file with the run's token, as the job sees it
         nodes: machines of the replica, as its YAML says
-        gpus: on each machine
-        cpus: on each machine
-        memory_gb: on each machine
-        runs: where logs and states are kept, the same folder for all machines
-        image: of a container with hetero-pp, where the scheduler starts containers
+        gpus: GPUs of each machine
+        cpus: CPUs of each machine
+        memory_gb: memory of each machine in GB
+        runs: folder of logs and member checkpoints, shared by all machines
+        image: container image with hetero-pp, for schedulers that start containers
     """
     arguments = ["launch", config, "--only", only, "--exchange", exchange]
     role = specs.Role(

@@ -1,4 +1,4 @@
-"""Finds an unfinished run of the same name, so that no command replaces it without being told to."""
+"""Finds an unfinished run of the same name, so that no command replaces it by accident."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ CONTINUE, NEW, QUIT = "continue", "new", "quit"
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run that would be lost from sight, though not deleted, if a new one began under its name."""
+    """An unfinished run that a new run of its name would move aside."""
 
     where: str
-    """Its folder, or the URL of its log in a store."""
+    """The run's folder, or the URL of its log in a store."""
     name: str
     last_round: int
     """Number of the last closed round; 0 if none has closed."""
     rounds: int
     """Number of planned rounds."""
     tickets: int
-    """Tickets with which members take part, or may still join."""
+    """Number of tickets in use by members or still valid."""
     is_in_store: bool
-    """Whether its log lies in a store, where a new run needs another name: nothing is moved aside there."""
+    """Whether its log is in a store. A new run then needs another name, because nothing is moved aside there."""
 
     def __str__(self) -> str:
         if self.last_round:
@@ -52,9 +52,9 @@ class Unfinished:
 def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typed: Sequence[str] = ()) -> bool:
     """Return whether the command resumes the run of this name instead of starting a new one.
 
-    `resume` and `new` are the options that the user gave, `typed` is the command. With neither, and an unfinished run,
-    the user is asked on a terminal. Raises ConfigError if nobody can be asked, if the user wants to quit, or if another
-    launch uses the run.
+    `resume` and `new`: options that the user gave. `typed`: the command. With neither option and an unfinished run, the
+    user is asked on a terminal. Raises ConfigError if there is no terminal, if the user quits, or if another launch
+    uses the run.
     """
     if resume and new:
         raise ConfigError((), "--new: leave out --resume, or give only that")
@@ -79,7 +79,7 @@ def decide_to_resume(config: RunConfig, runs: Path, resume: bool, new: bool, typ
 
 
 def _refusal(found: Unfinished, typed: Sequence[str]) -> str:
-    """What to type instead, in one line."""
+    """Return one line that says what to type instead."""
     other = "give the new one another `name`" if found.is_in_store else "start a new one with --new"
     command = f" (to continue: {shlex.join([*typed, '--resume'])})" if typed else ""
     return f"{found}; continue it with --resume, or {other}{command}"
@@ -88,8 +88,9 @@ def _refusal(found: Unfinished, typed: Sequence[str]) -> str:
 def find_unfinished(config: RunConfig, runs: Path) -> Unfinished | None:
     """Return the unfinished run of this name in the folder `runs`, or in the store of `config`; None if there is none.
 
-    A run is unfinished if it has closed a round, but not its last one; or if it has closed none, and members may hold
-    tickets to it, which a new run would not accept. Raises StoreError if its log cannot be read.
+    A run is unfinished if it has closed a round, but not its last one. It is also unfinished if it has closed none and
+    members may hold tickets to it, because a new run would not accept them. Raises StoreError if its log cannot be
+    read.
     """
     folder = RunFolder(runs.absolute() / config.name)
     if folder.config.is_file():
@@ -104,10 +105,13 @@ def find_unfinished(config: RunConfig, runs: Path) -> Unfinished | None:
 
 
 def _unfinished(folder: RunFolder, where: str, config: RunConfig) -> Unfinished | None:
-    """Look at a run whose configuration is in a folder. A new one tells where it lies, if the old cannot be read."""
+    """Return the run of a folder if it is unfinished, else None.
+
+    If its configuration cannot be read, `config` says where the log is.
+    """
     try:
         earlier, changes = ConfigFile(folder.config).config, read_changes(folder.changes).settled()
-    except ConfigError:  # as written by another version
+    except ConfigError:  # written by another version
         earlier, changes = config, Changes({})
     log = open_log(earlier, folder)
     last, rounds = log.last_record(), changes.had("outer.rounds", earlier.outer.rounds)[-1]

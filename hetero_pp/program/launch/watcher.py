@@ -1,4 +1,4 @@
-"""Follows what a run reports, beside whoever waits for its end."""
+"""Follows a run's reports in a thread, while another thread waits for the end of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Watcher:
         on_report: Callable[[Report], None],
         on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`on_lost` is told why, if no report can come any more."""
+        """Start the thread. `on_lost` is called with the cause if no further report can arrive."""
         self._watch, self._on_report, self._on_lost = watch, on_report, on_lost
         self._error: Exception | None = None
         self._changed = threading.Condition()
@@ -28,7 +28,7 @@ class Watcher:
         self._thread.start()
 
     def catch_up(self, reports: int) -> None:
-        """Wait until so many reports were handed on, or there are no more."""
+        """Wait until this many reports were handed on, or there are no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._handed_on >= reports)
 
@@ -37,7 +37,7 @@ class Watcher:
         self._thread.join()
 
     def join(self) -> None:
-        """Wait for the last report. Raises RunFailed if one of them could not be handed on."""
+        """Wait for the last report. Raises RunFailed if a report could not be handed on."""
         self.wait()
         self.raise_error()
 
@@ -59,9 +59,9 @@ class Watcher:
             Refused,
             RunFailed,
         ) as error:
-            # The crew says why, and whoever counts rounds whether it was too early.
+            # The supervisor reports the cause, and the record shows whether the run ended early.
             self._on_lost(str(error))
-        except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run tells)
+        except Exception as error:  # noqa: BLE001 (a bug: members train on, and the end of the run reports it)
             self._error = error
         finally:
             with self._changed:
