@@ -1,1 +1,1 @@
-"""What a run tells while it runs and when it is over: state, metrics, summary, pictures, the live view."""
+"""State, metrics, summary, pictures and the live view of a run, from its members' reports."""

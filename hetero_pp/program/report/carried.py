@@ -1,4 +1,4 @@
-"""What links and lines have carried, from the reports of who sends."""
+"""Bytes that links and lines have carried, from the reports of the sending members."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hetero_pp.program.report.replica_state import STILL_TOLD
 from hetero_pp.run.spec import RunSpec
 
 RECENT_SECONDS = 5.0
-"""How far back "now" reaches when it says bytes a second."""
+"""Length of the window over which current rates are measured, in seconds."""
 
 
 class Settled:
-    """Bytes of rounds that are long over: a number each."""
+    """Bytes of old rounds, one number per round."""
 
     def __init__(self) -> None:
         self._bytes = array("Q")
         self.total = 0
 
     def append(self, size: int) -> None:
-        """Of the next round, from the first on."""
+        """Add the bytes of the next round, starting with round 1."""
         self._bytes.append(size)
         self.total += size
 
@@ -34,25 +34,25 @@ class Settled:
         return len(self._bytes)
 
     def of_round(self, round_: int) -> int:
-        """0 for one that is not among them."""
+        """Return the bytes of a round; 0 if it has not been added."""
         return self._bytes[round_ - 1] if 0 < round_ <= len(self._bytes) else 0
 
 
 @dataclass
 class DirectionState:
-    """One direction of a link."""
+    """Traffic of one direction of a link."""
 
     bandwidth: float | None
     rounds: dict[int, LinkUse] = field(default_factory=dict)
-    """The latest count of every round that is told of still; round 0 is what came before the first inner step."""
+    """Latest count of every round that may still be reported; round 0 is the traffic before the first inner step."""
     _settled_payload: Settled = field(default_factory=Settled)
     _settled_wire: Settled = field(default_factory=Settled)
-    """Of every round before those."""
+    """Bytes of every earlier round."""
     _settled_busy: float = 0.0
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     def apply(self, time: float, use: LinkUse, since: float) -> None:
-        """Replace the round's count, told at `time`; the first count of all has grown since `since`."""
+        """Replace the count of a round, reported at `time`. The first count of all has grown since `since`."""
         if not self._recent:
             self._recent.append((since, 0))
         if not 0 < use.round <= self._settled_wire.rounds:
@@ -62,7 +62,7 @@ class DirectionState:
             self._recent.popleft()
 
     def settle(self, closed: int) -> None:
-        """A round is closed: of those long before it nothing more will be told, and only a few numbers are kept."""
+        """Keep only the totals of rounds long before the round that closed, because they get no further report."""
         for round_ in range(self._settled_wire.rounds + 1, closed - STILL_TOLD + 1):
             use = self.rounds.pop(round_, LinkUse())
             self._settled_payload.append(use.payload_bytes)
@@ -70,11 +70,11 @@ class DirectionState:
             self._settled_busy += use.busy_seconds
 
     def payload_bytes_of_round(self, round_: int) -> int:
-        """0 if nothing was told of it."""
+        """Return the payload bytes of a round; 0 if none were reported."""
         return self.rounds[round_].payload_bytes if round_ in self.rounds else self._settled_payload.of_round(round_)
 
     def wire_bytes_of_round(self, round_: int) -> int:
-        """0 if nothing was told of it."""
+        """Return the bytes on the wire of a round; 0 if none were reported."""
         return self.rounds[round_].wire_bytes if round_ in self.rounds else self._settled_wire.of_round(round_)
 
     @property
@@ -87,17 +87,17 @@ class DirectionState:
 
     @property
     def busy_seconds(self) -> float:
-        """Since the first inner step."""
+        """Seconds for which the direction was busy since the first inner step."""
         return self._settled_busy + sum(use.busy_seconds for round_, use in self.rounds.items() if round_ > 0)
 
     def busy_share(self, training_seconds: float) -> float | None:
-        """Of the time since the first inner step; None if the direction has no bandwidth to fill."""
+        """Return the busy share of the time since the first inner step; None without a bandwidth limit."""
         if self.bandwidth is None:
             return None
         return min(1.0, self.busy_seconds / training_seconds) if training_seconds > 0 else 0.0
 
     def recent_bytes_per_second(self, now: float) -> float:
-        """On the wire, over about the last five seconds."""
+        """Return the bytes per second on the wire over about the last RECENT_SECONDS."""
         if not self._recent:
             return 0.0
         older = [sample for sample in self._recent if sample[0] <= now - RECENT_SECONDS]
@@ -107,7 +107,7 @@ class DirectionState:
 
 @dataclass
 class LinkState:
-    """Both directions of one link."""
+    """Traffic of both directions of one link."""
 
     spec: LinkSpec
     directions: dict[Direction, DirectionState]
@@ -127,7 +127,7 @@ class LinkState:
 
 @dataclass
 class LineState:
-    """One line: what all links that pass it carry together, each way."""
+    """Traffic of one line, up and down: the sum over all links that pass it."""
 
     spec: LineSpec
     carried: Mapping[Way, Sequence[DirectionState]]
@@ -146,7 +146,7 @@ class LineState:
         return sum(direction.payload_bytes for direction in self.carried[way])
 
     def busy_share(self, way: Way, training_seconds: float) -> float | None:
-        """Of the time since the first inner step; None if the line has no bandwidth to fill."""
+        """Return the busy share of the time since the first inner step; None without a bandwidth limit."""
         rate = self.spec.bandwidth(way)
         if rate is None:
             return None
@@ -154,12 +154,12 @@ class LineState:
         return min(1.0, 8 * carried / rate / training_seconds) if training_seconds > 0 else 0.0
 
     def recent_bytes_per_second(self, way: Way, now: float) -> float:
-        """On the wire, over about the last five seconds."""
+        """Return the bytes per second on the wire over about the last RECENT_SECONDS."""
         return sum(direction.recent_bytes_per_second(now) for direction in self.carried[way])
 
 
 def lines_of(spec: RunSpec, links: Mapping[str, LinkState]) -> dict[str, LineState]:
-    """Which directions of links leave by each line, and which come by it."""
+    """Return the state of each line, with the link directions that pass it up and down."""
     carried: dict[str, dict[Way, list[DirectionState]]] = {name: {"up": [], "down": []} for name in spec.lines}
     for link in links.values():
         for direction, state in link.directions.items():

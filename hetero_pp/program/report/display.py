@@ -1,4 +1,4 @@
-"""What the terminal shows: a live view while a run goes on (or one line a round), and the tables at its end."""
+"""Terminal output of a run: a live view or one line per round while it runs, and tables at its end."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ STALL_SECONDS = 60.0
 ROWS_BESIDE_LINKS = 13
 """Rows of the live view that are neither a replica nor a link."""
 ROWS_OF_A_HEAD = 3
-"""Of a table."""
+"""Rows of a table's head."""
 
 
 class LiveDisplay:
-    """Shows a run while it goes on: a view that refreshes itself on a terminal, else one line a round."""
+    """Shows a running run: a live view on a terminal, else one line per round."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class LiveDisplay:
         clock: Callable[[], float] = time.time,
         since: float | None = None,
     ) -> None:
-        """`since`: when the user started the command, by `clock`."""
+        """`since`: when the user started the command, in seconds of `clock`."""
         self._state = state
         self._since = since
         self._console = console
@@ -79,7 +79,10 @@ class LiveDisplay:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """The view of a run that ended well goes away, as the tables of `print_result` follow."""
+        """Stop the display.
+
+        The live view of a run that ended well disappears, because `print_result` prints its tables.
+        """
         self._ended.set()
         self._thread.join()
         if self._live is not None:
@@ -90,14 +93,14 @@ class LiveDisplay:
             self._say_what_is_new(is_last=True)
 
     def refresh(self) -> None:
-        """Bring what is shown up to date. The display does so by itself four times a second."""
+        """Update what is shown. The display does so by itself every REFRESH_SECONDS."""
         if self._live is not None:
             self._live.update(self.view(), refresh=True)
         else:
             self._say_what_is_new(is_last=False)
 
     def view(self) -> Group:
-        """The whole live view."""
+        """Return the whole live view."""
         with self._state.lock:
             return live_view(self._state, self._clock(), self._console.height)
 
@@ -112,14 +115,14 @@ class LiveDisplay:
             self._say(line)
 
     def _beginning_due(self) -> Iterator[str]:
-        """Once all members have joined, that they have."""
+        """Yield once, when all members have joined, the line that says so."""
         with self._state.lock:
             if not self._joining_told and self._state.joined_at is not None:
                 self._joining_told = True
                 yield joined_line(self._state, self._since)
 
     def _waiting_due(self, is_last: bool) -> Iterator[str]:
-        """Whom the exchange waits for, each time that it tells."""
+        """Yield what the exchange waits for, once per report of it."""
         with self._state.lock:
             is_new = self._state.waiting is not self._waiting_told
             self._waiting_told = self._state.waiting
@@ -127,7 +130,7 @@ class LiveDisplay:
                 yield waiting_line(self._state, now=self._clock())
 
     def _lines_due(self, is_last: bool) -> list[str]:
-        """Return the lines of closed rounds, in order. A line waits for its validation loss, see `_is_complete`."""
+        """Return the lines of closed rounds, in order. A line waits for its validation loss (see `_is_complete`)."""
         lines: list[str] = []
         with self._state.lock:
             first = max(self._rounds_told, self._state.closed_earlier) + 1
@@ -144,8 +147,8 @@ class LiveDisplay:
         """Return whether the validation loss of a round is known, or is not waited for any longer.
 
         The loss arrives after the round closes, in fast runs even after the next round closes. It is not waited for
-        while the run pauses, nor for longer than `LOSS_SECONDS` after the next round closed, or after this round closed
-        if all replicas that lack it have lost a member.
+        while the run pauses, nor for longer than `LOSS_SECONDS` after the next round closed. If all replicas that lack
+        it have lost a member, those seconds count from the close of this round.
         """
         state = self._state
         if state.mean_validation_loss(round_) is not None or state.standings.pause is not None:
@@ -159,11 +162,11 @@ class LiveDisplay:
         tell(self._console, line)
 
 
-# ---- lines, where there is no terminal ----
+# ---- lines, without a terminal ----
 
 
 def start_line(state: RunState) -> str:
-    """What is about to run."""
+    """Return a line on the run that is about to start."""
     spec = state.spec
     replicas = format_count(sum(not replica.optional for replica in spec.config.replicas), "replica")
     return (
@@ -186,7 +189,7 @@ def joined_line(state: RunState, since: float | None = None) -> str:
 
 
 def _with_nodes(state: RunState, member: str) -> str:
-    """A member that joins once several nodes have met says so: those that are there may wait for others."""
+    """Return a member's name, with a note if it joins only once all of its nodes have met."""
     replica = state.spec.members[member].replica
     if isinstance(replica, DatacenterReplica) and replica.nodes > 1:
         return f"{member} (once its {replica.nodes} nodes have met)"
@@ -211,8 +214,11 @@ def waiting_line(state: RunState, now: float | None = None, sees_all: bool = Tru
 
 
 def _contributing(state: RunState, waiting: Waiting, now: float, seconds: float, sees_all: bool) -> str:
-    """`round 1: training (2 of 50 inner steps; waiting for 5 of 5 contributions)`, which members are late, and for how
-    many `seconds` the round has stalled: an inner step may take longer than the exchange waits before it reports.
+    """Return the line for a round whose contributions are awaited.
+
+    It is of the form `round 1: training (2 of 50 inner steps; waiting for 5 of 5 contributions)`. It names the late
+    members, and the `seconds` for which the round has stalled. These are left out while members train, because an inner
+    step may take longer than the exchange waits before it reports.
     """
     missing = [one.member for one in waiting.missing]
     total = len({*state.contributing_members(waiting.round), *missing})
@@ -237,7 +243,7 @@ def _contributing(state: RunState, waiting: Waiting, now: float, seconds: float,
 
 
 def earlier_line(state: RunState) -> str:
-    """`rounds 1 to 12 were closed earlier; last validation loss 4.3100`"""
+    """Return a line on earlier rounds: `rounds 1 to 12 were closed earlier; last validation loss 4.3100`."""
     last = state.closed_earlier
     rounds = "round 1 was" if last == 1 else f"rounds 1 to {last} were"
     losses = (state.mean_validation_loss(round_) for round_ in range(last, -1, -1))
@@ -246,7 +252,7 @@ def earlier_line(state: RunState) -> str:
 
 
 def round_line(state: RunState, round_: int) -> str:
-    """What a closed round brought; whom it does not count, and which losses are missing, with why."""
+    """Return the line of a closed round: losses, seconds, excluded replicas, and missing losses with reasons."""
     replicas = state.of_round(round_)
     losses = ", ".join(f"{name} {_loss(replica.round_loss(round_))}" for name, replica in replicas.items())
     uncounted = state.standings.not_counted(round_)
@@ -260,7 +266,7 @@ def round_line(state: RunState, round_: int) -> str:
 
 
 def _validation(state: RunState, round_: int) -> str:
-    """The mean over all replicas; over those that told theirs, by name, if others could not."""
+    """Format the mean validation loss; if some replicas could not report theirs, the losses of the others by name."""
     mean = state.mean_validation_loss(round_)
     if mean is not None or not (state.standings.not_counted(round_) or state.missing_losses(round_)):
         return _loss(mean)
@@ -272,7 +278,7 @@ def _validation(state: RunState, round_: int) -> str:
 
 
 def live_view(state: RunState, now: float, height: int) -> Group:
-    """Title, progress, replicas and links, of which only the busiest are shown if not all fit into `height`."""
+    """Return title, progress, replicas, lines and links; only the busiest links if not all fit into `height` rows."""
     links, lines, status = list(state.links.values()), list(state.lines.values()), list(_status(state, now))
     others = len(state.replicas) + max(0, len(status) - 1) + (len(lines) + ROWS_OF_A_HEAD if lines else 0)
     room = max(3, height - ROWS_BESIDE_LINKS - others)
@@ -315,7 +321,7 @@ def _progress(state: RunState, now: float) -> Table:
 
 
 def _status(state: RunState, now: float) -> Iterator[Text]:
-    """Who is gone, and who is missing, if the run waits for somebody."""
+    """Yield lines on members that are gone, and on what the run waits for."""
     yield from (Text(f" {line}", style="yellow") for line in trouble_lines(state.standings, now))
     if state.waiting is not None and state.waiting_told is not None:
         yield Text(f" {waiting_line(state, now)}", style="yellow")
@@ -341,7 +347,7 @@ def _live_replicas(state: RunState, now: float) -> PlainTable:
 
 
 def _steps(state: RunState, replica: ReplicaState) -> str:
-    """That it has done; of how many, where that is known."""
+    """Format the inner steps that a replica has done, and their planned number if it is known."""
     planned = "" if state.inner_steps is None else f"/{state.rounds_planned * state.inner_steps}"
     return f"{replica.steps_done}{planned}"
 
@@ -366,7 +372,7 @@ def _live_links(state: RunState, links: list[LinkState], now: float) -> PlainTab
 
 
 def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """What a run brought, from its summary; `folder` is where its files are."""
+    """Print the results of a run from its summary. `folder`: where the run's files are."""
     console.print(_result_replicas(summary))
     console.print(_result_links(summary))
     if summary["lines"]:
@@ -376,7 +382,7 @@ def print_result(console: Console, summary: Mapping[str, Any], folder: Path) -> 
 
 
 def _result_replicas(summary: Mapping[str, Any]) -> PlainTable:
-    """Validation loss at first, after the first round and after the last; those between are in the files."""
+    """Return a table of the replicas, with validation losses before training and after the first and last round."""
     rounds = sorted({1, summary["rounds"]} - {0})
     validation = ["validation initial", *(f"validation round {round_}" for round_ in rounds)]
     table = PlainTable(["replica", "kind"], ["tokens", "training loss", *validation])
@@ -449,7 +455,7 @@ def _loss(loss: float | None) -> str:
 
 
 def _clock_time(seconds: float) -> str:
-    """95 -> "1:35"."""
+    """Format seconds as a clock: 95 -> "1:35"."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

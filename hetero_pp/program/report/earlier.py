@@ -1,6 +1,6 @@
-"""What had been reported of a run that ended early, to be reported again when it goes on.
+"""Reads the reports of an earlier start of a run, so that a resumed run can apply and record them again.
 
-After which round it goes on is not decided here: members say what they have, and the exchange chooses
+The round from which a run resumes is not decided here: members report what they have, and the exchange chooses
 (replica_groups.exchange.restart).
 """
 
@@ -24,19 +24,23 @@ from hetero_pp.run.folder import RunFolder
 from replica_groups.exchange.open_log import open_log
 
 _KEPT = ("begun", "inner_step", "evaluation", "link_use", "member_round", "refusal", "round_verified")
-"""Events that a run which goes on tells again; closed rounds are in the log."""
+"""Events that a resumed run reports again up to a round. Closed rounds are in the log instead."""
 
 _LINE_CHARACTERS_MAX = 2**20
-"""Characters of one line of metrics.jsonl; what is longer is read in parts, none of which is JSON."""
+"""Most characters read as one line of metrics.jsonl.
+
+The pieces of a longer line are not valid JSON, so they are skipped.
+"""
 
 _KEPT_UNTIL = ("joined", "standing")
-"""The same of those that name no round, up to the close of the last that is kept."""
+"""Events without a round that a resumed run reports again, up to the close of the last round that is kept."""
 
 
 def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Callable[[str], None]) -> list[Report]:
-    """What was reported of a run's rounds up to this one: closed rounds by its log, the rest as far as it was noted.
+    """Return the earlier reports of a run up to a round, in order of time.
 
-    With overlap the steps of the next round, too: they are part of the states that members go on from.
+    Closed rounds come from the run's log, and all else from metrics.jsonl. With overlap, the steps of the next round
+    are included, because the members' states contain them. `complain` is called with a line on what is missing.
     """
     until_of = {"inner_step": last + config.outer.overlap}
     reports, unplaced, closed, strange = [], [], {}, 0
@@ -61,13 +65,13 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
         except (DamagedFile, FileNotFoundError) as error:
             complain(f"the contributions of round {round_} are missing from the summary: {error}")
             record = RoundRecord(round=round_)
-        when = max(when, closed.get(round_, when))  # of one that was not noted before the end: after the one before
+        when = max(when, closed.get(round_, when))  # a close that was not recorded: assume the time of the round before
         reports.append(Report(time=when, member=EXCHANGE, round_closed=record))
     return sorted(reports, key=lambda report: report.time)
 
 
 def last_closed(folder: RunFolder) -> int:
-    """Return the last round whose close was noted; 0 if none was."""
+    """Return the last round whose close was recorded in metrics.jsonl; 0 if there is none."""
     closed = (line for line in _lines(folder.metrics, '"round_closed"') if isinstance(line, dict))
     rounds = (line.get("round") for line in closed if line.get("event") == "round_closed")
     known = {round_ for round_ in rounds if isinstance(round_, int) and round_ > 0}
@@ -75,13 +79,13 @@ def last_closed(folder: RunFolder) -> int:
 
 
 def _lines(metrics: Path, having: str = "") -> Iterator[Any]:
-    """Yield the lines that hold a text, parsed; nothing if there is no such file."""
+    """Yield the parsed lines that contain a text; nothing if the file does not exist."""
     if not metrics.is_file():
         return
     with metrics.open(encoding="utf-8", errors="replace") as file:
         while line := file.readline(_LINE_CHARACTERS_MAX):
             if having in line:
-                with suppress(ValueError):  # the last line of a run that was killed as it wrote
+                with suppress(ValueError):  # the last line may be cut off if the run was killed
                     yield parse_json(line)
 
 
@@ -91,7 +95,7 @@ def _report(line: dict[str, Any]) -> Report:
         line = line | {"what": Happened.Value(line["what"].upper())}
     _fill(getattr(report, line["event"]), line)
     if report.HasField("begun"):
-        report.begun.ClearField("changes")  # the start that goes on now tells them all
+        report.begun.ClearField("changes")  # the resumed run's own `begun` report has all changes
     return report
 
 
@@ -100,7 +104,7 @@ def _fill(message: Message, line: dict[str, Any]) -> None:
     for field in message.DESCRIPTOR.fields:
         value = line.get(field.name)
         if field.is_repeated:
-            if value:  # several texts were joined to one
+            if value:  # several texts were joined into one
                 getattr(message, field.name).append(value)
         elif value is not None:
             is_bytes = field.type == FieldDescriptor.TYPE_BYTES

@@ -1,4 +1,4 @@
-"""Keeps what the program prints within what its output can hold: ASCII, wherever that is not UTF-8 (cron, Docker)."""
+"""Prints ASCII where the output's encoding is not UTF-8, as under cron or in Docker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import sys
 
 _ERRORS = "hetero_pp.ascii"
-"""Name of the error handler for characters that an output cannot hold."""
+"""Name of the error handler for characters that the output's encoding lacks."""
 
 _ASCII = {
     "–": "-",
@@ -35,7 +35,7 @@ _ASCII = {
     "│": "|",
     "┃": "|",
 }
-"""What the signs that the program uses become; other characters become `\\xe9` or `\\u03b8`."""
+"""Replacements of the program's signs; other characters become escapes such as `\\xe9` or `\\u03b8`."""
 
 
 def make_printable() -> None:
@@ -51,12 +51,15 @@ def make_printable() -> None:
 
 
 def in_ascii(text: str) -> str:
-    """Return a text as an output in ASCII shows it. Tables are laid out with it: some signs become two letters."""
+    """Return a text as an ASCII output shows it.
+
+    Tables use this for their widths, because some signs become two letters.
+    """
     return text if text.isascii() else "".join(one if one.isascii() else _of(one) for one in text)
 
 
 def _of(character: str) -> str:
-    if "\udc80" <= character <= "\udcff":  # a byte of a file name or an argument that is not text
+    if "\udc80" <= character <= "\udcff":  # a byte of a file name or an argument that is not valid text
         return f"\\x{ord(character) - 0xDC00:02x}"
     return _ASCII.get(character) or character.encode("ascii", "backslashreplace").decode()
 

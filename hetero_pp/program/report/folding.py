@@ -1,4 +1,4 @@
-"""Text in lines of a given width: broken between words, and within a long one where people would break it."""
+"""Wraps text to a given width, between words and within long names at natural places."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 _HELD = "\N{NO-BREAK SPACE}"
 _WITHIN_A_QUANTITY = re.compile(r"(?<=\d) (?=[A-Za-zµ%/])|(?<= /) (?=\d)| (?== )|(?<= =) ")
-"""Between a number and its unit, around the slash of `20 / 100 Mbit/s`, and in `H = 15`."""
+"""Spaces that never break: before a unit, around the slash of `20 / 100 Mbit/s`, and in `H = 15`."""
 _WITHIN_A_NAME = re.compile(r"(?<=[A-Za-z)\]][-._/=,:])(?=[\w(\[])")
-"""After a sign that joins its parts; never within a number."""
+"""Places where a long name may break: after a sign that joins its parts, but not before a number."""
 
 
 def fold(text: str, width: int, indent: str = "", hanging: str | None = None) -> list[str]:
-    """Lines of at most `width`, `indent` before each (`hanging` before all but the first).
+    """Return the text as lines of at most `width`, with `indent` before each (`hanging` before all but the first).
 
-    Words that are wider, such as paths, stay whole.
+    Longer words, such as paths, stay whole.
     """
     held = _WITHIN_A_QUANTITY.sub(_HELD, text)
     lines = textwrap.wrap(
@@ -31,7 +31,7 @@ def fold(text: str, width: int, indent: str = "", hanging: str | None = None) ->
 
 
 def fold_names(text: str, width: int) -> list[str]:
-    """As `fold`, but names that are wider are broken, too, between their parts: `replicas.home.` and `boundary`."""
+    """Fold a text as `fold` does, and break longer names between their parts: `replicas.home.` and `boundary`."""
     lines: list[str] = []
     for line in fold(text, width):
         lines += [line] if len(line) <= width else _joined(_WITHIN_A_NAME.split(line), width)
@@ -39,12 +39,12 @@ def fold_names(text: str, width: int) -> list[str]:
 
 
 def widest_word(text: str) -> int:
-    """The least width that `fold` can keep to."""
+    """Return the least width that `fold` can keep to."""
     return max(map(len, fold(text, 1)))
 
 
 def widest_part(text: str) -> int:
-    """The least width that `fold_names` can keep to."""
+    """Return the least width that `fold_names` can keep to."""
     return max(len(part) for word in fold(text, 1) for part in _WITHIN_A_NAME.split(word))
 
 

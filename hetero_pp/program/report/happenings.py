@@ -1,4 +1,4 @@
-"""One line for each thing that happens to a member, a replica or the run: who is gone, comes back, was late."""
+"""Membership events (`happenings`) of a run as lines of text."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from hetero_pp.units import format_seconds
 
 
 class Happenings:
-    """Turns reports of one start of a run into lines, as they come. What one line has said the next leaves out."""
+    """Turns the reports of one start of a run into lines, in order, without repeating a cause."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._members = spec.members
         self._returned, self._keeps_local = spec.config.outer.returned, spec.config.outer.keep_local
         self._has_begun = False
         self._told_of: dict[str, str] = {}
-        """By place, what was said last of why it is gone."""
+        """Last reported cause by slot (`place`), for slots without a member."""
         self._lost: dict[str, str] = {}
-        """By replica, the place that it has lost, until it was said what that means for it."""
+        """Vacant slot by replica, until the effect on the replica is reported."""
         self._paused_at: float | None = None
 
     def lines(self, report: Report) -> Iterator[str]:
-        """What a report says of that; mostly nothing."""
+        """Yield the lines of a report; usually none."""
         match report.WhichOneof("event"):
             case "begun":
                 self._has_begun = True
@@ -121,5 +121,5 @@ class Happenings:
 
 
 def _again(term: int) -> str:
-    """What follows `has joined`; the first process that holds a place is no other's successor."""
+    """Return the text after `has joined`; empty for the first incarnation (`term`) of a slot's member."""
     return "" if term <= 1 else f" again (incarnation {term})"

@@ -1,4 +1,4 @@
-"""Lines in tables: while a run goes on, and at its end."""
+"""Tables of access lines, for the live view and the end of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_pp.units import format_bits_per_second, format_bytes
 
 
 def live_lines(lines: Sequence[LineState], seconds: float, now: float) -> PlainTable:
-    """What each line carries, `seconds` after training began."""
+    """Return a table of what each line carries, `seconds` after training began."""
     table = PlainTable(["line", "up / down"], heads_of(WAYS, "now", "busy", "total"), spare=["up / down"])
     for line in lines:
         table.add_row(
@@ -27,7 +27,7 @@ def live_lines(lines: Sequence[LineState], seconds: float, now: float) -> PlainT
 
 
 def result_lines(summary: Mapping[str, Any]) -> PlainTable:
-    """What each line carried in a run, from its summary."""
+    """Return a table of what each line carried in a run, from its summary."""
     table = PlainTable(["line", ""], ["bandwidth", "payload", "wire", "busy"])
     for line in summary["lines"]:
         table.add_both(

@@ -1,4 +1,4 @@
-"""How the program prints: as wide as the terminal is, and 80 columns where there is none."""
+"""Prints text to the terminal's width, or 80 columns without a terminal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hetero_pp.program.report.encoding import in_ascii
 from hetero_pp.program.report.folding import fold
 
 WIDTH_OF_FILES = 80
-"""Columns where there is no terminal: pipes and files are read in terminals, logs and chats."""
+"""Columns without a terminal: pipes and files are read in terminals, logs and chats."""
 
 
 class SafeConsole(Console):
-    """Prints control characters of names, files and messages as escapes, so that no text steers the terminal."""
+    """A console that prints control characters as escapes, so that no name, file or message controls the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -31,14 +31,17 @@ class SafeConsole(Console):
 
 
 def standard_output() -> Console:
-    """Where a command prints. The width is that of the terminal; where there is none `COLUMNS`, else 80."""
+    """Return the console on which a command prints.
+
+    Its width is that of the terminal; without one, `COLUMNS`, else 80.
+    """
     console = SafeConsole()
     is_given = os.environ.get("COLUMNS", "").isdigit()
     return console if console.is_terminal or is_given else SafeConsole(width=WIDTH_OF_FILES)
 
 
 def say(console: Console, text: str, bold: str = "", style: str = "", indent: str = "") -> None:
-    """A sentence, in as many lines as it takes; what it begins with may be `bold`."""
+    """Print a sentence, wrapped to the console's width. `bold`: the beginning of the text to print bold."""
     shown = in_ascii(text) if console.options.ascii_only else text
     found = Text("\n".join(fold(shown, console.width, indent)), style=style)
     found.stylize("bold", 0, len(bold))
@@ -46,14 +49,14 @@ def say(console: Console, text: str, bold: str = "", style: str = "", indent: st
 
 
 def tell(console: Console, line: str, style: str = "", hanging: str = "  ") -> None:
-    """What happened: one line, as a log is searched for it; folded on a terminal, with `hanging` before the rest."""
+    """Print an event in one line, so that logs can be searched; on a terminal, wrap it with `hanging` as indent."""
     shown = in_ascii(line) if console.options.ascii_only else line
     shown = "\n".join(fold(shown, console.width, hanging=hanging)) if console.is_terminal else shown
     console.print(Text(shown, style=style), soft_wrap=True)
 
 
 def complain(message: str) -> None:
-    """What went wrong, to standard error: folded on a terminal, else one line."""
+    """Print an error to standard error: wrapped on a terminal, else as one line."""
     message = without_controls(message)
     width = shutil.get_terminal_size().columns
     print("\n".join(fold(message, width, hanging="  ")) if sys.stderr.isatty() else message, file=sys.stderr)

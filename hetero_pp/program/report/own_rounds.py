@@ -1,4 +1,4 @@
-"""What a host shows that carries some members of a run: their rounds, and whom the run waits for. Lines only."""
+"""Lines that a host with some members of a run prints: their rounds, and what the run waits for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ from hetero_pp.units import format_bytes, format_seconds
 
 
 class OwnRounds:
-    """Turns what some members tell, and what concerns everybody, into lines. Needs no other member's reports."""
+    """Turns reports of this host's members, and reports about the whole run, into lines.
+
+    Needs no reports of other members.
+    """
 
     def __init__(
         self, spec: RunSpec, members: Sequence[str], say: Callable[[str], None], since: float = -math.inf
     ) -> None:
-        """`since`: when this host started these members. Their rounds before that are summed up in one line."""
+        """`since`: when this host started these members, in seconds since 1970.
+
+        Their rounds before that are summed up in one line.
+        """
         self._since = since
         self._earlier: dict[str, int] = {}
         """Last round that each member reported before this start."""
@@ -36,11 +42,11 @@ class OwnRounds:
 
     @property
     def failed(self) -> str | None:
-        """Why the run has failed, on whatever host; None if it has not."""
+        """Reason why the run has failed, on any host; None if it has not."""
         return self._state.failed
 
     def on_report(self, report: Report) -> None:
-        """Take in one report, and say what is new."""
+        """Take in one report, and print what is new."""
         had_joined = self._state.joined_at is not None
         self._state.apply(report)
         for line in self._happenings.lines(report):
@@ -62,7 +68,7 @@ class OwnRounds:
             self._round(sent, report.member, report.member_round)
 
     def _round(self, sent: float, member: str, told: MemberRound) -> None:
-        """`sent`: when a member of this host sent it, by this host's clock."""
+        """Print the line of a round. `sent`: when a member of this host sent the report, by this host's clock."""
         if sent < self._since:
             self._earlier[member] = max(told.round, self._earlier.get(member, 0))
             return
@@ -72,11 +78,15 @@ class OwnRounds:
         self._say(self._line(member, told))
 
     def _take_part(self, finishing: Collection[str]) -> bool:
-        """Whether a member of this host took part in the last round."""
+        """Return whether a member of this host took part in the last round."""
         return any(self._state.spec.members[member].replica.name in finishing for member in self._members)
 
     def _line(self, member: str, told: MemberRound) -> str:
-        """`round 3/16: home.1: training loss 4.2, 12 s (waiting for neighbours 3 s, outer round 2 s), sent 1.2 MB`."""
+        """Return the line of a member's round.
+
+        It is of the form `round 3/16: home.1: training loss 4.2, 12 s (waiting for neighbours 3 s, outer round 2 s),
+        sent 1.2 MB`.
+        """
         whole = told.compute_seconds + told.wait_seconds + told.outer_seconds + told.evaluation_seconds
         shares = {"waiting for neighbours": told.wait_seconds, "outer round": told.outer_seconds}
         within = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in shares.items() if seconds)
@@ -88,7 +98,7 @@ class OwnRounds:
         return f"round {told.round}/{self._state.rounds_planned}: {member}: {', '.join(parts)}"
 
     def _losses(self, member: str, round_: int) -> Iterator[str]:
-        """Those that are known on this host."""
+        """Yield the losses of a round that are known on this host."""
         replica = self._state.replicas.get(self._state.spec.members[member].replica.name)
         if replica is None:
             return
@@ -99,7 +109,7 @@ class OwnRounds:
             yield f"training loss {loss:.4f}"
 
     def _sent(self, member: str, round_: int) -> int:
-        """Bytes on the wire, over all links on which it sends."""
+        """Return the bytes on the wire of a round, over all links on which the member sends."""
         return sum(
             link.directions[way].wire_bytes_of_round(round_)
             for link in self._state.links.values()

@@ -1,4 +1,4 @@
-"""When a run was not under way: from the last that was told of one start of it to where the next one trains again."""
+"""Pauses of a run: from the last report of one start until the next start trains again."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 from hetero_pp.messages.messages_pb2 import Report
 
 _WORK = ("inner_step", "evaluation", "link_use", "member_round", "round_closed", "round_verified")
-"""Events that only a run under way tells."""
+"""Events that only a training run reports."""
 
 
 class Pauses:
-    """Follows a run's reports, in the order of their times; times are seconds since the epoch."""
+    """Follows a run's reports in the order of their times, in seconds since the epoch."""
 
     def __init__(self) -> None:
         self._found: list[tuple[float, float]] = []
         self._last_work: float | None = None
         self._goes_on_after: int | None = None
-        """The round, as long as nobody trains after it."""
+        """Round after which the run resumed, until a replica trains again; else None."""
 
     def apply(self, report: Report) -> None:
         """Take in one report."""
@@ -35,7 +35,10 @@ class Pauses:
             self._last_work = report.time if self._last_work is None else max(self._last_work, report.time)
 
     def between(self, start: float, end: float) -> float:
-        """Seconds from `start` to `end` in which the run paused; a pause that is not over lasts."""
+        """Return the seconds from `start` to `end` in which the run paused.
+
+        A pause without an end lasts until `end`.
+        """
         total = 0.0
         for index, (began, ended) in enumerate(self._found):
             is_open = self._goes_on_after is not None and index == len(self._found) - 1
@@ -44,7 +47,10 @@ class Pauses:
 
 
 def _trains_after(round_: int, report: Report) -> bool:
-    """Whether a report says so: a replica has evaluated what it goes on from, or has never stopped."""
+    """Return whether a report shows that a replica trains after a round.
+
+    Either the replica has evaluated the parameters that it resumes from, or it never stopped.
+    """
     match report.WhichOneof("event"):
         case "evaluation":
             return report.evaluation.round >= round_

@@ -1,4 +1,4 @@
-"""loss.png and links.png: how the loss fell, and what crossed which link."""
+"""Draws loss.png and links.png: losses over training, and bytes over each link and line."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT, DPI = 16.0, 10.0, 100
-"""Inches, inches and dots per inch: 1600 x 1000."""
+"""Inches, inches and dots per inch: 1600 x 1000 pixels."""
 
 KINDS: Mapping[str, Mapping[str, str]] = {
     "stage link": {"forward": "#1f6fb2", "backward": "#8fc1e3"},
     "exchange link": {"forward": "#d9731a", "backward": "#f4bf8b"},
     "line": {"up": "#3a8550", "down": "#a3d3ae"},
 }
-"""Colours of both ways of what has bars, from top to bottom."""
+"""Colours of the bars, by kind from top to bottom and by direction."""
 INK = "#333333"
 STYLE: Any = {
     "font.size": 13,
@@ -53,15 +53,18 @@ STYLE: Any = {
     "legend.framealpha": 0.9,
 }
 MOST_BARS = 64
-"""Two for each link or line: more are not shown."""
+"""Most bars that are drawn; each link or line has two."""
 MOST_NAMED = 12
-"""Replicas in a legend at most."""
+"""Most replicas in a legend."""
 MOST_MARKS = 40
-"""More outer rounds than this are marked by every second, fifth, tenth, ... line."""
+"""Most marked outer rounds; runs with more mark every second, fifth, tenth, ... one."""
 
 
 def draw_losses(state: RunState, path: Path) -> None:
-    """Training loss per inner step above, validation loss per outer round below; nothing before the first step."""
+    """Draw training loss per inner step above, and validation loss per outer round below.
+
+    Nothing is drawn before the first inner step.
+    """
     from matplotlib import rc_context
     from matplotlib.ticker import MaxNLocator
 
@@ -85,7 +88,7 @@ def draw_losses(state: RunState, path: Path) -> None:
 
 
 def _name_lines(axes: Axes) -> None:
-    """The legend: the mean and the first replicas; of the others how many there are."""
+    """Draw the legend: the mean, the first replicas, and the number of others."""
     handles, labels = axes.get_legend_handles_labels()
     last = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label == "mean"]
     named = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label != "mean"]
@@ -103,12 +106,12 @@ def _what_is_below(state: RunState) -> str:
 
 
 def _after(state: RunState, round_: int) -> int:
-    """Where a round ends: in inner steps, or in rounds where that is no number of steps."""
+    """Return where a round ends on the axis: in inner steps, or in rounds if their steps vary."""
     return round_ * (state.inner_steps or 1)
 
 
 def training_losses(replica: ReplicaState) -> Iterator[tuple[float, float]]:
-    """(where its step ends, training loss) in the order of steps."""
+    """Yield (axis position at which a step ends, training loss) in the order of steps."""
     for round_, losses in replica.losses():
         for number, loss in enumerate(losses):
             if not math.isnan(loss):
@@ -138,7 +141,7 @@ def _draw_training(state: RunState, axes: Axes) -> None:
 
 
 def _draw_validation(state: RunState, axes: Axes) -> None:
-    """Round 0 is the initial weights."""
+    """Draw the validation loss of each replica and the mean; round 0 is the initial weights."""
     colours = _colours(state)
     for name, replica in state.replicas.items():
         losses = [(_after(state, round_), loss) for round_, loss in sorted(replica.validation_loss.items())]
@@ -156,7 +159,7 @@ def _draw_validation(state: RunState, axes: Axes) -> None:
 
 
 def _marked_rounds(state: RunState) -> int:
-    """Every which outer round is marked."""
+    """Return n, where every n-th outer round is marked."""
     return next(n for n in (1, 2, 5, 10, 20, 50, 100, 10**9) if state.rounds_planned <= n * MOST_MARKS)
 
 
@@ -168,14 +171,14 @@ def _mark_rounds(state: RunState, axes: Axes) -> None:
 
 @dataclass(frozen=True)
 class _Bar:
-    """One direction of one link, or one way of one line."""
+    """One direction of one link or line."""
 
     label: str
     kind: str
     """One of KINDS."""
     way: Direction | Way
     size: float
-    """Payload bytes since the first inner step; the mean of links that are alike."""
+    """Payload bytes since the first inner step; for equal links or lines, their mean."""
     first: float
     """Payload bytes before it: the first snapshot and evaluation."""
     busy: float | None
@@ -220,7 +223,7 @@ def _mean(shares: Sequence[float | None]) -> float | None:
 
 
 def draw_links(state: RunState, path: Path) -> None:
-    """Payload bytes of every link, by direction, and of every line; taller than usual if there are many."""
+    """Draw the payload bytes of every link and line, by direction, in a taller figure if there are many."""
     from matplotlib import rc_context
 
     with state.lock, rc_context(STYLE):
@@ -242,7 +245,7 @@ def draw_links(state: RunState, path: Path) -> None:
 
 
 def _draw_bars(axes: Axes, bars: list[_Bar]) -> None:
-    """Two bars a link or line, the first on top, with a gap between the kinds."""
+    """Draw two bars per link or line, the first on top, with a gap between the kinds."""
     ticks: dict[float, str] = {}
     for index, bar in enumerate(bars):
         row, second = divmod(index, 2)
@@ -259,7 +262,7 @@ def _draw_bars(axes: Axes, bars: list[_Bar]) -> None:
 
 
 def _link_label(links: Sequence[LinkState]) -> str:
-    """Both ends and the bandwidth; the means of links that are alike have all of their names."""
+    """Return the label of a link: its ends and bandwidth. Equal links share a label with all of their names."""
     link = links[0]
     ends = f"{link.spec.source} – {link.spec.target}" if len(links) == 1 else range_of([one.name for one in links])
     there, back = (link.spec.shape(way).bandwidth for way in DIRECTIONS)
@@ -273,7 +276,7 @@ def _both(there: float | None, back: float | None, arrows: str) -> str:
 
 
 def _scale(axes: Axes, sizes: list[float]) -> None:
-    """A log axis if the sizes differ by more than 100 times; room at the right for the texts either way."""
+    """Use a log axis if the sizes differ by more than 100 times, and leave room at the right for texts."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     if max(sizes) > 100 * min(sizes):

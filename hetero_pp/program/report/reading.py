@@ -1,4 +1,4 @@
-"""Shows how far a long reading is: a bar with a percentage on a terminal, else a line now and then."""
+"""Shows the progress of a long reading: a bar with a percentage on a terminal, else an occasional line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 @contextmanager
 def shown_reading(console: Console, what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[OnProgress]:
-    """Give the block what to tell how far it is; `what` is shown until it does. Nothing is left on a terminal."""
+    """Yield a function for the block to report its progress. `what` is shown until the first report.
+
+    Nothing is left on a terminal.
+    """
     if not console.is_terminal:
         yield now_and_then(partial(tell, console), clock)
         return
@@ -41,7 +44,7 @@ def shown_reading(console: Console, what: str, clock: Callable[[], float] = time
 
 
 def now_and_then(say: Callable[[str], None], clock: Callable[[], float]) -> NowAndThen:
-    """Says `encoding the corpus: 40 %` after some seconds, and then at growing intervals."""
+    """Return a function that prints `encoding the corpus: 40 %` after some seconds, then at growing intervals."""
     return NowAndThen(
         lambda doing, share: say(reading_line(doing, share)),
         FIRST_TOLD,
@@ -51,5 +54,5 @@ def now_and_then(say: Callable[[str], None], clock: Callable[[], float]) -> NowA
 
 
 def reading_line(doing: str, share: float) -> str:
-    """`encoding the corpus: 40 %`"""
+    """Format progress: `encoding the corpus: 40 %`."""
     return f"{doing}: {100 * share:.0f} %"

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl and TensorBoard events as it goes, a summary and pictures at its end."""
+"""Writes the record of a run: metrics.jsonl and TensorBoard events as it runs, a summary and pictures at its end."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = "interrupted"
-"""The cause that is recorded of a run that a user interrupts."""
+"""Recorded cause of a run that a user interrupted."""
 
 _LATER = "{} (--resume does that once the disk has room)"
-"""Of a file that is made anew whenever a run ends, also one that has nothing left to train."""
+"""Message about a file that is written at each end of a run, even of a resumed run with nothing left to train."""
 
 
 class Recorder:
-    """Writes reports as they come. Give each report to `state` first, then to `on_report`.
+    """Writes reports as they arrive. Apply each report to `state` first, then give it to `on_report`.
 
-    What it writes is a view of the run: where that fails it says so, once, and neither ends nor falsifies the run. What
-    a disk does not take is written once it has room.
+    The record is a view of the run: if writing fails, it prints that once, and the run continues unaffected. Data that
+    a full disk does not take is written once it has room.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class Recorder:
         resume: bool = False,
         complain: Callable[[str], None] = print,
     ) -> None:
-        """With `resume` what an earlier start of the run left stays as it is until `go_on`."""
+        """With `resume`, the record of an earlier start stays in place until `go_on`."""
         self._folder = folder
         self._state = state
         self._complain = complain
         self._complained = self._has_ended = False
         self._takes_place = False
-        """Whether it has yet to replace what an earlier start wrote."""
+        """Whether the record of an earlier start still has to be replaced."""
         self._has_gaps = False
-        """Whether something that was reported can never be written."""
+        """Whether some report can never be written."""
         self._lock = threading.Lock()
         self._has_begun = not resume
         self._path = folder.metrics.with_name(folder.metrics.name + PART) if resume else folder.metrics
@@ -66,16 +66,16 @@ class Recorder:
         self._board = _Board(folder.path / "tensorboard", state)
 
     def go_on(self) -> None:
-        """Take the place of what an earlier start wrote: all that is to be kept of it was reported again.
+        """Replace the record of an earlier start, after all reports to keep from it were reported again.
 
-        Where that could not be written, what the earlier start wrote is kept beside it.
+        If some could not be written, the earlier record is kept beside the new one.
         """
         with self._lock:
             self._has_begun = self._takes_place = True
             self._take_place()
 
     def _take_place(self) -> None:
-        """Replace what an earlier start wrote, once all is written that was reported again."""
+        """Replace the record of an earlier start, once everything reported again is on the disk."""
         try:
             self._metrics.flush()
             flush(self._path)
@@ -86,20 +86,20 @@ class Recorder:
             self._path = self._path.replace(self._folder.metrics)
             if not self._has_gaps:
                 self._board.go_on()
-            self._folder.summary.unlink(missing_ok=True)  # of a run that had ended
+            self._folder.summary.unlink(missing_ok=True)  # the summary of a run that had ended
             flush(self._folder.path)
             self._takes_place = False
         except OSError as error:
             self._fails(error)
 
     def on_report(self, report: Report) -> None:
-        """Write one report; nothing any more after `close`."""
+        """Write one report. Ignored after `close`."""
         with self._lock:
             if self._has_ended:
                 return
             try:
                 self._write(report)
-            except Exception as error:  # noqa: BLE001 (see above: whatever fails here is not the run)
+            except Exception as error:  # noqa: BLE001 (an error in the record must not fail the run)
                 self._has_gaps = True
                 self._fails(error)
 
@@ -122,11 +122,14 @@ class Recorder:
         self._complained = True
 
     def fail(self, cause: str) -> None:
-        """The run has failed: the summary will say why."""
+        """Record the cause of a failed run for the summary."""
         self._state.fail(cause)
 
     def close(self) -> None:
-        """Write summary.json and the pictures, of what is known. Says which of all files the disk does not take."""
+        """Write summary.json and the pictures from what is known.
+
+        Complains about each file that the disk does not take.
+        """
         folder = self._folder
         with self._lock:
             self._has_ended = True
@@ -136,7 +139,7 @@ class Recorder:
             self._last(self._board.close, "has gaps at its end")
         if not self._has_begun:
             with suppress(OSError):
-                self._path.unlink()  # the run did not go on: what it had left stays
+                self._path.unlink()  # the run did not resume: the earlier record stays
             return
         self._last(lambda: write_whole(folder.summary, self._summary()), _LATER.format("is not written"))
         self._last(lambda: draw_losses(self._state, folder.path / "loss.png"), _LATER.format("is not drawn"))
@@ -146,18 +149,18 @@ class Recorder:
         return (to_json(self._state.summary(), indent=2) + "\n").encode()
 
     def _last(self, do: Callable[[], object], became: str) -> None:
-        """Do what is not tried again."""
+        """Call a function once, and complain if it fails."""
         try:
             do()
         except OSError as error:
             path = "what is recorded" if error.filename is None else error.filename
             self._complain(f"{path} {became}, the run itself is kept: {complaint(error)}")
-        except Exception as error:  # noqa: BLE001 (see above)
+        except Exception as error:  # noqa: BLE001 (an error in the record must not fail the run)
             self._fails(error)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON: a number that is not finite becomes null."""
+    """Encode strict JSON, in which numbers that are not finite become null."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
@@ -170,7 +173,7 @@ def _finite(value: Any) -> Any:
 
 
 def flat_lines(report: Report) -> Iterator[dict[str, Any]]:
-    """A report as flat objects: one, and one more for each contribution of a closed round."""
+    """Yield a report as flat objects: one, and one per contribution of a closed round."""
     event = report.WhichOneof("event")
     head = {"time": report.time, "member": report.member}
     if event == "round_closed":
@@ -213,7 +216,7 @@ def _contribution_lines(record: RoundRecord) -> Iterator[dict[str, Any]]:
 
 
 def _fields(event: Message) -> dict[str, Any]:
-    """The fields of a message without nested ones, but for optional ones that are not set."""
+    """Return the fields of a message without nested ones, without optional fields that are not set."""
     values = {
         field.name: getattr(event, field.name)
         for field in event.DESCRIPTOR.fields
@@ -223,7 +226,10 @@ def _fields(event: Message) -> dict[str, Any]:
 
 
 class _Board:
-    """Scalars for TensorBoard: inner steps over the global step, everything else over the round; one value a step."""
+    """Writes scalars for TensorBoard, one value per tag and step.
+
+    The step is the global inner step for inner steps, and the round for everything else.
+    """
 
     def __init__(self, folder: Path, state: RunState) -> None:
         # Imported now: it takes seconds, for which the first reports of a run would wait unwritten.
@@ -232,21 +238,22 @@ class _Board:
         self._folder = folder
         self._state = state
         self._before = list(folder.glob("events.*"))
-        """Of earlier starts of the run."""
+        """Files of earlier starts of the run."""
         self._newest: dict[str, int] = {}
-        """The step of the last value that was written, by tag."""
+        """Step of the last written value, by tag."""
         self._uses: dict[tuple[str, str], tuple[float, LinkUse]] = {}
         self._tokens: dict[int, dict[str, int]] = {}
-        """By round, then by replica: tokens up to its end, until those of all replicas are written."""
+        """Tokens up to the end of a round, by round and replica, until those of all replicas are written."""
         self._written: dict[str, tuple[int, float]] = {}
-        """By replica, and for all: tokens and training seconds that were written last."""
+        """Last written (tokens, training seconds), by replica and for all."""
         self.log: LastingLog | None = None
-        """The file; None until there is something to write."""
+        """The open file; None until there is something to write."""
 
     def _write(self, event: Event) -> None:
-        """Add an event. The file is made when there is something to write: an attempt to go on that fails leaves none.
+        """Write an event. The file is created with the first one, so that a failed resume leaves no file.
 
-        TensorBoard's own writer would do so in a thread, which ends for good when a disk is full for a moment.
+        TensorBoard's own writer is not used: it writes in a thread, which ends for good when a disk is full for a
+        moment.
         """
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -266,12 +273,12 @@ class _Board:
         RecordWriter(self.log).write(event.SerializeToString())
 
     def go_on(self) -> None:
-        """Take the place of what earlier starts wrote: all that is to be kept of it was reported again."""
+        """Remove the files of earlier starts, after all reports to keep from them were reported again."""
         for path in self._before:
             path.unlink(missing_ok=True)
 
     def on_report(self, report: Report) -> None:
-        """Write what a report adds."""
+        """Write the scalars of a report."""
         event = report.WhichOneof("event")
         if event == "inner_step":
             self._inner_step(report.time, report.inner_step)
@@ -284,7 +291,7 @@ class _Board:
 
     def _scalar(self, when: float, tag: str, value: float, step: int) -> None:
         if step <= self._newest.get(tag, -1):
-            return  # evaluated again where the run goes on
+            return  # a resumed run evaluates again what it resumes from
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -306,7 +313,7 @@ class _Board:
             self._scalar(when, "validation_loss/mean", mean, evaluation.round)
 
     def _member_round(self, when: float, member: str, round_: int) -> None:
-        """Write a replica's tokens once its first member is through with a round: it has told all of its steps then."""
+        """Write a replica's tokens once its first member has finished a round, having reported all of its steps."""
         for name, replica in self._state.replicas.items():
             if member in (name, f"{name}.0"):
                 tokens = replica.tokens_until(round_)
@@ -327,7 +334,7 @@ class _Board:
             self._scalar(when, f"tokens_per_second/{name}", rate, round_)
 
     def _link_use(self, when: float, use: LinkUse) -> None:
-        """A count is cumulative within its round: write it when the next round's first one comes."""
+        """Write the final count of a round when the first count of the next round arrives: counts are cumulative."""
         key = (use.link, use.direction)
         if key in self._uses and self._uses[key][1].round != use.round:
             self._round_over(*self._uses[key])
@@ -342,7 +349,7 @@ class _Board:
                 self._scalar(when, f"busy_share/{use.link}/{way}", share, use.round)
 
     def close(self) -> None:
-        """Write the links' last round, and flush."""
+        """Write the last round of each link, and flush."""
         for when, use in self._uses.values():
             self._round_over(when, use)
         self._uses.clear()

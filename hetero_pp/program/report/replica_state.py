@@ -1,4 +1,4 @@
-"""What is known of one replica from what it tells of its inner steps: of rounds that are long over, only the losses."""
+"""State of one replica from the reports of its inner steps. Of old rounds only the losses are kept."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ from statistics import fmean
 from hetero_pp.messages.messages_pb2 import InnerStep
 
 STILL_TOLD = 8
-"""Rounds after which nobody tells more of one."""
+"""Rounds after which a round is no longer reported on."""
 
 
 @dataclass
 class Step:
-    """One inner step of a replica, merged from what its first and its last stage tell."""
+    """One inner step of a replica, merged from the reports of its first and last stage."""
 
     loss: float | None = None
     gradient_norm: float | None = None
     learning_rate: float | None = None
     tokens: int = 0
     told_at: float | None = None
-    """When its tokens were: a step that is trained again is told at another time, one that is told twice is not."""
+    """Time of the report with the tokens. A step that is trained again has another time; a repeated report does not."""
 
 
 @dataclass(frozen=True)
 class SettledRound:
-    """A round of which nothing more is told: four bytes a step, so that a run may take millions."""
+    """A round without further reports. It takes four bytes per step, so that a run may have millions of steps."""
 
     losses: array[float]
-    """Of the steps that were told of, in order; nan where it is not known."""
+    """Losses of the reported steps, in order; nan where unknown."""
     mean: float | None
 
 
 @dataclass
 class ReplicaState:
-    """What is known of one replica."""
+    """State of one replica."""
 
     name: str
     kind: str
     inner_steps: int | None
-    """Of every round, where they are known beforehand."""
+    """Inner steps of every round; None if they are not known beforehand."""
     rounds: dict[int, dict[int, Step]] = field(default_factory=dict)
-    """By round, its steps by number, from 0: of the last rounds."""
+    """Steps of recent rounds, by round and step number from 0."""
     settled: dict[int, SettledRound] = field(default_factory=dict)
-    """Those before."""
+    """Earlier rounds."""
     tokens: int = 0
-    """Of all steps, each once."""
+    """Tokens of all steps, each step counted once."""
     trained: dict[int, int] = field(default_factory=dict)
-    """By round, the tokens of all steps that were trained for it, however often."""
+    """Tokens of all steps trained for a round, counted as often as they were trained."""
     steps_done: int = 0
-    """Over the whole run."""
+    """Inner steps over the whole run."""
     loss: float | None = None
-    """Of the latest step."""
+    """Training loss of the latest step."""
     _latest: tuple[int, int] = (0, 0)
-    """Its round and number."""
+    """Round and number of the latest step."""
     _settled_steps: int = 0
     validation_loss: dict[int, float] = field(default_factory=dict)
-    """By round: of the synced model, in this replica's own forward."""
+    """Validation loss of the synced model by round, in the replica forward."""
     sha256: dict[int, str] = field(default_factory=dict)
 
     def apply(self, time: float, report: InnerStep) -> None:
-        """Merge one part of an inner step; a part that is told again replaces itself."""
+        """Merge one report of an inner step. A repeated report replaces itself."""
         if report.round in self.settled:
             return
         step = self.rounds.setdefault(report.round, {}).setdefault(report.step, Step())
@@ -80,7 +80,10 @@ class ReplicaState:
             self.steps_done, self.loss = self.index(report.round, report.step) + 1, report.loss
 
     def keep(self, round_: int, steps: int) -> None:
-        """A round counted so many steps of it: what was told of more is of a try that was given up."""
+        """Keep this many steps of a round that closed.
+
+        Further reported steps belong to an attempt that was discarded.
+        """
         told = self.rounds.get(round_, {})
         for number in [number for number in told if number >= steps]:
             self.tokens -= told.pop(number).tokens
@@ -89,14 +92,14 @@ class ReplicaState:
             self.steps_done = self.index(*self._latest) + 1
 
     def settle(self, closed: int) -> None:
-        """A round is closed: of those long before it nothing more will be told."""
+        """Keep only the losses of rounds long before the round that closed, because they get no further report."""
         for round_ in [one for one in self.rounds if one <= closed - STILL_TOLD]:
             told = self.rounds.pop(round_)
             self.settled[round_] = SettledRound(array("f", _losses(told)), _mean(told))
             self._settled_steps += _length(told)
 
     def index(self, round_: int, step: int) -> int:
-        """Of a step of a round that is told of still, over the whole run, from 0."""
+        """Return the number of a step over the whole run, from 0, for a step of a recent round."""
         if self.inner_steps is not None:
             return (round_ - 1) * self.inner_steps + step
         before = sum(_length(steps) for other, steps in self.rounds.items() if other < round_)
@@ -108,25 +111,25 @@ class ReplicaState:
         return self.tokens - sum(step.tokens for steps in later for step in steps.values())
 
     def steps(self, round_: int) -> int:
-        """How many steps of a round were told of."""
+        """Return the number of reported steps of a round."""
         return len(self.settled[round_].losses) if round_ in self.settled else len(self.rounds.get(round_, ()))
 
     @property
     def last_round(self) -> int:
-        """The last of which there is a step, 0 if there is none."""
+        """Last round with a reported step; 0 if there is none."""
         return max([*self.rounds, *self.settled], default=0)
 
     def losses(self) -> Iterator[tuple[int, Sequence[float]]]:
-        """Each round, and the training loss of its steps, in order; nan where it is not known."""
+        """Yield each round and the training losses of its steps, in order; nan where unknown."""
         for round_ in sorted([*self.rounds, *self.settled]):
             yield round_, self.settled[round_].losses if round_ in self.settled else _losses(self.rounds[round_])
 
     def round_loss(self, round_: int) -> float | None:
-        """Mean training loss over the inner steps of a round."""
+        """Return the mean training loss over the inner steps of a round."""
         return self.settled[round_].mean if round_ in self.settled else _mean(self.rounds.get(round_, {}))
 
     def last_round_loss(self) -> float | None:
-        """The same of the last round that has any."""
+        """Return the mean training loss of the latest step's round."""
         return self.round_loss(self._latest[0])
 
 

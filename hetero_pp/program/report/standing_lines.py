@@ -1,4 +1,4 @@
-"""What is said of members, replicas and rounds to which something happened: in a round's line, live, at the end."""
+"""Lines about membership events: in a round's line, in the live view, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hetero_pp.units import format_count, format_seconds, format_times
 from replica_groups.exchange.patience import listed
 
 ROWS_OF_TROUBLE = 3
-"""At most of members that are gone, in the live view."""
+"""Most rows of vacant slots in the live view."""
 
 _TIMES = {"restarts": "restarted", "taken_again": "joined again", "healed": "recovered from the log"}
 
 
 def reasons(why: Mapping[str, str]) -> str:
-    """`home (home.1 was killed by SIGKILL), dc was late`"""
+    """Join replicas and reasons: `home (home.1 was killed by SIGKILL), dc was late`."""
     return ", ".join(_reason(replica, cause) for replica, cause in why.items())
 
 
@@ -27,7 +27,7 @@ def _reason(replica: str, cause: str) -> str:
 
 
 def trouble_lines(standings: Standings, now: float) -> Iterator[str]:
-    """Of what is not as it should be now; nothing if all is."""
+    """Yield lines about a pause and vacant slots; none if there is no trouble."""
     pause, given_up = standings.pause, standings.given_up
     if pause is not None:
         seconds = format_seconds(round(max(0.0, now - pause.start)))
@@ -40,7 +40,7 @@ def trouble_lines(standings: Standings, now: float) -> Iterator[str]:
 
 
 def result_standings(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What happened, by a run's summary, and what it cost; nothing if nothing did."""
+    """Yield lines about the membership events in a run's summary and their cost; none if there were no events."""
     found, goodput = summary["standings"], summary["goodput"]
     for name, one in found["members"].items():
         times = [f"{what} {format_times(one[key])}" for key, what in _TIMES.items() if one[key]]

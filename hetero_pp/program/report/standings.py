@@ -1,6 +1,6 @@
-"""What became of places, replicas and contributions of a run: who is gone, was late, is not counted; from reports.
+"""State of slots, replicas and contributions from membership events: vacant, late, excluded.
 
-Pure: every time comes from a report. With no fault there is nothing in it to show.
+Pure: every time comes from a report. Without faults there is nothing to show.
 """
 
 from __future__ import annotations
@@ -32,76 +32,76 @@ from hetero_pp.topology import ReplicaSettings
 
 @dataclass
 class PlaceState:
-    """What is known of who holds a place."""
+    """Slot (`place`) of a member."""
 
     replica: str
     term: int = 0
-    """For the how-manyeth time it is held, over all starts of the run."""
+    """Incarnation (`term`): number of times the slot has been taken, over all starts of the run."""
     vacant: str | None = None
-    """Why nobody holds it; None if somebody does."""
+    """Reason why no member holds the slot; None if one does."""
     taken_again: int = 0
-    """How often somebody took it since the run began, or went on."""
+    """Number of times the slot was taken since the run began or resumed."""
     changes: list[tuple[float, bool, str]] = field(default_factory=list)
-    """(time, whether it is held from then on, why not), in the order of time."""
+    """(time, whether the slot is held from then on, reason if not), in order of time."""
 
     def at(self, time: float) -> str | None:
-        """Why nobody held it at a time; None if somebody did."""
+        """Return why the slot was vacant at a time; None if it was held."""
         index = bisect_right(self.changes, time, key=lambda change: change[0])
         return self.changes[index - 1][2] if index and not self.changes[index - 1][1] else None
 
     def between(self, start: float, end: float) -> str | None:
-        """Why it was vacant at some moment from `start` to `end`, the last time; None if it never was."""
+        """Return the last reason why the slot was vacant at some moment from `start` to `end`; None if it never was."""
         found = [cause for time, is_held, cause in self.changes if not is_held and start < time <= end]
         return found[-1] if found else self.at(start)
 
 
 @dataclass
 class RoundCounted:
-    """Whom a closed round counted."""
+    """Contributions of a closed round."""
 
     time: float
     counted: frozenset[str]
     late: frozenset[str]
-    """Took part, and are not counted."""
+    """Replicas that took part, but were excluded as late."""
     tokens: int
 
 
 @dataclass
 class Pause:
-    """Below quorum."""
+    """Pause of a round below quorum."""
 
     round: int
     start: float
     cause: str
     end: float | None = None
-    """None while it lasts."""
+    """None while the pause lasts."""
 
 
 class Standings:
-    """Follows a run's reports."""
+    """Follows a run's membership events and closed rounds."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.places = {name: PlaceState(member.replica.name) for name, member in spec.members.items()}
         self._spec = spec
         self.rounds: dict[int, RoundCounted] = {}
         self.suspended: Counter[str] = Counter()
-        """How often each replica went back to the start of a round."""
+        """Number of times that each replica returned to the start of a round."""
         self.restarts: Counter[str] = Counter()
-        """By process, on the machine of who watches."""
+        """Restarts by process, on the machine that supervises it."""
         self.given_up: dict[str, str] = {}
         self.healed: Counter[str] = Counter()
-        """By place."""
+        """Recoveries by slot."""
         self.returned: defaultdict[str, list[int]] = defaultdict(list)
-        """By replica, the rounds for which it was late."""
+        """Rounds for which a replica was late, by replica."""
         self.pauses: list[Pause] = []
         self._has_begun = False
         self._lost: set[str] = set()
-        """Replicas that have lost a place, and of which it was not told yet that they are suspended."""
+        """Replicas that have lost a member, and have not been reported as suspended since."""
 
     # ---- writing ----
 
     def apply(self, report: Report) -> None:
-        """Take in one report. What names nobody of this run is left out."""
+        """Take in one report. Members that are not of this run are ignored."""
         match report.WhichOneof("event"):
             case "begun":
                 self._has_begun = True
@@ -116,7 +116,7 @@ class Standings:
 
     def _joined(self, time: float, place: PlaceState, term: int) -> None:
         insort(place.changes, (time, True, ""))
-        if term >= place.term:  # an earlier start of the run is told later
+        if term >= place.term:  # a resumed run reports earlier starts later, with lower incarnations
             place.taken_again += self._has_begun
             place.term, place.vacant = term, None
 
@@ -158,25 +158,25 @@ class Standings:
     # ---- reading ----
 
     def awaited(self, round_: int) -> list[str]:
-        """Replicas that a round is to count: whoever comes and goes is not missed."""
+        """Return the replicas that a round should include. Optional replicas are not missed."""
         return [replica.name for replica in self.of_round(round_) if not replica.optional]
 
     def of_round(self, round_: int) -> Sequence[ReplicaSettings]:
-        """Replicas that take part in a round, if they are there."""
+        """Return the replicas that take part in a round if they are present."""
         return self._spec.replicas_in(round_)
 
     @property
     def vacant(self) -> dict[str, str]:
-        """place -> why nobody holds it."""
+        """Reasons of vacant slots, by slot."""
         return {name: place.vacant for name, place in self.places.items() if place.vacant is not None}
 
     @property
     def pause(self) -> Pause | None:
-        """That lasts."""
+        """The current pause; None if there is none."""
         return self.pauses[-1] if self.pauses and self.pauses[-1].end is None else None
 
     def not_counted(self, round_: int) -> dict[str, str]:
-        """Replicas that a closed round does not count, each with why."""
+        """Return the excluded replicas of a closed round, each with the reason."""
         closed = self.rounds.get(round_)
         if closed is None or not closed.counted:
             return {}
@@ -192,29 +192,29 @@ class Standings:
         return f"{replica} was late" if replica in closed.late else f"{replica} joined too late for it"
 
     def gone(self, replica: str, start: float, end: float) -> str | None:
-        """Why a place of a replica was vacant at some moment between two times; None if none was."""
+        """Return why a slot of a replica was vacant at some moment between two times; None if none was."""
         causes = (place.between(start, end) for place in self.places.values() if place.replica == replica)
         return next((cause for cause in causes if cause is not None), None)
 
     def _live(self, round_: int) -> frozenset[str]:
-        """Replicas that were there as a round closed, and those that it counts."""
+        """Return the replicas that were present as a round closed, and those that it includes."""
         closed = self.rounds[round_]
         gone = {place.replica for place in self.places.values() if place.at(closed.time) is not None}
         return frozenset(self.awaited(round_)) - gone | closed.counted
 
     def participation(self) -> float | None:
-        """How many of the replicas that were there were counted, over all closed rounds; None before the first."""
+        """Return the included share of the replicas that were present, over all closed rounds; None before one."""
         known = {round_: closed for round_, closed in self.rounds.items() if closed.counted}
         live = sum(len(self._live(round_)) for round_ in known)
         return sum(len(closed.counted) for closed in known.values()) / live if live else None
 
     @property
     def counted_tokens(self) -> int:
-        """Of all contributions that rounds count."""
+        """Tokens of all contributions that rounds include."""
         return sum(closed.tokens for closed in self.rounds.values())
 
     def summary(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the summary for JSON."""
         missed = {round_: self.not_counted(round_) for round_ in sorted(self.rounds)}
         return {
             "participation": self.participation(),
@@ -233,7 +233,7 @@ class Standings:
         }
 
     def _members(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Those to whom something happened, and the exchange if it was started again."""
+        """Yield the members with events, and the exchange if it was restarted."""
         for name in [*self.places, *(one for one in self.restarts if one not in self.places)]:
             place = self.places.get(name)
             found = {
@@ -247,5 +247,5 @@ class Standings:
 
 
 def with_name(place: str, cause: str) -> str:
-    """`home.1 was killed by SIGKILL`, whether or not the cause names who it is about."""
+    """Return a cause that begins with the slot's name, such as `home.1 was killed by SIGKILL`."""
     return cause if cause.startswith((f"{place} ", f"{place}:")) else f"{place}: {cause}"

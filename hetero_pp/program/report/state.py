@@ -1,7 +1,7 @@
-"""Where a run stands, derived from its members' reports alone.
+"""State of a run, derived from its members' reports alone.
 
-Pure: every time comes from a report or an argument. The launcher's thread calls `apply`; whoever reads from another
-thread holds `lock` meanwhile.
+Pure: every time comes from a report or an argument. The launcher's thread calls `apply`; a reader in another thread
+holds `lock` meanwhile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ANY = ReportBounds()
 
 @dataclass(frozen=True)
 class ClosedRound:
-    """When a round closed, and what was counted in it, over all contributions."""
+    """A closed round: its time, and the sizes of its included contributions."""
 
     round: int
     time: float
@@ -68,7 +68,7 @@ class RunState:
             for replica in spec.replicas_ever
             if not replica.optional
         }
-        """Replicas that the run needs or needed, and optional replicas from their first appearance in a report."""
+        """Required replicas, past or present, and optional replicas from their first appearance in a report."""
         self._links = {
             name: LinkState(link, {way: DirectionState(link.shape(way).bandwidth) for way in DIRECTIONS})
             for name, link in spec.links.items()
@@ -77,22 +77,22 @@ class RunState:
         self.closed: dict[int, ClosedRound] = {}
         self._last_closed = 0
         self.closed_earlier = 0
-        """Number of the last round that an earlier start of the run closed; 0 if the run begins."""
+        """Number of the last round that an earlier start of the run closed; 0 for a new run."""
         self.refusals: Counter[str] = Counter()
-        """By kind."""
+        """Refused messages by kind."""
         self.refusals_told: Counter[str] = Counter()
-        """By the process that reported them: the exchange, or a member, whose word it then is."""
+        """Refused messages by the process that reported them: the exchange, or a member, which may lie."""
         self.joined: set[str] = set()
         self.joined_at: float | None = None
-        """Time of the report with which all needed members had joined; None if it has not been received."""
+        """Time of the report with which all required members had joined; None if it has not been received."""
         self.links = self._links_of_those_who_came()
-        """By name, those of members that the run needs, or that have come."""
+        """Links by name, for members that are required or have joined."""
         self.waiting: Waiting | None = None
-        """Whom the exchange waits for, as it told last; None if there is progress."""
+        """What the exchange waits for, by its last report; None if there is progress."""
         self.waiting_told: float | None = None
-        """When it told so."""
+        """Time of that report."""
         self.reading: Reading | None = None
-        """How far something long is that members wait for, if there is such a thing."""
+        """Progress of a long reading that members wait for; None if there is none."""
         self.failed: str | None = None
         self.started: float | None = None
         self.first_step: float | None = None
@@ -101,12 +101,12 @@ class RunState:
         self._pauses = Pauses()
         self._finished: set[str] = set()
         self._over: Over | None = None
-        """Told once every round is closed."""
+        """Report that every round is closed; None before."""
 
     # ---- writing ----
 
     def apply(self, report: Report) -> None:
-        """Take in one report. What names no replica, link or round of this run, or is out of range, is left out."""
+        """Take in one report. Reports on unknown replicas, links or rounds, and values out of range, are ignored."""
         newest = max(self.rounds_planned, self._last_closed + 2)
         if not math.isfinite(report.time) or complaint(report, newest, _ANY):
             return
@@ -149,13 +149,13 @@ class RunState:
                     self.waiting_told = report.time
 
     def _refused(self, member: str, refusal: Refusal) -> None:
-        """A kind that is none, such as that of a member which makes one up, counts as unexpected."""
+        """Count refused messages. An unknown kind, which a member may make up, counts as unexpected."""
         kind = refusal.kind if refusal.kind in _KINDS else Kind.UNEXPECTED
         self.refusals[kind] += refusal.count or 1
         self.refusals_told[member] += refusal.count or 1
 
     def fail(self, cause: str) -> None:
-        """The run has ended before its end; the launcher knows the cause better than any member."""
+        """Record why the run ended early. The launcher knows the cause better than any member."""
         with self.lock:
             self.failed = cause
 
@@ -166,7 +166,7 @@ class RunState:
             self.joined_at = time
 
     def _came(self, *members: str) -> None:
-        """Note that these members have joined. A report can show it whose `joined` report was missed."""
+        """Note that these members have joined. Other reports show it if a `joined` report was missed."""
         new = (self.spec.members.keys() & members) - self.joined
         if new:
             self.joined |= new
@@ -178,7 +178,7 @@ class RunState:
     def _replica(self, name: str) -> ReplicaState | None:
         """Return the replica that a report names; None if the run has none of that name.
 
-        A replica that trains has all its members, so the `joined` reports of an optional one need not be known.
+        A replica that trains has all its members, so the `joined` reports of an optional one need not have arrived.
         """
         if name in self._optional and name not in self.replicas:
             self._came(*self._optional[name].members)
@@ -189,7 +189,7 @@ class RunState:
         return {name: link for name, link in self._links.items() if came >= {link.spec.source, link.spec.target}}
 
     def _begun(self, begun: Begun) -> None:
-        """What was changed is known where the run goes on, and nothing is read any more."""
+        """Take in a start of the run: reading is over, and changed keys are known."""
         self.reading = None
         if begun.changes:
             spec = self.spec.with_changes(Changes.from_json(begun.changes))
@@ -245,9 +245,10 @@ class RunState:
 
     @property
     def is_over(self) -> bool:
-        """Whether every round is recorded, and whoever is there is through: who was given up never will be.
+        """Whether every round is closed, and all remaining members have finished.
 
-        Members of a replica that took no part in the last round, or has lost a member since, are not waited for.
+        Members that were given up are not waited for. Neither are members of a replica that took no part in the last
+        round or has since lost a member.
         """
         came = self.spec.needed.keys() | (self.joined & self.spec.members.keys())
         vacant = self.standings.vacant.keys()
@@ -260,16 +261,16 @@ class RunState:
 
     @property
     def has_all_needed(self) -> bool:
-        """Whether all members that the run needs have joined."""
+        """Whether all members that the run requires have joined."""
         return self.joined >= self.spec.needed.keys()
 
     @property
     def rounds(self) -> int:
-        """Number of the last closed round: records are consecutive, though a report of one may have been missed."""
+        """Number of the last closed round. Rounds close in order, so it is known even if a report was missed."""
         return self._last_closed
 
     def progress_of_open_round(self, now: float) -> tuple[float, float]:
-        """How much of its inner loop is over, and how long that is: steps of the slowest replica, or seconds."""
+        """Return (done, total) of the open round's inner loop, in steps of the slowest replica or in seconds."""
         if self.inner_steps is None:
             whole = self.spec.config.inner.seconds or 0.0
             before = self.closed[self.rounds].time if self.rounds in self.closed else self.first_step
@@ -279,21 +280,21 @@ class RunState:
 
     @property
     def _steps_done(self) -> int:
-        """Of the slowest replica that the run needs; if it needs none, of the one that has done most."""
+        """Inner steps of the slowest required replica; if all are optional, of the fastest one."""
         awaited = self.standings.awaited(self.rounds + 1)
         needed = [self.replicas[name].steps_done for name in awaited if name in self.replicas]
         return min(needed) if needed else max((one.steps_done for one in self.replicas.values()), default=0)
 
     def elapsed(self, now: float | None = None) -> float:
-        """Seconds since the first report; until the last one, unless `now` says otherwise. Pauses do not count."""
+        """Return the seconds since the first report, until `now` or else the last report, without pauses."""
         return self._seconds(self.started, self.latest if now is None else now)
 
     def training_seconds(self, now: float | None = None) -> float:
-        """Seconds since the first inner step began, without pauses."""
+        """Return the seconds since the first inner step, until `now` or else the last report, without pauses."""
         return self._seconds(self.first_step, self.latest if now is None else now)
 
     def seconds_left(self, now: float) -> float | None:
-        """Estimated from the rounds so far; None until the first has closed."""
+        """Return the estimated seconds left, from the rounds so far; None until the first has closed."""
         if not self.closed or self.first_step is None:
             return None
         last = max(self.closed.values(), key=lambda closed: closed.round)
@@ -301,36 +302,39 @@ class RunState:
         return max(0.0, a_round * (self.rounds_planned - last.round) - self._seconds(last.time, now))
 
     def round_seconds(self, round_: int) -> float:
-        """From the close of the round before (or the first inner step) to the close of this one, without pauses."""
+        """Return the seconds of a round, without pauses: from the previous close (or the first inner step) to its own."""
         before = self.closed[round_ - 1].time if round_ - 1 in self.closed else self.first_step
         return self._seconds(before, self.closed[round_].time)
 
     def _seconds(self, start: float | None, end: float | None) -> float:
-        """Between two times, as far as the run was under way."""
+        """Return the seconds between two times, without pauses; 0 if either is None."""
         if start is None or end is None:
             return 0.0
         return max(0.0, end - start - self._pauses.between(start, end))
 
     def tokens_per_second(self, replica: ReplicaState | None = None, now: float | None = None) -> float:
-        """Of one replica or of all, over the time since the first inner step."""
+        """Return the tokens per second of one replica or all, over the time since the first inner step."""
         tokens = sum(each.tokens for each in ([replica] if replica else self.replicas.values()))
         seconds = self.training_seconds(now)
         return tokens / seconds if seconds > 0 else 0.0
 
     def of_round(self, round_: int) -> Mapping[str, ReplicaState]:
-        """Those that take part in a round; of those that come and go, all that have ever come."""
+        """Return the replicas of a round: the required ones, and all optional ones that have ever joined."""
         names = [replica.name for replica in self.standings.of_round(round_)]
         return {name: self.replicas[name] for name in names if name in self.replicas}
 
     def mean_validation_loss(self, round_: int) -> float | None:
-        """Mean over the replicas, each in its own forward; None until all have told theirs that the run needs."""
+        """Return the mean validation loss after a round, each replica's in its replica forward.
+
+        None until all required replicas have reported theirs.
+        """
         losses = {name: replica.validation_loss.get(round_) for name, replica in self.of_round(round_).items()}
         known = [loss for loss in losses.values() if loss is not None]
         is_lacking = any(losses.get(name) is None for name in self.standings.awaited(round_))
         return fmean(known) if known and not is_lacking else None
 
     def awaited_losses(self, round_: int) -> list[str]:
-        """Return the needed replicas whose validation loss after a round has not been reported."""
+        """Return the required replicas that have not reported a validation loss after a round."""
         awaited = [self.replicas[name] for name in self.standings.awaited(round_) if name in self.replicas]
         return [replica.name for replica in awaited if round_ not in replica.validation_loss]
 
@@ -345,29 +349,30 @@ class RunState:
         ]
 
     def goodput(self) -> tuple[float, float | None]:
-        """Tokens of counted contributions a second, and their share of all that were trained for closed rounds.
+        """Return tokens of included contributions per second, and their share of all tokens trained for closed rounds.
 
-        What a process trained that was killed before it told is not among those, so the share is at most about right.
+        The share is an upper estimate: tokens that a killed process trained and did not report are missing from the
+        total.
         """
         counted, seconds = self.standings.counted_tokens, self.training_seconds()
         trained = sum(replica.trained.get(round_, 0) for replica in self.replicas.values() for round_ in self.closed)
         return counted / seconds if seconds > 0 else 0.0, min(1.0, counted / trained) if trained else None
 
     def missing_losses(self, round_: int) -> dict[str, str]:
-        """Replicas that have told no validation loss after a round, each with why; empty if that is not known."""
+        """Return why required replicas did not report a validation loss after a round, where that is known."""
         closed = self.closed.get(round_)
         untold = self.awaited_losses(round_)
         if closed is None or not untold:
             return {}
         after = self.closed.get(round_ + 1)
         end = (self.latest or closed.time) if after is None else after.time
-        overlap = self.spec.config.outer.overlap  # in which a round is carried, too
+        overlap = self.spec.config.outer.overlap  # with overlap, a round is carried during this many further rounds
         since = self.closed.get(round_ - overlap, closed).time
         why = {name: self.standings.gone(name, since, end) for name in untold}
         return {name: cause for name, cause in why.items() if cause is not None}
 
     def final_sha256(self) -> dict[str, str]:
-        """Each replica's parameters after the last round for which all that are there have told theirs."""
+        """Return the SHA-256 of each replica's parameters after the last round that all present ones reported."""
         gone = {self.standings.places[place].replica for place in self.standings.vacant}
         gone |= {name for name, replica in self.replicas.items() if name in self._optional and not replica.sha256}
         gone |= self.replicas.keys() - {replica.name for replica in self.spec.config.replicas}
@@ -376,7 +381,7 @@ class RunState:
         return {name: replica.sha256[max(common)] for name, replica in there.items()} if common else {}
 
     def summary(self) -> dict[str, Any]:
-        """The run in numbers, ready for JSON. Of a run that failed: what is known, and `failed`."""
+        """Return the run in numbers, for JSON. For a failed run: what is known, and the cause under `failed`."""
         with self.lock:
             means = {round_: self.mean_validation_loss(round_) for round_ in range(self.rounds_planned + 1)}
             return {
@@ -442,7 +447,7 @@ def _name(line: LineSpec | None) -> str | None:
 
 
 def format_share(share: float | None) -> str:
-    """0.4567 -> "46 %", 0.0123 -> "1.2 %", 1e-5 -> "<0.1 %", None -> "–"."""
+    """Format a share: 0.4567 -> "46 %", 0.0123 -> "1.2 %", 1e-5 -> "<0.1 %", None -> "–"."""
     if share is None:
         return "–"
     if 0 < share < 0.001:
@@ -456,7 +461,7 @@ def _contribution_sizes(size: int, kept_values: int) -> dict[str, Any]:
 
 
 def _from_first_round(losses: Mapping[int, float | None]) -> list[float | None]:
-    """The losses of rounds 1, 2, ... up to the last that is known; None for what was not told before it."""
+    """Return the losses of rounds 1, 2, ... up to the last known one; None for unknown ones before it."""
     last = max((round_ for round_, loss in losses.items() if loss is not None), default=0)
     return [losses.get(round_) for round_ in range(1, last + 1)]
 

@@ -1,4 +1,4 @@
-"""What all tables on a terminal, or in a file that takes its place, have in common."""
+"""Layout of all tables, on a terminal or in a file."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from hetero_pp.program.report.folding import fold, fold_names, widest_part, wide
 from hetero_pp.units import format_bits_per_second
 
 ARROWS: Mapping[str, str] = {"forward": "→", "backward": "←", "up": "↑", "down": "↓"}
-"""Of the directions of a link, and of the ways of a line."""
+"""Arrows for the directions of a link, and for up and down of a line."""
 
 _LEAST_TEXT, _LEAST_NAMES = 12, 24
-"""Columns that a text gets before it is folded; the first ones of a table that is in several parts all the same."""
+"""Columns of width that a text keeps before it is folded; and the first column, in a table split into several."""
 _LEAST_HEAD = 8
-"""Columns that a head gets before it is folded."""
+"""Columns of width that a head keeps before it is folded."""
 _GAP, _EDGES = 2, 2
-"""Columns between two of a table, and at its ends."""
+"""Columns of width between two columns of a table, and at its edges."""
 
 
 @dataclass(frozen=True)
 class PlainTable:
-    """Texts, then numbers, then texts again, in whatever width there is.
+    """A table of text columns, number columns, and text columns again, for any width.
 
-    Texts and heads are folded, numbers never. Columns that do not fit follow below, beside the first one once more.
+    Texts and heads are folded, numbers never. Columns that do not fit follow in a table below, which repeats the first
+    column.
     """
 
     left: Sequence[str]
     right: Sequence[str]
     last: Sequence[str] = ()
     spare: Sequence[str] = ()
-    """Columns that go where not all fit unless texts are folded."""
+    """Heads of the columns to drop if the table does not fit unfolded."""
     _rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def add_row(self, *cells: str) -> None:
-        """A cell for each column; what is left out is empty."""
+        """Add a row with one cell per column. Missing cells are empty."""
         self._rows.append(cells + ("",) * (len(self._heads) - len(cells)))
 
     def add_both(self, name: str, ways: Sequence[str], *columns: Sequence[str]) -> None:
-        """A row for each way of what has two: its name, an arrow, and that way's cell of each column."""
+        """Add one row per direction: the name in the first, an arrow, and that direction's cell of each column."""
         for index, way in enumerate(ways):
             self.add_row("" if index else name, ARROWS[way], *(column[index] for column in columns))
 
@@ -78,20 +79,20 @@ class _Column:
     cells: Sequence[str]
     is_text: bool
     folded: int = _LEAST_TEXT
-    """The width that a text gets before it is folded."""
+    """Width that a text keeps before it is folded."""
 
     def in_ascii(self) -> _Column:
-        """Return the same for an output that is not UTF-8."""
+        """Return the column for an ASCII output."""
         return replace(self, head=in_ascii(self.head), cells=[in_ascii(cell) for cell in self.cells])
 
     @property
     def most(self) -> int:
-        """The width at which nothing of it is folded."""
+        """The width at which nothing is folded."""
         return max(map(len, (self.head, *self.cells)))
 
     @property
     def least(self) -> int:
-        """The width below which it cannot be shown."""
+        """The least width at which the column can be shown."""
         head = max(widest_word(self.head), min(len(self.head), _LEAST_HEAD))
         if not self.is_text:
             return max(head, *map(len, self.cells), 0)
@@ -99,7 +100,7 @@ class _Column:
 
 
 def _side_by_side(columns: Sequence[_Column], room: int) -> list[list[_Column]]:
-    """Columns in as few tables as it takes; each begins with the first column."""
+    """Split columns into as few tables as fit; each begins with the first column."""
     first, *rest = columns
     parts = [[first]]
     for column in rest:
@@ -125,7 +126,10 @@ def _drawn(columns: Sequence[_Column], room: int) -> Table:
 
 
 def _widths(columns: Sequence[_Column], room: int) -> list[int]:
-    """As little as each needs; what is left goes to the narrowest that is folded, to texts before heads of numbers."""
+    """Return the widths: the least that each column needs, then one column of width at a time while room is left.
+
+    Spare width goes to the narrowest folded column, to texts before numbers.
+    """
     widths = [column.least for column in columns]
     for _ in range(room - _needed(widths)):
         folded = [index for index, column in enumerate(columns) if widths[index] < column.most]
@@ -136,12 +140,12 @@ def _widths(columns: Sequence[_Column], room: int) -> list[int]:
 
 
 def heads_of(ways: Sequence[str], *columns: str) -> list[str]:
-    """Heads of columns that each way has beside the other."""
+    """Return the heads of columns that have one entry per direction."""
     return [f"{column} {ARROWS[way]}" for column in columns for way in ways]
 
 
 def format_bandwidth(value: float | None, has_lines: bool) -> str:
-    """Of a link, one way. What has no limit but the lines that it passes is as fast as its `lines`."""
+    """Format the bandwidth of one direction of a link; `lines` if only the lines that it passes limit it."""
     return "lines" if value is None and has_lines else format_bits_per_second(value)
 
 
@@ -153,14 +157,14 @@ def spanned(values: Iterable[float], shown: Callable[[float], str]) -> str:
 
 
 def spanned_limits(values: Iterable[float | None], shown: Callable[[float | None], str]) -> str:
-    """Format limits as `spanned` formats numbers. None, which is no limit, is the largest."""
+    """Format limits as `spanned` formats numbers. None (no limit) is the largest."""
     ordered = sorted(values, key=lambda value: math.inf if value is None else value)
     low, high = shown(ordered[0]), shown(ordered[-1])
     return low if low == high else f"{low} .. {high}"
 
 
 def format_two(there: float | None, back: float | None) -> str:
-    """Two bandwidths: `20 / 50 Mbit/s` or `50 Mbit/s / 1 Gbit/s`; one number if they are equal."""
+    """Format two bandwidths: `20 / 50 Mbit/s` or `50 Mbit/s / 1 Gbit/s`; one number if they are equal."""
     first, second = format_bits_per_second(there), format_bits_per_second(back)
     if first == second:
         return first
