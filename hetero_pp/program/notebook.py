@@ -48,7 +48,7 @@ class RoundResult:
     validation_loss: float
     """Mean over the replicas of the synced model's validation loss, in nats per token."""
     validation_losses: Mapping[str, float]
-    """The same by replica, each in the replica forward: through its boundaries, if it compresses."""
+    """Validation loss by replica, in the replica forward: through its boundaries, if it compresses."""
     training_losses: Mapping[str, float]
     """Mean training loss over the round's inner steps, by replica."""
     link_bytes: Mapping[str, Mapping[Direction, int]]

@@ -37,7 +37,7 @@ class Injection:
 
     kind: Kind
     member: str
-    """Member whose process is the target, or injects the fault."""
+    """Process that is the target, or injects the fault: a member's or the exchange."""
     link: str = ""
     seconds: float = 0.0
     by: float = 0.0

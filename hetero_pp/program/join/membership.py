@@ -60,7 +60,7 @@ class Membership:
 
 
 def take_place(ticket: Ticket, runs: Path, say: Callable[[str], None] = print) -> Membership:
-    """Take a slot of a run with a ticket as soon as one is free, or return to the slot that the ticket was used for.
+    """Take a slot of a run with a ticket as soon as one is free, or return to the slot taken with it before.
 
     Raises Refused if the ticket is not accepted, RunOver or RunFailed if the run has ended, LinkTimeout if the exchange
     does not answer.

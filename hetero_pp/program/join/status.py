@@ -35,7 +35,7 @@ from replica_groups.exchange.patience import listed
 SECONDS = 10.0
 """Seconds within which a running exchange answers."""
 _SECONDS_OF_AN_ENDED_RUN = 3.0
-"""The same if this host has heard that the run is over; it may have been extended since."""
+"""Seconds to wait for an exchange whose run is said to be over; the run may have been extended since."""
 
 
 def status(runs: Path, run: str, address: str | None, json_path: Path | None) -> None:

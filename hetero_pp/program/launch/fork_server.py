@@ -22,7 +22,7 @@ The launcher alone acts on them, and ends the others.
 
 
 def fork_server() -> ForkServerContext:
-    """Return the context whose processes are forked from the fork server. Start them within `unheard`."""
+    """Return a context that forks processes from the fork server. Start them within `unheard`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

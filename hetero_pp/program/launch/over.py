@@ -1,4 +1,4 @@
-"""The record that a run is over, kept by a host whose run has its exchange elsewhere."""
+"""The record that a run is over, kept by a host without the run's exchange."""
 
 from __future__ import annotations
 

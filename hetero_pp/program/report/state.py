@@ -302,7 +302,7 @@ class RunState:
         return max(0.0, a_round * (self.rounds_planned - last.round) - self._seconds(last.time, now))
 
     def round_seconds(self, round_: int) -> float:
-        """Return the seconds of a round, without pauses: from the previous close (or the first inner step) to its own."""
+        """Return the seconds of a round without pauses: from the previous close or the first inner step to its own."""
         before = self.closed[round_ - 1].time if round_ - 1 in self.closed else self.first_step
         return self._seconds(before, self.closed[round_].time)
 
