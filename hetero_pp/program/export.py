@@ -21,7 +21,7 @@ from replica_groups.exchange.restart import snapshot_after
 def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
     """Write the model of a run after a round into a new or empty folder.
 
-    `round_`: None means the newest snapshot. Raises ConfigError if the run or the round does not exist, or if the
+    `round_`: None means the newest run checkpoint. Raises ConfigError if the run or the round does not exist, or if the
     folder has files.
     """
     folder = RunFolder(run)
@@ -48,8 +48,8 @@ def export(run: Path, to: Path, dtype: DTypeName, round_: int | None) -> None:
 def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[tuple[int, Parameters]]:
     """Yield the round and a function that returns each parameter by its name.
 
-    The parameters come from the round's snapshot, or are replayed from an earlier one. `round_`: None means the newest
-    snapshot.
+    The parameters come from the run checkpoint (`snapshot`) of that round, or are replayed from an earlier one.
+    `round_`: None means the newest run checkpoint.
     """
     log = open_log(spec.config, run)
     found = log.snapshots()
@@ -66,7 +66,7 @@ def theta_after(spec: RunSpec, run: RunFolder, round_: int | None) -> Iterator[t
 
 
 def _require_parameters(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DamagedFile if a snapshot's parameters do not match the configuration beside it."""
+    """Raise DamagedFile if the parameters of a run checkpoint do not match its configuration."""
     for name, shape in spec.parameter_shapes.items():
         if shapes.get(name) != shape:
             found = "nothing" if name not in shapes else f"the shape {list(shapes[name])}"
@@ -76,7 +76,7 @@ def _require_parameters(spec: RunSpec, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _replayed(spec: RunSpec, run: RunFolder, wanted: int) -> Parameters:
-    """Return theta after round `wanted`, from an earlier snapshot and the log of the rounds between."""
+    """Return theta after round `wanted`, from an earlier run checkpoint and the run log of the rounds between."""
     log, damaged = open_log(spec.config, run), list[str]()
     try:
         snapshot = snapshot_after(log, spec.run, wanted, partial(round_optimizer, spec), damaged)

@@ -1,4 +1,4 @@
-"""Ends a command when Ctrl-C, SIGTERM or SIGUSR1 comes: one line and exit code 130, at whatever moment it comes."""
+"""Ends a command at Ctrl-C, SIGTERM or SIGUSR1 with one line and exit code 130, at whatever moment it arrives."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 INTERRUPTED = 130
-"""Exit code."""
+"""Exit code of an interrupted command."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Slurm sends SIGUSR1 some time before a job's limit: `--signal=USR1@120`."""
+"""Signals that interrupt a command. Slurm sends SIGUSR1 some time before a job's limit: `--signal=USR1@120`."""
 
 _COMMANDS = "hetero_pp.program.cli"
 _SECONDS_FOR_THE_END = 5.0
-"""Within this time after an interrupt another one changes nothing: the end is under way. Ctrl-C is often hit twice."""
+"""Seconds after an interrupt in which another one has no effect, because Ctrl-C is often pressed twice."""
 
 
 def leave_when_interrupted() -> None:
-    """From now on, until a command runs, end the program at once: no process and no file has to be cleaned up."""
+    """Exit at once on an interrupt until a command runs. No process or file needs to be cleaned up before that."""
     _install(_leave_with_a_line)
 
 
 def keep_exit_code() -> None:
-    """The command is over, and Python shuts down: no Ctrl-C changes the exit code any more. SIGTERM ends it at once.
+    """Ignore Ctrl-C and SIGUSR1 while Python shuts down, so that the exit code stays. SIGTERM exits at once.
 
-    Python itself would reset other handlers before its end; signals that are ignored stay ignored.
+    Python resets handlers before its end, but signals that are ignored stay ignored.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -38,7 +38,7 @@ def keep_exit_code() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the block for each of the signals; no signal interrupts what follows an interrupt."""
+    """Raise KeyboardInterrupt in the block for each of the signals. After an interrupt, none interrupts later code."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     _install(_Interrupt())
     is_interrupted = False
@@ -68,10 +68,10 @@ class _Interrupt:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Return whether a command still imports what it needs.
+    """Return whether a command is still importing its modules.
 
-    An exception raised inside an import may be printed and dropped there, or become another one: torch's and numpy's
-    imports call Python from C.
+    An exception raised inside an import may be printed and dropped there, or become another one, because torch's and
+    numpy's imports call Python from C.
     """
     inner = ""
     while frame is not None:
@@ -83,7 +83,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def _install(handler: Callable[[int, FrameType | None], None]) -> None:
     for number in SIGNALS:
-        # Shells have their background jobs ignore SIGINT, and so may the user: that stays.
+        # A signal that is ignored stays ignored: shells have background jobs ignore SIGINT, and users may, too.
         if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
@@ -99,4 +99,4 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _wait(number: int, frame: FrameType | None) -> None:
-    """The end is under way."""
+    """Ignore a signal, because the program is already ending."""

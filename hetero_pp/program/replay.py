@@ -21,7 +21,7 @@ def replay_run(run: str, round_: int | None, json_path: Path | None, to: Path | 
     """Replay a run's log up to a round, and print one line per round.
 
     `round_`: round to replay to; None means the last closed round. `json_path`: file for the findings, as JSON. `to`:
-    file for the snapshot after that round.
+    file for the run checkpoint (`snapshot`) after that round.
 
     Raises ConfigError if the run or the round does not exist, HeteroPPError if a file is damaged, lost, or differs from
     what the log records.

@@ -1,7 +1,7 @@
-"""Starts every process of a run on this machine and watches over them: all end together, none is left behind.
+"""Supervises the processes of a run on this machine: starts and restarts them, and ends them all together.
 
-Processes are forked from a fork server that has imported PyTorch once: that takes a second or two of CPU, which six
-processes on two cores would otherwise each pay.
+Processes are forked from a fork server that imports PyTorch once. Otherwise each process would pay the one or two
+seconds of CPU time that the import takes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from replica_groups.exchange.host import rules_of
 
 _SECONDS_FOR_THE_CAUSE = 5.0
 _OPEN_FILES, _OPEN_FILES_OF_A_PROCESS = 40, 8
-"""What the launcher, and each member, opens at least."""
+"""Least number of files that the launcher, and each member, opens."""
 _SECONDS_TO_END = 3.0
 _SECONDS_TO_ANSWER = 2.0
 """Within which a process answers that it was asked to stop; a frozen one does not."""
 _SECONDS_UNTIL_TOLD = 8.0
-"""After which the user is told that states are still being saved."""
+"""Seconds after which the user is told that member checkpoints are still being saved."""
 _SECONDS_TO_SAVE = 60.0
-"""How long members may take to save their states after an interrupt. Another interrupt ends them at once."""
+"""Seconds for members to save their checkpoints after an interrupt. Another interrupt ends them at once."""
 _SECONDS_TO_NOTICE = 5.0
 _SECONDS_TO_LEAVE = 20.0
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -59,13 +59,13 @@ def launch(
     resume: Values | None = None,
     chaos: Schedule | None = None,
 ) -> None:
-    """Run the whole topology over gRPC, one process a member. `folder` holds the resolved configuration.
+    """Run the whole topology over gRPC, with one process per member. `folder` holds the resolved configuration.
 
-    If `resume` is not None it goes on with the run that is in the folder, and from there on changes these keys.
-    Whatever dies is started again, as often as the configuration says. With `chaos` these faults are done to it.
+    `resume`: None for a new run, else the keys that change from here on as the run in the folder resumes. `chaos`:
+    faults to inject. Processes that die are restarted, as often as the configuration allows.
 
-    Raises RunFailed with the first cause if the run cannot go on, or if reports could not be followed. However this
-    function ends, its processes have.
+    Raises RunFailed with the first cause if the run cannot continue, or if reports could not be followed. All processes
+    have ended when this function does, however it ends.
     """
     encrypted = is_reached(spec.config) and not spec.config.exchange.insecure
     keys = SecretKeys(Secret(new_secret()), encrypted)
@@ -79,7 +79,10 @@ def launch(
 
 
 def require_open_files(processes: int) -> None:
-    """Allow this process the files that so many processes need. Raises ConfigError if the system does not let it."""
+    """Raise this process's limit of open files to what its child processes need.
+
+    Raises ConfigError if the system does not allow it.
+    """
     needed, (soft, hard) = (
         _OPEN_FILES + _OPEN_FILES_OF_A_PROCESS * processes,
         resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -94,7 +97,7 @@ def require_open_files(processes: int) -> None:
 
 
 class Crew:
-    """The processes of one run, each with a connection to it that is also its lifeline."""
+    """Supervisor of the processes of one run. Its connection to each process is also the process's lifeline."""
 
     def __init__(
         self,
@@ -106,13 +109,16 @@ class Crew:
         resume: Values | None = None,
         chaos: Schedule | None = None,
     ) -> None:
-        """`on_report` is told what the crew itself does: whom it starts again. Reports of the run go to `on_report` of
-        the crew, which looks for members that the exchange has given up. `name`: what it starts, or `launcher` for all.
+        """`name`: the part of the run that it starts, or `launcher` for all of it.
+
+        `on_report` is called with every report of the run, and with the supervisor's own reports of restarts. Give the
+        run's reports to the method `on_report`, which watches for members that the exchange has given up, and passes
+        them on.
         """
         self._spec, self._folder, self._tell = spec, folder, on_report
         self._keys = keys
         self.credentials = keys.of(name)
-        """By which it asks for reports, and tells who has died."""
+        """Credentials for following reports, and for reporting members that died."""
         self._resume = resume
         self._restarts = Restarts(spec.config.restarts)
         self._director = None if chaos is None else Director(chaos, folder, on_report)
@@ -120,14 +126,14 @@ class Crew:
         self._processes: dict[str, ForkServerProcess] = {}
         self._connections: dict[str, Connection] = {}
         self._exchange: dict[str, str] = {}
-        """What members are told."""
+        """Message about the exchange that every member gets."""
         self._given_up: set[str] = set()
         self._idle: set[str] = set()
-        """Members that have nothing left to train: however their processes end, the run is over."""
+        """Members with nothing left to train: the run is over, however their processes end."""
         self._terms: dict[str, int] = {}
-        """For the how-manyeth time each member holds its place."""
+        """Incarnation of each member."""
         self._silent: dict[str, float] = {}
-        """Members whose term is over, though their process is there, and when that was."""
+        """Members whose incarnation has ended while their process still exists, with the time of that."""
         self._lock = threading.Lock()
         self._told = ""
         self._is_interrupted = False
@@ -136,7 +142,10 @@ class Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End whatever still runs: by closing its lifeline, then by force. After an interrupt members save first."""
+        """End all remaining processes: by closing their lifelines, then by force.
+
+        After an interrupt, members first save their checkpoints.
+        """
         if self._director is not None:
             self._director.close()
         try:
@@ -191,14 +200,14 @@ class Crew:
         return answered
 
     def start(self, members: Sequence[str], again: bool = False) -> None:
-        """Start members, which then wait for a message; what they print goes to logs/<member>.log."""
+        """Start members, which then wait for a message. Their output goes to logs/<member>.log."""
         require_open_files(len(self._processes.keys() | set(members)))
         for member in members:
             ours, theirs = self._context.Pipe()
             job = Job(member, self._folder, None if again else self._resume, again)
             orders = None if self._director is None else self._director.orders(member)
             process = self._context.Process(target=process_main, args=(theirs, job, orders), name=member)
-            self._connections[member] = ours  # before the start: an interrupt during it has to close the lifeline
+            self._connections[member] = ours  # set before the start, so that an interrupt during it closes the lifeline
             with unheard():
                 process.start()
                 self._processes[member] = process
@@ -207,9 +216,9 @@ class Crew:
                 self._director.started(member, process.pid, orders)
 
     def open_exchange(self, listen: str = "") -> str:
-        """Have the exchange listen, where the configuration or `listen` says; its address.
+        """Have the exchange listen, at `listen` or else as the configuration says. Return its address.
 
-        Raises RunFailed if it ends instead.
+        Raises RunFailed if the exchange ends instead.
         """
         assert isinstance(self._keys, SecretKeys)
         secret, encrypted = self._keys.secret.text, self._keys.encrypted
@@ -221,15 +230,17 @@ class Crew:
         return answer["address"]
 
     def join_exchange(self, members: Sequence[str], address: str, token_file: str = "", listen: str = "") -> None:
-        """Have members take part. `token_file`: where their keys are from. `listen`: where one listens for the stages
-        beside it, instead of where the configuration says. Raises RunFailed if one of them has ended.
+        """Send members the exchange's address and their credentials, so that they join.
+
+        `token_file`: file of their keys. `listen`: address at which a member listens for its neighbouring stages,
+        instead of the configuration's. Raises RunFailed if a member has ended.
         """
         self._exchange = {"exchange": address, "token_file": token_file, "listen": listen}
         for member in members:
             self._send_exchange(member)
 
     def _send_exchange(self, member: str) -> None:
-        """Where the exchange is, and by what the member shows who it is."""
+        """Send a member the exchange's address and its own credentials."""
         credentials = self._keys.of(member, self._spec.links.values())
         self._send(member, {**self._exchange, "credentials": credentials.to_json()})
 
@@ -246,9 +257,9 @@ class Crew:
             return {"failure": ""}
 
     def wait(self) -> None:
-        """Wait until every process has ended well, or was given up; start again what dies.
+        """Wait until every process has ended without error or was given up. Restart processes that die.
 
-        Raises RunFailed as soon as the run cannot go on.
+        Raises RunFailed as soon as the run cannot continue.
         """
         left = set(self._processes)
         while left:
@@ -269,17 +280,23 @@ class Crew:
             self._end_silent()
 
     def _wait_for_leaving(self, left: Collection[str]) -> None:
-        """The run is over: members that are through end by themselves, others would wait for an exchange in vain."""
+        """Wait for the members after the end of the run. Members that have finished end by themselves.
+
+        The wait is limited, because others would wait for an exchange that is gone.
+        """
         deadline = time.monotonic() + _SECONDS_TO_LEAVE
         for member in left:
             self._processes[member].join(max(0.0, deadline - time.monotonic()))
 
     def _has_died(self, member: str) -> bool:
-        """Whether a process has ended in a way that says nothing about the run: started again, it may go on."""
+        """Return whether a process died for a reason outside the run, so that a restart may help."""
         return self._exit_code(member) == CRASHED or (self._exit_code(member) < 0 and not self._told)
 
     def _replace(self, member: str) -> set[str]:
-        """Start a process again that has died; without it, if that was too often. Who runs in its place."""
+        """Restart a process that died, or continue without it if its restarts are used up.
+
+        Returns the member if it was restarted, else nothing.
+        """
         with self._lock:
             self._silent.pop(member, None)
         cause = self._cause(member)
@@ -302,7 +319,7 @@ class Crew:
         return {member}
 
     def _give_up(self, member: str, cause: str) -> None:
-        """Go on without a member, unless too few replicas are left for a quorum."""
+        """Continue without a member. Raises RunFailed if too few replicas are left for a quorum."""
         self._given_up.add(member)
         members, rules = self._spec.needed, rules_of(self._spec)
         lost = {members[name].replica.name for name in self._given_up if name in members}
@@ -315,15 +332,18 @@ class Crew:
         self._tell(Report(time=time.time(), member=EXCHANGE, standing=standing))
 
     def _say_died(self, member: str, cause: str) -> None:
-        """To the exchange, so that nobody waits for the member until it has been silent for too long."""
+        """Report a member's death to the exchange, so that no process waits for the member's heartbeat timeout."""
         address = self._exchange["exchange"]
         tell = partial(tell_died, address, self.credentials, member, cause, self._terms.get(member))
         threading.Thread(target=tell, name=f"{member} has died", daemon=True).start()
 
     def on_report(self, report: Report) -> None:
-        """Every report of the run. A member here that the exchange has given up is frozen, or hangs."""
+        """Take in a report of the run.
+
+        A member of this machine that the exchange has given up is frozen or hangs.
+        """
         if self._is_interrupted and report.HasField("standing"):
-            return  # that members leave is what the interrupt asks for
+            return  # after an interrupt, members are meant to leave
         with self._lock:
             if report.HasField("over"):
                 self.end_idle(report.over.finishing)
@@ -337,7 +357,7 @@ class Crew:
         self._tell(report)
 
     def on_silence(self, is_silent: bool) -> None:
-        """The exchange does not answer, or does again: its process may be there, and frozen."""
+        """Note that the exchange does not answer, or answers again. Its process may exist and be frozen."""
         with self._lock:
             if is_silent:
                 self._silent.setdefault(EXCHANGE, time.monotonic())
@@ -345,7 +365,7 @@ class Crew:
                 self._silent.pop(EXCHANGE, None)
 
     def _end_silent(self) -> None:
-        """Kill members that have not come back by themselves: they are then started again."""
+        """Kill members that have been silent for too long, so that they are restarted."""
         patience = self._spec.config.exchange.lease.least
         with self._lock:
             due = [one for one, since in self._silent.items() if time.monotonic() - since > patience]
@@ -357,15 +377,16 @@ class Crew:
                 process.kill()
 
     def end_soon(self, cause: str) -> None:
-        """The run has failed elsewhere: whoever does not notice in a moment, as it waits for others, is ended."""
+        """End processes that do not notice in a moment that the run failed elsewhere, because they wait for others."""
         self._told = self._told or cause
         timer = threading.Timer(_SECONDS_TO_NOTICE, self._let_go)
         timer.daemon = True
         timer.start()
 
     def end_idle(self, finishing: Collection[str] = ()) -> None:
-        """Every round is closed: end the members of all other replicas than `finishing`, unless they end by themselves
-        in a moment. They may be fetching a snapshot, or waiting for a group or for the exchange.
+        """After the last round closed, end the members of all replicas but `finishing`, unless they end by themselves.
+
+        They may be fetching a run checkpoint, or waiting for a group or for the exchange.
         """
         members = self._spec.members
         self._idle |= {one for one in self._processes if one in members and members[one].replica.name not in finishing}
@@ -379,7 +400,10 @@ class Crew:
                 connection.close()
 
     def _culprit(self, first: str) -> str:
-        """Of the processes that end within a moment, the first that did not end because of another."""
+        """Return the first process that failed on its own account, among those that end within a moment.
+
+        If all of them ended because of another process, return `first`.
+        """
         deadline = time.monotonic() + _SECONDS_FOR_THE_CAUSE
         left = {process.sentinel: member for member, process in self._processes.items() if member != first}
         ended = [first]

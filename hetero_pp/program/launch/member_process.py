@@ -123,7 +123,7 @@ class _Lifeline:
 
 
 def _signal_itself() -> None:
-    """Ask the main thread to save its state and end. A process that does not train yet ends at once."""
+    """Ask the main thread to save a member checkpoint and end. A process that does not train yet ends at once."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

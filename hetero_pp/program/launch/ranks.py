@@ -1,8 +1,8 @@
 """Starts the ranks of a datacenter replica with torchrun's agent, inside the member's process.
 
 Standard input of the ranks is a pipe from the member's process: the ranks end when that process does, however it ends.
-A byte in the pipe asks them to save their state and end. Credentials go through the environment, so that no process
-list shows them.
+A byte in the pipe asks them to save a member checkpoint and end. Credentials go through the environment, so that no
+process list shows them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def run_ranks(
 ) -> None:
     """Run all ranks of this node to their end.
 
-    `timeout`: seconds to wait for the other nodes. `on_start` is called with a function that asks the ranks to save
-    their state and end; any thread may call it.
+    `timeout`: seconds to wait for the other nodes. `on_start` is called with a function that asks the ranks to save a
+    member checkpoint and end; any thread may call it.
 
     Raises HeteroPPError with the first failed rank and its cause: RankDied if it was killed, RunFailed if it failed
     because of another member.

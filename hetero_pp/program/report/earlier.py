@@ -40,7 +40,7 @@ def reports_until(config: RunConfig, folder: RunFolder, last: int, complain: Cal
     """Return the earlier reports of a run up to a round, in order of time.
 
     Closed rounds come from the run's log, and all else from metrics.jsonl. With overlap, the steps of the next round
-    are included, because the members' states contain them. `complain` is called with a line on what is missing.
+    are included, because the member checkpoints contain them. `complain` is called with a line on what is missing.
     """
     until_of = {"inner_step": last + config.outer.overlap}
     reports, unplaced, closed, strange = [], [], {}, 0

@@ -180,7 +180,7 @@ class _Bar:
     size: float
     """Payload bytes since the first inner step; for equal links or lines, their mean."""
     first: float
-    """Payload bytes before it: the first snapshot and evaluation."""
+    """Payload bytes before it: the first run checkpoint and evaluation."""
     busy: float | None
 
     @property
