@@ -1,1 +1,1 @@
-"""Chooses groups, layers, boundaries and outer rounds that reach a utilization, by prediction."""
+"""Planner: chooses groups, layers, boundaries and outer rounds that reach a predicted utilization."""

@@ -1,19 +1,21 @@
-"""Which participants form a group, in which order: a set packing whose columns are paths.
+"""Select the participants of each group and their order: a set packing whose columns are paths.
 
-A *path* is an ordered choice of S participants. What matters of it is known exactly: the seconds of its slowest stage
-under the best split of layers, and its link, the slowest of its hops. Of all ways to choose disjoint paths we want
+A *path* is an ordered choice of S participants. Two of its properties decide, and both are known exactly: the seconds
+of its slowest stage under the best split of layers, and its link, the slowest of its hops. Disjoint paths are chosen to
+maximize, in this order:
 
-1. the most groups per second of the slowest one, as every round waits for it (a machine that would hold all others up
-   stays out);
-2. then, while no group gets slower than `balance` allows, the best link of the worst group, as links decide how much
-   a boundary has to lose;
-3. then the best links of all groups: the largest sum of their logarithms.
+1. the number of groups divided by the seconds of the slowest group. Every round waits for that group, so a machine that
+   would hold up all others stays out;
+2. the link of the worst group, while no group gets slower than `balance` allows. Links decide how much a boundary has
+   to lose;
+3. the sum of the logarithms of all groups' links.
 
-1 and 2 are searches for the best threshold that still leaves a packing, 3 is one integer program. They go to HiGHS by
-way of scipy, which is imported here only, unless something cheaper decides: random partitions, where there are many
-packings; the relaxation, which mostly tells where there are none; a sample of the columns. Up to `PATHS` paths are all
-considered; of more, `SAMPLED_PATHS` along each participant's best links and random ones, and then the answer is the
-best of these, not proven to be the best of all.
+Steps 1 and 2 search for the best threshold that still leaves a packing; step 3 is one integer program. HiGHS solves
+them, through scipy. Cheaper checks come first: random partitions (they succeed where there are many packings), the
+linear relaxation (it usually shows that there is none), and a sample of the columns.
+
+All paths are considered if there are at most `PATHS`. Otherwise about `SAMPLED_PATHS` are considered, along each
+participant's best links, and random ones. The answer is then the best of these, not proven to be the best of all.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ from hetero_pp.planner.split import Array, best_splits
 
 PATHS = 300_000
 SAMPLED_PATHS = 60_000
-"""Where there are more than that."""
+"""Approximate number of paths along the best links, used where there are more than `PATHS` in total."""
 RANDOM_PARTITIONS = 200
 SAMPLES = (1000, 4000)
-"""Columns that are tried before all of them."""
+"""Numbers of columns that are tried before all of them."""
 LARGEST_LINK = 1e13
-"""Bits per second that an unlimited link counts as."""
+"""Bits per second that stand for an unlimited link."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """n participants to choose from; S stages, L layers."""
+    """Pool of n participants to choose from, for S stages and L layers."""
 
     seconds: Array
-    """[n, S, L + 1]: of a micro-batch, if the participant were that stage with so many layers."""
+    """Seconds of a micro-batch if the participant were that stage with that number of layers, [n, S, L + 1]."""
     bandwidth: Array
-    """[n, n] bits per second from the first to the second."""
+    """Bits per second from the first participant to the second, [n, n]."""
     balance: float
 
     @property
@@ -59,40 +61,40 @@ class Pool:
 
 @dataclass(frozen=True)
 class Grouping:
-    """The groups that were chosen, each in the order of its stages."""
+    """Chosen groups, each in the order of its stages."""
 
     groups: list[list[int]]
     seconds: list[float]
-    """Of the slowest stage of each."""
+    """Seconds of the slowest stage of each group."""
     links: list[float]
-    """Of the slowest hop of each, bits per second."""
+    """Bits per second of the slowest hop of each group."""
     proven: bool
-    """Whether no better choice exists (else the time or the number of paths was limited)."""
+    """Whether no better choice exists. False if the time or the number of paths was limited."""
     considered: int
-    """Paths."""
+    """Number of paths that were considered."""
 
 
 @dataclass(frozen=True)
 class _Paths:
     order: Array
-    """[N, S] participants."""
+    """Participants of each path, [N, S]."""
     sets: Array
-    """[N] which set of participants it is an order of."""
+    """Index of the set of participants that each path orders, [N]."""
     members: Array
-    """[sets, S]"""
+    """Participants of each set, [sets, S]."""
     seconds: Array
     link: Array
     complete: bool
 
     def best_of_sets(self, values: Array, usable: Array) -> Array:
-        """[sets] the largest value of usable orders of each set; -infinity if there is none."""
+        """Return the largest value among the usable orders of each set, [sets]; -infinity for a set without one."""
         found = np.full(len(self.members), -np.inf)
         np.maximum.at(found, self.sets[usable], values[usable])
         return found
 
 
 def group(pool: Pool, time_limit: float) -> Grouping | None:
-    """The best groups; None if no S participants can hold the model together. `time_limit` is in seconds."""
+    """Return the best groups within `time_limit` seconds; None if no S participants can hold the model together."""
     deadline = time.monotonic() + time_limit
     paths = _paths_of(pool)
     solver = _Solver(paths, pool.count, deadline)
@@ -117,7 +119,7 @@ def group(pool: Pool, time_limit: float) -> Grouping | None:
 
 
 def _fastest(paths: _Paths, solver: _Solver, most: int) -> tuple[list[int], float]:
-    """The most groups per second of the slowest one: their sets, and its seconds."""
+    """Return the sets with the most groups per second of the slowest one, and the seconds of that one."""
     speed = paths.best_of_sets(1 / paths.seconds, paths.seconds < np.inf)
     levels = np.unique(speed[speed > 0])
     best: list[int] = []
@@ -133,16 +135,16 @@ def _fastest(paths: _Paths, solver: _Solver, most: int) -> tuple[list[int], floa
 
 
 def _best_order(paths: _Paths, chosen: int, usable: Array) -> int:
-    """Of a set's usable orders the one with the best link, then the fastest."""
+    """Return the usable order of a set with the best link; among equal links, the fastest."""
     rows = np.flatnonzero((paths.sets == chosen) & usable)
     return int(rows[np.lexsort((paths.seconds[rows], -paths.link[rows]))[0]])
 
 
 class _Solver:
-    """Packings of disjoint sets, by HiGHS."""
+    """Finds packings of disjoint sets, with HiGHS."""
 
     def __init__(self, paths: _Paths, participants: int, deadline: float) -> None:
-        from scipy.sparse import csc_array  # half a second to import, needed here alone
+        from scipy.sparse import csc_array  # half a second to import, and needed only here
 
         sets, size = paths.members.shape
         rows, columns = paths.members.ravel(), np.repeat(np.arange(sets), size)
@@ -157,8 +159,10 @@ class _Solver:
         self.proven = True
 
     def best_threshold(self, values: Array, count: int, levels: Array) -> tuple[float, list[int]]:
-        """The largest of the (sorted) levels at which sets of at least that value leave so many disjoint ones, and
-        these; -infinity and none if there is no such level."""
+        """Return the largest level that leaves `count` disjoint sets of at least that value, and these sets.
+
+        `levels` are sorted. Returns -infinity and no sets if no level does.
+        """
         low, high = -1, len(levels) - 1
         found: list[int] = []
         while low < high:
@@ -166,12 +170,12 @@ class _Solver:
             packed = self.pack(values >= levels[middle], count)
             if packed is None:
                 high = middle - 1
-            else:  # the worst of what was found may be better than what was asked for
+            else:  # the worst set found may be better than the level that was tried
                 found, low = packed, int(np.searchsorted(levels, values[packed].min()))
         return (float(levels[low]) if found else -math.inf), found
 
     def pack(self, usable: Array, count: int) -> list[int] | None:
-        """So many disjoint usable sets; None if none were found."""
+        """Return `count` disjoint usable sets; None if none were found."""
         for partition in self._partitions:
             if np.count_nonzero(usable[partition]) >= count:
                 return partition[usable[partition]][:count].tolist()
@@ -188,7 +192,7 @@ class _Solver:
         return found
 
     def improve(self, usable: Array, gain: Array, found: list[int]) -> list[int]:
-        """As many disjoint usable sets as were found, with the largest sum of gains."""
+        """Return as many disjoint usable sets as were found, with the largest sum of gains."""
         better, is_certain = self._solve(np.flatnonzero(usable), len(found), gain)
         self.proven &= is_certain
         return found if better is None or gain[better].sum() < gain[found].sum() else better
@@ -200,10 +204,10 @@ class _Solver:
         limits = np.ones(self._contains.shape[0])
         options = {"time_limit": max(0.1, (self._deadline - time.monotonic()) / 3)}
         found = linprog(goal, self._contains[:, columns], limits, ones, [count], method="highs", options=options)
-        return found.status != 2  # or the time ran out
+        return found.status != 2  # other statuses include a time-out, which proves nothing
 
     def _solve(self, columns: Array, count: int, gain: Array | None) -> tuple[list[int] | None, bool]:
-        """Sets, and whether it is certain that there are none, or none with a larger gain."""
+        """Return sets, and whether the solver is certain: that there are none, or none with a larger gain."""
         from scipy.optimize import LinearConstraint, milp
 
         left = self._deadline - time.monotonic()
@@ -231,7 +235,7 @@ def _paths_of(pool: Pool) -> _Paths:
 
 
 def _orders(pool: Pool) -> tuple[Array, bool]:
-    """[N, S] paths to consider, and whether these are all."""
+    """Return the paths to consider, [N, S], and whether these are all."""
     if math.perm(pool.count, pool.stages) <= PATHS:
         return np.array(list(itertools.permutations(range(pool.count), pool.stages))), True
     neighbours = int((SAMPLED_PATHS / pool.count) ** (1 / (pool.stages - 1)))
@@ -247,14 +251,14 @@ def _orders(pool: Pool) -> tuple[Array, bool]:
 
 
 def _partitions(count: int, stages: int) -> list[Array]:
-    """[groups, S] each: everybody in a group, at random."""
+    """Return random partitions of the participants into groups, [groups, S] each."""
     random = np.random.default_rng(0)
     whole = count // stages * stages
     return [random.permutation(count)[:whole].reshape(-1, stages) for _ in range(RANDOM_PARTITIONS)]
 
 
 def _seconds_of(pool: Pool, order: Array) -> Array:
-    """[N] of the slowest stage; found once for each sequence of equal machines."""
+    """Return the seconds of each path's slowest stage, [N]. Computed once for each sequence of equal machines."""
     kinds: dict[bytes, int] = {}
     kind = np.array([kinds.setdefault(row.tobytes(), len(kinds)) for row in pool.seconds])
     sample = np.array([int(np.flatnonzero(kind == one)[0]) for one in range(len(kinds))])

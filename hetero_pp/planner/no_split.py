@@ -1,4 +1,4 @@
-"""Explains why a group cannot hold the model: how many layers each stage has memory for, and which key would help."""
+"""Error for a group that cannot hold the model: the layers that fit each stage, and the key that would help."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hetero_pp.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class _Room:
-    """A stage, and the layers that its machine has memory for."""
+    """Number of layers that fit the memory of a stage's machine."""
 
     member: str
     capacity: float
-    """Bytes."""
+    """Memory of the machine, in bytes."""
     layers: int
     next_bytes: float
-    """Bytes that one layer more would need."""
+    """Bytes that one more layer would need."""
 
 
 def no_split(spec: RunSpec, index: int, loads: Sequence[Load]) -> ConfigError:
-    """Return the error for a group none of whose `loads` has a split of the layers that fits the machines' memory.
+    """Return the error for a group whose machines have too little memory for every split, with each of `loads`.
 
     It describes the load with which the stages hold the most layers.
     """
@@ -49,7 +49,7 @@ def no_split(spec: RunSpec, index: int, loads: Sequence[Load]) -> ConfigError:
 
 
 def _rooms(spec: RunSpec, replica: ParticipantsReplica, load: Load) -> list[_Room]:
-    """Return the room of every stage. A group with more stages than it has takes its last machine for each of them."""
+    """Return the room of every stage. Stages beyond those of the group are assumed to have its last machine."""
     shape, sizes, found = spec.shape, Sizes.of(spec.parameter_shapes), list[_Room]()
     for stage in range(load.stages):
         member = spec.members[replica.members[min(stage, replica.stage_count - 1)]]
@@ -70,7 +70,7 @@ def _described(room: _Room) -> str:
 
 
 def _remedy(spec: RunSpec, replica: ParticipantsReplica, load: Load) -> str:
-    """Name the smallest number of stages that holds the model on such machines, or what else would."""
+    """Return the smallest number of stages that would hold the model on such machines, or what else would help."""
     larger = f"machines with more memory (`hardware` of {replica.name}) would help"
     if isinstance(replica.stages, list):
         return f"more entries under `stages`, or {larger}"

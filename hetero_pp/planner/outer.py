@@ -1,9 +1,11 @@
-"""H and the density of pseudo-gradients: what the outer round may take of the time, decided by the slowest uplink.
+"""Choose H and the density of pseudo-gradients so that the outer round takes at most a given share of the time.
 
-Both are one for the whole run. Candidates are the YAML's own values and those that the papers tested beyond them; of
-those whose outer round is quick enough the nearest to the YAML is taken, by the factor that H grows times the factor
-that the density falls. Where a round is so much time, that takes the place of H, and may be some times as long. What
-either costs in loss is in no table here: the papers tune the density for each H.
+The slowest uplink decides. Both values hold for the whole run. Candidates are the values of the YAML, and those beyond
+them that the papers tested. Among the candidates whose outer round is fast enough, the nearest to the YAML is taken:
+distance is the factor by which H grows times the factor by which the density falls.
+
+If a round lasts a given time, that time takes the place of H and may be multiplied. No table here has the loss that
+either value costs: the papers tune the density for each H.
 """
 
 from __future__ import annotations
@@ -17,39 +19,42 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.simulator.prediction import Prediction, predict
 
 TESTED_STEPS = (15, 30, 50, 100, 250)
-"""H in SparseLoCo figure 1 and table 8."""
+"""Values of H in SparseLoCo figure 1 and table 8."""
 TIMES_AS_LONG = (2, 4, 8)
-"""Rounds that are time, of which no paper says anything."""
+"""Factors for rounds of a given time. No paper reports on such rounds."""
 TESTED_DENSITIES = (1 / 16, 1 / 32, 1 / 64, 1 / 128)
-"""SparseLoCo tables 1 and 5; Het-PP section 3."""
+"""Densities in SparseLoCo tables 1 and 5, and Het-PP section 3."""
 
 
 @dataclass(frozen=True)
 class OuterChoice:
-    """H, density, and what the outer round then adds to a round with free links between stages."""
+    """H and density, and the time that the outer round then adds to a round with free links between stages."""
 
     length: float
-    """H, or seconds."""
+    """H, or seconds of a round."""
     density: float
     free_seconds: float
-    """A round with links that cost nothing."""
+    """Seconds of a round whose links cost nothing."""
     exchange_seconds: float
-    """That the exchange's links add to it."""
+    """Seconds that the links to the exchange add."""
     slowest: str
-    """The member that waits longest for its link to the exchange."""
+    """Member that spends the longest time on its link to the exchange."""
 
     @property
     def share(self) -> float:
-        """Of a round that communication with the exchange takes."""
+        """Return the share of a round that communication with the exchange takes."""
         return self.exchange_seconds / (self.free_seconds + self.exchange_seconds)
 
     def departure(self, config: RunConfig) -> float:
-        """From what the YAML says, in factors of two."""
+        """Return the distance from the YAML's values, in factors of two."""
         return log2(self.length / length_of(config)) + log2(config.outer.compression.density / self.density)
 
 
 def choose_outer(config: RunConfig, vocabulary: int | None, allowed: float) -> tuple[OuterChoice, OuterChoice]:
-    """The nearest choice whose share is at most `allowed` (else that of the smallest share), and the YAML's own."""
+    """Return the chosen values and the YAML's own.
+
+    The choice is the nearest whose share is at most `allowed`, or the one with the smallest share if there is none.
+    """
     found = list(_choices(config, vocabulary))
     own = found[0]
     good = [one for one in found if one.share <= allowed]
@@ -59,7 +64,8 @@ def choose_outer(config: RunConfig, vocabulary: int | None, allowed: float) -> t
 
 
 def with_outer(config: RunConfig, length: float, density: float) -> RunConfig:
-    """Another length of rounds and density, with so many rounds that all of them stay about as long."""
+    """Return the configuration with another round length and density. `rounds` changes so that the run stays about as
+    long."""
     own = length_of(config)
     total = config.outer.rounds * own
     compression = config.outer.compression.model_copy(update={"density": density})
@@ -74,12 +80,15 @@ def with_outer(config: RunConfig, length: float, density: float) -> RunConfig:
 
 
 def length_of(config: RunConfig) -> float:
-    """H, or the seconds of a round."""
+    """Return H, or the seconds of a round."""
     return config.inner.steps if config.inner.steps is not None else config.inner.seconds or 0.0
 
 
 def _choices(config: RunConfig, vocabulary: int | None) -> Iterator[OuterChoice]:
-    """The YAML's own first. A prediction for each density; more steps only make the round longer by their time."""
+    """Yield the candidates, the YAML's own first.
+
+    Each density is predicted once: more steps lengthen the round only by their own time.
+    """
     own, compression = length_of(config), config.outer.compression
     candidates = TESTED_STEPS if config.inner.steps is not None else [times * own for times in TIMES_AS_LONG]
     may_change = config.outer.method in ("sparseloco", "sparseloco_paper") and config.outer.source == "difference"

@@ -1,4 +1,4 @@
-"""From loose participants to groups in the YAML: what joins any two of them, and the replicas that were chosen."""
+"""Turns loose participants into replicas of the YAML: the links between them, and the groups that were chosen."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hetero_pp.simulator.machines import SHOWN, assumption
 from hetero_pp.topology import ParticipantsReplica, StageSettings
 
 TIME_LIMIT = 45.0
-"""Seconds that the search for groups may take."""
+"""Longest search for groups, in seconds."""
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """A configuration whose participants all have a place, or stay out."""
+    """Configuration in which every participant is in a group or left out."""
 
     config: RunConfig
     grouping: Grouping
     names: list[str]
-    """Of the new replicas."""
+    """Names of the new replicas."""
     members: list[list[str]]
-    """Participants of each, stage by stage."""
+    """Participants of each new replica, stage by stage."""
     left_out: list[str]
 
 
@@ -42,7 +42,7 @@ def group_participants(config: RunConfig, vocabulary: int | None) -> Grouped:
     plan, people = config.plan, config.plan.participants
     links = {
         (a.name, b.name): link_between(config, a, b) for a in people for b in people if a.name != b.name
-    }  # each way, as seen from the first
+    }  # each direction, as seen from the first
     bandwidth = np.array([[_bandwidth(config, links, a, b) for b in people] for a in people])
     seconds = np.array(list(_seconds_of_participants(config, vocabulary)))
     found = group(Pool(seconds, bandwidth, plan.balance), TIME_LIMIT)
@@ -75,8 +75,10 @@ def group_participants(config: RunConfig, vocabulary: int | None) -> Grouped:
 
 
 def link_between(config: RunConfig, a: LooseParticipant, b: LooseParticipant) -> LinkSettings:
-    """What joins two participants, `forward` from the first: the pair that names most of them, else the default, else
-    the uplink of one and then that of the other."""
+    """Return the link between two participants; `forward` starts at the first.
+
+    It is the entry of `pairs` that names most of them, else the default, else both uplinks one after the other.
+    """
     best: tuple[int, LinkSettings] | None = None
     for pair in config.plan.pairs:
         for ends, settings in ((pair.between, _link(pair)), (pair.between[::-1], _turned(_link(pair)))):
@@ -116,7 +118,7 @@ def _one_after_the_other(one: LinkShape, other: LinkShape) -> DirectionSettings:
 def _bandwidth(
     config: RunConfig, links: Mapping[tuple[str, str], LinkSettings], a: LooseParticipant, b: LooseParticipant
 ) -> float:
-    """From one to another: of what joins them, and of the lines that it passes."""
+    """Return the bits per second from `a` to `b`, limited by their link and by the lines that it passes."""
     if a is b:
         return np.inf
     limits = [links[a.name, b.name].shape("forward").bandwidth]
@@ -127,7 +129,7 @@ def _bandwidth(
 
 
 def _sites(plan: PlanSettings, members: Mapping[str, str]) -> dict[str, SiteSettings]:
-    """Where several participants that have a place share a line; `members` says which stage each became."""
+    """Return a site for each line that several grouped participants share. `members` maps participants to stages."""
     found: dict[str, SiteSettings] = {}
     for site in dict.fromkeys(person.site for person in plan.participants):
         own = [one for one in plan.participants if one.site == site and one.line is not None and one.name in members]
@@ -139,7 +141,7 @@ def _sites(plan: PlanSettings, members: Mapping[str, str]) -> dict[str, SiteSett
 
 
 def _seconds_of_participants(config: RunConfig, vocabulary: int | None) -> Iterator[list[np.ndarray]]:
-    """[S][L + 1] for each participant, with as many micro-batches as can be."""
+    """Yield for each participant the seconds of a micro-batch, [S][L + 1], with as many micro-batches as possible."""
     plan = config.plan
     model = RunSpec(config.model_copy(update={"replicas": []}), vocabulary)
     micro_batches = max(1, plan.batch_size // plan.smallest_micro_batch)
@@ -156,7 +158,7 @@ def _seconds_of_participants(config: RunConfig, vocabulary: int | None) -> Itera
 
 
 def _no_group(config: RunConfig, seconds: np.ndarray) -> ConfigError:
-    """Return the error for participants of whom no group holds the model: how many layers each has memory for."""
+    """Return the error for participants without a group that holds the model, with the layers that fit each."""
     plan, people = config.plan, config.plan.participants
     layers = seconds.shape[2] - 1
     most = [max(int(np.isfinite(stage).sum()) for stage in own) for own in seconds]
@@ -182,7 +184,7 @@ def _free_names(config: RunConfig) -> Iterator[str]:
 
 
 def _kind(kinds: dict[str, LinkSettings], name: str, link: LinkSettings) -> str:
-    """The kind of link of these settings, added if there is none yet."""
+    """Return the name of the kind of link with these settings. Adds the kind to `kinds` if there is none yet."""
     for known, settings in kinds.items():
         if settings == link:
             return known

@@ -1,10 +1,14 @@
-"""What a compressed boundary is expected to cost in loss, from tables, and the boundaries in order of that.
+"""Expected cost in loss of a compressed boundary, from tables, and the boundaries in order of that cost.
 
-Two tables say how much the loss rises with bf16 coefficients at k/d: Het-PP Table 2 (512M parameters, 10B tokens), and
-ours (`micro` scale, 0.34M parameters, 819k tokens, three seeds: benchmarks/results/micro/het-pp/table2.json and
-beyond/rank_for_bits.json). Few bits were measured only by us. There, 4 bits at some rank lose as much as bf16 at a
-smaller one: that *equivalent* k/d is where either table is read, so one number orders all boundaries.
-Between the entries the rise is linear in log(k/d); no compression loses nothing.
+Two tables have the rise of the loss with bf16 coefficients at k/d:
+
+- Het-PP Table 2: 512M parameters, 10B tokens.
+- Our measurements at the `micro` scale: 0.34M parameters, 819k tokens, three seeds. Files:
+  benchmarks/results/micro/het-pp/table2.json and beyond/rank_for_bits.json.
+
+Low-bit coefficients were measured only by us. There, 4 bits at some rank lose as much as bf16 at a smaller rank. Both
+tables are read at that *equivalent* k/d, so one number orders all boundaries. Between entries the rise is linear in
+log(k/d). Without compression nothing is lost.
 """
 
 from __future__ import annotations
@@ -30,11 +34,11 @@ MEASURED = {
     1.0: {1 / 4: 4.1731, 1 / 8: 4.3681, 1 / 16: 4.5821, 3 / 64: 4.6750, 1 / 32: 4.8754, 1 / 64: 5.4566},
     0.5: {1 / 8: 4.2590, 1 / 16: 4.4124, 3 / 64: 4.4655, 1 / 32: 4.5659, 1 / 64: 4.5716},
 }
-"""The same as `reproduce` measured it."""
+"""The same table, as `reproduce` measured it."""
 MEASURED_UNCOMPRESSED = 3.9083
 
 FOUR_BITS = {62 / 64: 3.9475, 30 / 64: 4.0907, 14 / 64: 4.2657, 6 / 64: 4.5124}
-"""k/d -> loss with 4 bits a coefficient, all replicas compressed, as measured."""
+"""k/d -> measured loss with 4 bits per coefficient, all replicas compressed."""
 
 _RANKS = [Fraction(3, 4), Fraction(3, 32), *(Fraction(1, n) for n in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192))]
 _RANKS += [Fraction(1, 384), Fraction(1, 768)]
@@ -42,7 +46,7 @@ _RANKS += [Fraction(1, 384), Fraction(1, 768)]
 
 @dataclass(frozen=True)
 class Rung:
-    """A boundary, and the k/d of the bf16 boundary that loses as much."""
+    """Boundary, and the k/d of the bf16 boundary that loses as much."""
 
     boundary: BoundarySettings
     equivalent: float
@@ -55,14 +59,17 @@ class Rung:
 
 @dataclass(frozen=True)
 class Penalty:
-    """Expected rise of the loss, as shares of it. None: beyond what was measured."""
+    """Expected relative rise of the loss; `measured` is None outside the measured range."""
 
     paper: float
     measured: float | None
 
 
 def ladder(own: BoundarySettings, width: int, few_bits: bool = True) -> Sequence[Rung]:
-    """Boundaries from the least lossy one on; what else `own` says stays. All are within what was measured."""
+    """Return the boundaries within the measured range, least lossy first. Other settings are those of `own`.
+
+    A boundary is left out if another loses less at no more bits.
+    """
     found = [_rung(own, "full", None, 1.0)]
     tables: dict[int | None, Mapping[float, float]] = {None: PAPER[1.0]} | ({4: FOUR_BITS} if few_bits else {})
     for bits, table in tables.items():
@@ -79,18 +86,18 @@ def _rung(own: BoundarySettings, rank: str | float, bits: int | None, equivalent
 
 
 def _costs_no_more(other: Rung, one: Rung, width: int) -> bool:
-    """Whether another rung loses less in no more bits a token."""
+    """Return whether another rung loses less at no more bits per token."""
     return other.equivalent > one.equivalent and _bits(other, width) <= _bits(one, width)
 
 
 def _bits(rung: Rung, width: int) -> int:
-    """Of a token on the wire; few bits come with a scale of one byte."""
+    """Return the bits of a token on the wire. Low-bit coefficients come with a scale of one byte."""
     numbers = rung.boundary.dimensions(width) or width
     return 16 * numbers if rung.boundary.bits is None else rung.boundary.bits * numbers + 8
 
 
 def equivalent_rank(rank: float, bits: int | None) -> float:
-    """The k/d at which bf16 coefficients lose as much as these do, all replicas compressed (measured)."""
+    """Return the k/d at which bf16 coefficients lose as much as these, with all replicas compressed (measured)."""
     if bits is None:
         return rank
     loss = _interpolated(FOUR_BITS, None, rank)
@@ -100,7 +107,7 @@ def equivalent_rank(rank: float, bits: int | None) -> float:
 
 
 def penalty_of(equivalent: float, share: float) -> Penalty:
-    """Expected rise of the loss where this share of the replicas compresses so; linear between shares of the tables."""
+    """Return the expected rise of the loss if `share` of the replicas compresses; linear between the tabulated shares."""
     paper = _at(PAPER, PAPER_UNCOMPRESSED, equivalent, share)
     assert paper is not None  # the ladder ends where the paper's table does
     return Penalty(paper, _at(MEASURED, MEASURED_UNCOMPRESSED, equivalent, share))
@@ -120,7 +127,7 @@ def _at(
 
 
 def _interpolated(losses: Mapping[float, float], uncompressed: float | None, rank: float) -> float | None:
-    """Linear in log(k/d); None outside the table."""
+    """Return the loss at a k/d, linear in log(k/d); None outside the table."""
     points = dict(losses) if uncompressed is None else {1.0: uncompressed, **losses}
     ranks = sorted(points)
     if not ranks[0] * (1 - 1e-9) <= rank <= ranks[-1]:

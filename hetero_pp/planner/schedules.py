@@ -1,6 +1,6 @@
-"""How a replica may run: number of micro-batches, how many in flight, the split that fits; and how long a round takes.
+"""Ways to run a replica: micro-batches, how many are in flight, and a split that fits; and the time of a round.
 
-Times are the simulator's own, of one replica alone: the inner loop and the evaluation of a round.
+Times are the simulator's, for one replica alone: the inner loop and the evaluation of a round.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from hetero_pp.units import format_seconds
 
 EXTRA_IN_FLIGHT = (0, 1, 2, 3, 4, 6, 8)
 NUMBERS_OF_MICRO_BATCHES = 3
-"""The largest that divide the batch."""
+"""Number of micro-batch counts that are tried: the largest that divide the batch."""
 
 TIMED_STEPS = 4
-"""Of an inner loop; all others take their mean, as they differ by jitter alone. The whole plan is timed in the end."""
+"""Inner steps that are timed. The others take their mean, as they differ only by jitter; the final plan is timed
+fully."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One way to run a replica, with boundaries that are not compressed."""
+    """One way to run a replica, with uncompressed boundaries."""
 
     replica: ReplicaSettings
     spec: RunSpec
-    """Of this replica alone."""
+    """Run of this replica alone."""
     fleet: Fleet
     steps: int
-    """H; where a round is time, as many as fit into it with links that cost nothing, in the quickest way to run it."""
+    """H. If a round lasts a given time: the largest number of steps that fit with free links, over all schedules."""
 
     @cached_property
     def free_seconds(self) -> float:
-        """Of a round with links that cost nothing."""
+        """Seconds of a round whose links cost nothing."""
         groups = self.fleet.without_communication()
         return self._seconds(groups, groups.activations)
 
     def seconds(self, rung: Rung) -> float:
-        """Of a round with these boundaries."""
+        """Return the seconds of a round with these boundaries."""
         fleet, (activation, gradient) = self.fleet, self._ratios(rung)
         groups = replace(
             fleet.groups,
@@ -63,7 +64,7 @@ class Schedule:
         return self._seconds(groups, _scaled(fleet.evaluation_hops, activation))
 
     def least_seconds(self, rung: Rung) -> float:
-        """A bound from below that costs nothing to find: the busiest direction of a link or line, in the inner loop."""
+        """Return a cheap lower bound of `seconds`: the busiest direction of a link or line in the inner loop."""
         groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
         forward = float(groups.activations.seconds.max(initial=0)) * activation
         backward = float(groups.gradients.seconds.max(initial=0)) * gradient
@@ -71,8 +72,11 @@ class Schedule:
         return self.steps * groups.micro_batches * max(forward, backward, *lines, 0.0)
 
     def slowest(self, rung: Rung) -> LinkSpec | tuple[LineSpec, Way] | None:
-        """The link whose messages take longest, with latency, or the way of a line, if it has more to do; None if no
-        message takes any time."""
+        """Return the slowest link or line.
+
+        It is the link whose messages take longest, with latency, or the direction of a line that takes longer. None if
+        no message takes any time.
+        """
         groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
         forward = groups.activations.seconds * activation + groups.activations.latency
         backward = groups.gradients.seconds * gradient + groups.gradients.latency
@@ -85,7 +89,7 @@ class Schedule:
         return self.spec.links[stage_link_name(self.replica.name, int(seconds.argmax()))]
 
     def _line_seconds(self, rung: Rung) -> Iterator[tuple[LineSpec, Way, float]]:
-        """That a micro-batch's messages, all that pass a line, occupy it."""
+        """Yield each direction of a line, and the seconds that all messages of a micro-batch occupy it."""
         groups, (activation, gradient) = self.fleet.groups, self._ratios(rung)
         for place, (line, way) in enumerate(limited_lines(self.spec, self.replica)):
             bits = 0.0
@@ -97,7 +101,8 @@ class Schedule:
         return self.replica if rung is None else self.replica.model_copy(update={"boundary": rung.boundary})
 
     def _ratios(self, rung: Rung) -> tuple[float, float]:
-        """Of a message's bytes to those without compression, forward and backward; headers stay as they are."""
+        """Return the ratio of a message's bytes to those without compression, forward and backward. Headers do not
+        shrink."""
         new, old = _tensor_bytes(self.spec, self.with_boundary(rung)), _tensor_bytes(self.spec, self.replica)
         wire = self.fleet.message_bytes["activation"], self.fleet.message_bytes["gradient"]
         return 1 - (old[0] - new[0]) / wire[0], 1 - (old[1] - new[1]) / wire[1]
@@ -112,7 +117,7 @@ class Schedule:
 
 
 def _tensor_bytes(spec: RunSpec, replica: ReplicaSettings) -> tuple[float, float]:
-    """Of one message, forward and backward."""
+    """Return the tensor bytes of one message, forward and backward."""
     assert isinstance(replica, ParticipantsReplica)
     loads = stage_link_loads(spec, replica)
     return loads["forward"].step / replica.micro_batches, loads["backward"].step / replica.micro_batches
@@ -123,14 +128,14 @@ def _scaled(hops: Hops, ratio: float) -> Hops:
 
 
 def schedules_of(config: RunConfig, vocabulary: int | None, index: int) -> Sequence[Schedule]:
-    """Ways to run a replica, most micro-batches first, then fewest in flight.
+    """Return ways to run a replica: most micro-batches first, then fewest in flight.
 
-    A datacenter replica stays as it is, and so does a group with measured costs: they were measured for its split and
+    A datacenter replica stays as it is, and so does a group with measured costs, which hold only for its split and
     micro-batches. Raises ConfigError if no split fits the memory of the stages.
     """
     try:
         return _schedules_of(config, vocabulary, index)
-    except ConfigError as error:  # of a run that has this replica alone
+    except ConfigError as error:  # in the key of a run that has only this replica
         if error.key[:2] != ("replicas", 0):
             raise
         raise ConfigError(("replicas", index, *error.key[2:]), error.message) from None
@@ -156,7 +161,7 @@ def is_measured(config: RunConfig, replica: ReplicaSettings) -> bool:
 
 
 def stage_costs(spec: RunSpec, index: int, load: Load) -> list[Array]:
-    """[S][L + 1] seconds of a micro-batch on each stage's machine."""
+    """Return the seconds of a micro-batch on each stage's machine, [S][L + 1]."""
     replica, sizes = spec.config.replicas[index], Sizes.of(spec.parameter_shapes)
     return [
         stage_seconds(
@@ -167,7 +172,7 @@ def stage_costs(spec: RunSpec, index: int, load: Load) -> list[Array]:
 
 
 def load_of(config: RunConfig, replica: ParticipantsReplica) -> Load:
-    """What the replica's settings say."""
+    """Return the load that the replica's settings give."""
     sequences = replica.batch_size // replica.micro_batches
     length = config.data.sequence_length
     return Load(
@@ -219,7 +224,7 @@ def _schedule(config: RunConfig, vocabulary: int | None, replica: ReplicaSetting
 
 
 def describe(replica: ParticipantsReplica, config: RunConfig, vocabulary: int | None, index: int) -> str:
-    """A split beside the even one, in words."""
+    """Compare a split with the even one, in words."""
     load = load_of(config, replica)
     costs = stage_costs(RunSpec(config, vocabulary), index, load)
     layers = len(costs[0]) - 1

@@ -1,10 +1,11 @@
-"""From a target to a topology that reaches it: groups, then H and density, then boundaries, each confirmed in the end.
+"""Search for a topology that reaches a target: groups, then H and density, then boundaries; the result is predicted.
 
-The utilization is the relative one of `simulate`: the time of a round with links that cost nothing over its time, and
-where a round is time, its tokens over those with such links. What the target leaves is shared: the exchange may take
-half, and the boundaries get what the exchange leaves. A replica that waits for a slower one anyway may use that time
-for a boundary that loses less. Where a round is time none waits: every replica has to do in the time that the target
-allows as many steps as fit into a round with links that cost nothing.
+The utilization is the relative one of `simulate`: the time of a round with free links over its time. If a round lasts a
+given time, it is its tokens over the tokens with free links.
+
+The exchange may take half of the time that the target leaves, and the boundaries get the rest. A replica that would
+wait for a slower one may spend that time on a less lossy boundary. No replica waits in rounds of a given time: each
+must do, in the time that the target allows, the steps that fit into a round with free links.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSe
 from hetero_pp.units import format_bits_per_second, format_ratio, format_seconds
 
 ATTEMPTS = 6
-"""To meet the target in the end, where the whole run takes a little longer than its parts promise."""
+"""Attempts to meet the target, because the whole run takes a little longer than its parts predict."""
 
 CLOSE = 1.01
-"""Where the target is out of reach: no boundary loses more than needed to be so close to the best."""
+"""If the target is out of reach: accepted time of a round, as a multiple of the fastest. Limits the loss."""
 
 
 @dataclass(frozen=True)
@@ -45,44 +46,44 @@ class Choice:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What was chosen for a group."""
+    """Boundary and schedule that were chosen for a group."""
 
     schedule: Schedule
     rung: Rung | None
-    """None where nothing crosses."""
+    """None if the group has no boundary."""
     seconds: float
-    """Of its inner loop and evaluation."""
+    """Seconds of its inner loop and evaluation."""
     spurned: Rung | None
-    """The next one that would lose less."""
+    """Next rung that would lose less."""
 
 
 Classes = Sequence[Sequence[int]]
-"""Replicas with equal settings, as places in `config.replicas`: all of a class are planned alike."""
+"""Replicas with equal settings, as indices into `config.replicas`. All of a class are planned alike."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A planned run, and why."""
+    """Planned run, and the reasons."""
 
     config: RunConfig
     before: float | None
-    """Relative utilization of the YAML as it was; None if it cannot run as it was."""
+    """Relative utilization of the YAML before planning; None if it cannot run."""
     prediction: Prediction
     utilization: float
     reached: bool
     limit: str
-    """What is in the way of more, in words."""
+    """Largest remaining cost, in words."""
     choices: list[Choice]
     groups: dict[str, list[str]]
     """Participants of each new replica, stage by stage."""
     left_out: list[str]
     penalty: Penalty | None
-    """Expected for the whole run; None if nothing is compressed."""
+    """Expected penalty of the whole run; None if nothing is compressed."""
     compressed_share: float
 
 
 def search(config: RunConfig, vocabulary: int | None, target: float) -> Result:
-    """Plan a run. Raises ConfigError for what cannot run at all: unknown hardware, memory that is too small."""
+    """Plan a run. Raises ConfigError if it cannot run at all: unknown hardware, or too little memory."""
     before = _utilization_before(config, vocabulary)
     grouped = group_participants(config, vocabulary) if config.plan.participants else None
     asked = config if grouped is None else grouped.config
@@ -127,7 +128,7 @@ def _fit_boundaries(
     free: float,
     target: float,
 ) -> list[Boundary]:
-    """For each class the least lossy boundary with which the run meets the target, or comes close to it."""
+    """Return the least lossy boundary of each class with which the run meets the target, or comes close to it."""
     aim = outer.free_seconds / target
     left = aim - outer.free_seconds - outer.exchange_seconds
     allowed = free + (left if left > 0 else (aim - outer.free_seconds) / 2)
@@ -136,7 +137,7 @@ def _fit_boundaries(
         prediction = predict(RunSpec(_with_boundaries(config, classes, found), vocabulary))
         if left <= 0 or _utilization(prediction, outer) >= target or any(one.seconds > allowed for one in found):
             break
-        taken = prediction.round_seconds  # in as much time fewer steps were done: what as many would take
+        taken = prediction.round_seconds  # a round of given time did fewer steps: convert to the time for all of them
         if config.inner.steps is None:
             taken = outer.free_seconds / _utilization(prediction, outer)
         allowed -= 1.05 * max(taken - aim, 0.001 * (allowed - free))
@@ -144,7 +145,7 @@ def _fit_boundaries(
 
 
 def _utilization(prediction: Prediction, outer: OuterChoice) -> float:
-    """Of the time that free links would allow this plan, and of that which they would allow the fastest one."""
+    """Return the smaller of two utilizations: against this plan with free links, and against the fastest plan."""
     return min(prediction.utilization["relative"], outer.free_seconds / prediction.round_seconds)
 
 
@@ -171,7 +172,7 @@ def _classes(config: RunConfig, vocabulary: int | None) -> Classes:
 
 
 def _with_replicas(config: RunConfig, classes: Classes, replicas: Sequence[ReplicaSettings]) -> RunConfig:
-    """The same run where all replicas of a class are as the one that was planned for it."""
+    """Return the run with each replica of a class replaced by the one that was planned for the class."""
     found = list(config.replicas)
     for indices, planned in zip(classes, replicas, strict=True):
         for index in indices:
@@ -181,7 +182,7 @@ def _with_replicas(config: RunConfig, classes: Classes, replicas: Sequence[Repli
 
 
 def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -> Boundary:
-    """The least lossy boundary, and the first way to run it, whose round ends in time."""
+    """Return the least lossy boundary whose round ends in time, with the first schedule that achieves it."""
     replica = ways[0].replica
     if isinstance(replica, DatacenterReplica) or replica.stage_count == 1:
         return Boundary(ways[0], None, ways[0].free_seconds, None)
@@ -199,7 +200,7 @@ def _choose_boundary(ways: Sequence[Schedule], allowed: float, few_bits: bool) -
 
 
 def _compressed_share(config: RunConfig) -> float:
-    """Of the replicas, those that compress."""
+    """Return the share of replicas that compress."""
     counts = {
         replica.name: fleet.count if (fleet := config.simulate.fleets.get(replica.name)) else 1
         for replica in config.replicas
@@ -297,13 +298,13 @@ def _boundary_choice(
 
 
 def describe_penalty(penalty: Penalty) -> str:
-    """A rise of the loss, and which table says so."""
+    """Return the rise of the loss as text, with the tables that it comes from."""
     ours = "not measured here" if penalty.measured is None else f"+{penalty.measured:.1%} measured at 0.34M"
     return f"loss +{penalty.paper:.1%} (Het-PP Table 2, 512M; {ours})"
 
 
 def _limit(boundaries: Sequence[Boundary], outer: OuterChoice, free: float) -> str:
-    """What takes most of the time that free links would not."""
+    """Return, as text, what costs most of the time that free links would save."""
     exposed = [max(0.0, one.seconds - free) for one in boundaries]
     worst = max(range(len(exposed)), key=exposed.__getitem__)
     if outer.exchange_seconds >= exposed[worst]:
@@ -317,7 +318,7 @@ def _limit(boundaries: Sequence[Boundary], outer: OuterChoice, free: float) -> s
 
 
 def _described(slowest: LinkSpec | tuple[LineSpec, Way], with_latency: bool = False) -> str:
-    """`home.1-2 (30 Mbit/s)`, or `the line of home.1 (20 Mbit/s up)`."""
+    """Return a text such as `home.1-2 (30 Mbit/s)`, or `the line of home.1 (20 Mbit/s up)`."""
     if isinstance(slowest, LinkSpec):
         name, bandwidth, latency = slowest.name, _link(_slower(slowest)), slowest.forward.latency
     else:
@@ -327,7 +328,7 @@ def _described(slowest: LinkSpec | tuple[LineSpec, Way], with_latency: bool = Fa
 
 
 def _slower(link: LinkSpec) -> float | None:
-    """Of its two directions, as far as one message gets."""
+    """Return the bandwidth of the slower direction, for a single message."""
     return min((one for way in DIRECTIONS if (one := link.bottleneck(way)) is not None), default=None)
 
 

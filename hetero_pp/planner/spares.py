@@ -1,4 +1,4 @@
-"""Which of those who wait form groups, by how fast their lines are."""
+"""Form groups of waiting machines, by the speed of their lines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from hetero_pp.planner.grouping import Pool, group
 
 TIME_LIMIT = 1.0
-"""Seconds: who waits is answered meanwhile."""
+"""Longest search, in seconds; waiting machines need an answer meanwhile."""
 
 
 class Line(Protocol):
-    """Of one that waits, in bits per second."""
+    """Line of a waiting machine, in bits per second."""
 
     @property
     def up(self) -> float: ...
@@ -24,9 +24,10 @@ class Line(Protocol):
 
 
 def group_spares(lines: Sequence[Line], stages: int) -> list[list[int]]:
-    """Groups of so many, each in the order of its stages, that with the fastest links first.
+    """Return groups of `stages` machines, each in the order of its stages; the group with the fastest links comes
+    first.
 
-    Their machines count as equal: of who waits nothing is known but its line.
+    All machines count as equal, because only their lines are known.
     """
     up, down = (np.array([getattr(line, way) for line in lines]) for way in ("up", "down"))
     seconds = np.broadcast_to(np.arange(stages + 1.0), (len(lines), stages, stages + 1))

@@ -1,7 +1,7 @@
-"""Which layers each stage of a group owns, so that the slowest stage is as fast as it can be and all fit.
+"""Split of layers over the stages of a group: the slowest stage is as fast as possible, and all fit their memory.
 
 Shapes: N groups, S stages, L layers. A table of costs [N, S, L + 1] holds the seconds of a micro-batch on each stage
-if it owned so many layers; infinity where they do not fit its memory.
+with that number of layers; infinity if they do not fit its memory.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ NOT_COMPRESSED = BoundarySettings()
 
 @dataclass(frozen=True)
 class Load:
-    """How a group would run: what decides time and memory of a stage beside its layers."""
+    """Schedule and shapes of a group: they decide the time and memory of a stage, together with its layers."""
 
     stages: int
     micro_batches: int
     sequences: int
-    """Of one micro-batch."""
+    """Sequences of one micro-batch."""
     length: int
     extra_in_flight: int
     boundary: BoundarySettings = NOT_COMPRESSED
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations the stage holds at most."""
+        """Return the largest number of micro-batches whose activations the stage holds."""
         return min(self.micro_batches, (self.stages - 1 - stage) * (1 + self.extra_in_flight) + 1)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters of the model by what they belong to."""
+    """Numbers of parameters of the embedding, of one layer, and of the head."""
 
     embedding: int
     layer: int
@@ -49,7 +49,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
-        """From the shape of every parameter by name; all layers are alike."""
+        """Count the parameters from the shape of each by name. All layers are alike."""
         numbers = {"embedding": 0, "layer": 0, "head": 0}
         first = "layers.0"
         for name, shape in shapes.items():
@@ -63,7 +63,7 @@ class Sizes:
 
 
 def part_of_stage(shape: ModelShape, sizes: Sizes, stage: int, load: Load, layers: int) -> Part:
-    """Return what a stage owns with so many layers."""
+    """Return the part of a stage with that number of layers."""
     first, last = stage == 0, stage == load.stages - 1
     parameters = layers * sizes.layer + first * sizes.embedding + last * sizes.head
     return Part(layers, first, last, parameters, beside(shape, load.boundary, first) if load.stages > 1 else NOTHING)
@@ -77,7 +77,10 @@ def stage_bytes(shape: ModelShape, part: Part, load: Load, stage: int) -> float:
 def stage_seconds(
     shape: ModelShape, sizes: Sizes, hardware: Hardware, accelerators: int, stage: int, load: Load
 ) -> Array:
-    """[L + 1] seconds of a micro-batch, with its share of the optimizer step; infinity where it does not fit."""
+    """Return the seconds of a micro-batch by number of layers, [L + 1], with its share of the optimizer step.
+
+    Infinity if the layers do not fit the memory.
+    """
     found = np.full(shape.layers + 1, np.inf)
     for layers in range(1, shape.layers - load.stages + 2):
         part = part_of_stage(shape, sizes, stage, load, layers)
@@ -88,9 +91,10 @@ def stage_seconds(
 
 
 def best_splits(costs: Array) -> tuple[Array, Array]:
-    """Layers of each stage [N, S] and seconds of the slowest one [N] (infinity if nothing fits), for costs [N, S, L+1].
+    """Return the layers of each stage [N, S] and the seconds of the slowest stage [N], for costs [N, S, L + 1].
 
-    Dynamic programming over stages and layers, exact: best(s, l) = min over k of max(best(s-1, l-k), cost(s, k)).
+    Seconds are infinite if no split fits. Dynamic programming over stages and layers, exact: best(s, l) = min over k of
+    max(best(s-1, l-k), cost(s, k)).
     """
     groups, stages, columns = costs.shape
     best = costs[:, 0, :].copy()
@@ -113,7 +117,10 @@ def best_splits(costs: Array) -> tuple[Array, Array]:
 
 
 def best_split(costs: Sequence[Array]) -> tuple[list[int], float]:
-    """The same of one group; the even split, earlier stages taking the remainder, if none is faster."""
+    """Return the split of one group, and the seconds of its slowest stage.
+
+    Prefers the even split, whose earlier stages take the remainder, if no other is faster.
+    """
     counts, seconds = best_splits(np.stack(costs)[None])
     share, more = divmod(len(costs[0]) - 1, len(costs))
     even = [share + (stage < more) for stage in range(len(costs))]

@@ -1,1 +1,1 @@
-"""Predicts the time and bytes of a topology; trains nothing."""
+"""Simulator: predicts the time and bytes of a topology, without training."""

@@ -1,4 +1,4 @@
-"""Predictions as pictures: where a round's time goes, and curves over a sweep."""
+"""Charts of predictions: where the time of a round goes, and curves over a sweep."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ _MARKERS: Mapping[str, dict[str, Any]] = {
     "at least": {"marker": "^"},
     "at most": {"marker": "v"},
 }
-"""Of published numbers."""
+"""Markers of published numbers, by kind of bound."""
 
 
 MOST_ROWS = 32
-"""Members, and links with lines, that a picture shows at most; the rest is a number below them."""
+"""Largest number of members, and of links with lines, in a picture. A note below counts the others."""
 
 _ROW_INCHES, _EDGE_INCHES = 0.42, 1.8
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row of bars: of what is equal in many replicas one for all of them."""
+    """Row of bars. Equal members, links or lines of several replicas share one row."""
 
     name: str
     shares: Sequence[float]
-    """Of a round; nothing where there is no limit to have a share of."""
+    """Shares of a round; empty without a bandwidth limit."""
     text: str = ""
 
 
 def draw_prediction(spec: RunSpec, prediction: Prediction, path: Path) -> None:
-    """Draw the share of a round that members train, and that links and lines are busy, with the bytes of a round."""
+    """Draw the share of a round that members train and that links and lines are busy, with the bytes of a round."""
     from matplotlib.figure import Figure
 
     members, links = list(_member_rows(spec, prediction)), list(_link_rows(spec, prediction))
@@ -77,7 +77,8 @@ def _member_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
 
 
 def _link_rows(spec: RunSpec, prediction: Prediction) -> Iterator[_Row]:
-    """Lines first, as they decide where there are any; then links, of which those without a limit have bytes alone."""
+    """Yield lines first, because they are the limit where there are any; then links. Unlimited links show only
+    bytes."""
     for lines in lines_alike(spec, prediction.lines):
         sizes = f"↑ {_bytes(one.up_bytes for one in lines)}  ↓ {_bytes(one.down_bytes for one in lines)}"
         busy = [fmean(one.up_busy for one in lines), fmean(one.down_busy for one in lines)]
@@ -98,7 +99,7 @@ def _bytes(sizes: Iterable[float]) -> str:
 
 
 def _draw_bars(axes: Axes, rows: Sequence[_Row], labels: Sequence[str], height_of_all: int) -> None:
-    """A bar for each label in every row, with the row's text behind the longest; `height_of_all` in rows."""
+    """Draw a bar for each label in every row, and the row's text behind the longest bar. `height_of_all` is in rows."""
     shown, height = rows[:MOST_ROWS], 0.76 / len(labels)
     for number, label in enumerate(labels):
         places = [place + (number - (len(labels) - 1) / 2) * height for place in range(len(shown))]
@@ -122,11 +123,11 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
     "s": format_duration,
     "B": format_bytes,
 }
-"""By base unit."""
+"""Formatter by base unit."""
 
 
 def _scale(axis: Any, unit: str, values: Sequence[float]) -> None:
-    """Write the ticks of an axis as people write quantities; on a log scale the axis must have it already."""
+    """Format the ticks of an axis as quantities with units. A log scale must be set before."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     shown = _FORMATS.get(unit, format_number)
@@ -152,12 +153,12 @@ _ROUND_TIMES = [
     *(3600.0 * hours for hours in (1, 2, 5, 10, 24)),
     *(86400.0 * digit * 10**exponent for exponent in range(6) for digit in (2, 5, 10)),
 ]
-"""Seconds, in the units in which people count time."""
+"""Seconds, in steps of the units that people use for time."""
 _MOST_TICKS = 6
 
 
 def _time_ticks(values: Sequence[float], is_log: bool) -> list[float]:
-    """Times to mark between the least and the largest value; from 0 on with equal steps, where the scale has none."""
+    """Return the times to mark: on a log scale between the extreme values, else at equal steps from 0."""
     low, high = min(values), max(values)
     if not is_log:
         step = next((one for one in _ROUND_TIMES if high / one < _MOST_TICKS), high)
@@ -167,7 +168,7 @@ def _time_ticks(values: Sequence[float], is_log: bool) -> list[float]:
 
 
 def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[str, Prediction]], path: Path) -> None:
-    """Utilization and the time of a round against the swept value, a line for each curve; of rows, bars."""
+    """Draw utilization and the time of a round against the swept value, a line for each curve; rows become bars."""
     if sweep.rows:
         _draw_rows(found, path)
         return
@@ -211,8 +212,11 @@ def draw_sweep(sweep: Sweep, curves: Sweep | None, found: Mapping[str, Mapping[s
 
 
 def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> None:
-    """Of every row where a round's time goes, how long all of them take, what a replica sends and receives, and how all
-    this compares with what papers publish."""
+    """Draw a row for each prediction.
+
+    It shows the time of a round and of all rounds, the bytes that a replica sends and receives, and ratios to published
+    numbers.
+    """
     from matplotlib.figure import Figure
 
     rows = {f"{row}, {curve}" if curve else row: one for curve, of in found.items() for row, one in of.items()}
@@ -249,7 +253,8 @@ def _draw_rows(found: Mapping[str, Mapping[str, Prediction]], path: Path) -> Non
 
 
 def _draw_ratios(axes: Any, predictions: Sequence[Prediction]) -> None:
-    """Predicted over published, a colour for each number; bounds as arrows to where they hold."""
+    """Draw predicted over published numbers, one colour for each number. Bounds are arrows into the range where they
+    hold."""
     names = dict.fromkeys(one.what for prediction in predictions for one in prediction.published)
     ratios = [one.ratio for prediction in predictions for one in prediction.published]
     for color, name in enumerate(names):

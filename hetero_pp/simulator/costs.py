@@ -1,8 +1,9 @@
-"""What a part of the model costs on a machine: seconds of a micro-batch, and bytes of memory.
+"""Cost of a part of the model on a machine: seconds of a micro-batch, and bytes of memory.
 
-Shapes: B sequences of a micro-batch, L positions, D width, F feed-forward width, V vocabulary. A matrix product of a
-parameter with T tokens is 2 T operations a parameter; attention adds 2 L D a token and layer to each of QK and AV,
-halved as it is causal. Backward is twice forward.
+Shapes: B sequences in a micro-batch, L positions, D width, F feed-forward width, V vocabulary.
+
+A matrix product of T tokens with a parameter matrix takes 2 T operations per parameter. Attention adds 2 L D operations
+per token and layer to each of QK and AV, halved as it is causal. Backward takes twice as long as forward.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from hetero_pp.run.hardware import Hardware
 from hetero_pp.topology import BoundarySettings, DatacenterReplica, ReplicaSettings
 
 BYTES_PER_PARAMETER = {"weights": 4, "gradients": 4, "optimizer": 8, "error feedback": 4, "round start": 4}
-"""fp32 throughout: weights, gradients, two moments of AdamW, error feedback, theta at the start of the round."""
+"""fp32 throughout: weights, gradients, two moments of AdamW, error feedback, parameters at the start of the round."""
 
 AHEAD_BYTES = 12
-"""A parameter, with `outer.overlap`: what two rounds have come to, and where the later one started; fp32."""
+"""Bytes per parameter with `outer.overlap`: the results of two rounds, and the start of the later one; fp32."""
 
 LOCAL_BYTES = 4
-"""A parameter, with `outer.keep_local`: where a replica trains on that the last round did not count; fp32."""
+"""Bytes per parameter with `outer.keep_local`: the parameters that a replica trains on from if a round excluded it;
+fp32."""
 
 UPDATE_BYTES = 28
-"""Read and written a parameter by AdamW: weight, gradient, two moments read; weight, two moments written."""
+"""Bytes per parameter that AdamW moves. Reads: weight, gradient, two moments; writes: weight, two moments."""
 
 OUTER_BYTES = 40
-"""Read and written a parameter by the outer round: difference, error feedback, selection, and applying the mean."""
+"""Bytes per parameter that the outer round moves: difference, error feedback, selection, and applying the mean."""
 
 
 BYTES_PER_ANCHOR = 16
@@ -36,23 +38,23 @@ BYTES_PER_ANCHOR = 16
 
 @dataclass(frozen=True)
 class Beside:
-    """What a stage of a group holds for its boundaries, beside its part of the model; whole numbers in fp32."""
+    """Numbers (fp32) that a stage holds for its boundaries, beside its part of the model."""
 
     perpendicular: int = 0
-    """Of T_perp [V, D]."""
+    """Numbers in T_perp, [V, D]."""
     followed: int = 0
-    """Of the synced embedding [V, D] that another stage trains."""
+    """Numbers in the synchronized embedding [V, D] that another stage trains."""
     anchors: int = 0
-    """That the stage learns of what the boundary before it drops."""
+    """Numbers in the anchors that the stage learns: estimates of what the boundary before it drops."""
     anchor_rank: int = 0
-    """Of the product by which a row of theirs becomes as wide as the model; 0 without one."""
+    """Rank of the product that expands a row of anchors to the width of the model; 0 without this product."""
 
 
 NOTHING = Beside()
 
 
 def beside(shape: ModelShape, boundary: BoundarySettings, is_first: bool) -> Beside:
-    """Of one of several stages."""
+    """Return the numbers that a stage of several holds for its boundaries."""
     table = 0 if boundary.dimensions(shape.width) is None else shape.vocabulary * shape.width
     if is_first:
         return Beside(perpendicular=table)
@@ -64,7 +66,7 @@ def beside(shape: ModelShape, boundary: BoundarySettings, is_first: bool) -> Bes
 
 @dataclass(frozen=True)
 class Part:
-    """What one member owns of the model."""
+    """Part of the model that one member owns."""
 
     layers: int
     embeds: bool
@@ -75,21 +77,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one member. Seconds, of one micro-batch where it says so."""
+    """Seconds that one member takes."""
 
     forward: float
-    """Of one micro-batch, with what turns messages into tensors and back."""
+    """Forward pass of one micro-batch, including conversion between messages and tensors."""
     backward: float
     update: float
     """One optimizer step."""
     contribute: float
-    """From parameters to what is sent."""
+    """Conversion of parameters to the contribution that is sent."""
     apply: float
-    """From what others sent to parameters."""
+    """Conversion of received contributions to parameters."""
 
 
 def forward_flops(shape: ModelShape, part: Part, sequences: int, length: int) -> float:
-    """Operations of a forward pass of [B, L] tokens through a part."""
+    """Return the operations of a forward pass of [B, L] tokens through a part."""
     per_layer = 4 * shape.width**2 + 3 * shape.width * shape.feed_forward
     head = shape.width * shape.vocabulary if part.predicts else 0
     products = 2.0 * (part.layers * per_layer + head + part.beside.anchor_rank * shape.width)
@@ -98,17 +100,17 @@ def forward_flops(shape: ModelShape, part: Part, sequences: int, length: int) ->
 
 
 def checkpointing_of(replica: ReplicaSettings) -> Checkpointing:
-    """What a replica's engine recomputes in the backward pass instead of keeping it."""
+    """Return what a replica's engine recomputes in the backward pass instead of keeping it."""
     if isinstance(replica, DatacenterReplica) and replica.engine == "torchtitan":
         return replica.torchtitan.activation_checkpointing
     return "none"
 
 
 def recomputed_share(shape: ModelShape, part: Part, length: int, checkpointing: Checkpointing) -> float:
-    """Share of a forward pass that the backward pass repeats.
+    """Return the share of a forward pass that the backward pass repeats.
 
     `full` repeats the layers. `selective` keeps the attention and every second matrix product of a layer (torchtitan's
-    SelectiveAC): of q, k, v, o, gate, up and down it repeats k, o and up.
+    SelectiveAC): among q, k, v, o, gate, up and down it repeats k, o and up.
     """
     width, feed_forward = shape.width, shape.feed_forward
     products = 2 * (4 * width**2 + 3 * width * feed_forward)
@@ -126,7 +128,7 @@ def cost_on(
     length: int,
     checkpointing: Checkpointing = "none",
 ) -> Cost:
-    """What a part costs on some accelerators that share it evenly."""
+    """Return the cost of a part on several accelerators that share it evenly."""
     forward = forward_flops(shape, part, sequences, length) / (hardware.achieved_flops * accelerators)
     backward = forward * (2 + recomputed_share(shape, part, length, checkpointing))
     per_byte = 1 / (hardware.memory_bytes_per_second * accelerators)
@@ -144,14 +146,20 @@ def memory_of(
     bytes_per_value: int = 2,
     checkpointing: Checkpointing = "none",
 ) -> dict[str, float]:
-    """Return the bytes that a member holds, by what for, with so many micro-batches in flight.
+    """Return the bytes that a member holds with `in_flight` micro-batches, by purpose.
 
-    A layer keeps for its backward pass: of both norms the input, the normalised input and the output (6 D); q, k, v and
-    the attention's output (4 D); gate, its silu, up and their product (4 F). With checkpointing a layer keeps its input
-    (D), if `selective` also q, v, the attention's output, gate and down (4 D + F). One micro-batch at a time is in its
-    backward pass. It first holds the head's logits, their log-softmax and the gradients of both in fp32 (4 V); then,
-    one layer at a time, what is computed again and gradients (2 D + 2 F). The larger of the two counts.
-    `tests/engines/test_activation_memory.py` measures all of this.
+    A layer keeps for its backward pass:
+
+    - of both norms the input, the normalized input and the output (6 D);
+    - q, k, v and the attention's output (4 D);
+    - gate, its silu, up and their product (4 F).
+
+    With checkpointing a layer keeps only its input (D); with `selective` also q, v, the attention's output, gate and
+    down (4 D + F).
+
+    One micro-batch at a time is in its backward pass. It first holds the head's logits, their log-softmax and the
+    gradients of both in fp32 (4 V). Then it holds, one layer at a time, recomputed values and gradients (2 D + 2 F).
+    The larger of the two counts. `tests/engines/test_activation_memory.py` measures all of this.
     """
     width, feed_forward = shape.width, shape.feed_forward
     whole = 10 * width + 4 * feed_forward

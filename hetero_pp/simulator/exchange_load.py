@@ -1,7 +1,7 @@
-"""What the exchange itself carries, holds and computes in a round, from the settings alone.
+"""Predict what the exchange itself transfers, holds and computes in a round, from the settings alone.
 
-Every contribution comes in once and goes out to every member that owns the same layers: with R replicas that is R times
-in and R (R - 1) times out. The closed forms are those of `hetero_pp/simulator/volumes.py`.
+Every contribution comes in once and goes out to every member that owns the same layers. With R replicas, R
+contributions come in and R (R - 1) go out. `hetero_pp/simulator/volumes.py` has the closed forms.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ from hetero_pp.store.opening import folder_of
 from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 
 TRANSFER_SECONDS_A_GIGABYTE = 1.9
-"""CPU of a TLS stream, both ends: benchmarks/results/link_amd-epyc_2026-11-23.json, messages of 4 MiB."""
+"""CPU seconds of a TLS stream, both ends: benchmarks/results/link_amd-epyc_2026-11-23.json, messages of 4 MiB."""
 RELAY_SECONDS_A_GIGABYTE = 9.0
-"""CPU of what the relay passes on: the same file."""
+"""CPU seconds to relay traffic: the same file."""
 CALL_SECONDS = 0.65e-3
-"""CPU of a call that hands in or fetches a blob, beside its bytes: benchmarks/exchange_load.py, 2 to 8 members."""
+"""CPU seconds of a call that submits or fetches a blob, beside its bytes: benchmarks/exchange_load.py, 2 to 8
+members."""
 ROUND_SECONDS, MEMBER_SECONDS = 0.04, 0.004
-"""CPU to close and audit a round of the smallest model, and for reports and hashes of a member: the same benchmark."""
+"""CPU seconds to close and audit a round of the smallest model, and for reports and hashes of a member: the same
+benchmark."""
 VALUE_SECONDS, POSITION_SECONDS = 10e-9, 30e-9
-"""CPU to decode a kept value, and its position where not all values are kept: the same benchmark."""
+"""CPU seconds to decode a kept value, and to decode its position if not all are kept: the same benchmark."""
 FRESH_SECONDS = 12e-9
-"""CPU to take the memory for a value from the system, page by page, in tensors for which the allocator keeps none."""
+"""CPU seconds per value to get memory from the system page by page, for tensors too large for the allocator to keep."""
 AUDIT_SECONDS_A_PARAMETER = 3e-9
-"""CPU of the auditor's mean, outer step and sha256, beside decoding: the same benchmark."""
+"""CPU seconds of the auditor's mean, outer step and sha256, beside decoding: the same benchmark."""
 SNAPSHOT_SECONDS_A_GIGABYTE = 1.6
-"""CPU to hash and write a snapshot: the same benchmark."""
+"""CPU seconds to hash and write a snapshot: the same benchmark."""
 DECODED_TIMES = 2
 """A contribution is decoded when it arrives, and again by the auditor."""
 
@@ -55,15 +57,17 @@ PROCESS_BYTES = 0.3e9
 CONNECTION_BYTES = 2e6
 """Streams and threads of one member: the same benchmark, runs of the smallest model."""
 RELAY_BYTES = 2 * 2**20
-"""Memory of the relay, for each direction of a link that it carries (docs/hosts.md)."""
+"""Memory of the relay for each direction of a relayed link (docs/hosts.md)."""
 VALUE_BYTES, POSITION_BYTES = 22, 23
-"""Memory of a kept value while its tensor is decoded: index, code, value; and of its stored position."""
+"""Bytes of a kept value while its tensor is decoded (index, code, value), and of its stored position."""
 INDEX_BYTES = 8
 WORKERS_A_MEMBER, MOST_ARENAS = 4, 16
-"""Threads that decode a member's blobs, one after the other. Each keeps the memory that it freed in an arena of the
-allocator; glibc has 8 arenas a core, and two cores are assumed."""
+"""Threads that decode a member's blobs in turn, and the largest number of arenas.
+
+Each thread keeps freed memory in an arena of the allocator. glibc has 8 arenas per core; two cores are assumed.
+"""
 KEPT_BYTES = 32 * 2**20
-"""The allocator keeps no memory from this size on (hetero_pp/rpc/memory.py)."""
+"""Smallest block of memory that the allocator does not keep (hetero_pp/rpc/memory.py)."""
 
 
 @dataclass(frozen=True)
@@ -82,30 +86,31 @@ class Carried:
 
 @dataclass(frozen=True)
 class ExchangeLoad:
-    """The exchange in one round."""
+    """Predicted load of the exchange in one round."""
 
     way: str
-    """How contributions are exchanged: `gather` and so on, or `store` where an object store carries them."""
+    """Way of exchanging contributions: a value of `simulate.exchange` such as `gather`, or `store` for an object
+    store."""
     contributions: Carried
     """Contributions that cross the exchange's line."""
     relayed: Carried | None
-    """Messages of stage links that pass the exchange; None where the number of steps is not known."""
+    """Messages of stage links that the exchange relays; None if the number of steps is not known."""
     relayed_links: int
     largest_snapshot_bytes: int
-    """What a joining member fetches of the newest snapshot, at most."""
+    """Most bytes that a joining member fetches of the newest snapshot."""
     first_snapshot_bytes: int
-    """What all members fetch when the run begins."""
+    """Bytes that all members together fetch when the run begins."""
     line: str | None
     """Kind of the line that the YAML gives the exchange; None if it gives none."""
     received_bits_a_second: float | None
-    """None: unlimited."""
+    """None means unlimited."""
     sent_bits_a_second: float | None
     memory_bytes: Mapping[str, float]
     cpu_seconds: Mapping[str, float]
 
     @property
     def carried(self) -> Carried:
-        """All that crosses the line in a round."""
+        """Bytes that cross the line in a round."""
         return self.contributions + (self.relayed or Carried())
 
     @property
@@ -113,7 +118,7 @@ class ExchangeLoad:
         return self.received_bits_a_second is not None or self.sent_bits_a_second is not None
 
     def seconds(self, received_bits_a_second: float | None, sent_bits_a_second: float | None) -> Carried:
-        """Seconds that the line needs for a round's bytes, each way; 0 where it is unlimited."""
+        """Return the seconds that the line needs for a round's bytes, in each direction; 0 if it is unlimited."""
         carried = self.carried
         return Carried(
             8 * carried.received / (received_bits_a_second or math.inf),
@@ -122,9 +127,9 @@ class ExchangeLoad:
 
 
 def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> ExchangeLoad:
-    """Predict what the exchange of a run carries in a round.
+    """Predict the load of the exchange in a round.
 
-    Args: `steps` is the number of inner steps of each replica in a round, where `inner.steps` does not say it.
+    Args: `steps` is the number of inner steps of each replica in a round, if `inner.steps` is not set.
     """
     simulate, line = spec.config.simulate, line_of_exchange(spec)
     gathered, elsewhere, largest, first, calls = Carried(), Carried(), 0, 0, 0
@@ -138,12 +143,13 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
             elsewhere += Carried() if is_beside_exchange(spec, member) else own
             largest, first = max(largest, size), first + size * count
     way: str = simulate.exchange
-    served = gathered  # with members at the exchange's own site, whose streams take its CPU, too
+    served = gathered  # includes members at the exchange's own site, because their streams use its CPU
     if is_ring(simulate):
         elsewhere = served = Carried()
         calls = 0
     elif _goes_by_store(spec):
-        # Members upload and download by themselves; the exchange and its auditor read every contribution to check it.
+        # Members transfer to and from the store themselves; the exchange and its auditor read every contribution to
+        # check it.
         way, elsewhere = "store", Carried(received=DECODED_TIMES * gathered.received)
         served = elsewhere
     links, relayed = _relayed(spec, steps)
@@ -163,7 +169,7 @@ def exchange_load(spec: RunSpec, steps: Mapping[str, float] | None = None) -> Ex
 
 
 def _representatives(spec: RunSpec) -> Iterator[tuple[ReplicaSettings, int]]:
-    """One replica of each set of equal ones, and how many it stands for."""
+    """Yield one replica of each set of equal replicas, and their number."""
     fleets = spec.config.simulate.fleets
     for replicas in equal_replicas(spec):
         first = replicas[0]
@@ -171,16 +177,17 @@ def _representatives(spec: RunSpec) -> Iterator[tuple[ReplicaSettings, int]]:
 
 
 def _goes_by_store(spec: RunSpec) -> bool:
-    """Whether members put contributions into an object store and read them from it."""
+    """Return whether members exchange contributions through an object store."""
     url = spec.config.store.url
     return url is not None and "://" in url and folder_of(url) is None
 
 
 def _relayed(spec: RunSpec, steps: Mapping[str, float] | None) -> tuple[int, Carried | None]:
-    """Stage links that pass the exchange, and what they bring it in a round.
+    """Return the number of relayed stage links, and their bytes through the exchange in a round.
 
-    A link is relayed if neither of its stages has an address, and both may be on two hosts: if the exchange listens
-    beyond this machine, or the YAML says `relay`. Without TLS the exchange relays nothing.
+    A link is relayed if neither of its stages has an address and both may be on different hosts. They may be if the
+    exchange listens beyond this machine, or if the YAML says `relay`. Without TLS the exchange relays only links that
+    say `relay`.
     """
     exchange = spec.config.exchange
     spans_hosts = not exchange.insecure and not is_loopback(exchange.listen)
@@ -209,7 +216,7 @@ def _is_relayed(before: str | None, after: str | None, spans_hosts: bool) -> boo
 
 
 def _memory(spec: RunSpec, relayed_links: int, way: str) -> dict[str, float]:
-    """Bytes that the exchange's process holds at most, by what for."""
+    """Return the largest number of bytes that the exchange's process holds, by purpose."""
     parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
     tensor = max(math.prod(shape) for shape in spec.parameter_shapes.values())
     block, blob, members = Counter[str](), 0, 0
@@ -220,7 +227,7 @@ def _memory(spec: RunSpec, relayed_links: int, way: str) -> dict[str, float]:
     return {
         "process": PROCESS_BYTES,
         "members": CONNECTION_BYTES * members,
-        # the snapshot that members fetch, and the auditor's own parameters and moments
+        # snapshot that members fetch, and the auditor's own parameters and moments
         "parameters": float((8 + _moment_bytes(spec)) * parameters),
         "outer step": 4.0 * _TENSORS_OF_A_STEP[_moment_bytes(spec)] * tensor,
         "one block of all contributions": 0.0 if way in RINGS else float(max(block.values())),
@@ -231,18 +238,20 @@ def _memory(spec: RunSpec, relayed_links: int, way: str) -> dict[str, float]:
 
 
 _TENSORS_OF_A_STEP = {0: 3, 4: 5, 8: 7}
-"""By the bytes of moments, tensors that the step of one parameter holds at once: mean, direction and result; for each
-moment also its new value and a product."""
+"""Tensors that the outer step of one parameter holds at once, by the bytes of its moments.
+
+They are the mean, the direction and the result; for each moment also its new value and a product.
+"""
 
 
 def _moment_bytes(spec: RunSpec) -> int:
-    """Bytes a parameter that the outer optimizer keeps."""
+    """Return the bytes per parameter that the outer optimizer keeps."""
     outer = spec.config.outer
     return 8 if outer.optimizer == "adam" else 4 if outer.momentum else 0
 
 
 def _decoding_bytes(spec: RunSpec, members: int) -> float:
-    """Memory of all threads that decode, each the largest tensor."""
+    """Return the memory of all decoding threads; each holds the largest tensor."""
     compression = spec.config.outer.compression
     values = max(kept_values(shape, compression) for shape in spec.parameter_shapes.values())
     each = values * (VALUE_BYTES + (POSITION_BYTES if compression.density < 1 else 0))
@@ -250,12 +259,12 @@ def _decoding_bytes(spec: RunSpec, members: int) -> float:
 
 
 def _is_freed_at_once(values: int) -> bool:
-    """Whether the allocator gives the memory of so many decoded values back to the system at once."""
+    """Return whether the allocator returns the memory of that number of decoded values to the system at once."""
     return values * INDEX_BYTES >= KEPT_BYTES
 
 
 def _decoding_seconds(spec: RunSpec) -> float:
-    """CPU seconds to decode one contribution."""
+    """Return the CPU seconds to decode one contribution."""
     compression = spec.config.outer.compression
     each = VALUE_SECONDS + (POSITION_SECONDS if compression.density < 1 else 0.0)
     values = [kept_values(shape, compression) for shape in spec.parameter_shapes.values()]
@@ -263,7 +272,7 @@ def _decoding_seconds(spec: RunSpec) -> float:
 
 
 def _cpu_seconds(spec: RunSpec, calls: int, served: Carried, relayed: Carried, way: str) -> dict[str, float]:
-    """CPU seconds of a round, by what for. `calls`: blobs that are handed in and fetched."""
+    """Return the CPU seconds of a round, by purpose. `calls` counts the blobs that are submitted and fetched."""
     parameters = sum(math.prod(shape) for shape in spec.parameter_shapes.values())
     members = sum(count * len(replica.members) for replica, count in _representatives(spec))
     snapshot = (4 + _moment_bytes(spec)) * parameters / spec.config.snapshots.every

@@ -1,6 +1,6 @@
-"""From a run's spec to arrays: every replica of the topology, or the many that stand for it, as groups with times.
+"""Arrays of times for every replica of a run, or for the many replicas that a fleet stands for.
 
-Replicas that differ in their name alone are one fleet, with a column for each, so that their schedule is timed once.
+Replicas that differ only in their name form one fleet, with a column for each, so that their schedule is timed once.
 
 Shapes: S stages (1 for a datacenter replica), G replicas of one kind.
 """
@@ -36,38 +36,40 @@ from hetero_pp.topology import ParticipantsReplica, ReplicaSettings
 
 @dataclass(frozen=True)
 class Fleet:
-    """Replicas of one kind."""
+    """Replicas of one kind, with their times, bytes and memory."""
 
     replicas: Sequence[ReplicaSettings]
-    """Replicas with equal settings and names of equal length, a column of `groups` each; or the one replica that
-    stands for a whole fleet of `simulate.fleets`."""
+    """Replicas with equal settings and names of equal length, one for each column of `groups`.
+
+    Or the single replica that stands for a whole fleet of `simulate.fleets`.
+    """
     members: Sequence[MemberSpec]
     """Members of the first replica, stage by stage."""
     accelerators: Sequence[int]
     groups: Groups
     message_bytes: dict[str, float]
-    """On the wire, of one message between stages: `activation`, `gradient` and `evaluation`."""
+    """Bytes on the wire of one message between stages, by kind: `activation`, `gradient` and `evaluation`."""
     evaluation_batches: int
     evaluation_forward: Array
     evaluation_hops: Hops
     up: Crossing
-    """What members send in an outer round."""
+    """Contributions that members send in an outer round."""
     down: Crossing
     sites: Sequence[str | None]
-    """[S]: whose uplink each member shares."""
+    """Name of the site whose uplink each member shares, [S]."""
     beside_exchange: Array
-    """[S] bool: which members reach the exchange without a line, as they stand at its site."""
+    """Whether each member reaches the exchange without a line, because both are at one site, [S] bool."""
     contribute: Array
-    """[S, G] seconds of compute."""
+    """Seconds of compute, [S, G]."""
     apply: Array
     stays: Array
-    """[G]: whether all members were there to the end of the round."""
+    """Whether all members stay until the end of the round, [G]."""
     memory: Sequence[dict[str, float]]
     memory_capacity: Sequence[float]
 
     @property
     def replica(self) -> ReplicaSettings:
-        """The first replica: all have its settings."""
+        """First replica; all have its settings."""
         return self.replicas[0]
 
     @property
@@ -75,25 +77,28 @@ class Fleet:
         return self.groups.count
 
     def at_site(self, name: str) -> Array:
-        """[S] bool: which members share the uplink of this site."""
+        """Return which members share the uplink of this site, [S] bool."""
         return np.array([site == name for site in self.sites])
 
     def without_communication(self) -> Groups:
-        """The same groups with infinite bandwidth and no latency."""
+        """Return the same groups with infinite bandwidth and no latency."""
         nothing = np.zeros_like(self.groups.activations.seconds)
         none = Hops(nothing, nothing, nothing)
         groups = self.groups
         return replace(groups, activations=none, gradients=none, capacities=())
 
     def without_stage_links(self) -> Fleet:
-        """The same fleet, whose messages between stages cost nothing."""
+        """Return the same fleet with messages between stages that cost nothing."""
         groups = self.without_communication()
         return replace(self, groups=groups, evaluation_hops=groups.activations)
 
 
 def fleets_of(spec: RunSpec, random: np.random.Generator) -> Iterator[Fleet]:
-    """Every replica of the run. Raises ConfigError for unknown hardware, a name that is no replica, sites or a ring
-    that cannot be, or too little memory, saying by how much."""
+    """Yield a fleet for every set of equal replicas of the run.
+
+    Raises ConfigError for unknown hardware, costs or fleets of unknown names, and impossible sites or rings. Also
+    raises it for too little memory, and says how much is missing.
+    """
     names = [replica.name for replica in spec.config.replicas]
     for name in spec.config.simulate.fleets:
         if name not in names:
@@ -163,11 +168,12 @@ def _fleet_of(spec: RunSpec, replicas: Sequence[ReplicaSettings], random: np.ran
 
 
 _SOME_STEPS = 100
-"""Of a round that is time: a header is a byte longer in its steps from the 129th on."""
+"""Assumed steps of a round of given time. They decide the size of a header, which grows by a byte from step 129 on."""
 
 
 def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
-    """On the wire, of one message between stages: what links count of an empty one of the same shapes."""
+    """Return the bytes on the wire of one message between stages, by kind, as links count an empty one of these
+    shapes."""
     if not isinstance(replica, ParticipantsReplica) or replica.stage_count == 1:
         return {"activation": 0.0, "gradient": 0.0, "evaluation": 0.0}
     config, format_ = spec.config, format_of(replica.boundary)
@@ -191,7 +197,7 @@ def message_bytes(spec: RunSpec, replica: ReplicaSettings) -> dict[str, float]:
 
 
 def _cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
-    """Measured, or from what the member owns and its hardware can do."""
+    """Return the measured cost, or the cost that follows from the member's part and hardware."""
     if member.name in spec.config.simulate.measured:
         return spec.config.simulate.measured[member.name]
     replica = member.replica
@@ -203,7 +209,7 @@ def _cost_of(spec: RunSpec, member: MemberSpec) -> MeasuredCost:
 
 
 def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: np.random.Generator) -> Array | None:
-    """Evenly on a logarithmic scale."""
+    """Draw values uniformly on a logarithmic scale; None without a range."""
     if between is None:
         return None
     low, high = (math.log(one) for one in between)
@@ -213,7 +219,7 @@ def _drawn(between: tuple[float, float] | None, shape: tuple[int, int], random: 
 def _hops(
     spec: RunSpec, replica: ReplicaSettings, direction: Direction, n_bytes: float, bandwidth: Array | None, count: int
 ) -> Hops:
-    """One direction of the links of `count` equal groups, for messages of so many bytes on the wire."""
+    """Return one direction of the links of `count` equal groups, for messages of `n_bytes` on the wire."""
     links = [spec.links[stage_link_name(replica.name, hop)] for hop in range(len(replica.members) - 1)]
     shapes = [link.shape(direction) for link in links]
     bits = 8.0 * n_bytes
@@ -237,6 +243,6 @@ def _hops(
 
 
 def limited_lines(spec: RunSpec, replica: ReplicaSettings) -> list[tuple[LineSpec, Way]]:
-    """The lines of a replica's members, each way in which they are limited; `Groups.capacities` has their order."""
+    """Return the limited directions of the lines of a replica's members, in the order of `Groups.capacities`."""
     own = [line for line in spec.lines.values() if set(line.members) & set(replica.members)]
     return [(line, way) for line in own for way in WAYS if line.bandwidth(way) is not None]

@@ -1,11 +1,12 @@
-"""The time of inner steps of groups whose machines have lines: event by event, with bytes as a fluid.
+"""Time of inner steps of groups whose machines have lines: an event simulation that treats bytes as a fluid.
 
-A line is shared by all that pass it at a time, fairly: rates are max-min fair over all lines, and no message gets more
-than its link carries. They change only when a message begins or ends, so between two events everything is linear, and
-the times are exact for the model. Packets that take turns come to the same within 1 % (tests/simulator/test_fluid.py).
+All messages that pass a line at one time share it fairly. Rates are max-min fair over all lines, and no message exceeds
+the bandwidth of its link. Rates change only when a message begins or ends, so everything between two events is linear
+and the times are exact for the model. Simulated packets that take turns agree within 1 %
+(tests/simulator/test_fluid.py).
 
-A line makes stages of a group wait for each other through messages that no schedule orders: which of two messages is
-there first depends on all times before. So this cannot be the recurrence on arrays of hetero_pp.simulator.pipeline.
+Through a line, stages of a group wait for each other in an order that no schedule fixes: which of two messages arrives
+first depends on all earlier times. So the recurrence on arrays of hetero_pp.simulator.pipeline does not apply.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from hetero_pp.schedule import Action, Event
 
 INFINITY = float("inf")
 ALMOST = 1e-9
-"""Bits that are left of a message by rounding alone."""
+"""Share of a message's bits that may be left through rounding."""
 
 Stream = tuple[str, int]
 """("activation" or "gradient", hop)"""
 OnFlow = Callable[[Stream, int, float, float], None]
-"""(stream, micro-batch, when it began to leave, when its last bit had left)"""
+"""(stream, micro-batch, time its first bit leaves, time its last bit has left)"""
 OnCompute = Callable[[int, str, int, float, float], None]
-"""(stage, what, micro-batch, starts, ends)"""
+"""(stage, what, micro-batch, start, end)"""
 
 
 @dataclass(frozen=True)
 class Path:
-    """How one direction of a hop passes: a limit of its own, and lines that others pass too."""
+    """Path of one direction of a hop: its own limit, and the lines that other paths share."""
 
     bandwidth: float
     """Bits per second of the link itself; infinity if it has no limit."""
@@ -49,12 +50,15 @@ class Network:
     """All paths of a group, and the lines that they pass."""
 
     capacities: Sequence[float]
-    """Bits per second of every line, each way a line of its own."""
+    """Bits per second of every line; each direction is a line of its own."""
     paths: Mapping[Stream, Path]
 
 
 def fair_rates(streams: Sequence[Stream], network: Network) -> list[float]:
-    """Bits per second of each: max-min fair, found by filling all up evenly until a line or a link is full."""
+    """Return the bits per second of each stream, max-min fair.
+
+    All rates grow evenly until a line or a link is full.
+    """
     rates = dict.fromkeys(streams, 0.0)
     left = dict(enumerate(network.capacities))
     growing = set(streams)
@@ -80,7 +84,7 @@ def fair_rates(streams: Sequence[Stream], network: Network) -> list[float]:
 
 @dataclass
 class _Flow:
-    """The messages of one stream: one under way, the others behind it."""
+    """Messages of one stream: the one in transit, and those that wait behind it."""
 
     waiting: deque[int] = field(default_factory=deque)
     left: float = 0.0
@@ -89,7 +93,7 @@ class _Flow:
 
 
 class Wires:
-    """Messages under way on all paths of a group, and when they arrive. Bits cross at rates that are fair."""
+    """Messages in transit on all paths of a group, and their arrival times. Bits cross at fair rates."""
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class Wires:
         random: np.random.Generator | None = None,
         on_flow: OnFlow | None = None,
     ) -> None:
-        """`bits`: of one message of each stream."""
+        """Create empty wires. `bits` is the size of one message of each stream."""
         self._network = network
         self._bits = bits
         self._random = random
@@ -109,7 +113,7 @@ class Wires:
         self._now = 0.0
 
     def send(self, stream: Stream, micro_batch: int, now: float) -> None:
-        """Put a message behind those of its stream, now: a moment that `advance` has come to."""
+        """Queue a message of a stream at the time `now`, which `advance` must have reached."""
         flow = self._flows[stream]
         flow.waiting.append(micro_batch)
         if len(flow.waiting) == 1:
@@ -121,7 +125,7 @@ class Wires:
         self._active = tuple(one for one in self._flows if one == stream or one in self._active)
 
     def next_end(self) -> float:
-        """When the next message has left, if no other is sent before."""
+        """Return the time when the next message has left, if no other is sent before."""
         rates = self._rates()
         return min(
             (
@@ -132,7 +136,8 @@ class Wires:
         )
 
     def advance(self, now: float) -> list[tuple[Stream, int, float]]:
-        """Let bits cross until now, at most until `next_end`; messages that have left then, and when they arrive."""
+        """Let bits cross until `now`, at most until `next_end`; return the messages that have left, with their
+        arrivals."""
         rates, ended = self._rates(), []
         for stream, rate in zip(self._active, rates, strict=True):
             flow = self._flows[stream]
@@ -166,23 +171,24 @@ class Wires:
 
 @dataclass(frozen=True)
 class Work:
-    """What stages have to do, and how long they compute for it."""
+    """Events of the stages, and the seconds of each computation."""
 
     programs: Sequence[Sequence[Event]]
-    """Of each stage, in one step."""
+    """Events of each stage in one step."""
     forward: Sequence[float]
     backward: Sequence[float]
     update: Sequence[float]
     updates_due: frozenset[int]
-    """Stages that make an optimizer step once the first activation of the first step is there."""
+    """Stages that make an optimizer step once the first activation of the first step has arrived."""
     steps: int = 1
-    """How often the programs are run. A stage that receives activations makes its optimizer step in the next one."""
+    """Number of times that the programs run. A stage that receives activations makes its optimizer step in the next
+    one."""
     first: frozenset[int] = frozenset()
-    """Stages that make an optimizer step at the end of each."""
+    """Stages that make an optimizer step at the end of each step."""
 
 
 class Run:
-    """Runs programs over wires, from when each stage and each stream is free; tells when they are free again."""
+    """Runs programs over wires, starting when each stage and each stream is free; records when they are free again."""
 
     def __init__(
         self,
@@ -193,12 +199,13 @@ class Run:
         on_compute: OnCompute | None = None,
     ) -> None:
         self.free = list(free)
-        """When each stage is through."""
+        """Time when each stage has finished."""
         self.left = dict(busy_until)
-        """When the last message of each stream has left. New ones queue behind those that were under way before."""
+        """Time when the last message of each stream has left. New messages queue behind those that were in transit
+        before."""
         self._work, self._wires, self._on_compute = work, wires, on_compute
         self.step_ends: dict[int, list[float]] = {stage: [] for stage in work.first}
-        """When they had made each optimizer step."""
+        """Times when these stages completed each optimizer step."""
         self._place = [0] * len(work.programs)
         self._steps_left = [work.steps] * len(work.programs)
         self._updates_due = set(work.updates_due)
@@ -208,7 +215,7 @@ class Run:
         self._moments: list[tuple[float, int, Callable[[float], None]]] = []
 
     def to_the_end(self) -> None:
-        """Until every program is done and everything has arrived."""
+        """Run until every program is done and every message has arrived."""
         for stage, free in enumerate(self.free):
             self._at(free, partial(self._go_on, stage))
         while True:
@@ -236,7 +243,7 @@ class Run:
             self._go_on(self._waiting.pop(key), now)
 
     def _go_on(self, stage: int, now: float) -> None:
-        """Do what takes no time, up to the next computation, or the next message that is not there yet."""
+        """Process events that take no time, until the next computation or a message that has not arrived."""
         program = self._work.programs[stage]
         while self._place[stage] < len(program):
             event = program[self._place[stage]]
@@ -277,7 +284,7 @@ class Run:
     def _send(self, stream: Stream, micro_batch: int, now: float) -> None:
         if now >= self.left[stream]:
             self._wires.send(stream, micro_batch, now)
-        else:  # what was under way before these programs began
+        else:  # a message from before these programs still leaves
             self._at(self.left[stream], partial(self._wires.send, stream, micro_batch))
 
     def _compute(self, stage: int, what: str, micro_batch: int, now: float, seconds: float) -> None:
@@ -288,4 +295,4 @@ class Run:
 
 _RECEIVED = {Action.RECEIVE_ACTIVATION: ("activation", 1), Action.RECEIVE_GRADIENT: ("gradient", 0)}
 _SENT = {Action.SEND_ACTIVATION: ("activation", 0), Action.SEND_GRADIENT: ("gradient", 1)}
-"""The kind of a message, and how many hops before the stage's own it crosses."""
+"""Kind of a message, and how many hops before the stage's own hop it crosses."""

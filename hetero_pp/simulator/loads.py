@@ -1,4 +1,4 @@
-"""Bytes that every link of a run carries, to the byte, from the settings alone: nothing is encoded, nothing is sent."""
+"""Exact bytes that every link of a run carries, computed from the settings without encoding or sending anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LinkLoad:
 
 
 def stage_link_loads(spec: RunSpec, replica: ParticipantsReplica) -> dict[Direction, LinkLoad]:
-    """What each link between neighbouring stages of a group carries, to the byte."""
+    """Return the exact bytes on each link between neighbouring stages of a group."""
     data = spec.config.data
     rank = replica.boundary.dimensions(spec.shape.width) or spec.shape.width
     format_ = format_of(replica.boundary)
@@ -46,13 +46,13 @@ def stage_link_loads(spec: RunSpec, replica: ParticipantsReplica) -> dict[Direct
 
 
 Messages = dict[Direction, list[tuple[int, int]]]
-"""direction -> (bytes, how many of them)"""
+"""direction -> (bytes, number of such messages)"""
 
 
 def exchange_messages(spec: RunSpec, member: MemberSpec, counts: Mapping[str, int] | None = None) -> Messages:
-    """The blobs that a member sends to the exchange in a round, and fetches: its own up, those of others down.
+    """Return the blobs that a member submits to the exchange in a round (forward), and fetches of others (backward).
 
-    `counts` says how many replicas stand behind a name, if not one.
+    `counts` is the number of replicas that a name stands for, if not one.
     """
     sizes = blob_sizes(spec)
     own, blocks = member.replica.name, {block_of(name) for name in member.owned}
@@ -69,9 +69,9 @@ def exchange_messages(spec: RunSpec, member: MemberSpec, counts: Mapping[str, in
     return {"forward": [(sizes[own][block], 1) for block in blocks], "backward": received}
 
 
-@lru_cache(maxsize=4)  # asked for by every member, in both directions
+@lru_cache(maxsize=4)  # every member asks for it, in both directions
 def _distinct_blobs(spec: RunSpec, counts: Sequence[tuple[str, int]]) -> Sequence[tuple[Mapping[str, int], int]]:
-    """Blob sizes by block, and how many replicas have them; `counts` as in `exchange_messages`."""
+    """Return blob sizes by block, and the number of replicas with these sizes; `counts` as in `exchange_messages`."""
     behind = dict(counts)
     found = Counter[tuple[tuple[str, int], ...]]()
     for name, blobs in blob_sizes(spec).items():
@@ -80,25 +80,25 @@ def _distinct_blobs(spec: RunSpec, counts: Sequence[tuple[str, int]]) -> Sequenc
 
 
 def exchange_link_loads(spec: RunSpec, member: MemberSpec) -> dict[Direction, LinkLoad]:
-    """What the link of a member to the exchange carries."""
+    """Return the bytes on the link from a member to the exchange."""
     messages = exchange_messages(spec, member)
     return {way: LinkLoad(outer_round=sum(size * times for size, times in messages[way])) for way in messages}
 
 
 def snapshot_bytes(spec: RunSpec, member: MemberSpec) -> int:
-    """Bytes of the first snapshot's tensors that a member fetches once, at its start."""
+    """Return the bytes of the first snapshot's tensors that a member fetches once, at its start."""
     names = [*member.owned, EMBEDDING] if member.follows_embedding else [*member.owned]
     numbers = sum(math.prod(spec.parameter_shapes[name]) for name in names)
     return 4 * (numbers + spec.shape.width * (spec.largest_rank or 0))
 
 
-@lru_cache(maxsize=2)  # asked for by every member, in both directions
+@lru_cache(maxsize=2)  # every member asks for it, in both directions
 def blob_sizes(spec: RunSpec) -> dict[str, dict[str, int]]:
-    """Bytes of each replica's blobs by block."""
+    """Return the bytes of each replica's blobs, by block."""
     blocks = shapes_by_block(spec.parameter_shapes)
     compression = spec.config.outer.compression
     by_length: dict[int, dict[str, int]] = {}
-    """Of the name: nothing else of a replica is in the size of a blob."""
+    """Sizes by length of the replica's name, the only thing of a replica that changes the size of a blob."""
     for name in (replica.name for replica in spec.config.replicas):
         if len(name.encode()) not in by_length:
             by_length[len(name.encode())] = {
@@ -109,7 +109,8 @@ def blob_sizes(spec: RunSpec) -> dict[str, dict[str, int]]:
 
 
 def contribution_bytes(spec: RunSpec, rounds: int) -> int:
-    """Bytes of all replicas' contributions to the first so many rounds, with the moments that are averaged."""
+    """Return the bytes of all replicas' contributions to the first `rounds` rounds, with averaged moments if there are
+    any."""
     moments = 8 * sum(map(math.prod, spec.parameter_shapes.values())) if spec.config.outer.averages_moments else 0
     sizes = {replica: sum(blobs.values()) + moments for replica, blobs in blob_sizes(spec).items()}
     return sum(sizes[replica.name] for round_ in range(1, rounds + 1) for replica in spec.replicas_in(round_))

@@ -1,4 +1,4 @@
-"""Which machine a member is in a prediction: the hardware that the YAML names, or what is assumed if it names none."""
+"""Machine of a member in a prediction: the hardware that the YAML names, or the assumed one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hetero_pp.topology import ParticipantsReplica
 from hetero_pp.units import format_bytes
 
 SHOWN = 5
-"""Names in a sentence at most."""
+"""Largest number of names in a message."""
 
 HOW_TO_NAME = "name it with `hardware: h100` of the replica, or for all with `--set simulate.machine=h100`"
 
 
 def hardware_of(spec: RunSpec, member: MemberSpec) -> Hardware:
-    """The machine of a member. Raises ConfigError if nothing is known of it."""
+    """Return the machine of a member. Raises ConfigError for unknown hardware."""
     name, key = _named(member)
     if name is None:
         name, key = spec.config.simulate.machine, ("simulate", "machine")
@@ -25,12 +25,12 @@ def hardware_of(spec: RunSpec, member: MemberSpec) -> Hardware:
 
 
 def unnamed(members: Iterable[MemberSpec]) -> list[str]:
-    """Those whose hardware the YAML does not name."""
+    """Return the names of members whose hardware the YAML does not name."""
     return [member.name for member in members if _named(member)[0] is None]
 
 
 def assumption(settings: SimulateSettings, unnamed: Sequence[str]) -> str:
-    """What is assumed of those that name no hardware, and how to name it; nothing if `simulate.machine` says it."""
+    """Return a sentence on the assumed hardware and how to name it; empty if `simulate.machine` names another."""
     if not unnamed or settings.machine != ASSUMED:
         return ""
     core = hardware_named(ASSUMED, settings.hardware, ("simulate", "machine"))
@@ -40,13 +40,13 @@ def assumption(settings: SimulateSettings, unnamed: Sequence[str]) -> str:
 
 
 def assumed_in(spec: RunSpec) -> str:
-    """The same of all members whose costs were not measured."""
+    """Return this sentence for all members without measured costs."""
     measured = spec.config.simulate.measured
     return assumption(spec.config.simulate, unnamed(one for one in spec.members.values() if one.name not in measured))
 
 
 def _named(member: MemberSpec) -> tuple[str | None, tuple[str | int, ...]]:
-    """The hardware that the YAML names, and where."""
+    """Return the hardware that the YAML names for a member, and its key."""
     replica, here = member.replica, ("replicas", member.replica_index)
     if member.stage is not None and isinstance(replica, ParticipantsReplica):
         own = replica.stage_settings(member.stage.index)

@@ -1,4 +1,4 @@
-"""The memory of members: by what for, what is assumed of it, and which key helps where it does not suffice."""
+"""Memory of members: by purpose, with the assumptions, and the key that helps if it does not suffice."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MEMORY_KINDS: Mapping[str, Sequence[str]] = {
 
 
 def by_kind(held: Mapping[str, float]) -> dict[str, float]:
-    """Return bytes by MEMORY_KINDS, of what `memory_of_member` gives."""
+    """Return bytes by MEMORY_KINDS, from the result of `memory_of_member`."""
     return {kind: sum(held.get(name, 0.0) for name in names) for kind, names in MEMORY_KINDS.items()}
 
 
 def memory_of_member(spec: RunSpec, member: MemberSpec, bytes_per_value: int = 2) -> dict[str, float]:
-    """Bytes that a member holds, by what for; activations have so many bytes a value."""
+    """Return the bytes that a member holds, by purpose; activations take `bytes_per_value` each."""
     replica = member.replica
     rows, length = replica.batch_size // replica.micro_batches, spec.config.data.sequence_length
     part, in_flight = part_of(spec, member), _micro_batches_in_flight(member)
@@ -46,7 +46,7 @@ def memory_of_member(spec: RunSpec, member: MemberSpec, bytes_per_value: int = 2
 
 
 def _micro_batches_in_flight(member: MemberSpec) -> int:
-    """Micro-batches whose activations a member keeps at once, at most."""
+    """Return the largest number of micro-batches whose activations a member keeps at once."""
     replica, stage = member.replica, member.stage
     if stage is None or not isinstance(replica, ParticipantsReplica):
         return 1
@@ -55,7 +55,7 @@ def _micro_batches_in_flight(member: MemberSpec) -> int:
 
 
 def memory_assumptions(config: RunConfig) -> list[str]:
-    """State in plain words what the prediction of memory assumes, a sentence for each kind."""
+    """State the assumptions of the predicted memory, a sentence for each kind."""
     groups = any(isinstance(one, ParticipantsReplica) and one.stage_count > 1 for one in config.replicas)
     extra = ": a stage keeps 1, and 1 + extra_in_flight more for each later stage" if groups else ""
     found = [
@@ -75,7 +75,7 @@ def memory_assumptions(config: RunConfig) -> list[str]:
 
 
 def require_memory(spec: RunSpec, member: MemberSpec, held: Mapping[str, float], capacity: float) -> None:
-    """Raise ConfigError for a member whose part does not fit: what needs how much, and which key saves most."""
+    """Raise ConfigError if a member's part does not fit, with the memory by kind and the key that saves most."""
     needed = sum(held.values())
     if needed <= capacity:
         return
@@ -91,12 +91,12 @@ def require_memory(spec: RunSpec, member: MemberSpec, held: Mapping[str, float],
 
 
 _LEAST_SAVING = 0.01
-"""Share of a member's memory that a key has to save to be named."""
+"""Smallest share of a member's memory that a key has to save to be suggested."""
 
 
 @dataclass(frozen=True)
 class _Change:
-    """One key of a replica with another value."""
+    """Replica with another value for one key."""
 
     key: str
     value: int | str
@@ -104,7 +104,7 @@ class _Change:
 
 
 def _remedy(spec: RunSpec, member: MemberSpec, needed: float, capacity: float) -> str:
-    """Name the one key that makes the member fit, or else the one that saves most."""
+    """Name the first key that makes the member fit, or else the one that saves most."""
     saved = [
         (change, needed - sum(memory_of_member(spec, replace(member, replica=change.replica)).values()))
         for change in _changes(member.replica)
@@ -119,7 +119,8 @@ def _remedy(spec: RunSpec, member: MemberSpec, needed: float, capacity: float) -
 
 
 def _changes(replica: ReplicaSettings) -> Iterator[_Change]:
-    """Changes that save memory: what costs nothing in quality or little time first, smaller micro-batches by steps."""
+    """Yield changes that save memory: those that cost no quality and little time come first; micro-batches shrink in
+    steps."""
     if isinstance(replica, ParticipantsReplica):
         for extra in range(replica.extra_in_flight - 1, -1, -1):
             yield _change(replica, "extra_in_flight", extra)

@@ -1,4 +1,4 @@
-"""Inner loops of groups of which some share a line, as two that have a stage each in one house: timed together."""
+"""Inner loops of groups that share a line, such as two groups with a stage each in one house: timed together."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from hetero_pp.simulator.pipeline import DRAWN_WITH_LINES, Array, GroupClock, Ho
 def inner_loops(
     spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupClock], steps: Sequence[int]
 ) -> list[list[Array]]:
-    """Advance all clocks by so many inner steps, of each fleet, and the flush; when each group's first stage had made
-    each optimizer step.
+    """Advance all clocks by the inner steps of each fleet, and the flush.
 
-    Of groups that share a line so many steps are timed as are drawn of others (DRAWN_WITH_LINES); the rest take their
-    mean, as if all went on for as long as the slowest.
+    Returns the times when each group's first stage completed each optimizer step. For groups that share a line, at most
+    DRAWN_WITH_LINES steps are timed. The others take their mean, as if all groups went on for as long as the slowest.
     """
     found: dict[int, list[Array]] = {}
     for cluster in _clusters(spec, fleets, clocks):
@@ -36,7 +35,7 @@ def inner_loops(
 
 
 def _clusters(spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupClock]) -> list[list[int]]:
-    """Groups that share a line, directly or by way of others; each of the rest alone."""
+    """Return groups that share a line, directly or through others; every other group stands alone."""
     found: list[tuple[set[str], list[int]]] = []
     for index, (fleet, clock) in enumerate(zip(fleets, clocks, strict=True)):
         places = limited_lines(spec, fleet.replica)
@@ -52,15 +51,15 @@ def _clusters(spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupCloc
 
 @dataclass(frozen=True)
 class _Group:
-    """One of them, its stages numbered on from those before."""
+    """One of several groups that are timed together, with its stages numbered after those of the groups before."""
 
     clock: GroupClock
     lines: Sequence[tuple[LineSpec, Way]]
-    """In the order of its capacities."""
+    """Lines in the order of the group's capacities."""
     offset: int
 
     def streams(self) -> Iterator[tuple[Stream, str, int, Hops]]:
-        """Among all, then by kind and hop of its own."""
+        """Yield each stream numbered among all groups, then its kind, hop and `Hops` within the group."""
         groups = self.clock.groups
         for kind, hops in (("activation", groups.activations), ("gradient", groups.gradients)):
             for hop in range(groups.stages - 1):
@@ -68,7 +67,7 @@ class _Group:
 
 
 class _Together:
-    """Some groups, one of each kind, as if they were one."""
+    """Several groups, one from each fleet, timed as one."""
 
     def __init__(self, spec: RunSpec, names: Sequence[str], clocks: Sequence[GroupClock]) -> None:
         offsets = [0, *accumulate(clock.groups.stages for clock in clocks)]
@@ -83,7 +82,7 @@ class _Together:
         self._capacities = list(every.values())
 
     def inner_loops(self, steps: Sequence[int]) -> list[list[Array]]:
-        """See the function of that name."""
+        """Time the inner loops of these groups. Returns the ends of optimizer steps by group."""
         timed = min(*steps, DRAWN_WITH_LINES)
         run = self._run(timed)
         run.to_the_end()
@@ -131,7 +130,7 @@ class _Together:
         )
 
     def _path(self, group: _Group, hops: Hops, hop: int) -> Path:
-        """With the places of its lines among those of all."""
+        """Return the path of a hop, with line indices among the lines of all groups."""
         path = hops.path(hop, 0)
         names = [(group.lines[place][0].name, group.lines[place][1]) for place in path.lines]
         return replace(path, lines=tuple(self._places[name] for name in names))

@@ -1,8 +1,8 @@
-"""The time of an outer round: contribute, exchange, apply; on the clocks of all members.
+"""Time of an outer round (contribute, exchange, apply) on the clocks of all members.
 
-Links of a member's own carry one thing after the other. What is shared (a site's line, the exchange itself) is never
-idle while somebody could use it, so the round closes exactly when the last byte is there (simulator.sharing), but for
-latencies, which add the longest of those who share.
+A member's own links transfer one message after the other. Shared lines (of a site, or of the exchange) are never idle
+while a member could use them, so the round closes exactly when the last byte has arrived (simulator.sharing). Latency
+is the exception: it adds the longest one of those that share.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Fleets = Sequence[tuple[Fleet, GroupClock]]
 
 
 def run_outer_round(spec: RunSpec, fleets: Fleets, communicates: bool) -> float:
-    """Advance every member to the end of the outer round, of which only those that stay are waited for; when it closed,
-    and the next one opened.
+    """Advance every member to the end of the outer round; return when it closed and the next one opened.
+
+    The round waits only for members that stay.
     """
     for fleet, clock in fleets:
         _until(clock, "contribute", clock.free + fleet.contribute)
@@ -34,9 +35,9 @@ def run_outer_round(spec: RunSpec, fleets: Fleets, communicates: bool) -> float:
 
 
 def run_overlapped_round(spec: RunSpec, fleets: Fleets, communicates: bool, train: Callable[[], None]) -> None:
-    """The same where members train the next round, by `train`, while what they contributed is carried.
+    """Advance members through an outer round while they train the next one, by `train`.
 
-    Both have all of every line, so a round may be shorter than what a line has to carry in it takes.
+    Both uses have the full bandwidth of every line, so a round may be shorter than its lines need for all bytes.
     """
     for fleet, clock in fleets:
         _until(clock, "contribute", clock.free + fleet.contribute)
@@ -49,7 +50,7 @@ def run_overlapped_round(spec: RunSpec, fleets: Fleets, communicates: bool, trai
 
 
 def _beside(clock: GroupClock) -> GroupClock:
-    """Another that goes on from where this one is; in a timeline, on tracks of its own."""
+    """Return a copy of a clock that starts at the same time; its spans have tracks of their own in a timeline."""
     other, on_span = copy.copy(clock), clock.on_span
     other.free = clock.free.copy()
     if on_span is not None:
@@ -58,7 +59,7 @@ def _beside(clock: GroupClock) -> GroupClock:
 
 
 def _carry(spec: RunSpec, fleets: Fleets, communicates: bool) -> float:
-    """From every contribution until everybody has those of all; when the round closed."""
+    """Exchange all contributions until every member has them; return when the round closed."""
     if communicates and not is_ring(spec.config.simulate):
         closed = _send(spec, fleets)
         _wait_until(fleets, closed)
@@ -72,13 +73,13 @@ def _carry(spec: RunSpec, fleets: Fleets, communicates: bool) -> float:
 
 
 def seconds_to_contribute(spec: RunSpec, fleet: Fleet, communicates: bool) -> Array:
-    """That the first stage of each group takes from its last step until its contribution is there, [G]."""
+    """Return the seconds [G] from the last step of each group's first stage until its contribution has arrived."""
     sends = communicates and not is_ring(spec.config.simulate)
     return fleet.contribute[0] + (fleet.up.alone[0] if sends else 0.0)
 
 
 def _send(spec: RunSpec, fleets: Fleets) -> float:
-    """When the exchange has all contributions."""
+    """Send contributions; return when the exchange has all of them."""
     ready = [clock.free.copy() for _, clock in fleets]
     for fleet, clock in fleets:
         _until(clock, "send contribution", clock.free + fleet.up.alone)
@@ -99,7 +100,7 @@ def _send(spec: RunSpec, fleets: Fleets) -> float:
 
 
 def _receive(spec: RunSpec, fleets: Fleets) -> None:
-    """Everybody begins together, as the round has just closed."""
+    """Receive contributions. All members begin together, because the round has just closed."""
     ends = [clock.free + fleet.down.alone for fleet, clock in fleets]
     for name, bandwidth in site_bandwidths(spec, "backward"):
         of = [fleet.at_site(name) for fleet, _ in fleets]
@@ -120,7 +121,7 @@ def _receive(spec: RunSpec, fleets: Fleets) -> None:
 
 
 def _pass_around(fleets: Fleets) -> None:
-    """A ring: all begin together, and every step takes as long as its slowest link."""
+    """Pass contributions around a ring. All begin together, and every step takes as long as its slowest link."""
     slowest = max(float(np.maximum(fleet.up.seconds, fleet.down.seconds).max()) for fleet, _ in fleets)
     up, down = (max(float(way.delay.max()) for way in ways) for ways in _both_ways(fleets))
     for _, clock in fleets:
@@ -132,7 +133,7 @@ def _both_ways(fleets: Fleets) -> tuple[list[Crossing], list[Crossing]]:
 
 
 def _last(fleets: Fleets) -> float:
-    """When the last member that stays is ready."""
+    """Return when the last member that stays is ready."""
     return max(float(np.where(fleet.stays, clock.free, 0.0).max()) for fleet, clock in fleets)
 
 
@@ -142,7 +143,7 @@ def _wait_until(fleets: Fleets, moment: float) -> None:
 
 
 def _until(clock: GroupClock, what: str, ends: Array) -> None:
-    """Every member is busy until then, [S, G]."""
+    """Keep every member busy until `ends`, [S, G]."""
     if clock.on_span is not None:
         for stage, starts in enumerate(clock.free):
             clock.on_span(f"stage {stage}", what, 0, starts.copy(), ends[stage])
@@ -154,7 +155,8 @@ def _counts(fleets: Fleets, of: Sequence[Array]) -> list[int]:
 
 
 def _flat(fleets: Fleets, values: Sequence[Array], of: Sequence[Array]) -> Array:
-    """Of the chosen members [S] of each fleet, all in one row; values are [S, G], or [S] and the same for all."""
+    """Return the values of the chosen members [S] of each fleet in one row. Values are [S, G], or [S] if equal for
+    all."""
     rows = []
     for (fleet, _), own, at in zip(fleets, values, of, strict=True):
         whole = own if own.ndim == 2 else np.repeat(own[:, None], fleet.count, axis=1)

@@ -1,4 +1,4 @@
-"""The part of the model that one member owns."""
+"""Part of the model that one member owns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetero_pp.topology import ParticipantsReplica
 
 
 def part_of(spec: RunSpec, member: MemberSpec) -> Part:
-    """What a member owns of the model."""
+    """Return the part of the model that a member owns."""
     parameters = sum(math.prod(spec.parameter_shapes[name]) for name in member.owned)
     layers = len({block_of(name) for name in member.owned if name.startswith("layers.")})
     predicts = any(name.startswith("lm_head") for name in member.owned)

@@ -1,14 +1,14 @@
-"""The time of inner steps on many groups at once: the events that stage workers run, as a recurrence on arrays.
+"""Time of inner steps on many groups at once: the events of stage workers, as a recurrence on arrays.
 
-Shapes: S stages, G groups of equal shape. Every event ends at max(what it waits for) + its duration, so one pass over
-a step's events in an order that all groups share gives exact times for all of them; nothing is sampled or averaged.
+Shapes: S stages, G groups of equal shape. Every event ends at max(what it waits for) + its duration. So one pass over a
+step's events, in an order that all groups share, gives exact times for all of them; nothing is sampled or averaged.
 
-What is timed is what stages.worker does: compute in the order of the schedule, sends that return at once, each
-direction of a link as a queue of its own, and an optimizer step as soon as the norm of the whole replica is known (on
-the first stage at the end of a step, elsewhere with the next step's first activation, or with the flush).
+The events are those of stages.worker. Computations follow the order of the schedule. Sends return at once, and each
+direction of a link is a queue of its own. The optimizer step runs as soon as the norm of the whole replica is known: on
+the first stage at the end of a step, elsewhere with the next step's first activation, or with the flush.
 
-Where links share lines, which of two messages leaves first depends on the times themselves. Then every group is timed
-on its own, event by event (hetero_pp.simulator.fluid).
+If links share lines, the times themselves decide which of two messages leaves first. Then every group is timed
+separately, event by event (hetero_pp.simulator.fluid).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OnSpan = Callable[[str, str, int, Array, Array], None]
 """(track, what, micro-batch, starts [G], ends [G])"""
 
 COLUMNS = 8192
-"""That are timed side by side at most, where the order is free: their times stay in a core's cache."""
+"""Most columns that are timed side by side, if the order is free. Their times stay in a core's cache."""
 
 DRAWN_WITH_LINES = 16
-"""Steps of an inner loop that are timed event by event; the others take their mean, as they differ by jitter alone."""
+"""Steps of an inner loop that are timed event by event. The others take their mean, as they differ only by jitter."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,22 @@ class Hops:
     """One direction of the links between neighbouring stages, [S - 1, G] each. Hop s joins stages s and s + 1."""
 
     seconds: Array
-    """That one message occupies the link: its bits over the bandwidth."""
+    """Seconds that one message occupies the link: its bits over the bandwidth."""
     latency: Array
     jitter: Array
     """A message takes a time drawn uniformly from [0, jitter] longer."""
     bits: float = 0.0
-    """Of one message; only lines ask."""
+    """Bits of one message; used only for lines."""
     lines: tuple[tuple[int, ...], ...] = ()
-    """Of each hop those that it passes, as places in `Groups.capacities`; nothing if no hop passes any."""
+    """Lines that each hop passes, as indices into `Groups.capacities`; empty if no hop passes any."""
 
     def columns(self, of: slice, times: int) -> Hops:
-        """Some of the groups, so many times side by side."""
+        """Return the columns `of` the groups, repeated `times` times side by side."""
         seconds, latency, jitter = (np.tile(rows[:, of], times) for rows in (self.seconds, self.latency, self.jitter))
         return replace(self, seconds=seconds, latency=latency, jitter=jitter)
 
     def path(self, hop: int, column: int) -> Path:
-        """Of one hop of one group."""
+        """Return the path of one hop of one group."""
         seconds = float(self.seconds[hop, column])
         return Path(
             self.bits / seconds if seconds else INFINITY,
@@ -65,19 +65,19 @@ class Hops:
 
 @dataclass(frozen=True)
 class Groups:
-    """G groups of S stages with one schedule. Seconds, [S, G] each."""
+    """G groups of S stages with one schedule; seconds are [S, G]."""
 
     micro_batches: int
     extra_in_flight: int
     forward: Array
-    """Of one micro-batch."""
+    """Seconds of one micro-batch."""
     backward: Array
     update: Array
-    """Of one optimizer step."""
+    """Seconds of one optimizer step."""
     activations: Hops
     gradients: Hops
     capacities: tuple[float, ...] = ()
-    """Bits per second of the lines of each group, each way a line of its own."""
+    """Bits per second of the lines of each group; each direction is a line of its own."""
 
     @property
     def has_lines(self) -> bool:
@@ -96,7 +96,7 @@ class Groups:
         return bool(self.activations.jitter.any() or self.gradients.jitter.any())
 
     def columns(self, of: slice, times: int) -> Groups:
-        """Some of the groups, so many times side by side: [S, times * G]."""
+        """Return the columns `of` the groups, repeated `times` times side by side: [S, times * G]."""
         return Groups(
             self.micro_batches,
             self.extra_in_flight,
@@ -111,18 +111,19 @@ class Groups:
 
 @dataclass
 class StepTimes:
-    """What came of some inner steps that began at time 0."""
+    """Times of some inner steps that began at time 0."""
 
     ends: Array
-    """[S, G]: when each stage had made its last optimizer step."""
+    """Time when each stage completed its last optimizer step, [S, G]."""
     steps: list[Array]
-    """[G] each: when the first stage had made the optimizer step."""
+    """Times when the first stage completed each optimizer step, [G] each."""
 
 
 def time_steps(
     groups: Groups, steps: int, random: np.random.Generator | None = None, on_span: OnSpan | None = None
 ) -> StepTimes:
-    """Run `steps` inner steps and the flush. `random` draws jitter (none without it); `on_span` is told everything."""
+    """Time `steps` inner steps and the flush. `random` draws jitter (none without it); `on_span` receives every
+    span."""
     clock = GroupClock(groups, random, on_span)
     ends = clock.inner_loop(steps)
     return StepTimes(clock.free, ends)
@@ -130,18 +131,18 @@ def time_steps(
 
 @lru_cache(maxsize=64)
 def step_order(stages: int, micro_batches: int, extra_in_flight: int) -> Sequence[tuple[int, Event]]:
-    """All stages' events of one step, so that every message is sent before it is received."""
+    """Return all stages' events of one step, ordered so that every message is sent before it is received."""
     return _merged(step_programs(stages, micro_batches, extra_in_flight))
 
 
 def step_programs(stages: int, micro_batches: int, extra_in_flight: int) -> Sequence[Sequence[Event]]:
-    """The same, for each stage."""
+    """Return the events of one step for each stage."""
     return [one_forward_one_backward(s, stages, micro_batches, extra_in_flight) for s in range(stages)]
 
 
 @lru_cache(maxsize=64)
 def evaluation_order(stages: int, batches: int) -> Sequence[tuple[int, Event]]:
-    """The same of an evaluation."""
+    """Return all stages' events of an evaluation, ordered like those of `step_order`."""
     return _merged([forward_only(stage, stages, batches) for stage in range(stages)])
 
 
@@ -169,7 +170,7 @@ def _is_ready(stage: int, event: Event, sent: set[tuple[Action, int, int]]) -> b
 
 
 class GroupClock:
-    """When every stage and every direction of a link is free, and when messages arrive, [G] each; from 0 on."""
+    """Times when stages and directions of links are free, and when messages arrive, [G] each; starts at 0."""
 
     def __init__(
         self, groups: Groups, random: np.random.Generator | None = None, on_span: OnSpan | None = None
@@ -179,17 +180,17 @@ class GroupClock:
         self.random = random
         self.on_span = on_span
         self.free = np.zeros((stages, count))
-        """[S, G]; what happens between inner loops is added to it from outside."""
+        """Time when each stage is free, [S, G]. Callers add what happens between inner loops."""
         self._updates_due: set[int] = set()
         """Stages that wait for the norm of the step before."""
         self.link_free = {kind: np.zeros((stages - 1, count)) for kind in ("activation", "gradient")}
-        """When the newest message of each hop has left."""
+        """Time when the newest message of each hop has left."""
         self._last = {kind: np.zeros((stages - 1, count)) for kind in ("activation", "gradient")}
-        """When the newest message of each hop arrives: none overtakes another."""
+        """Time when the newest message of each hop arrives; no message overtakes another."""
         self._arrivals: dict[tuple[str, int, int], Array] = {}
 
     def inner_loop(self, steps: int) -> list[Array]:
-        """H inner steps and the flush; when the first stage had made each optimizer step, [G] each."""
+        """Run H inner steps and the flush; return when the first stage completed each optimizer step, [G] each."""
         ends = []
         for step in range(1 if self.on_span is None else steps):
             self._step(updates=step > 0)
@@ -201,7 +202,7 @@ class GroupClock:
         return ends
 
     def _step(self, updates: bool) -> None:
-        """One inner step; unless it is the first one, every later stage begins with the optimizer step before it."""
+        """Run one inner step. With `updates`, every later stage begins with the optimizer step of the step before."""
         groups = self.groups
         self._updates_due = set(range(1, groups.stages)) if updates else set()
         shape = groups.stages, groups.micro_batches, groups.extra_in_flight
@@ -213,11 +214,11 @@ class GroupClock:
         self._update(0)
 
     def _further_steps(self, count: int) -> Array:
-        """How long each further step takes, [count, G].
+        """Return the seconds of each further step, [count, G].
 
-        A step ends when all its gradients are back at the first stage, and the next one begins there: nothing of one
-        is under way in another. So how long it takes depends on nothing before it, and steps are timed side by side,
-        each from time 0. Without jitter one stands for all.
+        A step ends when all its gradients are back at the first stage, where the next one begins: no message of one
+        step is in transit in another. So its duration depends on nothing before it, and steps are timed side by side,
+        each from time 0. Without jitter one step stands for all.
         """
         seconds = np.empty((count, self.groups.count))
         drawn = count if self.random is not None and self.groups.has_jitter else 1
@@ -234,7 +235,7 @@ class GroupClock:
         return seconds
 
     def evaluate(self, batches: int, forward: Array, activations: Hops) -> None:
-        """Forwards only, with times of their own."""
+        """Run an evaluation, forward passes only, with the given times."""
         stages = self.groups.stages
         if self.groups.has_lines:
             programs = [forward_only(stage, stages, batches) for stage in range(stages)]
@@ -244,7 +245,7 @@ class GroupClock:
             self._run(stage, event, forward[stage], activations)
 
     def _run_with_lines(self, programs: Sequence[Sequence[Event]], forward: Array, activations: Hops) -> None:
-        """One group after the other; those that are equal once."""
+        """Run one group after the other; equal groups run once."""
         kinds = {"activation": activations, "gradient": self.groups.gradients}
         timed: dict[bytes, int] = {}
         for column in range(self.groups.count):
@@ -262,7 +263,7 @@ class GroupClock:
     def _run_column(
         self, column: int, programs: Sequence[Sequence[Event]], forward: Array, kinds: Mapping[str, Hops]
     ) -> None:
-        """One group on its own."""
+        """Run one group by itself."""
         groups = self.groups
         hops = range(groups.stages - 1)
         streams: list[Stream] = [(kind, hop) for kind in kinds for hop in hops]
@@ -306,16 +307,16 @@ class GroupClock:
                 self._receive("gradient", stage, stage, event.micro_batch)
 
     def _update(self, stage: int) -> None:
-        """The optimizer step."""
+        """Run the optimizer step of a stage."""
         self._compute(stage, "update", 0, self.groups.update[stage])
 
     def shift(self, seconds: Array) -> None:
-        """Let everything have happened so much later, [G]."""
+        """Move all times back by `seconds`, [G]."""
         for rows in (self.free, *self.link_free.values(), *self._last.values()):
             rows += seconds
 
     def flush(self) -> None:
-        """Pass the last norm on, in a message too small to occupy a link, so that every stage has stepped."""
+        """Pass on the last norm so that every stage completes its step. The message is too small to occupy a link."""
         hops = self.groups.activations
         for stage in range(1, self.groups.stages):
             sent = np.maximum(self.free[stage - 1], self.link_free["activation"][stage - 1])
@@ -345,12 +346,12 @@ class GroupClock:
         np.maximum(self.free[stage], self._arrivals.pop((kind, hop, micro_batch)), out=self.free[stage])
 
     def tell_flow(self, stream: Stream, micro_batch: int, starts: float, ends: float) -> None:
-        """Of the first group."""
+        """Report a message of the first group to `on_span`."""
         kind, hop = stream
         if self.on_span is not None:
             self.on_span(f"hop {hop} {kind}", kind, micro_batch, np.array([starts]), np.array([ends]))
 
     def tell_computation(self, stage: int, what: str, micro_batch: int, starts: float, ends: float) -> None:
-        """Of the first group."""
+        """Report a computation of the first group to `on_span`."""
         if self.on_span is not None:
             self.on_span(f"stage {stage}", what, micro_batch, np.array([starts]), np.array([ends]))

@@ -1,9 +1,12 @@
-"""Some rounds of a topology on a clock of its own, and what they say of times, utilization, bytes and memory.
+"""Simulate some rounds of a topology, and derive times, utilization, bytes and memory.
 
-A round is what `launch` runs: every replica's inner loop (where it is time, the steps that fit), contributions to the
-exchange, which closes the round when the last has arrived, what others sent, an evaluation. With `outer.overlap` the
-next inner loop runs while contributions are on their way. Rounds overlap a little in any case, as a stage goes on as
-soon as it can, so times are those of a later round, not of the first.
+A round is what `launch` runs: the inner loop of every replica, contributions to the exchange, contributions of others,
+and an evaluation. If a round lasts a given time, the inner loop has the steps that fit. The exchange closes the round
+when the last contribution has arrived. With `outer.overlap` the next inner loop runs while contributions are in
+transit.
+
+Rounds overlap a little in any case, because a stage goes on as soon as it can. So the times are those of a later round,
+not of the first.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ from hetero_pp.simulator.round_steps import RoundSteps, round_lengths
 from hetero_pp.topology import ReplicaSettings
 
 ROUNDS = 2
-"""That are timed; the last one counts, as those after it are the same."""
+"""Rounds that are timed. Only the last counts, because those after it are the same."""
 
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """One member of a replica (the mean, where many replicas stand behind a name)."""
+    """Prediction for one member of a replica, or the mean if its name stands for many replicas."""
 
     member: str
     utilization: float
@@ -42,7 +45,7 @@ class StagePrediction:
     memory_bytes: dict[str, float]
     memory_capacity_bytes: float
     sent_seconds: float
-    """Of an outer round, on its link to the exchange; if a site shares it, as if nobody else used it."""
+    """Seconds of an outer round on its link to the exchange; on a site's shared link, as if no other member used it."""
     received_seconds: float
     sent_bytes: float
     received_bytes: float
@@ -50,7 +53,7 @@ class StagePrediction:
 
 @dataclass(frozen=True)
 class LinkPrediction:
-    """One link between stages; bytes of a round on the wire, and the share of it that the link is busy, each way."""
+    """Prediction for a link: bytes of a round on the wire, and the share of the round that it is busy, each way."""
 
     name: str
     forward_bytes: float
@@ -61,12 +64,12 @@ class LinkPrediction:
 
 @dataclass(frozen=True)
 class LinePrediction:
-    """One line; bytes of a round on the wire, and the share of it that the line is busy, each way."""
+    """Prediction for a line: bytes of a round on the wire, and the share of the round that it is busy, each way."""
 
     name: str
     kind: str
     members: Sequence[str]
-    """Where many replicas stand behind a name, each has such a line."""
+    """If a name stands for many replicas, each of them has such a line."""
     up_bytes: float
     down_bytes: float
     up_busy: float
@@ -75,26 +78,26 @@ class LinePrediction:
 
 @dataclass(frozen=True)
 class ReplicaPrediction:
-    """A replica, or the mean of the many behind its name."""
+    """Prediction for a replica, or the mean of the many that its name stands for."""
 
     name: str
     count: int
     lost: int
-    """Of those, how many had a member leave within the round, so that their contribution is missing."""
+    """Number of these replicas that a member left during the round, so that their contribution is missing."""
     steps: float
     """Inner steps of a round."""
     tokens: float
-    """That one replica trains on in a round."""
+    """Tokens that one replica trains on in a round."""
     step_seconds: float
     inner_seconds: float
     training: float
     """Share of a round that is its inner loop."""
     bubble: float
-    """Share of the inner loop that stages would stand still with links that cost nothing."""
+    """Share of the inner loop that stages would be idle even with links that cost nothing."""
     exposed_communication: float
     """Share of the inner loop that links add to that."""
     sent_bytes: float
-    """By all members of one replica, in an outer round."""
+    """Bytes of all members of one replica, in an outer round."""
     received_bytes: float
     stages: list[StagePrediction]
     links: list[LinkPrediction]
@@ -102,41 +105,44 @@ class ReplicaPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a topology comes to."""
+    """Prediction for a topology."""
 
     step_seconds: float
-    """Of the slowest replica."""
+    """Seconds of the slowest replica."""
     round_seconds: float
     outer_seconds: float
-    """From the end of the slowest inner loop until the last member goes on, without the evaluation."""
+    """Seconds from the end of the slowest inner loop until the last member goes on, without the evaluation."""
     utilization: dict[str, float]
-    """absolute: share of a round that members train, over all of them; relative: tokens a second over those with
-    links that cost nothing."""
+    """Utilization by kind.
+
+    `absolute` is the share of a round that members train, over all of them. `relative` is the tokens per second over
+    those with links that cost nothing.
+    """
     tokens_per_second: float
     tokens: int
     rounds: float
-    """To that many tokens."""
+    """Rounds to reach `tokens`."""
     days: float
     accelerator_hours: float
     sent_bytes: float
-    """By one replica (the mean over all) in all outer rounds: the communication volume."""
+    """Bytes of one replica (the mean over all) in all outer rounds: the communication volume."""
     received_bytes: float
     members: int
     replicas: list[ReplicaPrediction]
     exchange: ExchangeLoad
     lines: Sequence[LinePrediction] = ()
     published: Sequence[Comparison] = ()
-    """Numbers of papers beside these."""
+    """Published numbers beside the predicted ones."""
 
     def as_json(self) -> dict[str, Any]:
-        """As `--json` writes it: `stages` and `links` of all replicas beside the nested ones."""
+        """Return the object that `--json` writes: it repeats `stages` and `links` of all replicas at the top level."""
         stages = [asdict(stage) for replica in self.replicas for stage in replica.stages]
         links = [asdict(link) for replica in self.replicas for link in replica.links]
         published = [one.as_json() for one in self.published]
         return asdict(self) | {"stages": stages, "links": links, "published": published}
 
     def as_point(self) -> dict[str, Any]:
-        """As a sweep writes it: `utilization` is the relative one."""
+        """Return the object that a sweep writes; `utilization` is the relative one."""
         return {
             "utilization": self.utilization["relative"],
             "absolute_utilization": self.utilization["absolute"],
@@ -153,7 +159,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Timed:
-    """What the clocks told of the last round. Per fleet: [G] or [S, G]."""
+    """Times of the last round. Per fleet: [G] or [S, G]."""
 
     round_seconds: float
     outer_seconds: float
@@ -163,11 +169,13 @@ class _Timed:
 
 
 def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stage_links: bool = True) -> Prediction:
-    """Time a run's topology. `watch` gives, for a replica's name, who is told what its members and links do. Without
-    `stage_links` messages between stages cost nothing, and what takes time is the exchange.
+    """Predict the times, bytes and memory of a run's topology.
 
-    Raises ConfigError for hardware that is not known, for members whose part does not fit their memory, for published
-    numbers of what is not predicted, and for rounds in which not all replicas take part.
+    `watch` maps the label of a replica to the callback that receives the spans of its members and links. Without
+    `stage_links` messages between stages cost nothing, and only the exchange takes time.
+
+    Raises ConfigError for unknown hardware, for members whose part does not fit their memory, for published numbers of
+    unpredicted quantities, and for rounds in which not all replicas take part.
     """
     if spec.config.outer.counts:
         cell = "taking_part" if spec.config.outer.taking_part else "pretraining"
@@ -222,7 +230,8 @@ def predict(spec: RunSpec, watch: Callable[[str], OnSpan] | None = None, *, stag
 
 
 def _within_lines(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Timed) -> _Timed:
-    """No shorter than what each line has to carry in a round takes: links of stages and of the exchange at once."""
+    """Lengthen the round to the time that each line needs for all its bytes, of stage links and the exchange
+    together."""
     replicas = _replicas(spec, fleets, timed, ideal)
     full = [max(line.up_busy, line.down_busy) for line in _lines(spec, replicas, 1.0)]
     return replace(timed, round_seconds=max([timed.round_seconds, *full]))
@@ -254,7 +263,8 @@ def _run(spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Call
 def _run_overlapped(
     spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None
 ) -> _Timed:
-    """Every round begins once the one before was applied, and its inner loop was trained before that."""
+    """Time rounds that overlap. Every round begins once the one before was applied, with its inner loop already
+    trained."""
     lengths = round_lengths(spec, fleets, _clocks(spec, fleets, communicates, None))
     clocks, ends = _clocks(spec, fleets, communicates, watch), [0.0]
     steps = [length.within(np.zeros(fleet.count)) for length, fleet in zip(lengths, fleets, strict=True)]
@@ -285,14 +295,14 @@ def _evaluate(fleets: Sequence[Fleet], clocks: Sequence[GroupClock], communicate
 
 
 def _last_of(clocks: Sequence[GroupClock]) -> float:
-    """When the last member is free."""
+    """Return when the last member is free."""
     return max(float(clock.free.max()) for clock in clocks)
 
 
 def _clocks(
     spec: RunSpec, fleets: Sequence[Fleet], communicates: bool, watch: Callable[[str], OnSpan] | None
 ) -> list[GroupClock]:
-    """All at 0. `watch` is told of one group of each class of equal replicas."""
+    """Return clocks at 0. `watch` receives the spans of one group of each class of equal replicas."""
     random = np.random.default_rng(spec.config.simulate.seed + 1) if communicates else None
     shown = {} if watch is None else {replicas[0].name: watch(label_of(replicas)) for replicas in alike(spec)}
     return [
@@ -304,14 +314,14 @@ def _clocks(
 
 
 def _step_seconds(steps: RoundSteps, ends: Sequence[Array], inner: Array) -> Array:
-    """Of each group, from when its first stage had made each optimizer step."""
+    """Return the seconds of a step of each group, from the times when its first stage completed each optimizer step."""
     if steps.a_step is not None:
         return steps.a_step
     return inner if len(ends) == 1 else (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 def _tokens(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, only_counted: bool = False) -> int:
-    """That all groups train on in a round, or those whose contribution counts, as none of their members leaves."""
+    """Return the tokens that groups train on in a round; with `only_counted`, without groups that a member leaves."""
     return sum(
         _tokens_per_step(spec, fleet) * int(own.counts[fleet.stays if only_counted else slice(None)].sum())
         for fleet, own in zip(fleets, timed.steps, strict=True)
@@ -323,13 +333,13 @@ def _tokens_per_step(spec: RunSpec, fleet: Fleet) -> int:
 
 
 def _training_seconds(fleet: Fleet, steps: Array) -> Array:
-    """[S, G] of a round of so many steps, [G]."""
+    """Return the training seconds [S, G] of a round of that number of steps, [G]."""
     groups = fleet.groups
     return steps * (groups.micro_batches * (groups.forward + groups.backward) + groups.update)
 
 
 def _replicas(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Timed) -> list[ReplicaPrediction]:
-    """Every replica that the topology names, in its order."""
+    """Return the prediction of every replica that the topology names, in its order."""
     found: dict[str, ReplicaPrediction] = {}
     for index, fleet in enumerate(fleets):
         for column, replica in enumerate(fleet.replicas):
@@ -341,7 +351,7 @@ def _replicas(spec: RunSpec, fleets: Sequence[Fleet], timed: _Timed, ideal: _Tim
 def _replica(
     spec: RunSpec, fleet: Fleet, replica: ReplicaSettings, own: slice, timed: _Timed, ideal: _Timed, index: int
 ) -> ReplicaPrediction:
-    """One replica: the mean of its own columns of the fleet."""
+    """Return the prediction of one replica: the mean of its own columns of the fleet."""
     steps, free_steps = timed.steps[index].counts[own], ideal.steps[index].counts[own]
     trained = _training_seconds(fleet, timed.steps[index].counts)[:, own]
     free_trained = _training_seconds(fleet, ideal.steps[index].counts)[:, own]
@@ -379,7 +389,7 @@ def _replica(
 def _links(
     fleet: Fleet, replica: ReplicaSettings, own: slice, steps: float, round_seconds: float
 ) -> Iterator[LinkPrediction]:
-    """Between neighbouring stages, in a round of so many steps, then to the exchange."""
+    """Yield the links between neighbouring stages, in a round of `steps` steps, then those to the exchange."""
     groups, size = fleet.groups, fleet.message_bytes
     messages = steps * groups.micro_batches
     for hop in range(groups.stages - 1):
@@ -402,7 +412,7 @@ def _links(
 
 
 def _lines(spec: RunSpec, replicas: Sequence[ReplicaPrediction], round_seconds: float) -> Iterator[LinePrediction]:
-    """What all links of each line carry together."""
+    """Yield what all links of each line carry together."""
     every = {name: dict.fromkeys(WAYS, 0.0) for name in spec.lines}
     for replica in replicas:
         for link in replica.links:

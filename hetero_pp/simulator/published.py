@@ -1,4 +1,4 @@
-"""Numbers of papers beside those that are predicted: data in the YAML, compared by the names of the JSON."""
+"""Comparison of predictions with published numbers, which the YAML lists by their names in the JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.units import parse_any
 
 _NAMES = ("name", "member")
-"""Keys that an entry of a list can be called by, instead of its index."""
+"""Keys whose value may stand for the index of a list entry."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One published number and what is predicted for it, in base units."""
+    """Published number and its prediction, in base units."""
 
     what: str
     where: str
@@ -32,18 +32,19 @@ class Comparison:
 
     @property
     def holds(self) -> bool | None:
-        """Of a bound, whether the prediction keeps it; None if the paper gives the number itself."""
+        """Whether the prediction keeps a published bound; None if the paper gives the number itself."""
         if self.bound == "equal":
             return None
         return self.predicted >= self.published if self.bound == "at least" else self.predicted <= self.published
 
     def as_json(self) -> dict[str, Any]:
-        """With what follows from both numbers."""
+        """Return both numbers with their ratio and whether the bound holds."""
         return asdict(self) | {"ratio": self.ratio, "holds": self.holds}
 
 
 def compared(config: RunConfig, prediction: Mapping[str, Any]) -> list[Comparison]:
-    """What the papers publish for this configuration. Raises ConfigError for what is not predicted."""
+    """Return the comparisons that apply to this configuration. Raises ConfigError for numbers that are not
+    predicted."""
     return list(_compared(config, prediction))
 
 
@@ -61,7 +62,7 @@ def _compared(config: RunConfig, prediction: Mapping[str, Any]) -> Iterator[Comp
 
 
 def _has(config: RunConfig, key: Sequence[str | int], name: str, value: Any) -> bool:
-    """Whether the configuration has this value there; `1/8` is 0.125, `1 Gbit/s` is 1000 Mbit/s."""
+    """Return whether the configuration has this value there. `1/8` equals 0.125, `1 Gbit/s` equals 1000 Mbit/s."""
     tree = config.model_dump(mode="json")
     found = _at(tree, name, (*key, "when", name), "a key of this file such as `links.home.bandwidth`")
     try:
@@ -71,7 +72,7 @@ def _has(config: RunConfig, key: Sequence[str | int], name: str, value: Any) -> 
 
 
 def _at(tree: Any, name: str, key: Sequence[str | int], expected: str) -> Any:
-    """What stands there: `replicas.0.count`, or `replicas.home.count`."""
+    """Return the value at a path such as `replicas.0.count`, or `replicas.home.count`."""
     node = tree
     for part in name.split("."):
         if isinstance(node, list):

@@ -1,4 +1,4 @@
-"""How many inner steps a round has in each group: as many as the YAML says, or as fit into the time that it says."""
+"""Number of inner steps of a round in each group: the number in the YAML, or as many as fit into its time."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from hetero_pp.simulator.neighbours import inner_loops
 from hetero_pp.simulator.pipeline import Array, GroupClock
 
 PROBED = 17
-"""Steps of which the first is timed alone, as nothing of another precedes it, and of the rest the mean."""
+"""Steps that are timed. The first counts separately, because no other precedes it; the others count by their mean."""
 
 
 @dataclass(frozen=True)
 class RoundSteps:
-    """Of the groups of a fleet in a round, [G] each."""
+    """Steps of the groups of a fleet in a round, [G] each."""
 
     counts: Array
     """Whole numbers, at least 1."""
     a_step: Array | None
-    """Seconds of a step after the first; None where all groups have as many."""
+    """Seconds of a step after the first; None if all groups have the same number of steps."""
 
     @property
     def of_first(self) -> int:
-        """Of the group that a timeline shows, for which all are timed."""
+        """Steps of the first group. A timeline shows this group, and the clocks run its number of steps."""
         return int(self.counts[0])
 
     def finish(self, clock: GroupClock) -> None:
-        """Bring groups that have another number of steps than the first to where theirs end."""
+        """Shift the groups with another number of steps than the first to where their own steps end."""
         if self.a_step is not None:
             clock.shift((self.counts - self.of_first) * self.a_step)
 
 
 @dataclass(frozen=True)
 class SoManySteps:
-    """H in all groups."""
+    """Rounds of H steps in all groups."""
 
     steps: int
     groups: int
 
     def within(self, spent: Array) -> RoundSteps:
-        """In a round of which so many seconds go to other things: that does not matter."""
+        """Return the steps of a round. The seconds `spent` on other things do not matter."""
         return RoundSteps(np.full(self.groups, self.steps), None)
 
 
 @dataclass(frozen=True)
 class SoMuchTime:
-    """As many as fit, [G] each."""
+    """Rounds of a given time, with as many steps as fit, [G] each."""
 
     seconds: float
     first: Array
     a_step: Array
 
     def within(self, spent: Array) -> RoundSteps:
-        """In a round of which so many seconds go to other things: what came before it, and contributing to it."""
+        """Return the steps that fit into a round if `spent` seconds go to the work before it and to contributing."""
         counts = 1 + np.floor((self.seconds - spent - self.first) / self.a_step + 1e-9)
         return RoundSteps(np.maximum(counts, 1).astype(np.int64), self.a_step)
 
@@ -66,9 +66,9 @@ class SoMuchTime:
 def round_lengths(
     spec: RunSpec, fleets: Sequence[Fleet], clocks: Sequence[GroupClock]
 ) -> Sequence[SoManySteps | SoMuchTime]:
-    """Of every fleet. Where a round is time, some steps are timed on the clocks, which must be new.
+    """Return the round length of every fleet. For rounds of a given time, some steps are timed on new `clocks`.
 
-    Raises ConfigError for steps that take no time, of which any number fits.
+    Raises ConfigError if steps take no time, because then any number fits.
     """
     inner = spec.config.inner
     if inner.steps is not None:

@@ -1,4 +1,4 @@
-"""When those who share a link are done with it: exact, as the link is never idle while anybody has bytes to send."""
+"""Times when the users of a shared link are done: exact, as the link is never idle while anyone has bytes to send."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from hetero_pp.simulator.pipeline import Array
 
 
 def all_sent(starts: Array, n_bytes: Array, bandwidth: float) -> float:
-    """When the last of them is done, whoever goes first; seconds.
+    """Return the seconds when the last one is done, in whatever order they send.
 
     Args: starts [n]: when each begins to send; n_bytes [n]; bandwidth in bits per second.
 
-    The largest of (start + all that starts then or later), as the link works without a pause from some start on.
+    It is the largest of (start + all bytes that start then or later), as the link works without a pause from some start
+    on.
     """
     order = np.argsort(-starts)
     return float((starts[order] + np.cumsum(n_bytes[order]) * 8 / bandwidth).max())
 
 
 def fair_ends(n_bytes: Array, bandwidth: float) -> Array:
-    """Seconds [n] until each has its bytes, if all begin together and those who are left share the link evenly.
+    """Return the seconds [n] until each has its bytes, if all begin together and share the link evenly.
 
-    While the smallest is under way, all get as much as it does: end_i = sum_j min(bytes_i, bytes_j) over the bandwidth.
+    While the smallest is in transit, all get as much as it does: end_i = sum_j min(bytes_i, bytes_j) over the
+    bandwidth.
     """
     order = np.argsort(n_bytes)
     ascending = n_bytes[order]

@@ -1,4 +1,4 @@
-"""One key of the YAML at many values: `links.home.bandwidth=10Mbit/s..10Gbit/s`, or `1/8,1/32`; or its rows."""
+"""Sweep of one key of the YAML, such as `links.home.bandwidth=10Mbit/s..10Gbit/s` or `1/8,1/32`, or of its rows."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _NAMES = {"bit/s": "bandwidth", "s": "seconds", "B": "bytes"}
 
 @dataclass(frozen=True)
 class Sweep:
-    """A key and the values that it takes, as the YAML would say them."""
+    """Key and the values that it takes, as in the YAML."""
 
     key: str
     values: Sequence[str]
     rows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of values that are names: the keys that each stands for."""
+    """Keys and values that each row stands for, by the name of the row."""
     option: str = "--sweep"
-    """What gave the key."""
+    """Command-line option that set the key."""
 
     @classmethod
     def of_rows(cls, rows: Mapping[str, Mapping[str, Any]]) -> Sweep:
-        """The rows of the YAML, by name."""
+        """Return a sweep over the rows of the YAML, by name."""
         return cls("row", list(rows), rows)
 
     def overrides(self, value: str) -> list[Override]:
@@ -38,19 +38,19 @@ class Sweep:
 
     @classmethod
     def parse(cls, text: str, option: str = "--sweep") -> Sweep:
-        """From KEY=FROM..TO or KEY=A,B,C. Raises ConfigError."""
+        """Parse KEY=FROM..TO or KEY=A,B,C. Raises ConfigError."""
         return cls(*parse_sweep(option, text, "KEY=FROM..TO or KEY=A,B,C", ranges=True), option=option)
 
     @property
     def title(self) -> str:
-        """What is varied, in a sentence."""
+        """Description of the swept key, for use in a sentence."""
         return "The choice of a row" if self.rows else f"`{self.key}`"
 
     def number(self, value: str) -> tuple[float, str] | None:
-        """A value in base units, and their name; None if it is no quantity."""
+        """Return a value in base units, and the unit; None if it is no quantity."""
         return None if self.rows else quantity_of(value)
 
     def point(self, value: str) -> dict[str, Any]:
-        """The value as JSON: as it was given, and as a number under what it is."""
+        """Return the value as JSON: as it was given, and as a number under the name of its quantity."""
         found = self.number(value)
         return {"value": value} | ({} if found is None else {_NAMES[found[1]]: found[0]})

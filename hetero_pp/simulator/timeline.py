@@ -1,4 +1,4 @@
-"""A predicted timeline as a Perfetto trace: a process for each replica, a track for each stage and hop."""
+"""Predicted timeline as a Perfetto trace: a process for each replica, a track for each stage and hop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NANOSECONDS = 1e9
 
 @dataclass(frozen=True)
 class Span:
-    """Something that one track of a replica does. Seconds."""
+    """Activity on one track of a replica. Times are in seconds."""
 
     replica: str
     track: str
@@ -29,7 +29,7 @@ class Timeline:
         self.spans: list[Span] = []
 
     def of(self, replica: str) -> OnSpan:
-        """Who to tell of a replica's spans."""
+        """Return the callback that records a replica's spans."""
 
         def on_span(track: str, what: str, micro_batch: int, starts: Array, ends: Array) -> None:
             name = f"{what} {micro_batch}" if what in ("forward", "backward", "activation", "gradient") else what

@@ -1,6 +1,6 @@
-"""What every member sends and receives in an outer round, by how contributions are exchanged; real codec sizes.
+"""Bytes that every member sends and receives in an outer round, by the way of exchange, with the codec's real sizes.
 
-With R replicas, and a contribution of m bytes (N bytes if it is dense), each replica
+With R replicas and a contribution of m bytes (N bytes if it is dense), each replica
 
     gather              sends m, receives (R - 1) m       through the exchange, or an object store
     parameter_server    sends m, receives one aggregate
@@ -8,9 +8,9 @@ With R replicas, and a contribution of m bytes (N bytes if it is dense), each re
     ring_all_reduce     sends and receives 2 (R - 1) N / R
     sparse_ring         sends and receives (s_1 + ... + s_R-1 + (R - 1) s_R) / R, where h contributions sum to s_h
 
-`gather` is what `launch` does and, with an object store as the exchange, the deployment of SparseLoCo's Appendix C; the
-others are the topologies of SparseLoCo's Figure 2, and one that sums sparse contributions on their way. What replicas
-really sent is measured by `hetero_pp/outer/volume.py`.
+`launch` uses `gather`. With an object store as the exchange it is the deployment of SparseLoCo's Appendix C. The others
+are the topologies of SparseLoCo's Figure 2, and one that sums sparse contributions along the ring. The bytes that
+replicas really sent are measured by `hetero_pp/outer/volume.py`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from hetero_pp.simulator.pipeline import Array
 
 @dataclass(frozen=True)
 class Crossing:
-    """One direction of the links of a replica's members to the exchange, in a round."""
+    """One direction of the links from a replica's members to the exchange, in a round."""
 
     n_bytes: Array
-    """[S] on the wire."""
+    """Bytes on the wire, [S]."""
     seconds: Array
-    """[S, G] that they occupy a link of the member's own; of a site's, if nobody else uses it."""
+    """Seconds that they occupy a link, [S, G]; a site's shared link, as if no other member used it."""
     delay: Array
-    """[S, 1] of latencies, and jitter's mean."""
+    """Seconds of latencies and mean jitter, [S, 1]."""
 
     @property
     def alone(self) -> Array:
-        """[S, G] seconds from begin to end, if nobody shares the link."""
+        """Seconds from begin to end if the link is not shared, [S, G]."""
         return self.seconds + self.delay
 
 
@@ -62,12 +62,12 @@ def is_ring(simulate: SimulateSettings) -> bool:
 
 
 def wire_bytes_of(messages: Iterable[tuple[int, int]]) -> float:
-    """Return the bytes on the wire of messages: (payload bytes, number of such messages)."""
+    """Return the bytes on the wire of messages given as (payload bytes, number of such messages)."""
     return float(sum(times * wire_bytes(raw_frames(size)) for size, times in messages))
 
 
 def check_exchange(spec: RunSpec) -> None:
-    """Raise ConfigError for a site or a ring that the run cannot have."""
+    """Raise ConfigError for impossible sites, shared lines or rings, or averaged moments."""
     simulate = spec.config.simulate
     if spec.config.outer.averages_moments:
         raise ConfigError(("outer", "averages_moments"), "found true, expected false: members do not send moments")
@@ -101,7 +101,7 @@ def check_exchange(spec: RunSpec) -> None:
 
 
 def _check_shared(spec: RunSpec, line: LineSpec) -> None:
-    """Of members that share a line there must be one of each."""
+    """Raise ConfigError if a member of a shared line stands for several replicas."""
     members = [spec.members[name] for name in line.members if name in spec.members]
     for member in members:
         fleet = spec.config.simulate.fleets.get(member.replica.name)
@@ -133,10 +133,10 @@ def _check_ring(spec: RunSpec) -> None:
 def crossing(
     spec: RunSpec, members: Sequence[MemberSpec], direction: Direction, bandwidth: Array | None, count: int
 ) -> Crossing:
-    """What the members of each of `count` equal replicas send (`forward`) or receive. `bandwidth` [S, G] replaces that
-    of their links.
+    """Return what the members of each of `count` equal replicas send (`forward`) or receive.
 
-    Every message follows the one before, and waits for the latency.
+    `bandwidth` [S, G] replaces the bandwidth of their links. Every message follows the one before, and waits for the
+    latency.
     """
     sizes, seconds, delays = [], [], []
     for row, member in enumerate(members):
@@ -152,7 +152,7 @@ def crossing(
 
 
 def site_of(spec: RunSpec, member: MemberSpec) -> str | None:
-    """The name of the site whose uplink, or line, the member shares."""
+    """Return the name of the site whose uplink, or line, the member shares."""
     for name, site in spec.config.simulate.sites.items():
         if member.name in site.members or member.replica.name in site.members:
             return name
@@ -161,7 +161,7 @@ def site_of(spec: RunSpec, member: MemberSpec) -> str | None:
 
 
 def link_of(spec: RunSpec, member: MemberSpec, direction: Direction) -> LinkShape:
-    """The way to the exchange: through the member's own link and line, or those of its site."""
+    """Return the shape of the path to the exchange: the member's own link and line, or those of its site."""
     site = site_of(spec, member)
     if site in spec.config.simulate.sites:
         return spec.config.links[spec.config.simulate.sites[site].uplink].shape(direction)
@@ -170,7 +170,7 @@ def link_of(spec: RunSpec, member: MemberSpec, direction: Direction) -> LinkShap
 
 
 def site_bandwidths(spec: RunSpec, direction: Direction) -> Iterator[tuple[str, float]]:
-    """Of sites whose uplink, or line, is limited in this direction, as seen from their members."""
+    """Return the names and bandwidths of sites whose uplink or line is limited in this direction, seen from members."""
     found = {
         name: spec.config.links[site.uplink].shape(direction).bandwidth
         for name, site in spec.config.simulate.sites.items()
@@ -180,7 +180,7 @@ def site_bandwidths(spec: RunSpec, direction: Direction) -> Iterator[tuple[str, 
 
 
 def exchange_bandwidth(spec: RunSpec, direction: Direction) -> float | None:
-    """Bits per second that all members together get to the exchange (`forward`) or from it; None: unlimited."""
+    """Return the bits per second of all members together to the exchange (`forward`) or from it; None is unlimited."""
     line = line_of_exchange(spec)
     if line is None:
         return spec.config.simulate.exchange_bandwidth
@@ -188,7 +188,7 @@ def exchange_bandwidth(spec: RunSpec, direction: Direction) -> float | None:
 
 
 def is_beside_exchange(spec: RunSpec, member: MemberSpec) -> bool:
-    """Whether it stands at the exchange's own site, and reaches it without a line."""
+    """Return whether a member is at the exchange's own site, so that it needs no line to reach the exchange."""
     line = line_of_exchange(spec)
     return line is not None and member.name in line.members
 
@@ -199,12 +199,12 @@ def line_of_exchange(spec: RunSpec) -> LineSpec | None:
 
 
 def _shared_lines(spec: RunSpec) -> list[LineSpec]:
-    """Of sites elsewhere than the exchange, whose own line all reach it by."""
+    """Return lines that several members share, at sites other than the exchange's."""
     return [line for line in spec.lines.values() if len(line.members) > 1 and EXCHANGE not in line.members]
 
 
 def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:
-    """What a member sends and receives: messages as (bytes, how many)."""
+    """Return the messages that a member sends and receives, as (bytes, number of them)."""
     simulate = spec.config.simulate
     counts = {name: fleet.count for name, fleet in simulate.fleets.items()}
     gathered = exchange_messages(spec, member, counts)
@@ -227,7 +227,7 @@ def outer_messages(spec: RunSpec, member: MemberSpec) -> Messages:
 
 
 def replica_count(spec: RunSpec) -> int:
-    """R: all replicas, with the many that stand behind a name."""
+    """Return R: all replicas, including those that a fleet's name stands for."""
     fleets = spec.config.simulate.fleets
     return sum(fleets[one.name].count if one.name in fleets else 1 for one in spec.config.replicas)
 
@@ -242,17 +242,18 @@ def _aggregate(spec: RunSpec, member: MemberSpec) -> list[tuple[int, int]]:
 
 
 def aggregate_bytes(spec: RunSpec) -> dict[str, int]:
-    """Bytes by block of the mean of all contributions, in fp32, as the codec would write them.
+    """Return the bytes by block of the mean of all contributions, in fp32, as the codec would write them.
 
-    `union` is the most that it can be: no two replicas kept the same position.
+    `union` is the largest possible size: no two replicas kept the same position.
     """
     return sum_bytes(spec, replica_count(spec), is_dense=spec.config.simulate.aggregate == "dense")
 
 
-@lru_cache(maxsize=64)  # asked for by every member, in both directions
+@lru_cache(maxsize=64)  # every member asks for it, in both directions
 def sum_bytes(spec: RunSpec, count: int, is_dense: bool = False) -> dict[str, int]:
-    """Bytes by block of a sum of so many contributions, in fp32, as the codec would write it: the most that it can be,
-    where no two replicas kept the same position.
+    """Return the bytes by block of a sum of `count` contributions, in fp32, as the codec would write it.
+
+    This is the largest possible size: no two replicas kept the same position.
     """
     compression = spec.config.outer.compression
     density = 1.0 if is_dense else min(1.0, count * compression.density)
@@ -265,7 +266,7 @@ def sum_bytes(spec: RunSpec, count: int, is_dense: bool = False) -> dict[str, in
 
 
 def expected_volume(spec: RunSpec, replicas: int) -> Volume:
-    """What contributions of so many replicas come to on the wires by the formulas above: from the settings alone."""
+    """Return the bytes on the wire of contributions of that number of replicas, by the formulas above."""
     mean = fmean(sum(blobs.values()) for blobs in blob_sizes(spec).values())
     sums = [sum(sum_bytes(spec, count).values()) for count in range(1, replicas + 1)]
     is_dense = spec.config.outer.compression.density == 1
