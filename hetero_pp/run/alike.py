@@ -1,4 +1,4 @@
-"""Replicas that differ in their name alone: predictions time them once, and tables show them in one row."""
+"""Classes of replicas that differ only in their name: predictions time them once, and tables show them in one row."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class _Named(Protocol):
 
 
 Named = TypeVar("Named", bound=_Named)
-"""A line or a link, or what is known of one."""
+"""Line or link, or a result about one."""
 
 MOST_CLASSES = 8
-"""Classes of equally shaped replicas that tables show one by one."""
+"""Most classes of equally shaped replicas that tables show separately."""
 
 _NAMED_AT_MOST = 3
-"""Names that are listed one by one where they are not numbered in a row."""
+"""Names that are listed separately if they are not numbered consecutively."""
 
 
-@lru_cache(maxsize=8)  # asked for by predictions, tables and pictures of one run
+@lru_cache(maxsize=8)  # predictions, tables and charts of one run ask for it
 def alike(spec: RunSpec) -> Sequence[Sequence[ReplicaSettings]]:
     """Group the replicas of a run into classes with equal settings, lines and links, in the order of the run.
 
-    Names of one class differ in their numbers alone: `home-1` and `home-2` may be of one class, `anna` and `ben` not.
-    A replica that shares a line with another member, or that `simulate` names by itself, is a class of its own.
+    Names of one class differ only in their numbers: `home-1` and `home-2` may be in one class, `anna` and `ben` may
+    not. A replica is a class of its own if it shares a line with another member, or if `simulate` names it.
     """
     simulate = spec.config.simulate
     named = {*simulate.fleets, *simulate.measured, *(one for site in simulate.sites.values() for one in site.members)}
@@ -54,10 +54,11 @@ def alike(spec: RunSpec) -> Sequence[Sequence[ReplicaSettings]]:
 
 @lru_cache(maxsize=8)
 def table_rows(spec: RunSpec) -> Sequence[Sequence[ReplicaSettings]]:
-    """Return the replicas behind each row of a table: the classes of `alike`, folded where many have the same shape.
+    """Return the replicas of each row of a table: the classes of `alike`, combined if many have the same shape.
 
-    Replicas have the same shape if their kind and their number of stages are equal. More than MOST_CLASSES classes of
-    one shape fold into a row for each family of names, and into one row if there are more than MOST_CLASSES families.
+    Replicas have the same shape if their kind and their number of stages are equal. If one shape has more than
+    MOST_CLASSES classes, they form a row for each family of names. If it has more than MOST_CLASSES families, they form
+    one row.
     """
     classes = alike(spec)
     for with_family in (True, False):
@@ -77,9 +78,9 @@ def _shape(replica: ReplicaSettings, with_family: bool) -> Hashable:
 
 
 def equal_replicas(spec: RunSpec) -> Iterator[Sequence[ReplicaSettings]]:
-    """Yield the classes, each in parts whose names are equally long.
+    """Yield the classes, split into parts whose names are equally long.
 
-    The name is part of what a replica sends, so replicas of one part send and receive the same bytes.
+    The name is part of every contribution, so replicas of one part send and receive the same number of bytes.
     """
     for replicas in alike(spec):
         for _, same in groupby(sorted(replicas, key=_name_bytes), _name_bytes):
@@ -101,7 +102,7 @@ def label_of(replicas: Sequence[ReplicaSettings]) -> str:
 
 
 def range_of(names: Sequence[str]) -> str:
-    """Abbreviate names: `home-1 .. home-250` where they are numbered in a row, else the first few and a count."""
+    """Abbreviate names: `home-1 .. home-250` if they are numbered consecutively, else the first few and a count."""
     if len(names) == 1:
         return names[0]
     if len(names) > 2 and _are_numbered(names):
@@ -111,7 +112,7 @@ def range_of(names: Sequence[str]) -> str:
 
 
 def _are_numbered(names: Iterable[str]) -> bool:
-    """Whether each name has the number after that of the name before it, at the same place."""
+    """Return whether the numbers in the names, at the same position, are consecutive."""
     parts = [re.fullmatch(r"(.*?)(\d+)((?:\.\d.*)?)", name) for name in names]
     found = [part.groups() for part in parts if part is not None]
     numbers = [int(number) for _, number, _ in found]
@@ -123,15 +124,15 @@ Classes = Sequence[Sequence[ReplicaSettings]]
 
 
 def lines_alike(spec: RunSpec, lines: Iterable[Named], classes: Classes | None = None) -> list[list[Named]]:
-    """Group lines, or what is known of them, as the replicas of their members are grouped; other lines stay alone.
+    """Group lines, or results about them, by the classes of their members' replicas; other lines stay alone.
 
-    `classes` is how the replicas are grouped, by default as `alike` does.
+    `classes` are the classes of replicas, by default those of `alike`.
     """
     return _grouped(classes or alike(spec), lines, lambda replica: replica.members)
 
 
 def links_alike(spec: RunSpec, links: Iterable[Named], classes: Classes | None = None) -> list[list[Named]]:
-    """Group links, or what is known of them, as the replicas that they belong to are grouped: see `lines_alike`."""
+    """Group links, or results about them, by the classes of their replicas. `classes` is as in `lines_alike`."""
 
     def links_of(replica: ReplicaSettings) -> list[str]:
         hops = [stage_link_name(replica.name, hop) for hop in range(len(replica.members) - 1)]

@@ -1,4 +1,4 @@
-"""What a replica of a run trains on, and what it is evaluated on."""
+"""Training batches and validation rows of a run's replicas."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from hetero_pp.run.spec import MemberSpec, RunSpec
 
 
 def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[SharedBatches, list[Tensor]]:
-    """What a replica trains on, and the validation rows in batches of its micro-batch size.
+    """Return the training batches of a replica, and the validation rows in batches of its micro-batch size.
 
-    Raises ConfigError if the corpus is too small for them; where it is streamed, that is known of the validation rows.
+    Raises ConfigError if the corpus is too small; for a streamed corpus, only the validation rows can be checked.
     """
     data, replica = spec.config.data, member.replica
-    for round_ in spec.shared_out_since[1:] if data.clusters is not None else ():  # to be known before it begins
+    for round_ in (
+        spec.shared_out_since[1:] if data.clusters is not None else ()
+    ):  # check later shares before the run begins
         _batches(spec, member, source, spec.share_of(replica.name, round_))
     rows = replica.batch_size // replica.micro_batches
     batches = SharedBatches(spec.share_of(replica.name, 1), lambda share: _batches(spec, member, source, share))
@@ -32,10 +34,9 @@ def replica_batches(spec: RunSpec, member: MemberSpec, source: Source) -> tuple[
 
 
 def examples_in(spec: RunSpec, source: Source, round_: int) -> Mapping[str, int]:
-    """How many windows there are in the shard of each replica in a round: what contributions weigh with `outer.weights:
-    examples`.
+    """Return the number of windows in each replica's shard in a round: its weight with `outer.weights: examples`.
 
-    Raises ConfigError where that is not known.
+    Raises ConfigError if the corpus is streamed, because the number is then not known.
     """
     if isinstance(source, StreamedCorpus):
         told = f"found `examples` with {spec.config.data.corpus}, which is streamed, expected a corpus encoded once"
@@ -45,7 +46,7 @@ def examples_in(spec: RunSpec, source: Source, round_: int) -> Mapping[str, int]
 
 
 def text_digest(spec: RunSpec, source: Source | None) -> str:
-    """By which hosts tell whether they read the same tokens in the same clusters: see `tokens_digest`."""
+    """Return a digest of the tokens and clusters, by which hosts check that they read the same."""
     clusters = None if source is None else _clusters(spec, source)
     if clusters is None:
         return tokens_digest(source)
@@ -73,7 +74,7 @@ def _store_batches(spec: RunSpec, source: TokenStore, share: Share, size: int) -
 
 
 def _batches(spec: RunSpec, member: MemberSpec, source: Source, share: Share) -> Batches:
-    """Of one share."""
+    """Return the training batches of one share."""
     data, size = spec.config.data, member.replica.batch_size
     if isinstance(source, StreamedCorpus):
         seed = share.seed(spec.config.seed)

@@ -1,4 +1,4 @@
-"""Single values of the YAML, changed from outside: `outer.rounds=20`, `replicas.home.boundary.rank=1/32`."""
+"""Overrides of single YAML values: `outer.rounds=20`, `replicas.home.boundary.rank=1/32`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hetero_pp.run.config import RunConfig
 from hetero_pp.run.known_keys import Key, entry_of, places_of
 
 METHOD = ("outer", "method")
-"""Whose cells a change of it brings along."""
+"""Key whose change also changes the cells of the method."""
 
 Entry = tuple[str, ...]
-"""Where an entry stands that others name, such as a kind of link: ("links", "dsl")."""
+"""Path of an entry that others refer to, such as a kind of link: ("links", "dsl")."""
 
 _NAMED_STAGES = {"layers", "line"}
-"""Keys of a list of stages that a number of stages says, too: it splits layers evenly, and keeps a common line."""
+"""Keys in a list of stages that a number of stages can replace: it splits layers evenly, and keeps a common line."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,17 @@ class Override:
     """One value that was given beside the YAML."""
 
     key: Key
-    """Path of the value; replicas by number, by name, or left out."""
+    """Path of the value. Replicas are given by number or by name, or left out."""
     value: Any
     shown: str
-    """How the user gave it, for error messages: `--set outer.rounds=20`."""
+    """Text that the user gave, for error messages: `--set outer.rounds=20`."""
     merges: bool = False
-    """Whether an empty mapping leaves what is there as it is."""
+    """Whether an empty mapping leaves an existing section unchanged."""
 
     @classmethod
     def parse(cls, text: str, option: str = "--set", shown: str | None = None) -> Override:
-        """Parse KEY=VALUE, the value as YAML. Raises ConfigError that names the option and the text, or `shown`."""
+        """Parse KEY=VALUE, with the value as YAML. Raises ConfigError that names the option and the text, or
+        `shown`."""
         name, separator, value = text.partition("=")
         shown = f"{option} {text}" if shown is None else shown
         if not separator or not name.strip():
@@ -52,7 +53,8 @@ class Override:
 
     @classmethod
     def of_mapping(cls, changes: Mapping[Any, Any], path: object, key: Key = ()) -> Iterator[Override]:
-        """Yield the single values of nested mappings, such as {"outer": {"rounds": 20}}, which change a YAML `path`."""
+        """Yield the single values of nested mappings, such as {"outer": {"rounds": 20}}, that change the YAML at
+        `path`."""
         for part, value in changes.items():
             here = (*key, part)
             if isinstance(value, Mapping) and value:
@@ -64,9 +66,9 @@ class Override:
                 yield cls(here, CommentedMap() if is_mapping else said, shown, is_mapping)
 
     def apply(self, root: CommentedMap) -> tuple[list[Key], list[Entry]]:
-        """Change the content of a YAML; return the places that were set, and the entries that were not there before.
+        """Change the content of a YAML; return the places that were set, and the entries that are new.
 
-        Raises ConfigError where the YAML has no such place.
+        Raises ConfigError if the YAML has no such place.
         """
         try:
             places = places_of(root, self.key)
@@ -99,16 +101,16 @@ class Override:
 
 
 Given = str | Override
-"""A value beside the YAML: as `--set` takes it, or as another option gave it."""
+"""Value beside the YAML: text for `--set`, or the override of another option."""
 
 
 def in_order(overrides: Sequence[Override]) -> list[Override]:
-    """Return the overrides as they are applied: the method first, as it drops cells that others may set."""
+    """Return the overrides in the order of application. The method comes first, because it resets cells."""
     return sorted(overrides, key=lambda one: one.key != METHOD)
 
 
 def _parsed(value: str, shown: str) -> Any:
-    """A value as YAML has it; an IPv6 address with its port needs no quotes."""
+    """Return a value parsed as YAML. An IPv6 address with its port needs no quotes."""
     if re.fullmatch(r"\s*\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]:[0-9]+\s*", value):
         return value.strip()
     try:
@@ -121,12 +123,12 @@ def _parsed(value: str, shown: str) -> Any:
 
 
 def _at(node: Any, part: str | int) -> Any:
-    """What a section or a list has at a part; None if a section has no such key."""
+    """Return the item `part` of a section or a list; None if a section has no such key."""
     return node.get(part) if isinstance(node, dict) else node[part]
 
 
 def _commented(value: Any) -> Any:
-    """A value as a YAML's content has it."""
+    """Return a value as a node of a YAML's content."""
     if isinstance(value, Mapping):
         return CommentedMap({key: _commented(below) for key, below in value.items()})
     return CommentedSeq(map(_commented, value)) if isinstance(value, list | tuple) else value
@@ -137,7 +139,7 @@ def _is_stages(place: Key) -> bool:
 
 
 def _with_count(before: Any, count: int, place: Key) -> Any:
-    """Return `stages` with another number of them; their line stays.
+    """Return `stages` with another number of stages; their line stays.
 
     Raises ConfigError for a list of stages that differ in more than their layers.
     """
@@ -157,7 +159,7 @@ def _with_count(before: Any, count: int, place: Key) -> Any:
 
 
 def require_named(config: RunConfig, added: Sequence[Entry]) -> None:
-    """Raise ConfigError for an entry that was added and that nothing names: it would change nothing."""
+    """Raise ConfigError for a new entry that nothing refers to, because it would change nothing."""
     for entry in added:
         dumped = config.model_dump(mode="json")
         section: Any = dumped
@@ -181,7 +183,7 @@ def _has(root: Any, key: Sequence[str]) -> bool:
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """What entries of lists and mappings say, but for the names that they have themselves."""
+    """Yield the text values of entries in lists and mappings, except their own names."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""What only all settings of when a round closes, and how long somebody is waited for, can check together."""
+"""Checks across the settings of the exchange: when a round closes, and how long it waits for members."""
 
 from __future__ import annotations
 

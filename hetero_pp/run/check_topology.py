@@ -1,4 +1,4 @@
-"""What only the whole topology can check: names, ranks, splits, kinds of links and lines."""
+"""Checks that need the whole topology: names, ranks, splits, kinds of links and lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_lines(
     sites: Mapping[str, SiteSettings],
     kinds: Mapping[str, LineSettings],
 ) -> None:
-    """Raise ConfigError for kinds of lines that there are not, and for members that no site can have."""
+    """Raise ConfigError for unknown kinds of lines, and for invalid members of a site."""
     check_kind(exchange.line, kinds, ("exchange", "line"))
     for index, replica in enumerate(replicas):
         here = ("replicas", index)
@@ -35,7 +35,7 @@ def check_lines(
 def check_topology(
     replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], width: int, layers: int
 ) -> None:
-    """Raise ConfigError for what no single field can see: names, ranks, splits and kinds of links."""
+    """Raise ConfigError for faults across fields: names, ranks, splits and kinds of links."""
     seen: set[str] = set()
     for index, replica in enumerate(replicas):
         here = ("replicas", index)

@@ -1,4 +1,4 @@
-"""The whole YAML: every part's own section, composed once, and what only the whole can check."""
+"""Complete YAML of a run: the sections of all parts, and the checks across them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hetero_pp.store.settings import StoreSettings
 from hetero_pp.topology import DatacenterReplica, ExchangeSettings, ParticipantsReplica, ReplicaSettings
 
 LONGEST_RUN_NAME = 100
-"""Characters; file systems allow 255 for a folder, whose name may be followed by a number or a suffix."""
+"""Most characters of a run's name. File systems allow 255 for a folder; a number or a suffix may follow the name."""
 
 _RUN_NAME = rf"^[A-Za-z0-9][A-Za-z0-9._-]{{0,{LONGEST_RUN_NAME - 1}}}$"
 
 
 def _run_name(value: Any) -> Any:
-    """Raises ValueError for a text that names no folder below runs/ on every system."""
+    """Raise ValueError for a name that is not a valid folder below runs/ on every system; return the value."""
     if isinstance(value, str) and not re.fullmatch(_RUN_NAME, value):
         shown = value if len(value) <= LONGEST_RUN_NAME else f"{value[:20]}... ({len(value)} characters)"
         expected = "expected letters, digits, `-`, `_` and `.`, the first a letter or a digit"
@@ -39,7 +39,7 @@ def _run_name(value: Any) -> Any:
 
 
 class SnapshotSettings(Settings):
-    """When the synced model is saved."""
+    """Schedule of snapshots of the synchronized model."""
 
     every: Annotated[int, NotPartOf.PAST] = Field(
         10, ge=1, description="rounds between snapshots; the last round always has one"
@@ -50,7 +50,7 @@ class SnapshotSettings(Settings):
 
 
 class StateSettings(Settings):
-    """What a member keeps of its own, which no snapshot has."""
+    """Schedule and location of member checkpoints: each member's own state, which no snapshot has."""
 
     every: Annotated[int | None, NotPartOf.EITHER] = Field(
         None, ge=1, description="rounds between states that are saved; by default `snapshots.every`"
@@ -69,14 +69,14 @@ class StateSettings(Settings):
 
 
 class RestartSettings(Settings):
-    """How often `launch` starts a process again that dies on its machine."""
+    """Restarts by `launch` of a process that ends unexpectedly on its machine."""
 
     count: int = Field(3, ge=0, description="of each process; then the run goes on without it")
     within: Duration = Field(600.0, gt=0)
 
 
 class RunConfig(Settings):
-    """One training run."""
+    """Configuration of one training run."""
 
     name: Annotated[
         str, BeforeValidator(_run_name), WithJsonSchema({"type": "string", "pattern": _RUN_NAME}), NotPartOf.OUTCOME
@@ -112,7 +112,7 @@ class RunConfig(Settings):
     plan: Annotated[PlanSettings, NotPartOf.EITHER] = PlanSettings()
 
     def check(self) -> None:
-        """Raise ConfigError for what no single field can see. Reads no files."""
+        """Raise ConfigError for faults across fields. Reads no files."""
         self.inner.check()
         values = self.model.resolve(self.model.vocabulary or 256)
         if not self.replicas and not self.plan.participants:
@@ -140,7 +140,7 @@ class RunConfig(Settings):
             raise ConfigError(("data", "clusters"), found)
 
     def _require_no_adamw(self) -> None:
-        """Raise ConfigError for parts that are AdamW's, or have none but that."""
+        """Raise ConfigError for settings that only AdamW supports."""
         found = f"found `{self.inner.optimizer}`, expected `adamw`"
         if self.outer.source == "gradient":
             raise ConfigError(("inner", "optimizer"), f"{found} with method {self.outer.method}")
@@ -157,7 +157,7 @@ class RunConfig(Settings):
                 )
 
     def _require_moments(self) -> None:
-        """Raise ConfigError where replicas do not all have two moments of each parameter."""
+        """Raise ConfigError if some replicas lack AdamW's own two moments of each parameter."""
         if self.inner.optimizer != "adamw":
             told = f"found `{self.inner.optimizer}` with `outer.averages_moments`, expected `adamw`"
             raise ConfigError(("inner", "optimizer"), told)
@@ -173,7 +173,7 @@ class RunConfig(Settings):
                 )
 
     def _require_rounds_that_overlap(self) -> None:
-        """Raise ConfigError for parts that a round has to be over for."""
+        """Raise ConfigError for settings that need the previous round to be complete."""
         if self.inner.steps is None:
             raise ConfigError(
                 ("outer", "overlap"),
@@ -185,14 +185,15 @@ class RunConfig(Settings):
                 raise ConfigError(here, "found `discarded` with `outer.overlap: 1`, expected `on` or `stale`")
 
     def _require_whole_boundaries(self) -> None:
-        """Raise ConfigError for a subspace: an embedding is split as all replicas hold it, not as one has it."""
+        """Raise ConfigError for a subspace: the embedding is split by values that all replicas share, not by local
+        ones."""
         for index, replica in enumerate(self.replicas):
             if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1 and replica.boundary.rank != "full":
                 here = ("replicas", index, "boundary", "rank")
                 raise ConfigError(here, f"found {replica.boundary.rank:g} with `outer.keep_local`, expected `full`")
 
     def _require_who_can_wait(self) -> None:
-        """Raise ConfigError for more replicas than there are, and for parts that all of them have to keep equal."""
+        """Raise ConfigError for more replicas than exist, and for settings that all replicas have to keep equal."""
         for since, count in self.outer.taking_part.items():
             if count > len(self.replicas):
                 found = f"found {count}, expected at most the {len(self.replicas)} replicas that there are"
@@ -206,11 +207,11 @@ class RunConfig(Settings):
 
     @property
     def states_every(self) -> int:
-        """Rounds between states."""
+        """Rounds between member checkpoints (`states`)."""
         return self.states.every or self.snapshots.every
 
     def require_grouped(self) -> None:
-        """Raise ConfigError if some participants belong to no replica yet: there is nothing to run."""
+        """Raise ConfigError if some participants belong to no replica yet, because there is nothing to run."""
         if self.plan.participants:
             raise ConfigError(
                 ("plan", "participants"),
@@ -219,7 +220,7 @@ class RunConfig(Settings):
             )
 
     def with_absolute_paths(self) -> RunConfig:
-        """The same, with paths that mean the same from any folder."""
+        """Return the same configuration with absolute paths, valid from any folder."""
         return self.model_copy(
             update={
                 "data": self.data.with_absolute_paths(),

@@ -1,4 +1,4 @@
-"""`count: 2..50` of a replica: one entry of the YAML stands for so many groups that are alike."""
+"""Expansion of `count: 2..50` of a replica: one entry of the YAML stands for several equal groups."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ MOST = 1000
 
 
 def counted(entries: Any) -> Any:
-    """Entries of `replicas` as a YAML has them, with one each for every group that there may be.
+    """Expand the entries of `replicas` to one for every possible group.
 
-    `{name: home, count: 2..50}` is home-1 to home-50, of which the run needs the first two. The first stands where the
-    entry stood, and the others behind all entries: so each entry has the place in the list that it has in the YAML.
-    Raises ValueError for a count that is none.
+    `{name: home, count: 2..50}` becomes home-1 to home-50; the run requires the first two. The first takes the position
+    of the entry, and the others follow all entries, so every entry keeps its index in the YAML. Raises ValueError for
+    an invalid count.
     """
     if not isinstance(entries, list):
         return entries

@@ -1,4 +1,4 @@
-"""A configuration whose model comes from the folder of a LLaMA checkpoint: its shape, and its tokenizer."""
+"""Model shape and tokenizer of a configuration, read from the folder of a LLaMA checkpoint."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hetero_pp.run.config import RunConfig
 
 
 def with_weights_described(config: RunConfig) -> RunConfig:
-    """The same, with the shape of the model, and the tokenizer, from the folder of `model.weights` if there is one.
+    """Return the configuration with the model's shape and the tokenizer from the folder of `model.weights`, if it is
+    set.
 
-    A configuration that names all of them, such as the one a run leaves, is not changed and nothing is read: its
-    members may be where the folder is not. Raises ConfigError if the folder holds no LLaMA.
+    A configuration that gives all of them, such as the one in a run's folder, is not changed. Nothing is read then,
+    because members may run where the checkpoint is not. Raises ConfigError if the folder has no LLaMA.
     """
     if config.model.weights is None:
         return config

@@ -1,4 +1,4 @@
-"""What a run starts from: weights that are drawn, or those of a LLaMA checkpoint; and the basis U."""
+"""First snapshot of a run: random weights, or those of a LLaMA checkpoint; and the basis U."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hetero_pp.snapshot import Snapshot, initial_snapshot
 
 
 def require_weights(spec: RunSpec) -> None:
-    """Raise ConfigError if the weights that a run starts from are missing or not of its shape; reads headers only."""
+    """Raise ConfigError if the initial weights are missing or do not have the run's shape; reads headers only."""
     if spec.config.model.weights is not None:
         require_checkpoint(Path(spec.config.model.weights), spec.shape, spec.parameter_shapes)
 
 
 def first_snapshot(spec: RunSpec, on_progress: OnProgress = untold) -> Snapshot:
-    """The snapshot that a run starts from: weights that were drawn, or those of the folder of `model.weights`.
+    """Return the first snapshot of a run, with random weights or those in the folder of `model.weights`.
 
-    The basis U is drawn either way; where boundaries are compressed, the embedding that was read is split by it.
+    The basis U is random in both cases. If boundaries are compressed, the embedding of the checkpoint is split by it.
     """
     require_weights(spec)
     weights, parameters = spec.config.model.weights, None

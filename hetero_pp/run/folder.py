@@ -1,4 +1,4 @@
-"""The folder of a run, runs/<name>/: where each part of what it leaves, and goes on from, is kept."""
+"""Paths below the folder of a run, runs/<name>/: results of the run, and files that it resumes from."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ CACHE = ".tokens"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths only: whoever writes or reads what is there says how. What each is for: docs/architecture.md."""
+    """Paths in a run's folder. Their readers and writers define the contents; docs/architecture.md has the purposes."""
 
     path: Path
     config_name: str = CONFIG
-    """Of the resolved configuration; hosts that carry only members of a run have one of their own."""
+    """File of the resolved configuration. Hosts that only have members of a run use another name."""
 
     @property
     def config(self) -> Path:
@@ -23,7 +23,7 @@ class RunFolder:
 
     @property
     def changes(self) -> Path:
-        """Keys that were changed when the run went on; `config` is what it began with."""
+        """Keys that were changed when the run was resumed; `config` has the values of its start."""
         return self.path / "changes.yaml"
 
     @property
@@ -44,37 +44,37 @@ class RunFolder:
 
     @property
     def memberships(self) -> Path:
-        """Who was invited, and who holds a place by that: on the exchange's host."""
+        """Invitations, and the members that hold slots by them; on the exchange's host."""
         return self.path / "authority" / "members.sqlite"
 
     @property
     def over(self) -> Path:
-        """That the run is over, as a host heard it that carries no exchange."""
+        """Marker on a host without an exchange: the exchange has reported that the run is over."""
         return self.path / "over.json"
 
     @property
     def text(self) -> Path:
-        """Which text the run is trained on, as the first that reads it told the exchange."""
+        """Digest of the run's text, as the first reader told the exchange."""
         return self.path / "text"
 
     def identity(self, ticket: str) -> Path:
-        """What a host was given for a ticket."""
+        """Files that a host received for a ticket."""
         return self.path / "identity" / ticket
 
     @property
     def cache(self) -> Path:
-        """Encoded corpora: beside the runs, shared by all of them."""
+        """Encoded corpora, beside the runs and shared by them."""
         return self.path.parent / CACHE
 
     @property
     def lines(self) -> Path:
-        """What processes share to take turns on one line; of no use once they have ended."""
+        """State that processes share to take turns on one line; useless after they have ended."""
         return self.path / "lines"
 
     def state(self, member: str) -> Path:
-        """What a member needs to go on."""
+        """Member checkpoint, from which a member resumes."""
         return self.path / "state" / member
 
     def output(self, member: str) -> Path:
-        """What a member's process prints."""
+        """Output of a member's process."""
         return self.path / "logs" / f"{member}.log"

@@ -1,4 +1,4 @@
-"""What machines can do, as data: a catalog, and entries of the user's own."""
+"""Hardware catalog, and entries of the user: speed and memory of machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Hardware(Settings):
 
     @property
     def achieved_flops(self) -> float:
-        """Operations a second in training."""
+        """Operations per second in training."""
         return self.flops * self.mfu
 
     @property
@@ -44,14 +44,14 @@ CATALOG: Mapping[str, Hardware] = {
     "rtx-3090": _entry("71 TFLOP/s", "24 GB", "936 GB/s", 0.4, "NVIDIA GA102 white paper, fp32 accumulation"),
     "cpu-core": _entry("45 GFLOP/s", "4 GB", "10 GB/s", 0.5, "one core of a 2020s server, fp32; see `calibrate`"),
 }
-"""Peaks are the makers'; the MFU is an assumption: what tuned training code reaches at these models' sizes."""
+"""Peaks are from the vendors. The MFU is an assumption: what tuned training code reaches at these models' sizes."""
 
 ASSUMED = "cpu-core"
-"""Where nobody says what a machine is."""
+"""Hardware that is assumed if none is named."""
 
 
 def hardware_named(name: str, own: Mapping[str, Hardware], key: tuple[str | int, ...]) -> Hardware:
-    """An entry of the YAML or of the catalog; ConfigError at `key` lists both."""
+    """Return an entry of the YAML or of the catalog. Raises ConfigError at `key` that lists both."""
     found = own.get(name) or CATALOG.get(name)
     if found is None:
         known = ", ".join([*own, *CATALOG])

@@ -1,4 +1,4 @@
-"""Every link between the members of a run, and the lines that it passes."""
+"""Links between the members of a run, and the lines that they pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_pp.topology import ExchangeSettings, ParticipantsReplica, ReplicaSet
 def link_specs(
     replicas: Sequence[ReplicaSettings], kinds: Mapping[str, LinkSettings], lines: Mapping[str, LineSpec]
 ) -> Iterator[LinkSpec]:
-    """Every link of the run, stage links first within each replica. `lines` has that of each member which has one."""
+    """Yield every link of the run, with stage links first in each replica. `lines` maps members to their lines."""
 
     def spec(name: str, source: str, target: str, kind: str | None) -> LinkSpec:
         settings = LinkSettings() if kind is None else kinds[kind]
@@ -35,14 +35,14 @@ def link_specs(
 
 
 def _with_lines(shape: LinkShape, lines: Sequence[LineSpec | None]) -> LinkShape:
-    """With the latency and jitter of the lines that the link passes."""
+    """Add the latency and jitter of the lines that the link passes."""
     passed = [line for line in lines if line is not None]
     latency, jitter = sum(line.latency for line in passed), sum(line.jitter for line in passed)
     return LinkShape(shape.bandwidth, shape.latency + latency, shape.jitter + jitter)
 
 
 def lines_of_members(replicas: Sequence[ReplicaSettings], exchange: ExchangeSettings) -> dict[str, str | None]:
-    """The kind of line that each member says it has, in the order of the run, the exchange last."""
+    """Return the kind of line that each member has, in the order of the run, the exchange last."""
     found = {
         member: replica.line_of(stage) if isinstance(replica, ParticipantsReplica) else replica.line
         for replica in replicas

@@ -1,4 +1,4 @@
-"""Which keys the YAML may have at any place, from the settings' types; and which places a key of the user names."""
+"""Keys that the YAML may have at each place, from the settings' types; and the places that a user's key names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[str | int, ...]
 
 
 def keys_beside(key: Sequence[str | int], model: type[BaseModel] = RunConfig) -> list[str]:
-    """The keys that the section holding `key` may have, in what a `model` describes."""
+    """Return the keys that the section around `key` may have, in a file described by `model`."""
     candidates: list[Any] = [model]
     for part in key[:-1]:
         candidates = [below for candidate in candidates for below in _step(candidate, part)]
@@ -26,7 +26,7 @@ def keys_beside(key: Sequence[str | int], model: type[BaseModel] = RunConfig) ->
 
 
 def entry_of(key: Sequence[str | int]) -> tuple[str, ...] | None:
-    """Of a key, its beginning that names an entry which others refer to: ("links", "dsl"); None if it has none."""
+    """Return the beginning of a key that names an entry which others refer to: ("links", "dsl"); None without one."""
     section: Any = RunConfig
     for position, part in enumerate(key[:-1]):
         field = section.model_fields.get(str(part))
@@ -46,7 +46,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _step(annotation: Any, part: str | int) -> list[Any]:
-    """What lies under `part` in a section, a list, a mapping or a union of them (flattened to plain types)."""
+    """Return the types under `part` in a section, a list, a mapping or a union of them (flattened to plain types)."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         field = annotation.model_fields.get(str(part))
         if field is not None:
@@ -72,13 +72,13 @@ def places_of(root: Any, key: Sequence[str | int]) -> list[Key]:
     """Return the places in a YAML's content that a key names.
 
     An entry of a list is named by its number or by its `name`. `replicas.boundary.rank` names the key of every replica
-    whose kind has it. Raises ConfigError that lists the entries, if a part names none of them or several.
+    whose kind has it. If a part names no entry or several, raises ConfigError that lists the entries.
     """
     return list(_places(root, (), tuple(key)))
 
 
 def keys_of_replica(entry: Any) -> set[str]:
-    """Return the keys that a replica's kind has; those of all kinds, if the entry does not say its kind."""
+    """Return the keys of the replica's kind; those of all kinds if the entry has no `kind`."""
     kind = entry.get("kind") if isinstance(entry, Mapping) else None
     models = {get_args(model.model_fields["kind"].annotation)[0]: model for model in _flatten(ReplicaSettings)}
     return {name for tag, model in models.items() if kind in (tag, None) for name in model.model_fields}
@@ -99,7 +99,7 @@ def _places(node: Any, here: Key, rest: Key) -> Iterator[Key]:
 
 
 def _entries(entries: Sequence[Any], here: Key, part: str | int) -> tuple[list[int], list[int]]:
-    """Return the entry that is called `part`, or else all replicas that have a key `part`."""
+    """Return the entry named `part`, or else all replicas that have a key `part`."""
     named = [index for index, entry in enumerate(entries) if part == index or str(part) == _name_of(entry)]
     having = [index for index, entry in enumerate(entries) if here == ("replicas",) and part in keys_of_replica(entry)]
     if len(named) + bool(having) == 1:

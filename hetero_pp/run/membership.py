@@ -1,4 +1,4 @@
-"""Which replicas a run that goes on has from then on: those of its YAML, of which the run may know some."""
+"""Replicas of a resumed run: those of its YAML, some of which the run may already know."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from hetero_pp.run.spec import RunSpec
 from hetero_pp.topology import ParticipantsReplica
 
 _OPTIONAL = "optional"
-"""What an entry may say otherwise later."""
+"""Key of a known entry that may change later."""
 
 
 def changed_entries(config: RunConfig, had: Sequence[list[Any]]) -> Iterator[tuple[Key, Any, Any]]:
-    """(key, found, expected) of what a YAML says otherwise of replicas that a run has had; `had`: the newest last.
+    """Yield (key, found, expected) for each change to a replica that the run has had; `had` has the newest entries
+    last.
 
-    Who is back would have to do with what it has saved, and the log with what it has of it.
+    A returning replica has to be compatible with its own member checkpoint, and with its history in the run log.
     """
     known = {entry["name"]: entry for entries in had for entry in entries}
     for index, entry in enumerate(replicas_of(config)):
@@ -29,9 +30,9 @@ def changed_entries(config: RunConfig, had: Sequence[list[Any]]) -> Iterator[tup
 
 
 def wanted_replicas(config: RunConfig, now: list[Any]) -> list[Any]:
-    """The entries that a YAML has, those first that the run has already, in its order.
+    """Return the entries of a YAML. Those that the run already has come first, in its order.
 
-    Raises ConfigError where a text is read once: who has read what of it would have to be known.
+    Raises ConfigError for changes if a text is read only once: the run would have to know who has read which part.
     """
     entries = {entry["name"]: entry for entry in replicas_of(config)}
     order = [*(entry["name"] for entry in now if entry["name"] in entries), *entries]
@@ -44,7 +45,7 @@ def wanted_replicas(config: RunConfig, now: list[Any]) -> list[Any]:
 
 
 def require_known_basis(spec: RunSpec) -> None:
-    """Raise ConfigError for a boundary that the run has no basis for: it was made when the run began."""
+    """Raise ConfigError for a boundary whose rank exceeds the basis, which was made when the run began."""
     most = spec.largest_rank
     for index, replica in enumerate(spec.config.replicas):
         if isinstance(replica, ParticipantsReplica) and replica.stage_count > 1:
@@ -56,7 +57,7 @@ def require_known_basis(spec: RunSpec) -> None:
 
 
 def described(before: list[Any], after: list[Any]) -> str:
-    """Who comes, who leaves, and of whom something is said otherwise."""
+    """Describe the change in words: replicas that join, that leave, and that become required or optional."""
     was, now = ({entry["name"]: entry for entry in entries} for entries in (before, after))
     found = {
         "with": [name for name in now if name not in was],

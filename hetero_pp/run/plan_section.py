@@ -1,4 +1,4 @@
-"""The `plan` section: participants that no group has yet, and what groups may be made of. Training does not read it."""
+"""The `plan` section: participants without a group, and constraints on groups. Training does not read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_pp.settings import Ratio, Settings
 
 
 class LooseParticipant(Settings):
-    """A machine that is to become a stage of some group."""
+    """Machine that is to become a stage of a group."""
 
     name: str = Field(description="unique; letters, digits, `-` and `_`")
     site: str | None = Field(None, description="where it stands; `pairs` may name sites")
@@ -24,13 +24,13 @@ class LooseParticipant(Settings):
 
 
 class PairSettings(LinkSettings):
-    """The link between two participants, or between all of one site and all of another (or of the same)."""
+    """Link between two participants, or between all of one site and all of another (or of the same)."""
 
     between: tuple[str, str] = Field(description="participants or sites; `forward` is from the first to the second")
 
 
 class PlanSettings(Settings):
-    """What `hetero-pp plan` decides about beyond the replicas that the YAML has."""
+    """Input of `hetero-pp plan` beyond the replicas in the YAML."""
 
     participants: list[LooseParticipant] = Field([], description="machines to group")
     pairs: list[PairSettings] = Field([], description="links between them; the entry that names most participants wins")

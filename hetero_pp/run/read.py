@@ -1,4 +1,4 @@
-"""The spec of a run from its YAML: what every process of a run, and every command about one, begins with."""
+"""Load the spec of a run from its YAML: the first step of every process and command of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetero_pp.run.yaml_file import ConfigFile
 
 
 def read_run(folder: RunFolder) -> RunSpec:
-    """The run in a folder. Raises ConfigError with file and line."""
+    """Return the run in a folder. Raises ConfigError with file and line."""
     file = ConfigFile(folder.config)
     try:
         return RunSpec(file.config, load_tokenizer(file.config.data).vocabulary, read_changes(folder.changes))
@@ -20,7 +20,8 @@ def read_run(folder: RunFolder) -> RunSpec:
 
 
 def spec_of(file: ConfigFile) -> RunSpec:
-    """The run of a YAML whose corpus nobody reads: only its tokenizer's vocabulary is needed. Raises ConfigError."""
+    """Return the run of a YAML without reading its corpus; needs only the tokenizer's vocabulary. Raises
+    ConfigError."""
     config = file.config.with_absolute_paths()
     try:
         config.require_grouped()

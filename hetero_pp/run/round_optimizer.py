@@ -1,4 +1,4 @@
-"""The outer optimizer that a run's configuration asks for."""
+"""Outer optimizer that a run's configuration selects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_pp.topology import ParticipantsReplica
 
 
 def round_optimizer(spec: RunSpec, basis: Tensor | None) -> RoundOptimizer:
-    """What makes theta after a round; `basis` [D, K'] is the run's."""
+    """Return the optimizer that computes the parameters after a round; `basis` [D, K'] is the run's."""
     config, first = spec.config, spec.config.replicas[0]
     if config.outer.source == "difference":
         return OuterOptimizer(config.outer, lambda round_: spec.at(round_).outer)

@@ -1,4 +1,4 @@
-"""Whether two configurations are of one run: what of them differs, key by key, with both values."""
+"""Comparison of two configurations: the keys in which they differ, with both values."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ Key = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all hosts of a run agree on: what it began with, and what was changed since."""
+    """Configuration that all hosts of a run agree on: its start, and the changes since."""
 
     first: RunConfig
     changes: Changes
     wanted: Values
-    """What is changed where the run goes on."""
+    """Values that change when the run is resumed."""
 
     def complaint(self, other: Mapping[str, Any]) -> str:
-        """What keeps another host's configuration, as its meaning, from being of this run; empty if nothing does.
+        """Return the differences that prevent another host from joining this run; empty if there are none.
 
-        Of a key that was changed it may have any value that the run has had, and the replicas of any time.
+        `other` is the meaning of its configuration. A changed key may have any value that the run has had, and
+        `replicas` may be those of any time.
         """
         first, complaints = values_of(self.first), []
         replicas = [*self.changes.had(REPLICAS, replicas_of(self.first)), *self._wanted(REPLICAS)]
@@ -47,7 +48,7 @@ class Agreement:
 
 
 def _by_name(entries: Any) -> Any:
-    """Entries in the order of their names, if that is what they are."""
+    """Return the entries sorted by name; None if they are not entries with names."""
     try:
         return sorted(entries, key=lambda entry: str(entry["name"]))
     except (TypeError, KeyError):
@@ -55,7 +56,7 @@ def _by_name(entries: Any) -> Any:
 
 
 def shown(key: Key, found: Any, expected: Any) -> str:
-    """A key and both of its values."""
+    """Return a key and both of its values as text."""
     return f"{dotted(key)}: found {_short(found)}, expected {_short(expected)}"
 
 
@@ -64,7 +65,7 @@ def _short(value: Any) -> str:
 
 
 def differences(one: Any, other: Any, key: Key = ()) -> Iterator[tuple[Key, Any, Any]]:
-    """(key, value in one, value in the other) of every value that differs; None where there is no such key."""
+    """Yield (key, value in one, value in the other) for every value that differs; None stands for a missing key."""
     if isinstance(one, dict) and isinstance(other, dict):
         for name in sorted({*one, *other}):
             yield from differences(one.get(name), other.get(name), (*key, name))

@@ -1,4 +1,4 @@
-"""What a host that joins is told of a run: its configuration, which it makes its own, and the tokenizer."""
+"""Configuration and tokenizer that the exchange sends to a host that joins, and how the host adopts them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from hetero_pp.store.settings import StoreSettings
 from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSettings
 
 _NOWHERE = "127.0.0.1:0"
-"""Where an exchange listens by default; a host that joins has none."""
+"""Default address of an exchange; a host that joins has no exchange."""
 
 MOST_TOKENIZER_BYTES = 6 << 20
-"""A message is no larger than 8 MiB; who joins has to bring a larger tokenizer."""
+"""Messages are at most 8 MiB. A host that joins has to bring a larger tokenizer itself."""
 
 
 def told_of(config: RunConfig) -> tuple[str, Mapping[str, bytes]]:
-    """What of a run its exchange tells who is let in, without a path of its host: the configuration, as JSON, and the
-    tokenizer's files by name, if they are small enough.
+    """Return the configuration as JSON, and the tokenizer's files by name, for hosts that are admitted.
+
+    Neither contains a path of this host. The files are left out if they are too large.
     """
     found: dict[str, Any] = config.model_dump(mode="json")
     found["model"]["weights"] = None  # the first snapshot has them
@@ -43,20 +44,20 @@ def told_of(config: RunConfig) -> tuple[str, Mapping[str, bytes]]:
 
 
 def _means_the_same_everywhere(config: RunConfig) -> bool:
-    """Whether every host can read the corpus by its name."""
+    """Return whether every host can read the corpus by its name."""
     streamed = config.data.streamed
     return config.data.corpus in INSTALLED or (streamed is not None and is_on_the_hub(streamed))
 
 
 def keep_tokenizer(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write what an exchange has told of the tokenizer."""
+    """Write the tokenizer's files that an exchange has sent."""
     for name in (FILE, CONFIG):
         if name in files:
             write_whole(folder / name, files[name])
 
 
 def kept_tokenizer(folder: Path) -> Path | None:
-    """Where that is; None if it told nothing."""
+    """Return the path of the received tokenizer; None if the exchange sent none."""
     path = folder / FILE
     return path if path.is_file() else None
 
@@ -64,13 +65,13 @@ def kept_tokenizer(folder: Path) -> Path | None:
 def own_configuration(
     told: str, member: str, data: str | None, tokenizer: Path | None, listen: str | None
 ) -> RunConfig:
-    """Return the run's configuration as this host has it: with where it reads, and where a stage listens if it does.
+    """Return the run's configuration for this host: its own paths, and the address where its stage listens, if it does.
 
-    An exchange may be hostile. So what it tells names no path and no address of this host: where the run is kept, what
-    weights it began with and where this member listens are left out, and DeepSpeed's JSON is held against a list of
-    keys. Only what this host's own command says is read, written or listened at.
+    An exchange may be hostile. So its configuration sets no path and no address of this host. The store, the initial
+    weights and the member's listening address are left out, and DeepSpeed's JSON is checked against a list of keys.
+    Only this host's own command decides what is read, written or listened at.
 
-    Raises ConfigError for a configuration of another version, and for what this host does not take from an exchange.
+    Raises ConfigError for a configuration of another version, and for settings that must not come from an exchange.
     """
     try:
         config = RunConfig.model_validate(parse_json(told))
@@ -95,7 +96,7 @@ def own_configuration(
 
 
 def listen_told(told: str, member: str) -> str | None:
-    """Return where the exchange's configuration has a stage listen, which `own_configuration` leaves out."""
+    """Return the address at which the exchange wants a stage to listen, which `own_configuration` leaves out."""
     for replica in RunConfig.model_validate(parse_json(told)).replicas:
         if isinstance(replica, ParticipantsReplica) and member in replica.members:
             return replica.listen_of(replica.members.index(member))
@@ -103,7 +104,7 @@ def listen_told(told: str, member: str) -> str | None:
 
 
 def _require_nothing_to_accept(config: RunConfig, member: str) -> None:
-    """Raise ConfigError for settings of a member that a host takes from its own YAML only."""
+    """Raise ConfigError for settings of a member that a host accepts only from its own YAML."""
     for index, replica in enumerate(config.replicas):
         if not isinstance(replica, DatacenterReplica) or replica.name != member:
             continue
@@ -141,7 +142,7 @@ def _without_listen(replica: ReplicaSettings, member: str) -> ReplicaSettings:
 
 
 def require_data(config: RunConfig, member: str, data: str | None) -> None:
-    """Raise ConfigError if a member reads text, and this host was not told where."""
+    """Raise ConfigError if a member reads text, and this host has no path for it."""
     reads = any(member in (replica.name, replica.members[0]) for replica in config.replicas)
     if reads and data is None and not _means_the_same_everywhere(config):
         raise ConfigError((), f"{member} reads the run's text; give its path on this host with --data PATH")

@@ -1,4 +1,4 @@
-"""The `simulate` section: what a prediction needs beyond the topology. Training does not read it."""
+"""The `simulate` section: input of predictions beyond the topology. Training does not read it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_pp.units import parse_any
 
 
 class MeasuredCost(Settings):
-    """What one member was measured to need, as `calibrate` writes it; replaces what its hardware would."""
+    """Measured cost of one member, as `calibrate` writes it; replaces the estimate from its hardware."""
 
     forward: Duration = Field(ge=0, description="one micro-batch, with encoding and decoding of messages")
     backward: Duration = Field(ge=0)
@@ -23,7 +23,7 @@ class MeasuredCost(Settings):
 
 
 class FleetSettings(Settings):
-    """Many replicas where the topology names one: each drawn anew."""
+    """Many replicas in place of one that the topology names, each drawn at random."""
 
     count: int = Field(ge=1)
     bandwidth: tuple[Bandwidth, Bandwidth] | None = Field(
@@ -36,7 +36,7 @@ class FleetSettings(Settings):
 
 
 class SiteSettings(Settings):
-    """Members behind one link to the exchange, which replaces the uplinks of their own."""
+    """Members behind one link to the exchange, which replaces their own uplinks."""
 
     members: list[str] = Field(min_length=1, description="members, or replicas with all of theirs")
     uplink: str = Field(description="the kind of link that they share, from `links`")
@@ -50,7 +50,7 @@ Figure = Annotated[
 
 
 class PublishedNumber(Settings):
-    """A number of a paper, to be shown beside the prediction."""
+    """Number from a paper, shown beside the prediction."""
 
     what: str = Field(description="which number of `--json`: `outer_seconds`, `replicas.home.step_seconds`")
     value: Figure = Field(gt=0)
@@ -65,7 +65,7 @@ ExchangeKind = Literal["gather", "parameter_server", "ring_all_gather", "ring_al
 
 
 class SimulateSettings(Settings):
-    """How machines, fleets and the exchange are in a prediction."""
+    """Machines, fleets and the exchange in a prediction."""
 
     machine: str = Field(ASSUMED, description="hardware of members that name none")
     hardware: dict[str, Hardware] = Field(default_factory=dict, description="entries beside the catalog's")

@@ -1,4 +1,5 @@
-"""A configuration and all that follows from it alone: members, their parameters, links, the run's id."""
+"""Spec of a run: a configuration and everything that follows from it alone (members, parameters, links, the run's
+id)."""
 
 from __future__ import annotations
 
@@ -26,19 +27,19 @@ from hetero_pp.topology import DatacenterReplica, ParticipantsReplica, ReplicaSe
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part: replicas, their members, and the blocks that each member owns."""
+    """Participants of a run: replicas, their members, and the blocks that each member owns."""
 
     members: Mapping[str, str]
     """member -> replica"""
     blocks: Mapping[str, frozenset[str]]
-    """member -> blocks it contributes"""
+    """member -> blocks that it contributes"""
     counts: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """(link, direction) -> member that counts what is sent there"""
+    """(link, direction) -> member that counts the bytes sent there"""
     follows: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """member -> blocks that it holds beside those it contributes"""
+    """member -> blocks that it holds beside those that it contributes"""
 
     def holds(self, member: str) -> frozenset[str]:
-        """The blocks of which a member has hashes to tell."""
+        """Return the blocks for which a member reports hashes."""
         return self.blocks[member] | self.follows.get(member, frozenset())
 
     @property
@@ -48,7 +49,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class MemberSpec:
-    """One member that trains: which replica, and which stage of it (None: the whole)."""
+    """One member that trains: its replica, and its stage (None for a whole replica)."""
 
     name: str
     replica: ReplicaSettings
@@ -59,12 +60,12 @@ class MemberSpec:
 
     @property
     def reads_data(self) -> bool:
-        """Whether it needs the corpus: a whole replica does, and a group's first stage."""
+        """Whether the member reads the corpus: a whole replica does, and a group's first stage."""
         return self.stage is None or self.stage.is_first
 
     @property
     def follows_embedding(self) -> bool:
-        """Whether it keeps a synced copy of a token embedding that another member trains."""
+        """Whether the member keeps a synchronized copy of a token embedding that another member trains."""
         return (
             isinstance(self.replica, ParticipantsReplica)
             and self.replica.boundary.rank != "full"
@@ -74,15 +75,17 @@ class MemberSpec:
 
 @lru_cache(maxsize=256)
 def _shapes_of(shape: ModelShape, stage: StageSpec | None) -> Mapping[str, tuple[int, ...]]:
-    """Shape of every parameter of a stage, or of the whole model, by name. Many runs of one model ask for the same."""
+    """Return the shape of every parameter of a stage or of the whole model, by name. Cached for runs of one model."""
     with torch.device("meta"):
         module = Transformer(shape) if stage is None else build_part(shape, stage)
     return MappingProxyType({name: tuple(parameter.shape) for name, parameter in parameters_of(module).items()})
 
 
 def _in_turns(replicas: Sequence[ReplicaSettings], index: int) -> tuple[int, ...]:
-    """The replicas that come and go as this one does, and are at the same step of the same shard size whenever they
-    are there: so none reads what another reads, and few of them read all that many would.
+    """Return the indices of the optional replicas that share their text in turns with this one.
+
+    They have the same batch size, so while they are present they are at the same step of shards of the same size. No
+    replica then reads what another reads, and a few of them read all that many would.
     """
     own = replicas[index]
     alike = (number for number, one in enumerate(replicas) if one.optional and one.batch_size == own.batch_size)
@@ -90,16 +93,16 @@ def _in_turns(replicas: Sequence[ReplicaSettings], index: int) -> tuple[int, ...
 
 
 class RunSpec:
-    """A configuration and all that follows from it alone, the same in every process."""
+    """Configuration and everything that follows from it alone, the same in every process."""
 
     def __init__(self, config: RunConfig, vocabulary: int | None, changes: Changes = NO_CHANGES) -> None:
         changes.require_changeable(config)
         self.first = first = changes.at(config, 1)
-        """What the run began with."""
+        """Configuration at the start of the run."""
         self.latest = latest = changes.at(config, None)
-        """The configuration of the last round."""
+        """Configuration of the last round."""
         self.config = config = first.model_copy(update={"replicas": latest.replicas})
-        """What it began with, and the replicas that there are now."""
+        """Configuration at the start, with the current replicas."""
         self.changes = changes
         if config.outer.counts and len(changes.replicas_since) > 1:
             told = f"found other replicas from round {changes.replicas_since[1]} on, expected the same"
@@ -108,11 +111,11 @@ class RunSpec:
             )
         self.shape: ModelShape = config.model.resolve(vocabulary)
         self.agreed = json.dumps(meaning(first, NotPartOf.RUN), sort_keys=True)
-        """What all hosts agree on, as JSON."""
+        """Settings that all hosts agree on, as JSON."""
         self.run = hashlib.sha256(self.agreed.encode()).hexdigest()[:32]
-        """Names the run in its contributions: the same on all hosts, wherever they keep their files."""
+        """Run id in contributions: the same on all hosts, regardless of where they keep their files."""
         self.total_steps = None if config.inner.steps is None else self.latest.outer.rounds * config.inner.steps
-        """Of each replica; None where a round is time."""
+        """Inner steps of each replica; None if a round lasts a given time."""
         own_lines = lines_of_members(config.replicas, config.exchange)
         self.lines: dict[str, LineSpec] = {
             line.name: line for line in line_specs(own_lines, config.sites, config.lines)
@@ -125,27 +128,27 @@ class RunSpec:
             for member in self._members_of(replica, index)
         }
         self.needed = {name: member for name, member in self.members.items() if not member.replica.optional}
-        """The members without which the run does not begin."""
+        """Members that must join before the run begins."""
 
     @property
     def inner_steps(self) -> int:
-        """H. Raises ConfigError where a round is time."""
+        """H. Raises ConfigError if a round lasts a given time."""
         return self.config.inner.require_steps("how many fit into a round is not known")
 
     def with_changes(self, changes: Changes) -> RunSpec:
-        """The same run, with other changes."""
+        """Return the same run with other changes."""
         return RunSpec(self.config, self.shape.vocabulary, changes)
 
     @cached_property
     def _replicas_since(self) -> Mapping[int, Sequence[ReplicaSettings]]:
-        """First round -> those that take part from there on."""
+        """First round -> replicas that take part from then on."""
         return {since: self.changes.at(self.config, since).replicas for since in self.changes.replicas_since}
 
     def share_of(self, replica: str, round_: int) -> Share:
-        """Which part of the text a replica reads in a round; before it takes part, the one that it will then read
-        from its start.
+        """Return the part of the text that a replica reads in a round.
 
-        Where shards are clusters, all of the text is the first replica's while it trains alone (DiLoCo, section 3).
+        Before it takes part, this is the part that it will read from its start. If shards are clusters, the first
+        replica reads all of the text while it trains alone (DiLoCo, section 3).
         """
         names = {since: [one.name for one in found] for since, found in self._replicas_since.items()}
         having = [since for since, found in names.items() if replica in found]
@@ -164,14 +167,15 @@ class RunSpec:
 
     @property
     def shared_out_since(self) -> Sequence[int]:
-        """The rounds from which on the text is shared out anew, in order: the first, and those from which on others
-        take part or read clusters of their own.
+        """Rounds from which the text is divided anew, in order.
+
+        They are the first round, and those from which other replicas take part or replicas read clusters of their own.
         """
         pretraining = self.config.outer.pretraining if self.config.data.clusters is not None else 0
         return sorted({*self._replicas_since, pretraining + 1})
 
     def steps_on(self, share: Share) -> int:
-        """How many steps a replica takes on a share that it reads from its first round to its last."""
+        """Return the number of steps of a replica on a share, from the share's first round to its last."""
         alone = self.config.outer.pretraining
         reads_all = self.config.data.clusters is not None and share.replicas == 1 and alone > 0
         last = alone if reads_all else self.latest.outer.rounds
@@ -179,7 +183,7 @@ class RunSpec:
 
     @property
     def replicas_ever(self) -> Sequence[ReplicaSettings]:
-        """All that take part, or did: those of now first."""
+        """All replicas that take part or did before, the current ones first."""
         before = (replica for since in sorted(self._replicas_since) for replica in self._replicas_since[since])
         by_name: dict[str, ReplicaSettings] = {}
         for replica in [*self.config.replicas, *before]:
@@ -187,21 +191,22 @@ class RunSpec:
         return list(by_name.values())
 
     def replicas_in(self, round_: int) -> Sequence[ReplicaSettings]:
-        """Those that take part in a round, if they are there."""
+        """Return the replicas that take part in a round, if they are present."""
         found = self._replicas_since[max(since for since in self._replicas_since if since <= max(round_, 1))]
         return found[: self.config.outer.taking_part_in(round_)]
 
     def at(self, round_: int) -> RunConfig:
-        """The configuration that holds in a round."""
+        """Return the configuration of a round."""
         return self.changes.at(self.config, round_)
 
     def steps_planned_in(self, round_: int) -> int:
-        """Of all inner steps of the run, as many as were planned when this round was trained."""
+        """Return the inner steps of the whole run as planned when this round was trained."""
         assert self.config.inner.steps is not None, "a round is time"
         return self.at(round_).outer.rounds * self.config.inner.steps
 
     def rates_in(self, round_: int, first: int, expected: int | None) -> LearningRates:
-        """The learning rates of a round whose first step has this number; see ByRounds for the `expected` steps."""
+        """Return the learning rates of a round whose first step has the number `first`. ByRounds explains
+        `expected`."""
         config = self.at(round_)
         if config.inner.steps is None:
             return config.inner.rates_in(round_, config.outer.rounds, first, expected)
@@ -229,7 +234,7 @@ class RunSpec:
 
     @property
     def optional_places(self) -> dict[str, list[str]]:
-        """Members of the replicas that may be there or not, by replica, in the order of their stages."""
+        """Members of optional replicas, by replica, in the order of their stages."""
         found: dict[str, list[str]] = {}
         for name, member in self.members.items():
             if member.replica.optional:
@@ -238,13 +243,13 @@ class RunSpec:
 
     @property
     def unnamed_slots(self) -> frozenset[str]:
-        """The slots that a ticket may take which names none: stages of groups; all slots of a run without a group."""
+        """Slots for tickets that name none: stages of groups; all slots if the run has no group."""
         stages = frozenset(name for name, member in self.members.items() if member.stage is not None)
         return stages or frozenset(self.members)
 
     @cached_property
     def roster(self) -> Roster:
-        """Who takes part, for the exchange."""
+        """Members, blocks and links of the run, for the exchange."""
         return Roster(
             {name: member.replica.name for name, member in self.members.items()},
             {name: frozenset(map(block_of, member.owned)) for name, member in self.members.items()},
@@ -254,7 +259,10 @@ class RunSpec:
 
     @property
     def largest_rank(self) -> int | None:
-        """Of all boundaries that the run began with: the basis has as many columns. None if nothing is compressed."""
+        """Largest rank of all boundaries at the start of the run, and the number of columns of the basis.
+
+        None if nothing is compressed.
+        """
         ranks = [
             rank
             for replica in self.first.replicas

@@ -1,4 +1,4 @@
-"""Reading and writing a run's YAML; every complaint about it names file, line and key in one line."""
+"""Read and write a run's YAML. Every error names file, line and key in one line."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from hetero_pp.run.known_keys import Key
 from hetero_pp.run.yaml_lines import YamlLines, complaint
 
 _OF_A_RUN = ("log", "state", "metrics.jsonl")
-"""What stands beside the config.yaml of a run."""
+"""Files beside the config.yaml of a run."""
 
 
 class ConfigFile:
-    """A YAML file that holds a RunConfig, and where each key stands in it."""
+    """YAML file with a RunConfig, and the line of each key."""
 
     def __init__(self, path: Path, overrides: Sequence[Given] = (), changes: Mapping[str, Any] | None = None) -> None:
-        """`overrides` are values of `--set` such as `outer.rounds=20`, or of other options; `changes` is the same as
+        """Load a file and apply changes.
+
+        `overrides` are values of `--set` such as `outer.rounds=20`, or of other options. `changes` are the same as
         mappings: {"outer": {"rounds": 20}}.
 
-        Raises ConfigError with file, line and key; or with what was given beside the file, if the fault is there.
+        Raises ConfigError with file, line and key, or with the override that is at fault.
         """
         self.path = path
         try:
@@ -51,7 +53,7 @@ class ConfigFile:
             raise self._of_this_file(self.located(error)) from None
 
     def _of_this_file(self, error: ConfigError) -> ConfigError:
-        """Return a complaint that also says what to do about a file that a run keeps of its own."""
+        """Extend an error about a run's own config file with what to do about it."""
         folder = self.path.parent
         is_kept = self.path.stem.startswith("config") and any((folder / name).exists() for name in _OF_A_RUN)
         if not is_kept or not str(error).startswith(str(self.path)):
@@ -61,11 +63,11 @@ class ConfigFile:
 
     @property
     def given(self) -> list[Key]:
-        """Keys that were set beside the file."""
+        """Keys that were overridden."""
         return [place for place, _ in self._set]
 
     def located(self, error: ConfigError) -> ConfigError:
-        """Return the same complaint with file and line in front, or with the value beside the file that it is about."""
+        """Return the error with file and line in front, or with the override that it is about."""
         key, _ = self._lines.find(error.key)
         near = [(place, one) for place, one in self._set if key and _overlap(place, key)]
         exact = [(place, one) for place, one in near if len(place) <= len(key)]
@@ -77,13 +79,13 @@ class ConfigFile:
         return ConfigError((), f"{' '.join(said)}: {where}{self._lines.as_entries(error.message)}")
 
     def _apply(self, one: Override) -> list[Entry]:
-        """Change the file's content; return the entries that were not there before."""
+        """Change the file's content; return the entries that are new."""
         places, added = one.apply(self._lines.root)
         self._set += [(place, one) for place in places]
         return added
 
     def _is_wrong_itself(self, error: ConfigError) -> bool:
-        """Whether the file has the same fault without what was given beside it."""
+        """Return whether the file has the same fault without the overrides."""
         try:
             ConfigFile(self.path)
         except ConfigError as own:
@@ -92,13 +94,13 @@ class ConfigFile:
 
 
 def _overlap(one: Key, other: Key) -> bool:
-    """Whether one key is at or below the other."""
+    """Return whether one key is at or below the other."""
     length = min(len(one), len(other))
     return one[:length] == other[:length]
 
 
 def save_config(config: RunConfig, path: Path, comments: Sequence[str] = ()) -> None:
-    """Write the resolved configuration, below lines of comments; loading it gives an equal one."""
+    """Write the resolved configuration below comment lines; loading it gives an equal one."""
     header = "".join(f"# {line}\n" for line in comments)
     write_whole(path, f"{header}{config_text(config)}".encode())
 

@@ -1,4 +1,4 @@
-"""A YAML file with the line of each key, and what is wrong with it in one line: file, line, key, found, expected."""
+"""YAML file with the line of each key; its errors have one line: file, line, key, found, expected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hetero_pp.run.known_keys import Key, keys_beside
 
 
 class YamlLines:
-    """What a YAML file holds at its `root`, and where each key stands in it.
+    """Content of a YAML file (`root`), and the line of each key.
 
     Raises ConfigError if it cannot be read, is not YAML, or has no keys and values at its top.
     """
@@ -29,13 +29,14 @@ class YamlLines:
         self.root = self._parse()
 
     def located(self, error: ConfigError, model: type[BaseModel] = RunConfig) -> ConfigError:
-        """The same complaint about what should be a `model`, with file and line in front."""
+        """Return the error with file and line in front; `model` describes the file."""
         key, line = self.find(error.key, model)
         where = f"{self.path}:{line}: " + (f"{dotted(key)}: " if key else "")
         return ConfigError((), where + self.as_entries(error.message))
 
     def as_entries(self, message: str) -> str:
-        """Return the message with hints for groups of `count` replaced by hints for the entry that stands for them all.
+        """Return the message with hints for groups of `count` replaced by hints for the entry that stands for all of
+        them.
 
         The file has no entry `home-1`: `--set replicas.home-1.batch_size=4` becomes `--set replicas.home.batch_size=4`.
         """
@@ -47,7 +48,7 @@ class YamlLines:
         return message
 
     def plain(self) -> Any:
-        """What the root holds, as dicts and lists."""
+        """Return the content of the root as dicts and lists."""
         return _plain(self.root)
 
     def _parse(self) -> CommentedMap:
@@ -60,7 +61,7 @@ class YamlLines:
         return root
 
     def find(self, key: Sequence[str | int], model: type[BaseModel] = RunConfig) -> tuple[Key, int]:
-        """The key as far as the file has it (and one step further), and the line it stands on."""
+        """Return the key as far as the file has it (and one step further), and its line."""
         node: Any = self.root
         found: list[str | int] = []
         line = 1
@@ -70,7 +71,9 @@ class YamlLines:
                 line = _line(node.lc, part, line)
             else:
                 known = keys_beside(key[: position + 1], model)
-                if part in known or (not known and isinstance(node, CommentedMap)):  # else it says which kind it is
+                if part in known or (
+                    not known and isinstance(node, CommentedMap)
+                ):  # other parts only say the kind of a union
                     found.append(part)
                 continue
             found.append(part)
@@ -79,7 +82,7 @@ class YamlLines:
 
 
 def _line(position: Any, part: str | int, otherwise: int) -> int:
-    """Where an entry of a mapping or a list stands; entries set from the command line stand nowhere."""
+    """Return the line of an entry of a mapping or a list; `otherwise` for entries set on the command line."""
     data = position.data or {}
     return data[part][0] + 1 if part in data else otherwise
 
@@ -93,7 +96,7 @@ def _plain(node: Any) -> Any:
 
 
 def complaint(error: ValidationError, model: type[BaseModel] = RunConfig) -> ConfigError:
-    """The complaint to show of those of a model: of several about the alternatives of one value, the most specific."""
+    """Return the error to show: among several about alternatives of one value, the most specific."""
     details = error.errors(include_url=False)
     first = details[0]["loc"]
     section = first[:-1][:2]
@@ -132,11 +135,11 @@ _KINDS = {
     "dict": "keys and values",
     "model": "keys and values",
 }
-"""What each kind of pydantic's complaints expects, by the first word of its name."""
+"""Expected value by the first word of a pydantic error type."""
 
 
 def _expected(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    """What a value should be, from pydantic's complaint about it."""
+    """Return the expected value, from pydantic's error about it."""
     bounds = {"greater_than": "more than", "greater_than_equal": "at least"}
     bounds |= {"less_than": "less than", "less_than_equal": "at most"}
     if kind in bounds:

@@ -186,8 +186,7 @@ def _relayed(spec: RunSpec, steps: Mapping[str, float] | None) -> tuple[int, Car
     """Return the number of relayed stage links, and their bytes through the exchange in a round.
 
     A link is relayed if neither of its stages has an address and both may be on different hosts. They may be if the
-    exchange listens beyond this machine, or if the YAML says `relay`. Without TLS the exchange relays only links that
-    say `relay`.
+    exchange listens beyond this machine, or if the YAML says `relay`. Without TLS the exchange has no relay.
     """
     exchange = spec.config.exchange
     spans_hosts = not exchange.insecure and not is_loopback(exchange.listen)
