@@ -1,1 +1,1 @@
-"""What a run is: the whole YAML, and all that follows from it alone, the same in every process."""
+"""Configuration of a run: its YAML, and everything that follows from it alone."""

@@ -71,9 +71,7 @@ class YamlLines:
                 line = _line(node.lc, part, line)
             else:
                 known = keys_beside(key[: position + 1], model)
-                if part in known or (
-                    not known and isinstance(node, CommentedMap)
-                ):  # other parts only say the kind of a union
+                if part in known or (not known and isinstance(node, CommentedMap)):  # else it names a union kind
                     found.append(part)
                 continue
             found.append(part)
